@@ -1,0 +1,14 @@
+"""A Llama with unbounded memory: importing it registers the model with transformers' Auto classes."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .cache import FoldedCache
+from .configuration import CondenseConfig
+from .conversion import to_llama
+from .modeling import CondenseForCausalLM
+
+AutoConfig.register(CondenseConfig.model_type, CondenseConfig)
+AutoModelForCausalLM.register(CondenseConfig, CondenseForCausalLM)
+
+__version__ = "0.1.0"
+__all__ = ["CondenseConfig", "CondenseForCausalLM", "FoldedCache", "to_llama"]

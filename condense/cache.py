@@ -1,0 +1,216 @@
+"""The state of a text being read: its size does not depend on how much has been read.
+
+Per layer: one buffer of keys and one of values for [memory ; current segment], and one of each for what
+becomes the next memory. Every row has its own place in its own segment.
+
+Axes: B rows, R rows taking part in a step, G key/value heads, L segment length, T tokens of a step,
+K visible keys, D model width, E head width.
+"""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .configuration import CondenseConfig
+from .continuity import Timeline
+from .memory import Memory
+from .segmentation import Cursor, Piece
+
+
+class FoldedCacheLayer(CacheLayerMixin):
+    """One layer's buffers: `keys`, `values` [B, G, 2L, E] and `next_keys`, `next_values` [B, G, L, E]."""
+
+    is_sliding = False
+
+    def __init__(self, segment_length: int, bptt_segments: int | None):
+        super().__init__()
+        self.segment_length = segment_length
+        self.bptt_segments = bptt_segments
+        self.next_keys: torch.Tensor | None = None
+        self.next_values: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        batch_size, num_heads, _, head_dim = key_states.shape
+        current = (batch_size, num_heads, 2 * self.segment_length, head_dim)
+        following = (batch_size, num_heads, self.segment_length, head_dim)
+        self.keys, self.values = key_states.new_zeros(current), value_states.new_zeros(current)
+        self.next_keys, self.next_values = key_states.new_zeros(following), value_states.new_zeros(following)
+        self.is_initialized = True
+
+    def extend(self, key_RGTE, value_RGTE, piece: Piece):
+        """Stores a step's keys and values; returns all [R, G, K, E] that its queries may see.
+
+        For a uniform piece those are views that end with the step's own tokens; otherwise whole buffers.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(
+                key_RGTE.expand(piece.batch_size, *key_RGTE.shape[1:]),
+                value_RGTE.expand(piece.batch_size, *value_RGTE.shape[1:]),
+            )
+        self.keys = _write(self.keys, key_RGTE, piece, self.segment_length)
+        self.values = _write(self.values, value_RGTE, piece, self.segment_length)
+        visible = piece.visible_keys if piece.uniform else slice(None)
+        return tuple(
+            (buffer if piece.all_rows else buffer[piece.rows])[:, :, visible] for buffer in (self.keys, self.values)
+        )
+
+    def remember(self, memory: Memory, piece: Piece) -> None:
+        """Stores what the step's tokens will be in the next memory, and rolls rows over that are complete."""
+        self.next_keys = _write(self.next_keys, memory.key_RGKE, piece)
+        self.next_values = _write(self.next_values, memory.value_RGKE, piece)
+        if piece.completed:
+            self.keys = self._roll(self.keys, self.next_keys, piece)
+            self.values = self._roll(self.values, self.next_values, piece)
+
+    def _roll(self, buffer_BG2LE, next_BGLE, piece: Piece):
+        rolled = _writable(buffer_BG2LE)
+        if len(piece.completed) == piece.batch_size and not self.bptt_segments:
+            rolled[:, :, : self.segment_length] = next_BGLE
+            return rolled
+        for r in piece.completed:
+            memory_GLE = next_BGLE[piece.rows[r]]
+            if self.bptt_segments and (piece.segments[r] + 1) % self.bptt_segments == 0:
+                memory_GLE = memory_GLE.detach()
+            rolled[piece.rows[r], :, : self.segment_length] = memory_GLE
+        return rolled
+
+    def select(self, rows_B: torch.Tensor) -> None:
+        if self.is_initialized:
+            for name in ("keys", "values", "next_keys", "next_values"):
+                buffer = getattr(self, name)
+                setattr(self, name, buffer.index_select(0, rows_B.to(buffer.device)))
+
+    # The rest of transformers' interface for a layer; the cache keeps count for all layers.
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise TypeError("a FoldedCache belongs to a CondenseForCausalLM: other models cannot write to it.")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return 2 * self.segment_length, 0
+
+    def get_seq_length(self) -> int:
+        raise TypeError("the cache counts tokens, not its layers: use FoldedCache.get_seq_length().")
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class FoldedCache(Cache):
+    """Everything a `CondenseForCausalLM` knows of the texts read so far, in constant memory.
+
+    Pass it as `past_key_values` to go on where the last call stopped. It cannot roll back: to branch,
+    take a `copy.deepcopy` first.
+    """
+
+    def __init__(self, config: CondenseConfig):
+        self.config = config
+        super().__init__(
+            layers=[
+                FoldedCacheLayer(config.segment_length, config.bptt_segments) for _ in range(config.num_hidden_layers)
+            ]
+        )
+        self._clear()
+
+    def _clear(self) -> None:
+        self.cursor: Cursor | None = None
+        self.timeline: Timeline | None = None
+        # Final hidden state of each row's last token: what a column of padding after it answers with.
+        self.last_hidden_BD: torch.Tensor | None = None
+        self.num_columns = 0
+
+    def start(self, batch_size: int) -> "FoldedCache":
+        """Makes room for a batch, or checks that it is the one being read."""
+        if self.cursor is None:
+            self.cursor = Cursor(batch_size, self.config.segment_length)
+        elif len(self.cursor.filled) != batch_size:
+            raise ValueError(
+                f"the cache holds {len(self.cursor.filled)} texts and the input {batch_size}: pass the same rows again, "
+                "or a new FoldedCache."
+            )
+        return self
+
+    def read(self, piece: Piece) -> list[FoldedCacheLayer]:
+        return self.layers
+
+    def write(self, remembered: list[Memory], piece: Piece) -> None:
+        for layer, memory in zip(self.layers, remembered, strict=True):
+            layer.remember(memory, piece)
+
+    def note_last(self, hidden_RTD: torch.Tensor, piece: Piece) -> None:
+        """Notes the final hidden state of each row's last token so far."""
+        device = hidden_RTD.device
+        last_R = torch.tensor(piece.counts, device=device) - 1
+        last_RD = hidden_RTD[torch.arange(len(last_R), device=device), last_R]
+        if self.last_hidden_BD is None:
+            self.last_hidden_BD = hidden_RTD.new_zeros(piece.batch_size, hidden_RTD.shape[-1])
+        self.last_hidden_BD = self.last_hidden_BD.index_copy(0, torch.tensor(piece.rows, device=device), last_RD)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by the state of all rows."""
+        tensors = [self.last_hidden_BD]
+        for layer in self.layers:
+            tensors += [layer.keys, layer.values, layer.next_keys, layer.next_values]
+        if self.timeline is not None:
+            tensors += self.timeline.tensors
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+
+    # transformers' interface
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of input seen, padding included."""
+        return self.num_columns
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.cursor is not None
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.cursor is None else len(self.cursor.filled)
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            layer.keys = layer.values = layer.next_keys = layer.next_values = None
+            layer.is_initialized = False
+        self._clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("a FoldedCache cannot roll back: copy.deepcopy it before the tokens you may want to undo.")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.cursor is None:
+            return
+        rows_B = torch.as_tensor(indices).cpu()
+        rows_B = rows_B.nonzero()[:, 0] if rows_B.dtype == torch.bool else rows_B
+        self.cursor.select(rows_B.tolist())
+        for layer in self.layers:
+            layer.select(rows_B)
+        if self.timeline is not None:
+            self.timeline.select(rows_B)
+        if self.last_hidden_BD is not None:
+            self.last_hidden_BD = self.last_hidden_BD[rows_B.to(self.last_hidden_BD.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+
+def _writable(buffer: torch.Tensor) -> torch.Tensor:
+    """In place where nothing is recorded; a copy where autograd may still need the old values."""
+    return buffer.clone() if torch.is_grad_enabled() else buffer
+
+
+def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, piece: Piece, offset: int = 0) -> torch.Tensor:
+    """Puts a step's tokens at each row's place in its segment, `offset` keys into the buffer."""
+    written = _writable(buffer_BGKE)
+    if piece.all_rows and piece.uniform and piece.rectangular:
+        first = offset + piece.filled[0]
+        written[:, :, first : first + piece.width] = values_RGTE
+    else:
+        device = buffer_BGKE.device
+        row_n, token_n = (index.to(device) for index in piece.valid)
+        position_n = offset + torch.tensor(piece.filled, device=device)[row_n] + token_n
+        written[torch.tensor(piece.rows, device=device)[row_n], :, position_n] = values_RGTE[row_n, :, token_n]
+    return written

@@ -1,0 +1,68 @@
+"""What a caller may get wrong, found before anything is computed.
+
+Axes: B rows, N columns of an input, D model width.
+"""
+
+import torch
+
+from .cache import FoldedCache
+from .continuity.durations import check_durations
+
+
+def check_input(config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations) -> torch.Tensor:
+    """The tokens, [B, N] or [B, N, D]; raises `ValueError` where the arguments of a forward pass do not fit."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("pass either input_ids or inputs_embeds, and not both.")
+    tokens = inputs_embeds if input_ids is None else input_ids
+    expected = "[batch, tokens]" if input_ids is not None else "[batch, tokens, hidden_size]"
+    if tokens.dim() != expected.count(",") + 1 or 0 in tokens.shape:
+        raise ValueError(f"the input has shape {tuple(tokens.shape)}: pass at least one token, as {expected}.")
+    # On an accelerator the check would wait for the device; there the embedding itself asserts.
+    if input_ids is not None and input_ids.device.type == "cpu" and input_ids.max() >= config.vocab_size:
+        raise ValueError(
+            f"token id {input_ids.max().item()} does not exist in a vocabulary of {config.vocab_size}: use the tokenizer "
+            "that belongs to this checkpoint."
+        )
+    if cache is not None and not isinstance(cache, FoldedCache):
+        raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
+    shape = tuple(tokens.shape[:2])
+    if attention_mask is not None:
+        seen = 0 if cache is None else cache.get_seq_length()
+        if tuple(attention_mask.shape) not in (shape, (shape[0], seen + shape[1])):
+            raise ValueError(
+                f"attention_mask of shape {tuple(attention_mask.shape)} fits neither the input {shape} nor all "
+                f"{seen + shape[1]} columns seen with it: pass 1 for every token and 0 for padding."
+            )
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit an input of shape {shape}: one label a token.")
+    if durations is not None:
+        check_durations(durations, shape)
+    if position_ids is not None and shape[1] > 1:
+        _check_consecutive(position_ids, real_tokens(attention_mask, shape[1]))
+    return tokens
+
+
+def real_tokens(attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
+    """The part [B, N] of the mask that concerns the input's own columns, as booleans on the host."""
+    return None if attention_mask is None else attention_mask[:, -num_columns:].bool().cpu()
+
+
+def check_tokenizer(config, tokenizer) -> None:
+    """Raises `ValueError` where a tokenizer has ids that the model has no embedding for."""
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model a vocabulary of {config.vocab_size}: use the "
+            "checkpoint's own tokenizer, or model.resize_token_embeddings(len(tokenizer)) first."
+        )
+
+
+def _check_consecutive(position_ids: torch.Tensor, real_BN: torch.Tensor | None) -> None:
+    for row, positions_N in enumerate(position_ids.cpu()):
+        real_N = positions_N if real_BN is None else positions_N[real_BN[row if len(real_BN) > 1 else 0]]
+        jumps = (real_N.diff() != 1).nonzero()
+        if len(jumps):
+            at = int(jumps[0])
+            raise ValueError(
+                f"position_ids of row {row} go from {real_N[at].item()} to {real_N[at + 1].item()}: positions must be "
+                "consecutive. For fractional positions pass durations; for several documents pass several rows."
+            )

@@ -1,0 +1,19 @@
+"""From a Llama checkpoint to a folded one is a change of configuration; so is the way back."""
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .configuration import CondenseConfig
+from .modeling import CondenseForCausalLM
+
+
+def to_llama(model: CondenseForCausalLM) -> LlamaForCausalLM:
+    """The stock Llama with the same weights (shared, not copied), in evaluation mode."""
+    fields = model.config.to_dict()
+    for name in [*(set(CondenseConfig.__annotations__)), "model_type", "architectures"]:
+        fields.pop(name, None)
+    config = LlamaConfig(**fields)
+    llama = LlamaForCausalLM(config).to(model.dtype)
+    llama.load_state_dict(model.state_dict(), assign=True)
+    llama.tie_weights()
+    llama.generation_config = model.generation_config
+    return llama.eval()

@@ -1,0 +1,98 @@
+"""A Llama layer over [memory ; current segment]: equations 17-20 of the folded context condensation paper.
+
+    Q = X W_Q,  K = [Y_memory ; X] W_K,  V = [Y_memory ; X] W_V     (all behind the layer's input norm)
+    Y = X + Attention(Q, K, V) W_O,  Y = Y + MLP(norm(Y))
+
+Y_memory, the layer's own output for the segment before, is projected once, when it is known, and
+travels on as keys and values. Parameters are those of a Llama, under the same names.
+
+Axes: R rows, T tokens of a step, D model width, H query heads, G key/value heads, E head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+
+from .attention import Visibility, attend
+from .configuration import CondenseConfig
+from .memory import Memory, Past
+from .segmentation import Piece
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers share while one piece is processed.
+
+    Rotary tables are (cos, sin), each [R or 1, T, E]: of the tokens' coordinates in [memory ; current
+    segment], and of the coordinates that they will have as the next segment's memory. `remembers` is
+    false where nothing follows that could read a memory.
+    """
+
+    piece: Piece
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    memory_rotary: tuple[torch.Tensor, torch.Tensor]
+    visibility: Visibility
+    remembers: bool
+
+
+class CondenseAttention(nn.Module):
+    def __init__(self, config: CondenseConfig):
+        super().__init__()
+        self.config = config
+        self.head_width = config.head_dim
+        self.scale = config.head_dim**-0.5
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_width, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_width, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_width, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_width, width, bias=bias)
+
+    def _heads(self, tensor_RTx: torch.Tensor) -> torch.Tensor:
+        return tensor_RTx.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def remember(self, normed_RTD: torch.Tensor, step: Step) -> Memory:
+        """Keys and values of what the next segment will see of this step."""
+        key_RGTE = _rotate(self._heads(self.k_proj(normed_RTD)), step.memory_rotary)
+        return Memory(key_RGTE, self._heads(self.v_proj(normed_RTD)))
+
+    def forward(self, normed_RTD: torch.Tensor, past: Past | None, step: Step) -> torch.Tensor:
+        query_RHTE = _rotate(self._heads(self.q_proj(normed_RTD)), step.rotary)
+        key_RGTE = _rotate(self._heads(self.k_proj(normed_RTD)), step.rotary)
+        value_RGTE = self._heads(self.v_proj(normed_RTD))
+        if past is None:
+            key_RGKE, value_RGKE = key_RGTE, value_RGTE
+        else:
+            key_RGKE, value_RGKE = past.extend(key_RGTE, value_RGTE, step.piece)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        output_RTx = attend(
+            self.config._attn_implementation, query_RHTE, key_RGKE, value_RGKE, step.visibility, self.scale, dropout
+        )
+        return self.o_proj(output_RTx)
+
+
+def _rotate(tensor_RHTE: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    cos_R1TE, sin_R1TE = (table.unsqueeze(1) for table in rotary)
+    return tensor_RHTE * cos_R1TE + rotate_half(tensor_RHTE) * sin_R1TE
+
+
+class CondenseDecoderLayer(nn.Module):
+    def __init__(self, config: CondenseConfig):
+        super().__init__()
+        self.remembers_output = config.memory_source == "layer_output"
+        self.self_attn = CondenseAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, input_RTD: torch.Tensor, past: Past | None, step: Step
+    ) -> tuple[torch.Tensor, Memory | None]:
+        """The layer's output [R, T, D] and, where the step remembers, its share of the next memory."""
+        attended_RTD = input_RTD + self.self_attn(self.input_layernorm(input_RTD), past, step)
+        output_RTD = attended_RTD + self.mlp(self.post_attention_layernorm(attended_RTD))
+        if not step.remembers:
+            return output_RTD, None
+        source_RTD = output_RTD if self.remembers_output else input_RTD
+        return output_RTD, self.self_attn.remember(self.input_layernorm(source_RTD), step)

@@ -1,0 +1,213 @@
+"""The folded Llama.
+
+Axes: B rows, R rows taking part in a step, N columns of an input, T tokens of a step, K logits kept,
+D model width, V vocabulary.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from .attention import Visibility
+from .cache import FoldedCache
+from .checks import check_input, real_tokens
+from .configuration import ATTENTION_IMPLEMENTATIONS, CondenseConfig
+from .continuity import Timeline
+from .layers import CondenseDecoderLayer, Step
+from .memory import TransientMemory
+from .readers import HiddenReader, LossReader
+from .schedule import run_sequential
+from .segmentation import Alignment
+
+
+class CondenseModel(nn.Module):
+    """Embedding, layers and final norm of a Llama; `steps` lays out how a batch passes through them."""
+
+    def __init__(self, config: CondenseConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(CondenseDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+
+    def steps(
+        self,
+        alignment: Alignment,
+        state: TransientMemory | FoldedCache,
+        durations_BN: torch.Tensor | None,
+        like: torch.Tensor,
+        keeps_state: bool,
+    ) -> Iterator[Step]:
+        """One step per piece; `like` gives the tables' device and dtype."""
+        length, timeline = self.config.segment_length, state.timeline
+        if timeline is not None:
+            durations_BN = timeline.known_durations(durations_BN, alignment)
+        for piece in state.cursor.pieces(alignment.lengths):
+            log_duration_RK = None
+            if timeline is None:
+                # Where all rows stand at the same place, one row of coordinates serves them all.
+                shown = 1 if piece.uniform else len(piece.rows)
+                local_RT = torch.tensor(piece.filled[:shown])[:, None] + torch.arange(piece.width)
+                coordinates_RT = local_RT + torch.tensor(piece.memory_lengths[:shown])[:, None]
+            else:
+                coordinates_RT, local_RT = timeline.advance(alignment.take(durations_BN, piece), piece)
+                log_duration_RK = timeline.log_durations(piece.rows)
+                if piece.uniform:
+                    log_duration_RK = log_duration_RK[:, piece.visible_keys]
+                log_duration_RK = log_duration_RK.to(like.device, torch.promote_types(like.dtype, torch.float32))
+                timeline.roll([piece.rows[r] for r in piece.completed])
+            yield Step(
+                piece=piece,
+                rotary=self.rotary_emb(like, coordinates_RT.to(like.device)),
+                memory_rotary=self.rotary_emb(like, local_RT.to(like.device)),
+                visibility=Visibility(piece, log_duration_RK),
+                remembers=keeps_state or piece.starts[0] + piece.width < max(alignment.lengths),
+            )
+
+
+class CondensePreTrainedModel(PreTrainedModel):
+    config_class = CondenseConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["CondenseDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+
+
+class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
+    """A Llama whose every layer keeps its output for the last segment and attends to it in the next.
+
+    Any Llama checkpoint loads as it is:
+
+        model = CondenseForCausalLM.from_pretrained(llama, segment_length=512)
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _is_stateful = True  # the state cannot roll back, so methods of generation that undo tokens refuse
+    accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
+
+    def __init__(self, config: CondenseConfig):
+        super().__init__(config)
+        config.check()  # fields may have been set one by one since the config was made
+        if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} is not known: choose one of "
+                f"{', '.join(ATTENTION_IMPLEMENTATIONS)}."
+            )
+        self.model = CondenseModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: FoldedCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        durations: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        return_dict: bool = True,
+    ) -> CausalLMOutputWithPast:
+        """Reads N further tokens of each row.
+
+        input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at
+        padding, on either side; it never shifts a row's segments. A column of padding after a row's last
+        token answers with that token's logits. position_ids [B, N]: accepted where consecutive, since
+        attention depends on differences alone. durations [B, N] in units of a token.
+
+        labels [B, N]: `loss` is the mean cross-entropy of each token's successor in its row over all labels
+        other than -100, or their sum over `num_items_in_batch`; taken segment by segment, so logits are
+        returned with it only when `logits_to_keep` asks for them.
+
+        logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
+
+        use_cache: return the state as `past_key_values`; by default in evaluation mode without labels.
+
+        Raises `ValueError` for inputs that do not fit together.
+        """
+        cache = past_key_values
+        tokens = check_input(
+            self.config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations
+        )
+        batch_size, num_columns = tokens.shape[:2]
+        if use_cache is None:
+            use_cache = self.config.use_cache and labels is None and not self.training
+        if use_cache and cache is None:
+            cache = FoldedCache(self.config)
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and cache is not None:
+            raise ValueError("gradient checkpointing runs segments twice, a cache reads them once: use one of the two.")
+
+        alignment = Alignment(batch_size, num_columns, real_tokens(attention_mask, num_columns))
+        state = TransientMemory(batch_size, self.config) if cache is None else cache.start(batch_size)
+        if durations is not None and state.timeline is None:
+            state.timeline = Timeline(state.cursor, self.config.position_anchor)
+        before_BD = None if cache is None else cache.last_hidden_BD
+
+        loss_reader = hidden_reader = None
+        if labels is not None:
+            loss_reader = LossReader(
+                self.lm_head, self.config.vocab_size, alignment, labels, recompute=not checkpointing
+            )
+        if labels is None or logits_to_keep is not None:
+            hidden_reader = HiddenReader(alignment, logits_to_keep or num_columns)
+
+        def embed(step: Step) -> torch.Tensor:
+            part = alignment.take(tokens, step.piece)
+            return part if input_ids is None else self.model.embed_tokens(part)
+
+        def consume(hidden_RTD: torch.Tensor, step: Step):
+            normed_RTD = self.model.norm(hidden_RTD)
+            if cache is not None:
+                cache.note_last(normed_RTD, step.piece)
+            return [reader and reader.read(normed_RTD, step.piece) for reader in (loss_reader, hidden_reader)]
+
+        like = self.model.norm.weight if inputs_embeds is None else inputs_embeds
+        steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
+        run = run_sequential(
+            self.model.layers, steps, state, embed, consume, self._gradient_checkpointing_func if checkpointing else None
+        )
+        pieces, taken = zip(*run, strict=True)
+        losses, hidden = zip(*taken, strict=True)
+        if cache is not None:
+            cache.num_columns += num_columns
+
+        loss = logits = None
+        if loss_reader is not None:
+            loss = loss_reader.finish(losses, num_items_in_batch)
+        if hidden_reader is not None:
+            logits = self.lm_head(hidden_reader.finish(pieces, hidden, before_BD))
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return output if return_dict else output.to_tuple()
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r}: a folded model always keeps a "
+                "FoldedCache, whose size is constant. Leave the option out."
+            )
+        if generation_config.use_cache is False:
+            raise ValueError("use_cache=False would read the whole text again for every token: leave it out.")
+        if model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = FoldedCache(self.config)
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
+        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True would report a gradient once per use of a weight, here once per segment: pass "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)

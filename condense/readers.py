@@ -1,0 +1,73 @@
+"""What is taken from a step's final hidden states before they are dropped.
+
+Axes: B rows, R rows taking part in a step, N columns of an input, T tokens of a step, K columns kept,
+D model width, n tokens or places picked out.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from .loss import cross_entropy_sum
+from .segmentation import Alignment, Piece
+
+IGNORE_INDEX = -100
+
+
+class LossReader:
+    """The summed cross-entropy of a step's tokens; only rows of hidden states with a label meet the head."""
+
+    def __init__(self, head: Callable, vocab_size: int, alignment: Alignment, labels_BN: torch.Tensor, recompute: bool):
+        self.head, self.vocab_size, self.alignment, self.recompute = head, vocab_size, alignment, recompute
+        self.targets_BN = alignment.next_labels(labels_BN.cpu(), IGNORE_INDEX)
+        self.num_targets = int((self.targets_BN != IGNORE_INDEX).sum())
+
+    def read(self, hidden_RTD: torch.Tensor, piece: Piece) -> torch.Tensor:
+        row_n, token_n = piece.valid
+        target_n = self.alignment.take(self.targets_BN, piece)[row_n, token_n]
+        counted = target_n != IGNORE_INDEX
+        target_n = target_n[counted].to(hidden_RTD.device)
+        if bool(counted.all()) and piece.rectangular:
+            hidden_nD = hidden_RTD.flatten(0, 1)
+        else:
+            device = hidden_RTD.device
+            hidden_nD = hidden_RTD[row_n[counted].to(device), token_n[counted].to(device)]
+        return cross_entropy_sum(self.head, hidden_nD, target_n, self.vocab_size, self.recompute)
+
+    def finish(self, losses: list[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
+        """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
+        return torch.stack(losses).sum() / (max(self.num_targets, 1) if num_items is None else num_items)
+
+
+class HiddenReader:
+    """The hidden states of the last `num_kept` columns; a column of padding shows its row's last token."""
+
+    def __init__(self, alignment: Alignment, num_kept: int):
+        self.token_BK = alignment.last_token()[:, -num_kept:]
+
+    def _places(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(r, k, t): kept column k of the step's row r is its token t."""
+        offset_RK = self.token_BK[piece.rows] - torch.tensor(piece.starts)[:, None]
+        r, k = ((offset_RK >= 0) & (offset_RK < torch.tensor(piece.counts)[:, None])).nonzero(as_tuple=True)
+        return r, k, offset_RK[r, k]
+
+    def read(self, hidden_RTD: torch.Tensor, piece: Piece) -> torch.Tensor:
+        r, _, t = self._places(piece)
+        return hidden_RTD[r.to(hidden_RTD.device), t.to(hidden_RTD.device)]
+
+    def finish(
+        self, pieces: list[Piece], hidden: list[torch.Tensor], before_BD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, K, D]; columns before a row's first token of this input show `before_BD`, or zeros."""
+        hidden_nD = torch.cat(hidden)
+        batch_size, num_kept = self.token_BK.shape
+        if before_BD is None:
+            before_BD = hidden_nD.new_zeros(batch_size, hidden_nD.shape[-1])
+        rows, columns = [], []
+        for piece in pieces:
+            r, k, _ = self._places(piece)
+            rows.append(torch.tensor(piece.rows)[r])
+            columns.append(k)
+        place_n = torch.cat(rows) * num_kept + torch.cat(columns)
+        kept_nD = before_BD.repeat_interleave(num_kept, dim=0)
+        return kept_nD.index_copy(0, place_n.to(hidden_nD.device), hidden_nD).unflatten(0, (batch_size, num_kept))

@@ -1,0 +1,55 @@
+"""All layers of a segment, then the next segment.
+
+Axes: R rows, T tokens of a step, D model width.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ..layers import CondenseDecoderLayer, Step
+from ..memory import Memory, Past
+from ..segmentation import Piece
+
+
+class State(Protocol):
+    """What travels from step to step: `TransientMemory` within a pass, `FoldedCache` beyond it."""
+
+    def read(self, piece: Piece) -> list[Past | None]: ...
+
+    def write(self, remembered: list[Memory], piece: Piece) -> None: ...
+
+
+def run_sequential(
+    layers: Iterable[CondenseDecoderLayer],
+    steps: Iterable[Step],
+    state: State,
+    embed: Callable[[Step], torch.Tensor],
+    consume: Callable[[torch.Tensor, Step], Any],
+    checkpoint: Callable | None,
+) -> list[tuple[Piece, Any]]:
+    """Runs the steps in turn; returns each one's piece and what `consume` made of its hidden states [R, T, D].
+
+    With `checkpoint` (as `torch.utils.checkpoint.checkpoint`, non-reentrant) a step keeps the memories
+    it was given and nothing else; its activations are recomputed one step at a time.
+    """
+    kept = []
+    for step in steps:
+        pasts = state.read(step.piece)
+        run = partial(_run_step, layers, step, embed, consume)
+        consumed, remembered = run(pasts) if checkpoint is None else checkpoint(run, pasts)
+        kept.append((step.piece, consumed))
+        if step.remembers:
+            state.write(remembered, step.piece)
+    return kept
+
+
+def _run_step(layers, step: Step, embed, consume, pasts):
+    hidden_RTD = embed(step)
+    remembered = []
+    for layer, past in zip(layers, pasts, strict=True):
+        hidden_RTD, memory = layer(hidden_RTD, past, step)
+        remembered.append(memory)
+    return consume(hidden_RTD, step), remembered

@@ -21,10 +21,9 @@ class FoldedCacheLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, segment_length: int, bptt_segments: int | None):
+    def __init__(self, segment_length: int):
         super().__init__()
         self.segment_length = segment_length
-        self.bptt_segments = bptt_segments
         self.next_keys: torch.Tensor | None = None
         self.next_values: torch.Tensor | None = None
 
@@ -42,10 +41,8 @@ class FoldedCacheLayer(CacheLayerMixin):
         For a uniform piece those are views that end with the step's own tokens; otherwise whole buffers.
         """
         if not self.is_initialized:
-            self.lazy_initialization(
-                key_RGTE.expand(piece.batch_size, *key_RGTE.shape[1:]),
-                value_RGTE.expand(piece.batch_size, *value_RGTE.shape[1:]),
-            )
+            all_rows = (piece.batch_size, -1, -1, -1)
+            self.lazy_initialization(key_RGTE[:1].expand(all_rows), value_RGTE[:1].expand(all_rows))
         self.keys = _write(self.keys, key_RGTE, piece, self.segment_length)
         self.values = _write(self.values, value_RGTE, piece, self.segment_length)
         visible = piece.visible_keys if piece.uniform else slice(None)
@@ -63,14 +60,8 @@ class FoldedCacheLayer(CacheLayerMixin):
 
     def _roll(self, buffer_BG2LE, next_BGLE, piece: Piece):
         rolled = _writable(buffer_BG2LE)
-        if len(piece.completed) == piece.batch_size and not self.bptt_segments:
-            rolled[:, :, : self.segment_length] = next_BGLE
-            return rolled
-        for r in piece.completed:
-            memory_GLE = next_BGLE[piece.rows[r]]
-            if self.bptt_segments and (piece.segments[r] + 1) % self.bptt_segments == 0:
-                memory_GLE = memory_GLE.detach()
-            rolled[piece.rows[r], :, : self.segment_length] = memory_GLE
+        completed = slice(None) if len(piece.completed) == piece.batch_size else [piece.rows[r] for r in piece.completed]
+        rolled[completed, :, : self.segment_length] = next_BGLE[completed]
         return rolled
 
     def select(self, rows_B: torch.Tensor) -> None:
@@ -103,11 +94,7 @@ class FoldedCache(Cache):
 
     def __init__(self, config: CondenseConfig):
         self.config = config
-        super().__init__(
-            layers=[
-                FoldedCacheLayer(config.segment_length, config.bptt_segments) for _ in range(config.num_hidden_layers)
-            ]
-        )
+        super().__init__(layers=[FoldedCacheLayer(config.segment_length) for _ in range(config.num_hidden_layers)])
         self._clear()
 
     def _clear(self) -> None:

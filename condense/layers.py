@@ -27,7 +27,8 @@ class Step:
 
     Rotary tables are (cos, sin), each [R or 1, T, E]: of the tokens' coordinates in [memory ; current
     segment], and of the coordinates that they will have as the next segment's memory. `remembers` is
-    false where nothing follows that could read a memory.
+    false where nothing follows that could read a memory. `cut_R` tells in which rows no gradient may
+    reach this segment through the memory.
     """
 
     piece: Piece
@@ -35,6 +36,7 @@ class Step:
     memory_rotary: tuple[torch.Tensor, torch.Tensor]
     visibility: Visibility
     remembers: bool
+    cut_R: tuple[bool, ...]
 
 
 class CondenseAttention(nn.Module):
@@ -95,4 +97,9 @@ class CondenseDecoderLayer(nn.Module):
         if not step.remembers:
             return output_RTD, None
         source_RTD = output_RTD if self.remembers_output else input_RTD
+        if all(step.cut_R):
+            source_RTD = source_RTD.detach()
+        elif any(step.cut_R):
+            cut_R11 = torch.tensor(step.cut_R, device=source_RTD.device)[:, None, None]
+            source_RTD = source_RTD.detach().where(cut_R11, source_RTD)
         return output_RTD, self.self_attn.remember(self.input_layernorm(source_RTD), step)

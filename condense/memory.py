@@ -3,7 +3,6 @@
 Axes: R rows, G key/value heads, K keys, E head width.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,9 +28,6 @@ class Memory(NamedTuple):
     key_RGKE: torch.Tensor
     value_RGKE: torch.Tensor
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Memory":
-        return Memory(function(self.key_RGKE), function(self.value_RGKE))
-
     def extend(self, key_RGTE, value_RGTE, piece):
         return torch.cat([self.key_RGKE, key_RGTE], dim=2), torch.cat([self.value_RGKE, value_RGTE], dim=2)
 
@@ -44,16 +40,13 @@ class TransientMemory:
         self.timeline: Timeline | None = None
         self.memories: list[Memory | None] = [None] * config.num_hidden_layers
         self.rows = list(range(batch_size))
-        self.bptt_segments = config.bptt_segments
 
     def read(self, piece: Piece) -> list[Memory | None]:
         if self.rows != piece.rows:  # some rows have ended
-            kept_R = torch.tensor([self.rows.index(row) for row in piece.rows])
-            self.memories = [memory and memory.map(lambda tensor: tensor[kept_R.to(tensor.device)]) for memory in self.memories]
+            kept = [self.rows.index(row) for row in piece.rows]
+            self.memories = [memory and Memory(*(tensor[kept] for tensor in memory)) for memory in self.memories]
             self.rows = piece.rows
         return self.memories
 
     def write(self, remembered: list[Memory], piece: Piece) -> None:
-        if self.bptt_segments and (piece.segments[0] + 1) % self.bptt_segments == 0:
-            remembered = [memory.map(torch.Tensor.detach) for memory in remembered]
-        self.memories = list(remembered)
+        self.memories = remembered

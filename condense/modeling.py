@@ -45,7 +45,7 @@ class CondenseModel(nn.Module):
         keeps_state: bool,
     ) -> Iterator[Step]:
         """One step per piece; `like` gives the tables' device and dtype."""
-        length, timeline = self.config.segment_length, state.timeline
+        timeline, span = state.timeline, self.config.bptt_segments
         if timeline is not None:
             durations_BN = timeline.known_durations(durations_BN, alignment)
         for piece in state.cursor.pieces(alignment.lengths):
@@ -68,6 +68,7 @@ class CondenseModel(nn.Module):
                 memory_rotary=self.rotary_emb(like, local_RT.to(like.device)),
                 visibility=Visibility(piece, log_duration_RK),
                 remembers=keeps_state or piece.starts[0] + piece.width < max(alignment.lengths),
+                cut_R=tuple(span is not None and (count + 1) % span == 0 for count in piece.segments),
             )
 
 
@@ -155,7 +156,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         state = TransientMemory(batch_size, self.config) if cache is None else cache.start(batch_size)
         if durations is not None and state.timeline is None:
             state.timeline = Timeline(state.cursor, self.config.position_anchor)
+        like = self.model.norm.weight if inputs_embeds is None else inputs_embeds
         before_BD = None if cache is None else cache.last_hidden_BD
+        if before_BD is None:
+            before_BD = like.new_zeros(batch_size, self.config.hidden_size)
 
         loss_reader = hidden_reader = None
         if labels is not None:
@@ -175,21 +179,19 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
                 cache.note_last(normed_RTD, step.piece)
             return [reader and reader.read(normed_RTD, step.piece) for reader in (loss_reader, hidden_reader)]
 
-        like = self.model.norm.weight if inputs_embeds is None else inputs_embeds
         steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
         run = run_sequential(
             self.model.layers, steps, state, embed, consume, self._gradient_checkpointing_func if checkpointing else None
         )
-        pieces, taken = zip(*run, strict=True)
-        losses, hidden = zip(*taken, strict=True)
+        pieces = [piece for piece, _ in run]
         if cache is not None:
             cache.num_columns += num_columns
 
         loss = logits = None
         if loss_reader is not None:
-            loss = loss_reader.finish(losses, num_items_in_batch)
+            loss = loss_reader.finish([loss for _, (loss, _) in run], num_items_in_batch)
         if hidden_reader is not None:
-            logits = self.lm_head(hidden_reader.finish(pieces, hidden, before_BD))
+            logits = self.lm_head(hidden_reader.finish(pieces, [hidden for _, (_, hidden) in run], before_BD))
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output if return_dict else output.to_tuple()
 

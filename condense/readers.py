@@ -4,7 +4,7 @@ Axes: B rows, R rows taking part in a step, N columns of an input, T tokens of a
 D model width, n tokens or places picked out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,9 +34,9 @@ class LossReader:
             hidden_nD = hidden_RTD[row_n[counted].to(device), token_n[counted].to(device)]
         return cross_entropy_sum(self.head, hidden_nD, target_n, self.vocab_size, self.recompute)
 
-    def finish(self, losses: list[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
+    def finish(self, losses: Sequence[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
         """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
-        return torch.stack(losses).sum() / (max(self.num_targets, 1) if num_items is None else num_items)
+        return sum(losses) / (max(self.num_targets, 1) if num_items is None else num_items)
 
 
 class HiddenReader:
@@ -55,19 +55,14 @@ class HiddenReader:
         r, _, t = self._places(piece)
         return hidden_RTD[r.to(hidden_RTD.device), t.to(hidden_RTD.device)]
 
-    def finish(
-        self, pieces: list[Piece], hidden: list[torch.Tensor], before_BD: torch.Tensor | None
-    ) -> torch.Tensor:
-        """[B, K, D]; columns before a row's first token of this input show `before_BD`, or zeros."""
-        hidden_nD = torch.cat(hidden)
+    def finish(self, pieces: Sequence[Piece], hidden: Sequence[torch.Tensor], before_BD: torch.Tensor) -> torch.Tensor:
+        """[B, K, D]; columns before a row's first token of this input show `before_BD`."""
         batch_size, num_kept = self.token_BK.shape
-        if before_BD is None:
-            before_BD = hidden_nD.new_zeros(batch_size, hidden_nD.shape[-1])
-        rows, columns = [], []
-        for piece in pieces:
-            r, k, _ = self._places(piece)
-            rows.append(torch.tensor(piece.rows)[r])
-            columns.append(k)
-        place_n = torch.cat(rows) * num_kept + torch.cat(columns)
         kept_nD = before_BD.repeat_interleave(num_kept, dim=0)
-        return kept_nD.index_copy(0, place_n.to(hidden_nD.device), hidden_nD).unflatten(0, (batch_size, num_kept))
+        if pieces:
+            places = []
+            for piece in pieces:
+                r, k, _ = self._places(piece)
+                places.append(torch.tensor(piece.rows)[r] * num_kept + k)
+            kept_nD = kept_nD.index_copy(0, torch.cat(places).to(kept_nD.device), torch.cat(hidden))
+        return kept_nD.unflatten(0, (batch_size, num_kept))

@@ -43,6 +43,8 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
         )
     if not durations_BN.is_floating_point():
         raise ValueError(f"durations are {durations_BN.dtype}: pass floating point numbers.")
+    if durations_BN.requires_grad:
+        raise ValueError("durations require gradients, which would miss the positions: pass durations.detach().")
     wrong = (~(torch.isfinite(durations_BN) & (durations_BN >= 0))).nonzero()
     if len(wrong):
         row, token = wrong[0].tolist()
@@ -85,7 +87,7 @@ class Timeline:
         rows_R = torch.tensor(piece.rows)
         step_RT = durations_RT.to("cpu", torch.float64)
         passed_RT = step_RT.cumsum(1) + self.elapsed_B[rows_R, None]
-        seen_RT = (passed_RT + self.memory_total_B[rows_R, None]).detach()
+        seen_RT = (passed_RT + self.memory_total_B[rows_R, None])
         blind = (seen_RT <= 0).nonzero()
         if len(blind):
             row, token = blind[0].tolist()

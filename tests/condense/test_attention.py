@@ -1,0 +1,146 @@
+"""Every attention implementation against a loop in float64."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from condense.attention import IMPLEMENTATIONS, Visibility, attend
+from condense.segmentation import Piece
+
+from .models import random_durations, random_ids, tiny_model
+
+LENGTH = 6
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """flash-attn's two functions as its documentation describes them: [rows, tokens, heads, width], causal
+    masks aligned to the lower right, fewer key heads than query heads allowed, packed rows by boundaries."""
+
+    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+        k, v = (tensor.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for tensor in (k, v))
+        scores = torch.einsum("bqhe,bkhe->bhqk", q.double(), k.double()) * softmax_scale
+        if causal:
+            queries, keys = scores.shape[-2:]
+            hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return torch.einsum("bhqk,bkhe->bqhe", scores.softmax(-1), v.double()).to(q.dtype)
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
+    ):
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+        outputs = []
+        for row in range(len(cu_seqlens_q) - 1):
+            mine = slice(cu_seqlens_q[row], cu_seqlens_q[row + 1])
+            seen = slice(cu_seqlens_k[row], cu_seqlens_k[row + 1])
+            outputs.append(flash_attn_func(q[None, mine], k[None, seen], v[None, seen], 0.0, softmax_scale, causal)[0])
+        return torch.cat(outputs)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+
+
+def piece(counts, filled, segments):
+    rows = list(range(len(counts)))
+    return Piece(len(rows), LENGTH, rows, [0] * len(rows), counts, filled, segments)
+
+
+PIECES = {
+    "first segment": piece([6, 6], [0, 0], [0, 0]),
+    "memory": piece([6, 6], [0, 0], [1, 3]),
+    "short segment": piece([4, 4], [0, 0], [1, 1]),
+    "mid segment": piece([3, 3], [2, 2], [1, 1]),
+    "mid segment, no memory": piece([3, 3], [2, 2], [0, 0]),
+    "one token": piece([1, 1], [4, 4], [2, 2]),
+    "rows apart": piece([3, 1], [1, 4], [2, 1]),
+    "rows apart, one without memory": piece([2, 3], [3, 0], [0, 4]),
+    "rows apart, one token": piece([1, 1], [0, 5], [0, 1]),
+}
+
+
+def naive_attention(query, key, value, piece, durations, scale):
+    """[R, T, H * E] by the definition, for the tokens that a piece takes; key is the whole buffer [R, G, 2L, E]."""
+    group = query.shape[1] // key.shape[1]
+    output = torch.zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3], dtype=torch.float64)
+    for r, t in zip(*piece.valid, strict=True):
+        first = LENGTH if piece.segments[r] == 0 else 0
+        keys = slice(first, LENGTH + piece.filled[r] + t + 1)
+        for h in range(query.shape[1]):
+            scores = key[r, h // group, keys].double() @ query[r, h, t].double() * scale
+            weights = (scores + durations[r, keys].double().log()).softmax(-1)
+            output[r, t, h] = weights @ value[r, h // group, keys].double()
+    return output.flatten(2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
+@pytest.mark.parametrize("name", PIECES)
+def test_implementations_follow_the_definition(implementation, with_durations, name, flash_attn):
+    """Float32, tolerance 1e-5. Keys out of sight hold huge values: one that leaks would show."""
+    piece, generator = PIECES[name], torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, piece.width, 8, generator=generator)
+    key, value = (torch.randn(2, 2, 2 * LENGTH, 8, generator=generator) for _ in range(2))
+    for row in range(2):
+        for sight in (slice(0, 0 if piece.segments[row] else LENGTH), slice(LENGTH + piece.filled[row] + piece.counts[row], None)):
+            key[row, :, sight] = 1e3
+            value[row, :, sight] = 1e3
+    durations = 0.1 + torch.rand(2, 2 * LENGTH, generator=generator) if with_durations else torch.ones(2, 2 * LENGTH)
+    expected = naive_attention(query, key, value, piece, durations, 0.3)
+
+    keys = piece.visible_keys if piece.uniform else slice(None)
+    visibility = Visibility(piece, durations[:, keys].log() if with_durations else None)
+    output = attend(implementation, query, key[:, :, keys], value[:, :, keys], visibility, 0.3, 0.0)
+    r, t = piece.valid
+    torch.testing.assert_close(output[r, t].double(), expected[r, t], atol=1e-5, rtol=1e-5)
+    assert output.isfinite().all()
+
+
+@torch.no_grad()
+def test_flash_gives_the_same_model(flash_attn):
+    ids, durations = random_ids(3, 13), random_durations(3, 13).float()
+    mask = torch.ones(3, 13, dtype=torch.long)
+    mask[1, :4] = 0
+    mask[2, 9:] = 0
+    outputs = {}
+    for implementation in ("sdpa", "flash_attention_2"):
+        model = tiny_model(torch.float32, head_dim=8)
+        model.config._attn_implementation = implementation
+        first = model(ids, attention_mask=mask, durations=durations)
+        again = model(random_ids(3, 4, seed=1), past_key_values=first.past_key_values)  # rows stand apart now
+        outputs[implementation] = torch.cat([first.logits[mask.bool()], again.logits.flatten(0, 1)])
+    torch.testing.assert_close(outputs["flash_attention_2"], outputs["sdpa"], atol=1e-4, rtol=1e-4)
+
+
+def test_durations_keep_their_precision_in_bfloat16(flash_attn):
+    """As channels of bfloat16 queries and keys, log durations lose no more than float32's rounding."""
+    piece = PIECES["memory"]
+    durations = 0.1 + torch.rand(2, 2 * LENGTH)
+    query = torch.zeros(2, 4, piece.width, 8, dtype=torch.bfloat16)
+    key = torch.zeros(2, 2, 2 * LENGTH, 8, dtype=torch.bfloat16)
+    value = torch.eye(12)[:, :8].expand(2, 2, -1, -1).bfloat16()  # attention weights themselves
+    visibility = Visibility(piece, durations.log())
+    output = IMPLEMENTATIONS["flash_attention_2"](query, key, value, visibility, 8**-0.5, 0.0)
+    expected = durations[:, :8] / durations.sum(1, keepdim=True)
+    torch.testing.assert_close(output[:, 0, -1].float(), expected.bfloat16().float(), atol=0, rtol=1e-2)
+    scaled = IMPLEMENTATIONS["flash_attention_2"](query.double(), key.double(), value.double(), visibility, 8**-0.5, 0.0)
+    torch.testing.assert_close(scaled[:, 0, -1].float(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_missing_flash_attn_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ValueError, match="flash-attn"):
+        IMPLEMENTATIONS["flash_attention_2"](
+            torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8), torch.zeros(2, 2, 6, 8), Visibility(PIECES["memory"]), 1.0, 0.0
+        )
+
+
+def test_flex_refuses_gradients_on_cpu():
+    model = tiny_model(attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="no backward on CPU"):
+        model(random_ids(1, 7), labels=random_ids(1, 7))

@@ -1,0 +1,205 @@
+"""Reading in pieces equals reading at once, in constant memory, for any mixture of rows."""
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from condense import FoldedCache
+
+from .models import random_durations, random_ids, tiny_model
+
+
+def read_in_chunks(model, ids, sizes, durations=None, mask=None):
+    cache, logits, start = FoldedCache(model.config), [], 0
+    for size in sizes:
+        chunk = slice(start, start + size)
+        output = model(
+            ids[:, chunk],
+            durations=None if durations is None else durations[:, chunk],
+            attention_mask=None if mask is None else mask[:, : start + size],
+            past_key_values=cache,
+        )
+        logits.append(output.logits)
+        start += size
+    assert start == ids.shape[1]
+    return torch.cat(logits, dim=1), cache
+
+
+def chunkings(total):
+    generator = random.Random(0)
+    yield [1] * total
+    for size in (2, 3, 5, 7, 11):
+        yield [size] * (total // size) + ([total % size] if total % size else [])
+    sizes = []
+    while (left := total - sum(sizes)) > 0:
+        sizes.append(generator.randint(1, min(9, left)))
+    yield sizes
+
+
+@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
+@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+@torch.no_grad()
+def test_chunks_of_any_size_equal_one_pass(with_durations, memory_source):
+    model = tiny_model(memory_source=memory_source)
+    ids = random_ids(2, 23)
+    durations = random_durations(2, 23) if with_durations else None
+    expected = model(ids, durations=durations, use_cache=False).logits
+    for sizes in chunkings(23):
+        logits, _ = read_in_chunks(model, ids, sizes, durations)
+        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9, msg=lambda text: f"{sizes}: {text}")
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
+@torch.no_grad()
+def test_padded_rows_equal_rows_alone(side, with_durations):
+    model = tiny_model()
+    lengths, total = [23, 4, 11, 15], 23
+    ids, durations = random_ids(4, total), random_durations(4, total)
+    mask = torch.zeros(4, total, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        start = {"left": total - length, "right": 0, "both": (total - length) // 2}[side]
+        mask[row, start : start + length] = 1
+    for sizes in [[total], [5, 5, 5, 5, 3], [7, 9, 7], [1] * total]:
+        logits, _ = read_in_chunks(model, ids, sizes, durations if with_durations else None, mask)
+        for row in range(4):
+            real = mask[row].bool()
+            alone = model(ids[row, real][None], durations=durations[row, real][None] if with_durations else None).logits
+            torch.testing.assert_close(logits[row, real], alone[0], atol=1e-9, rtol=1e-9)
+            if side != "left":  # padding after the end answers with the last token's logits
+                torch.testing.assert_close(logits[row, -1], alone[0, -1], atol=1e-9, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_padded_rows_without_a_cache_equal_rows_alone():
+    model = tiny_model()
+    ids = random_ids(3, 17)
+    mask = torch.ones(3, 17, dtype=torch.long)
+    mask[1, :9] = 0
+    mask[2, 6:] = 0
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    for row in range(3):
+        real = mask[row].bool()
+        torch.testing.assert_close(logits[row, real], model(ids[row, real][None]).logits[0], atol=1e-9, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_durations_may_begin_in_the_middle():
+    model = tiny_model()
+    ids, durations = random_ids(1, 18), random_durations(1, 18)
+    durations[:, :7] = 1
+    expected = model(ids, durations=durations).logits
+    cache = FoldedCache(model.config)
+    first = model(ids[:, :7], past_key_values=cache).logits
+    rest = model(ids[:, 7:], durations=durations[:, 7:], past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
+@torch.no_grad()
+def test_state_does_not_grow(with_durations):
+    model = tiny_model()
+    cache, length = FoldedCache(model.config), model.config.segment_length
+    sizes = []
+    for segment in range(50):
+        durations = random_durations(2, length) if with_durations else None
+        model(random_ids(2, length, seed=segment), durations=durations, past_key_values=cache, logits_to_keep=1)
+        sizes.append((cache.num_bytes, total_bytes(cache)))
+    assert sizes[2][0] > 0 and sizes[2] == sizes[49]
+    assert cache.get_seq_length() == 50 * length
+
+
+def total_bytes(root) -> int:
+    """Bytes of all tensor storages that can be reached from an object, each counted once."""
+    seen, storages, stack = set(), {}, [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif hasattr(item, "__dict__"):
+            stack.extend(vars(item).values())
+    return sum(storages.values())
+
+
+@torch.no_grad()
+def test_two_texts_and_two_models_do_not_meet():
+    """The model holds nothing: reading one text, even one broken off, changes nothing for another."""
+    model = tiny_model()
+    ids, other = random_ids(1, 23), random_ids(1, 23, seed=9)
+    expected = model(ids, use_cache=False).logits
+    a, b, logits = FoldedCache(model.config), FoldedCache(model.config), []
+    for start in range(0, 23, 4):
+        logits.append(model(ids[:, start : start + 4], past_key_values=a).logits)
+        model(other[:, start : start + 3], past_key_values=b)
+        with pytest.raises(ValueError):
+            model(other[:, start : start + 3], durations=torch.full((1, 3), -1.0))
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=1e-9)
+
+
+@torch.no_grad()
+def test_rows_can_be_chosen_repeated_and_branched():
+    model = tiny_model()
+    ids, durations = random_ids(3, 12), random_durations(3, 12)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, :3] = 0
+    more = random_ids(4, 6, seed=1)
+
+    def state():
+        cache = FoldedCache(model.config)
+        model(ids, attention_mask=mask, durations=durations, past_key_values=cache)
+        return cache
+
+    chosen = [2, 0, 0, 1]
+    cache = state()
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.reorder_cache(torch.tensor([0, 1, 1, 2]))
+    branch = copy.deepcopy(cache)
+    after = model(more, past_key_values=cache).logits
+    torch.testing.assert_close(model(more, past_key_values=branch).logits, after)
+    for place, row in enumerate(chosen):
+        alone = FoldedCache(model.config)
+        real = mask[row].bool()
+        model(ids[row, real][None], durations=durations[row, real][None], past_key_values=alone)
+        expected = model(more[place][None], past_key_values=alone).logits[0]
+        torch.testing.assert_close(after[place], expected, atol=1e-9, rtol=1e-9)
+
+    repeated = state()
+    repeated.batch_repeat_interleave(2)
+    assert repeated.batch_size == 6
+    repeated.batch_select_indices(torch.tensor([True, False] * 3))
+    plain = state()
+    torch.testing.assert_close(
+        model(more[:3], past_key_values=repeated).logits, model(more[:3], past_key_values=plain).logits
+    )
+
+
+@torch.no_grad()
+def test_reset_starts_over():
+    model = tiny_model()
+    cache, ids = FoldedCache(model.config), random_ids(2, 13)
+    model(random_ids(5, 8), past_key_values=cache)
+    cache.reset()
+    assert cache.num_bytes == 0 and cache.get_seq_length() == 0
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_wrong_use_is_named():
+    model = tiny_model()
+    cache = model(random_ids(2, 7)).past_key_values
+    with pytest.raises(ValueError, match="holds 2 texts and the input 3"):
+        model(random_ids(3, 7), past_key_values=cache)
+    with pytest.raises(ValueError, match="cannot roll back"):
+        cache.crop(1)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model(random_ids(2, 7), past_key_values=DynamicCache())

@@ -1,0 +1,121 @@
+"""The model against the stock Llama, and against the equations written out in a plain loop.
+
+Float64 weights; rotary tables are float32 as in the stock Llama, hence tolerances of 1e-5.
+"""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from condense import CondenseForCausalLM, to_llama
+
+from .models import random_durations, random_ids, tiny_model, weights
+from .reference import reference_logits
+
+LENGTHS = [1, 4, 5, 6, 10, 13, 23]
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_one_segment_is_the_stock_llama(length):
+    model = tiny_model()
+    ids = random_ids(2, length)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, to_llama(model)(ids).logits, atol=1e-10, rtol=0)
+
+
+def test_one_segment_of_a_pretrained_llama_is_the_stock_llama(stories):
+    stock = LlamaForCausalLM.from_pretrained(stories).eval()
+    folded = CondenseForCausalLM.from_pretrained(stories, segment_length=128).eval()
+    ids = torch.randint(0, 512, (2, 128))
+    with torch.no_grad():
+        torch.testing.assert_close(folded(ids).logits, stock(ids).logits, atol=1e-4, rtol=0)
+        longer = torch.randint(0, 512, (2, 200))
+        assert not torch.allclose(folded(longer).logits, stock(longer).logits, atol=1e-1)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+def test_logits_follow_the_equations(length, memory_source):
+    model = tiny_model(memory_source=memory_source)
+    ids = random_ids(2, length)
+    with torch.no_grad():
+        logits = model(ids).logits
+        for row in range(2):
+            expected = reference_logits(weights(model), model.config, ids[row])
+            torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [5, 13])
+@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+@pytest.mark.parametrize("anchor", ["end", "start"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_durations_follow_the_equations(length, memory_source, anchor, implementation):
+    model = tiny_model(memory_source=memory_source, position_anchor=anchor, attn_implementation=implementation)
+    ids, durations = random_ids(2, length), random_durations(2, length)
+    logits = model(ids, durations=durations).logits
+    for row in range(2):
+        expected = reference_logits(weights(model), model.config, ids[row], durations[row])
+        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_anchors_differ_and_unit_durations_change_nothing():
+    ids, durations = random_ids(1, 13), random_durations(1, 13)
+    end, start = tiny_model(position_anchor="end"), tiny_model(position_anchor="start")
+    assert not torch.allclose(end(ids, durations=durations).logits, start(ids, durations=durations).logits, atol=1e-2)
+    for model in (end, start):
+        assert torch.equal(model(ids, durations=torch.ones(1, 13)).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_a_duration_of_zero_removes_a_token_from_attention():
+    """The token after it sees the same as if it had never been there; positions do not move either."""
+    model = tiny_model(segment_length=50)
+    ids = random_ids(1, 12)
+    durations = torch.ones(1, 12, dtype=torch.float64)
+    durations[0, 4] = 0
+    without = torch.cat([ids[:, :4], ids[:, 5:]], dim=1)
+    logits = model(ids, durations=durations).logits
+    torch.testing.assert_close(logits[:, 5:], model(without).logits[:, 4:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention_bias": True},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"mlp_bias": True},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_kinds_of_llama_follow_the_equations(fields):
+    model = tiny_model(**fields)
+    ids = random_ids(1, 13)
+    expected = reference_logits(weights(model), model.config, ids[0])
+    torch.testing.assert_close(model(ids).logits[0], expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_positions_may_start_anywhere():
+    model = tiny_model(dtype=torch.float32)
+    ids, positions = random_ids(1, 23), torch.arange(23)[None]
+    expected = model(ids, position_ids=positions).logits
+    assert torch.equal(model(ids, position_ids=positions + 10_000_000).logits, expected)
+
+
+@torch.no_grad()
+def test_a_shifted_context_gives_identical_logits():
+    """What comes after the horizon of a layer-input memory (one segment a layer) cannot feel where it stands."""
+    model = tiny_model(dtype=torch.float32, memory_source="layer_input")
+    text = random_ids(1, 25)
+    alone = model(torch.cat([random_ids(1, 5, seed=1), text], dim=1)).logits[:, -5:]
+    late = model(torch.cat([random_ids(1, 500, seed=2), text], dim=1)).logits[:, -5:]
+    assert torch.equal(late, alone)
+    long_ago = torch.ones(1, 530)
+    long_ago[0, 3] = 1e7  # in float32, positions from here on would be off by whole tokens if they were global
+    moved = model(torch.cat([random_ids(1, 505, seed=2), text], dim=1), durations=long_ago).logits[:, -5:]
+    assert torch.equal(moved, alone)

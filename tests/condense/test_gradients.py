@@ -1,0 +1,264 @@
+"""Losses and gradients against autograd on the plain loop, in float64."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import condense.loss
+from condense import FoldedCache, to_llama
+
+from .models import VOCAB, random_ids, tiny_model, weights
+from .reference import reference_loss
+
+LENGTH = 23  # four whole segments of 5 and a short one
+
+
+def gradients(model, ids, **inputs):
+    model.train()
+    model.zero_grad()
+    loss = model(ids, labels=ids, **inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def reference_gradients(model, ids, detach_after=None):
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights(model).items()}
+    loss = sum(reference_loss(leaves, model.config, row, detach_after) for row in ids) / len(ids)
+    loss.backward()
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def assert_same(actual, expected, tolerance):
+    torch.testing.assert_close(actual[0].double(), expected[0].double(), atol=tolerance, rtol=tolerance)
+    for name in actual[1]:
+        torch.testing.assert_close(
+            actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=lambda text: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_gradients_through_the_memory(memory_source, implementation):
+    model = tiny_model(memory_source=memory_source, attn_implementation=implementation)
+    ids = random_ids(2, LENGTH)
+    assert_same(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 4])
+def test_truncated_backpropagation_cuts_where_it_says(segments):
+    model = tiny_model(bptt_segments=segments)
+    ids = random_ids(1, LENGTH)
+    truncated = gradients(model, ids)
+    assert_same(truncated, reference_gradients(model, ids, detach_after=segments), 1e-5)
+    _, full = reference_gradients(model, ids)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert not torch.allclose(truncated[1][name], full[name], atol=1e-3)
+
+
+@pytest.mark.parametrize("segments", [None, 2])
+def test_the_graph_crosses_exactly_the_stated_borders(segments):
+    """Which input embeddings feel the loss of the last segment's tokens."""
+    model = tiny_model(bptt_segments=segments)
+    embeddings = torch.randn(1, 25, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    labels = torch.full((1, 25), -100)
+    labels[:, 21:] = 7  # predicted from the fifth segment
+    model(inputs_embeds=embeddings, labels=labels).loss.backward()
+    felt = embeddings.grad.abs().sum(-1)[0].view(5, 5).sum(1) > 0
+    # With 2, the memory is cut behind segments 2 and 4: only the fifth is left.
+    assert felt.tolist() == ([True] * 5 if segments is None else [False, False, False, False, True])
+
+
+@pytest.mark.parametrize("bptt_segments", [None, 2])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_checkpointing_changes_nothing(bptt_segments, padded):
+    model = tiny_model(bptt_segments=bptt_segments)
+    ids = random_ids(3, LENGTH)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :9] = 0
+        mask[1, 12:] = 0
+    plain = gradients(model, ids, attention_mask=mask)
+    model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else (
+        model.gradient_checkpointing_enable()
+    )
+    assert_same(gradients(model, ids, attention_mask=mask), plain, 1e-12)
+
+
+def saved_bytes(model, ids):
+    """Bytes that autograd keeps for the backward pass, parameters aside, each storage once."""
+    storages, parameters = {}, {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            storages[tensor.untyped_storage().data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(ids, labels=ids).loss
+    assert loss.requires_grad
+    return sum(size for _, size in storages.values())
+
+
+def test_checkpointing_keeps_memories_only():
+    model = tiny_model(segment_length=8, intermediate_size=160).train()
+    config = model.config
+    plain = saved_bytes(model, random_ids(1, 80)) - saved_bytes(model, random_ids(1, 40))
+    model._set_gradient_checkpointing(True, torch_checkpoint())
+    kept = [saved_bytes(model, random_ids(1, 8 * segments)) for segments in (5, 10)]
+    memories = config.num_hidden_layers * 2 * config.num_key_value_heads * 8 * config.head_dim * 8  # float64
+    per_segment = (kept[1] - kept[0]) / 5
+    assert per_segment <= 1.3 * memories + 200, (per_segment, memories)
+    assert kept[1] - kept[0] < 0.1 * plain
+
+
+def torch_checkpoint():
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+
+    return partial(checkpoint, use_reentrant=False)
+
+
+def test_reentrant_checkpointing_is_refused():
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+
+    with pytest.raises(ValueError, match="use_reentrant"):
+        tiny_model()._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=True))
+
+
+def test_gradients_cross_calls_through_the_cache():
+    model = tiny_model()
+    ids = random_ids(2, LENGTH)
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    logits.square().sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    cache, parts = FoldedCache(model.config), []
+    for start in range(0, LENGTH, 4):
+        parts.append(model(ids[:, start : start + 4], past_key_values=cache).logits)
+    torch.cat(parts, dim=1).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-8, rtol=1e-8)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_tensor_of_all_logits_in_training(checkpointing):
+    model = tiny_model(vocab_size=2000, tie_word_embeddings=True).train()
+    if checkpointing:
+        model._set_gradient_checkpointing(True, torch_checkpoint())
+    ids = random_ids(2, 60)
+    parameters = model.lm_head.weight.numel()
+    with Largest() as largest:
+        model(ids, labels=ids).loss.backward()
+    assert largest.numel <= max(2 * 5 * 2000, parameters) < 2 * 60 * 2000
+
+
+def test_kept_logits_of_all_segments_are_none():
+    """Without checkpointing too, no logits wait for the backward pass."""
+    small, large = tiny_model(vocab_size=100).train(), tiny_model(vocab_size=4000).train()
+    growth = [saved_bytes(model, random_ids(1, 50)) - saved_bytes(model, random_ids(1, 25)) for model in (small, large)]
+    assert growth[1] - growth[0] < 100 * 25
+
+
+@torch.no_grad()
+def test_evaluation_keeps_neither_logits_nor_hidden_states():
+    """The loss of a long text holds what one of a short text holds."""
+    model = tiny_model(vocab_size=2000)
+    peaks = []
+    for tokens in (50, 500):
+        ids = random_ids(1, tokens)
+        with Alive() as alive:
+            loss = model(ids, labels=ids).loss
+        peaks.append(alive.peak)
+        torch.testing.assert_close(loss, reference_logits_loss(model, ids), atol=1e-5, rtol=1e-5)
+    assert peaks[1] - peaks[0] < 500 * 8 * 4  # token ids and targets, and no hidden states (24 numbers a token)
+
+
+def reference_logits_loss(model, ids):
+    logits = model(ids, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the results alive at the same time, at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        import weakref
+
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive:
+                    self.alive[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.forget, storage._cdata)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def forget(self, key):
+        self.now -= self.alive.pop(key, 0)
+
+
+def test_training_and_evaluation_loss_are_the_same():
+    model = tiny_model(torch.float32)
+    ids = random_ids(2, LENGTH)
+    evaluated = model.eval()(ids, labels=ids).loss
+    assert torch.equal(model.train()(ids, labels=ids).loss, evaluated)
+
+
+def test_loss_in_chunks_is_the_same(monkeypatch):
+    model, ids = tiny_model(), random_ids(2, LENGTH)
+    expected = gradients(model, ids)
+    monkeypatch.setattr(condense.loss, "MAX_LOGITS", 3 * VOCAB)
+    assert_same(gradients(model, ids), expected, 1e-10)
+
+
+@torch.no_grad()
+def test_loss_follows_transformers_conventions():
+    """-100 is no target; the mean is over targets; padding is none; num_items_in_batch replaces the count."""
+    model = tiny_model(segment_length=50)
+    ids = random_ids(2, 12)
+    labels = ids.clone()
+    labels[:, :4] = -100
+    labels[1, 9] = -100
+    stock = to_llama(model)(ids, labels=labels).loss
+    torch.testing.assert_close(model(ids, labels=labels).loss, stock.double(), atol=1e-6, rtol=1e-6)
+    halved = model(ids, labels=labels, num_items_in_batch=30).loss
+    torch.testing.assert_close(halved * 30, stock.double() * 15, atol=1e-5, rtol=1e-5)
+
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    losses = [model(row[None], labels=row[None]).loss * (len(row) - 1) for row in (ids[0, 5:], ids[1])]
+    torch.testing.assert_close(model(ids, labels=ids, attention_mask=mask).loss, sum(losses) / (6 + 11))
+    assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
+
+
+@torch.no_grad()
+def test_logits_come_with_labels_when_asked():
+    model, ids = tiny_model(), random_ids(2, LENGTH)
+    every = model(ids).logits
+    assert model(ids, labels=ids).logits is None
+    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, every)
+    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=7).logits, every[:, -7:])
+    torch.testing.assert_close(model(ids, logits_to_keep=1).logits, every[:, -1:])

@@ -1,0 +1,136 @@
+"""What a user may get wrong is named, with its value and a remedy."""
+
+import json
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MistralConfig
+
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.checks import check_tokenizer
+from condense.continuity import durations_from_time_steps
+
+from .models import random_ids, tiny_config, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"segment_length": 0}, "segment_length=0"),
+        ({"segment_length": -5}, "segment_length=-5"),
+        ({"segment_length": 2.5}, "segment_length=2.5"),
+        ({"bptt_segments": 0}, "bptt_segments=0"),
+        ({"memory_source": "output"}, "memory_source='output'.*layer_output"),
+        ({"schedule": "fast"}, "schedule='fast'.*sequential"),
+        ({"position_anchor": "middle"}, "position_anchor='middle'.*end"),
+    ],
+)
+def test_configurations(fields, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        CondenseConfig(**fields)
+    tiny_model(torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        CondenseForCausalLM.from_pretrained(tmp_path, **fields)
+
+
+def test_attention_implementations():
+    AttentionInterface.register("mine", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match="'mine'.*flash_attention_2"):
+        CondenseForCausalLM(tiny_config(attn_implementation="mine"))
+
+
+def test_a_checkpoint_that_is_no_llama(tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=10)).save_pretrained(tmp_path / "gpt2")
+    MistralConfig().save_pretrained(tmp_path / "mistral")
+    for name in ("gpt2", "mistral"):
+        with pytest.raises(ValueError, match=f"'{name}'.*Llama"):
+            CondenseForCausalLM.from_pretrained(tmp_path / name, segment_length=8)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    with pytest.raises(ValueError, match="type None"):
+        CondenseForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_vocabulary_that_does_not_fit(stories):
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    check_tokenizer(tiny_config(vocab_size=len(tokenizer)), tokenizer)
+    with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens.*vocabulary of 61"):
+        check_tokenizer(tiny_config(), tokenizer)
+    with pytest.raises(ValueError, match="token id 61.*vocabulary of 61"):
+        tiny_model()(torch.tensor([[3, 61]]))
+
+
+def durations(*values):
+    return torch.tensor([values], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"durations": durations(1, -0.5, 1)}, r"token 1 in row 0 is -0.5"),
+        ({"durations": durations(1, 1, float("nan"))}, "token 2 in row 0 is nan"),
+        ({"durations": durations(float("inf"), 1, 1)}, "token 0 in row 0 is inf"),
+        ({"durations": durations(0, 1, 1)}, "token 0 of segment 1.*duration 0"),
+        ({"durations": durations(1, 1)}, r"durations of shape \(1, 2\).*\(1, 3\)"),
+        ({"durations": torch.ones(1, 3, dtype=torch.long)}, "floating point"),
+        ({"durations": torch.ones(1, 3, requires_grad=True)}, "require gradients"),
+        ({"labels": torch.ones(1, 4, dtype=torch.long)}, r"labels of shape \(1, 4\).*\(1, 3\)"),
+        ({"attention_mask": torch.ones(1, 2)}, r"attention_mask of shape \(1, 2\)"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask of shape"),
+        ({"position_ids": torch.tensor([[0, 1, 0]])}, "row 0 go from 1 to 0"),
+        ({"inputs_embeds": torch.ones(1, 3, 24)}, "either input_ids or inputs_embeds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_inputs(inputs, words):
+    with pytest.raises(ValueError, match=words):
+        tiny_model()(random_ids(1, 3), **inputs)
+
+
+def test_empty_inputs():
+    model = tiny_model()
+    for ids in (torch.zeros(1, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long)):
+        with pytest.raises(ValueError, match="at least one token"):
+            model(ids)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+
+
+@torch.no_grad()
+def test_durations_of_zero_where_something_else_is_seen():
+    """A whole segment of zeros is fine behind a memory; two in a row leave the third nothing to see."""
+    model = tiny_model()
+    lengths = torch.ones(1, 15, dtype=torch.float64)
+    lengths[:, 5:10] = 0
+    assert model(random_ids(1, 15), durations=lengths).logits.isfinite().all()
+    lengths[:, 10] = 0
+    with pytest.raises(ValueError, match="row 0, token 0 of segment 3"):
+        model(random_ids(1, 15), durations=lengths)
+
+
+@torch.no_grad()
+def test_durations_at_padding_do_not_matter():
+    model = tiny_model()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0]])
+    lengths = torch.where(mask.bool(), 0.7, 0.0)
+    padded = model(random_ids(1, 10), attention_mask=mask, durations=lengths).logits[:, 2:9]
+    alone = model(random_ids(1, 10)[:, 2:9], durations=lengths[:, 2:9]).logits
+    torch.testing.assert_close(padded, alone)
+
+
+def test_time_steps():
+    times = torch.tensor([[0.5, 1.0, 3.0]])
+    assert durations_from_time_steps(times, 0.0).tolist() == [[0.5, 0.5, 2.0]]
+    assert durations_from_time_steps(times, -1.0).tolist() == [[1.5, 0.5, 2.0]]
+    with pytest.raises(ValueError, match="time step 2 of row 0 is 1.0 after 1.0"):
+        durations_from_time_steps(torch.tensor([[0.5, 1.0, 1.0]]), 0.0)
+    with pytest.raises(ValueError, match="time step 0 of row 0 is 0.5 after 0.5"):
+        durations_from_time_steps(times, 0.5)
+    with pytest.raises(ValueError, match="time step 1"):
+        durations_from_time_steps(torch.tensor([[0.5, float("nan"), 2.0]]), 0.0)
+
+
+def test_checkpointing_and_a_cache_exclude_each_other():
+    model = tiny_model().train()
+    model._set_gradient_checkpointing(True)
+    with pytest.raises(ValueError, match="checkpointing"):
+        model(random_ids(1, 7), use_cache=True)

@@ -1,0 +1,160 @@
+"""The stock `generate` on a folded model, against reading the whole text again for every token."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, TextStreamer
+
+from condense import CondenseForCausalLM, FoldedCache
+
+from .models import random_ids, tiny_model
+
+NEW = 18  # several segments of 5
+
+
+@torch.no_grad()
+def greedy(model, ids, num_new=NEW):
+    """Greedy decoding of one row without any state."""
+    ids = ids.clone()
+    for _ in range(num_new):
+        logits = model(ids, use_cache=False).logits[:, -1]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    return ids
+
+
+def test_greedy():
+    model, ids = tiny_model(), random_ids(2, 7)
+    assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), greedy(model, ids))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 8])
+def test_prefill_in_chunks(chunk):
+    model, ids = tiny_model(), random_ids(2, 17)
+    output = model.generate(ids, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=chunk)
+    assert torch.equal(output, greedy(model, ids))
+
+
+def padded_batch(lengths, side):
+    total = max(lengths)
+    ids, mask = torch.zeros(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
+    rows = [random_ids(1, length, seed=length)[0] for length in lengths]
+    for row, tokens in enumerate(rows):
+        where = slice(total - len(tokens), None) if side == "left" else slice(0, len(tokens))
+        ids[row, where], mask[row, where] = tokens, 1
+    return rows, ids, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}, {"num_beams": 3}], ids=["greedy", "chunks", "beams"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padded_prompts_answer_as_alone(side, options, implementation):
+    """Rows stand at different places of their segments throughout, and cross borders at different steps."""
+    model = tiny_model(attn_implementation=implementation)
+    rows, ids, mask = padded_batch([3, 13, 7, 20, 5], side)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
+    alone = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
+    for row, tokens in enumerate(rows):
+        expected = model.generate(tokens[None], max_new_tokens=NEW, do_sample=False, **alone)[0, len(tokens) :]
+        assert output[row, ids.shape[1] :].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prompts_of_a_real_model_answer_as_alone(side, stories):
+    model = CondenseForCausalLM.from_pretrained(stories, segment_length=16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token or "</s>", side
+    prompts = ["Once upon a time", "Tom and Lily went to the park. They saw a big dog. The dog was", "One day"]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**batch, max_new_tokens=60, do_sample=False)
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(
+            **tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), max_new_tokens=60, do_sample=False
+        )
+        length = alone.shape[1] - 60
+        assert output[row, batch["input_ids"].shape[1] :].tolist() == alone[0, length:].tolist()
+
+
+@pytest.mark.parametrize("beams", [2, 4])
+def test_beams_equal_beams_without_state(beams):
+    """Beam search with the cache against beam search written here, reading every hypothesis from its start."""
+    model, ids = tiny_model(), random_ids(1, 7)
+    output = model.generate(ids, max_new_tokens=NEW, num_beams=beams, do_sample=False)
+    hypotheses = [(0.0, ids[0].tolist())]
+    for _ in range(NEW):
+        grown = []
+        with torch.no_grad():
+            for score, tokens in hypotheses:
+                log_p = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].float().log_softmax(-1)
+                values, indices = log_p.topk(beams)
+                grown += [(score + v.item(), tokens + [i.item()]) for v, i in zip(values, indices, strict=True)]
+        hypotheses = sorted(grown, reverse=True)[:beams]
+    assert output[0].tolist() == hypotheses[0][1]
+
+
+def test_sampling_with_a_seed_equals_sampling_without_state():
+    model, ids = tiny_model(), random_ids(2, 7)
+    torch.manual_seed(3)
+    output = model.generate(ids, max_new_tokens=NEW, do_sample=True, top_k=0, temperature=0.8)
+    torch.manual_seed(3)
+    expected = ids
+    with torch.no_grad():
+        for _ in range(NEW):
+            logits = model(expected, use_cache=False).logits[:, -1].float() / 0.8
+            expected = torch.cat([expected, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+    assert torch.equal(output, expected)
+
+
+def test_several_returned_sequences():
+    model = tiny_model()
+    rows, ids, mask = padded_batch([3, 8], "left")
+    torch.manual_seed(0)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=True, num_return_sequences=3)
+    assert output.shape == (6, 8 + NEW)
+    assert torch.equal(output[:, :8], ids.repeat_interleave(3, dim=0))
+    assert len({tuple(row.tolist()) for row in output}) == 6
+    beams = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, num_beams=3, num_return_sequences=3
+    )
+    best = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, num_beams=3)
+    assert torch.equal(beams[::3], best)
+
+
+def test_streamers(stories, capsys):
+    model = CondenseForCausalLM.from_pretrained(stories, segment_length=16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    output = model.generate(ids, max_new_tokens=50, do_sample=False, streamer=TextStreamer(tokenizer))
+    assert capsys.readouterr().out.strip() == tokenizer.decode(output[0]).strip()
+
+
+def test_going_on_from_a_cache():
+    model, ids, more = tiny_model(), random_ids(1, 13), random_ids(1, 4, seed=1)
+    cache = FoldedCache(model.config)
+    first = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    everything = torch.cat([first, more], dim=1)
+    second = model.generate(everything, max_new_tokens=NEW, do_sample=False, past_key_values=cache)
+    assert torch.equal(second, greedy(model, everything))
+
+
+def test_an_ended_row_does_not_disturb_the_others():
+    model = tiny_model()
+    rows, ids, mask = padded_batch([3, 13, 7], "left")
+    answers = [greedy(model, tokens[None])[0, len(tokens) :].tolist() for tokens in rows]
+    end = answers[1][2]  # the second row ends at its third new token
+    output = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=end, pad_token_id=0
+    )[:, 13:]
+    for row, answer in enumerate(answers):
+        stop = answer.index(end) + 1 if end in answer else NEW
+        assert output[row, :stop].tolist() == answer[:stop]
+
+
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"use_cache": False}])
+def test_other_caches_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        tiny_model().generate(random_ids(1, 4), max_new_tokens=2, **options)
+
+
+def test_methods_that_undo_tokens_are_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, assistant_model=tiny_model(seed=1))

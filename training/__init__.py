@@ -1,0 +1,1 @@
+"""Training of folded models on the DeepSpeed launcher."""

@@ -1,0 +1,96 @@
+"""Lengths that grow as the loss falls, and the batches of those lengths.
+
+Which length a step has is decided two steps ahead and written down, since the next batch is fetched
+before a step ends: a resumed run makes the same batches as one that was never stopped.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+from .data.passkey import PasskeyTask
+from .recipe import Curriculum, Recipe
+
+STATE_FILE = "curriculum.json"
+
+
+class LengthSchedule:
+    """From which step on texts are how many segments long."""
+
+    def __init__(self, curriculum: Curriculum):
+        self.curriculum = curriculum
+        self.milestones = [(0, curriculum.first_segments)]
+        self.losses: list[float] = []
+
+    @property
+    def segments(self) -> int:
+        return self.milestones[-1][1]
+
+    def at(self, step: int, generator: np.random.Generator) -> int:
+        """Segments of the text at a step; past the last growth, some steps review an earlier length."""
+        reached = [segments for start, segments in self.milestones if start <= step]
+        if reached[-1] == self.curriculum.last_segments and generator.random() < self.curriculum.review:
+            return int(generator.choice(reached))
+        return reached[-1]
+
+    def observe(self, step: int, loss: float, num_steps: int) -> bool:
+        """Takes the mean loss of the last `num_steps` steps; true where the text grows."""
+        self.losses = [*self.losses, loss][-max(1, self.curriculum.patience // num_steps) :]
+        full = len(self.losses) * num_steps >= self.curriculum.patience
+        if not full or np.mean(self.losses) >= self.curriculum.loss_below or self.segments == self.curriculum.last_segments:
+            return False
+        grown = max(self.segments + 1, int(self.segments * self.curriculum.growth))
+        self.milestones.append((step + 2, min(grown, self.curriculum.last_segments)))
+        self.losses = []
+        return True
+
+    def save(self, folder: Path) -> None:
+        state = {"milestones": self.milestones, "losses": self.losses}
+        (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        self.milestones, self.losses = [tuple(item) for item in state["milestones"]], state["losses"]
+
+
+class CurriculumBatches(Dataset):
+    """Item i is the i-th micro-batch of the run, the same whenever it is asked for."""
+
+    def __init__(self, recipe: Recipe, schedule: LengthSchedule, task: PasskeyTask, segment_length: int, world_size: int):
+        self.recipe, self.schedule, self.task = recipe, schedule, task
+        self.segment_length, self.world_size = segment_length, world_size
+        longest = recipe.curriculum.last_segments * segment_length * world_size
+        if recipe.tokens_per_step < longest:
+            raise ValueError(
+                f"tokens_per_step={recipe.tokens_per_step} does not hold one text of {recipe.curriculum.last_segments} "
+                f"segments of {segment_length} tokens on each of {world_size} ranks: allow at least {longest}."
+            )
+
+    def __len__(self) -> int:
+        return self.recipe.steps * self.world_size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        step = index // self.world_size
+        segments = self.schedule.at(step, np.random.default_rng([self.recipe.seed, step]))
+        generator = np.random.default_rng([self.recipe.seed, step, index])
+        # Every length within the last segment occurs, so that the key and the question fall anywhere in theirs.
+        longest = segments * self.segment_length
+        num_tokens = longest - int(generator.integers(0, self.segment_length)) if segments > 2 else longest
+        num_rows = self.recipe.tokens_per_step // (longest * self.world_size)
+        return self.task.training_batch(num_rows, num_tokens, self.recipe.passkey.background, generator)
+
+
+class CurriculumCallback(TrainerCallback):
+    """Lets the length grow with the logged loss, and logs it."""
+
+    def __init__(self, schedule: LengthSchedule):
+        self.schedule = schedule
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            logs["segments"] = self.schedule.segments
+            self.schedule.observe(state.global_step, logs["loss"], args.logging_steps)

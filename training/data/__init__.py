@@ -1,0 +1,1 @@
+"""What models are trained and measured on."""

@@ -1,0 +1,63 @@
+"""A small Llama and a word-level tokenizer for it, made from nothing: no download, no corpus.
+
+    python -m training.small_llama FOLDER
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .data.passkey import FILLER, KEY, PREAMBLE, QUESTION
+
+
+def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """One token per word of `texts`, per punctuation mark and per digit."""
+    split = pre_tokenizers.Split(Regex(r"\d|\w+|[^\w\s]"), behavior="removed", invert=True)
+    words = sorted({word for text in texts for word, _ in split.pre_tokenize_str(text)} | set("0123456789"))
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def passkey_tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer([PREAMBLE, FILLER, KEY.format(key=""), QUESTION])
+
+
+def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, layers: int = 4) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=width * 5 // 2,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=8192,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    tokenizer = passkey_tokenizer()
+    model = small_llama(tokenizer, arguments.seed)
+    model.save_pretrained(arguments.folder)
+    tokenizer.save_pretrained(arguments.folder)
+    print(f"{arguments.folder}: a Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

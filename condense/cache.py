@@ -186,7 +186,8 @@ class FoldedCache(Cache):
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
     """In place where nothing is recorded; a copy where autograd may still need the old values."""
-    return buffer.clone() if torch.is_grad_enabled() else buffer
+    frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
+    return buffer.clone() if torch.is_grad_enabled() or frozen else buffer
 
 
 def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, piece: Piece, offset: int = 0) -> torch.Tensor:

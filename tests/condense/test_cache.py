@@ -193,6 +193,15 @@ def test_reset_starts_over():
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
+def test_modes_of_autograd_mix():
+    model, ids = tiny_model(), random_ids(2, 21)
+    cache, logits = FoldedCache(model.config), []
+    for start, mode in zip(range(0, 21, 7), (torch.inference_mode, torch.no_grad, torch.enable_grad), strict=True):
+        with mode():
+            logits.append(model(ids[:, start : start + 7], past_key_values=cache).logits.clone().detach())
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, atol=1e-9, rtol=1e-9)
+
+
 @torch.no_grad()
 def test_wrong_use_is_named():
     model = tiny_model()

@@ -1,0 +1,147 @@
+"""The front door: `condense COMMAND`. A command is one function here; what it needs is imported inside it."""
+
+import json
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="A Llama with unbounded memory.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+class Kind(str, Enum):
+    condense = "condense"
+    llama = "llama"
+
+
+@app.callback()
+def front_door() -> None:
+    """A Llama with unbounded memory."""
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder or hub id of a Llama, or of a folded one with --to llama.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    segment_length: Annotated[int, typer.Option(help="Tokens per segment.")] = 512,
+    memory_source: Annotated[str, typer.Option(help="layer_output, or layer_input for Transformer-XL.")] = "layer_output",
+    to: Annotated[Kind, typer.Option(help="What to write: a folded model, or a stock Llama.")] = Kind.condense,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+) -> None:
+    """Turns a Llama checkpoint into a folded one, or back. Weights stay as they are."""
+    _quiet()
+    from transformers import AutoTokenizer
+
+    from condense import CondenseForCausalLM, to_llama
+    from condense.checks import check_tokenizer
+
+    fields = {} if to is Kind.llama else {"segment_length": segment_length, "memory_source": memory_source}
+    model = CondenseForCausalLM.from_pretrained(source, dtype=dtype, **fields)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    check_tokenizer(model.config, tokenizer)
+    written = model if to is Kind.condense else to_llama(model)
+    written.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    what = f"segments of {segment_length} tokens" if to is Kind.condense else "a stock Llama"
+    print(f"{target}: {model.num_parameters():,} parameters, {what}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Folder or hub id: a folded model, or any Llama.")],
+    prompt: Annotated[str, typer.Option(help="The prompt, behind the prompt file where both are given.")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="A text to read first, however long.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    segment_length: Annotated[int | None, typer.Option(help="For a Llama that has none; default 512.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    attention: Annotated[str, typer.Option(help="eager, sdpa, flash_attention_2 or flex_attention.")] = "sdpa",
+    report: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
+) -> None:
+    """Reads a prompt of any length in constant memory and streams the answer."""
+    _quiet()
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoTokenizer, TextStreamer
+
+    from condense import CondenseForCausalLM
+    from condense.checks import check_tokenizer
+    from condense.reading import encode, read
+
+    text = ("" if prompt_file is None else prompt_file.read_text(encoding="utf-8")) + prompt
+    if not text:
+        raise ValueError("there is no prompt: pass --prompt, --prompt-file or both.")
+    fields = {} if segment_length is None else {"segment_length": segment_length}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = CondenseForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention, **fields)
+    loaded = loaded.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    check_tokenizer(loaded.config, tokenizer)
+    input_ids = encode(tokenizer, text)
+    num_tokens, length = input_ids.shape[1], loaded.config.segment_length
+
+    start = time.perf_counter()
+    cache = None
+    if num_tokens > 1:
+        with tqdm(total=-(-(num_tokens - 1) // length), unit="segment", desc="reading") as bar:
+            cache = read(loaded, input_ids[:, :-1], progress=bar.update)
+    reading = time.perf_counter() - start
+
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    start = time.perf_counter()
+    with torch.no_grad():
+        output = loaded.generate(
+            input_ids[:, -1:].to(device),
+            attention_mask=torch.ones(1, 1, dtype=torch.long, device=device),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            return_dict_in_generate=True,
+            **sampling,
+        )
+    writing = time.perf_counter() - start
+    new_ids = output.sequences[0, 1:]
+    figures = {
+        "prompt_tokens": num_tokens,
+        "prompt_tokens_per_second": (num_tokens - 1) / reading if num_tokens > 1 else None,
+        "new_tokens": len(new_ids),
+        "new_tokens_per_second": len(new_ids) / writing,
+        "state_bytes": output.past_key_values.num_bytes,
+        "segment_length": length,
+        "text": tokenizer.decode(new_ids, skip_special_tokens=True),
+    }
+    read_rate = f" at {figures['prompt_tokens_per_second']:,.0f} tokens/s" if cache is not None else ""
+    print(
+        f"read {num_tokens:,} tokens{read_rate}, wrote {len(new_ids):,} at {figures['new_tokens_per_second']:,.1f} "
+        f"tokens/s; state held: {figures['state_bytes']:,} bytes",
+        file=sys.stderr,
+    )
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def main() -> None:
+    """A `ValueError` is for the user: its message is the answer, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"condense: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

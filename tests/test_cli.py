@@ -1,0 +1,112 @@
+"""The front door, as a user's shell runs it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from condense import CondenseForCausalLM
+from training.small_llama import passkey_tokenizer, small_llama
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def condense(*arguments, check=True):
+    command = [sys.executable, "-m", "condense_cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=check, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = passkey_tokenizer()
+    small_llama(tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_help_names_every_command_without_loading_torch():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom condense_cli import app\n"
+        "print(CliRunner().invoke(app, ['--help']).output)\n"
+        "print('heavy:', [name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "convert" in output and "generate" in output and "heavy: []" in output
+
+
+def test_convert_there_and_back(llama, tmp_path):
+    output = condense("convert", llama, tmp_path / "folded", "--segment-length", 16).stdout
+    assert "196,672 parameters" in output and "16 tokens" in output
+    assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.segment_length == 16
+    condense("convert", tmp_path / "folded", tmp_path / "back", "--to", "llama")
+    back, stock = LlamaForCausalLM.from_pretrained(tmp_path / "back"), LlamaForCausalLM.from_pretrained(llama)
+    for name, tensor in stock.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor)
+    AutoTokenizer.from_pretrained(tmp_path / "back")
+
+
+def test_generate_streams_what_the_model_answers(llama, tmp_path):
+    text = "The grass is green. The sky is blue. " * 40
+    (tmp_path / "book.txt").write_text(text)
+    arguments = ["--model", llama, "--prompt-file", tmp_path / "book.txt", "--prompt", "What is the"]
+    arguments += ["--segment-length", 16, "--max-new-tokens", 20, "--report", tmp_path / "report.json"]
+    run = condense("generate", *arguments)
+    report = json.loads((tmp_path / "report.json").read_text())
+
+    model = CondenseForCausalLM.from_pretrained(llama, segment_length=16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    inputs = tokenizer(text + "What is the", return_tensors="pt", return_token_type_ids=False)
+    length = inputs["input_ids"].shape[1]
+    expected = tokenizer.decode(model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, length:], True)
+    assert run.stdout.strip() == report["text"].strip() == expected.strip()
+    assert report["prompt_tokens"] == length and report["new_tokens"] <= 20
+    assert "segment" in run.stderr and f"{report['state_bytes']:,} bytes" in run.stderr
+
+
+def test_sampling_has_a_seed(llama):
+    runs = [
+        condense("generate", "--model", llama, "--prompt", "The", "--temperature", 1, "--seed", seed).stdout
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--model", "LLAMA"], "there is no prompt"),
+        (["generate", "--model", "LLAMA", "--prompt", "a", "--segment-length", "0"], "segment_length=0"),
+        (["generate", "--model", "LLAMA", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
+        (["convert", "LLAMA", "out", "--segment-length", "-1"], "segment_length=-1"),
+    ],
+)
+def test_errors_are_one_line(llama, arguments, words):
+    run = condense(*[str(llama) if argument == "LLAMA" else argument for argument in arguments], check=False)
+    assert run.returncode == 1 and words in run.stderr and "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_a_book_takes_the_memory_of_a_page(llama, tmp_path):
+    """Peak resident memory of the whole process, in KiB: 1,000,000 tokens within 10 % of 2,000."""
+    peaks = {}
+    for tokens in (2_000, 1_000_000):
+        (tmp_path / "book.txt").write_text("The grass is green. The sky is blue. " * (tokens // 10))
+        code = (
+            "import resource, sys\nfrom condense_cli import app\n"
+            "app(sys.argv[1:], standalone_mode=False)\n"
+            "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        )
+        arguments = ["generate", "--model", llama, "--prompt-file", tmp_path / "book.txt", "--max-new-tokens", "2"]
+        start = time.perf_counter()
+        run = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        peaks[tokens] = int(run.stdout.split("PEAK")[1])
+        print(tokens, peaks[tokens], f"{time.perf_counter() - start:.0f} s")
+    assert peaks[1_000_000] < 1.1 * peaks[2_000], peaks

@@ -45,7 +45,16 @@ class CondenseModel(nn.Module):
         keeps_state: bool,
     ) -> Iterator[Step]:
         """One step per piece; `like` gives the tables' device and dtype."""
-        timeline, span = state.timeline, self.config.bptt_segments
+        timeline, span, tables = state.timeline, self.config.bptt_segments, {}
+
+        def rotary(coordinates_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if timeline is not None or len(coordinates_RT) > 1:
+                return self.rotary_emb(like, coordinates_RT.to(like.device))
+            place = coordinates_RT[0, 0].item(), coordinates_RT.shape[1]
+            if place not in tables:  # most segments begin at the same coordinate
+                tables[place] = self.rotary_emb(like, coordinates_RT.to(like.device))
+            return tables[place]
+
         if timeline is not None:
             durations_BN = timeline.known_durations(durations_BN, alignment)
         for piece in state.cursor.pieces(alignment.lengths):
@@ -64,8 +73,8 @@ class CondenseModel(nn.Module):
                 timeline.roll([piece.rows[r] for r in piece.completed])
             yield Step(
                 piece=piece,
-                rotary=self.rotary_emb(like, coordinates_RT.to(like.device)),
-                memory_rotary=self.rotary_emb(like, local_RT.to(like.device)),
+                rotary=rotary(coordinates_RT),
+                memory_rotary=rotary(local_RT),
                 visibility=Visibility(piece, log_duration_RK),
                 remembers=keeps_state or piece.starts[0] + piece.width < max(alignment.lengths),
                 cut_R=tuple(span is not None and (count + 1) % span == 0 for count in piece.segments),

@@ -57,6 +57,7 @@ class Recipe(Section):
     tokens_per_step: int = Field(ge=1, description="over all ranks")
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     gradient_checkpointing: bool = False
     deepspeed: Path = Path("deepspeed_configs/zero2.json")
     save_every: int = Field(500, ge=1)

@@ -29,7 +29,7 @@ def passkey_tokenizer() -> PreTrainedTokenizerFast:
     return word_tokenizer([PREAMBLE, FILLER, KEY.format(key=""), QUESTION])
 
 
-def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, layers: int = 4) -> LlamaForCausalLM:
+def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -39,7 +39,7 @@ def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, 
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=4,
-            max_position_embeddings=8192,
+            max_position_embeddings=2**20,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -51,9 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
     tokenizer = passkey_tokenizer()
-    model = small_llama(tokenizer, arguments.seed)
+    model = small_llama(tokenizer, arguments.seed, arguments.width, arguments.layers)
     model.save_pretrained(arguments.folder)
     tokenizer.save_pretrained(arguments.folder)
     print(f"{arguments.folder}: a Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens")

@@ -1,0 +1,1 @@
+"""Evaluation and profiling of folded and of stock models."""

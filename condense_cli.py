@@ -29,7 +29,9 @@ def convert(
     source: Annotated[str, typer.Argument(help="Folder or hub id of a Llama, or of a folded one with --to llama.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     segment_length: Annotated[int, typer.Option(help="Tokens per segment.")] = 512,
-    memory_source: Annotated[str, typer.Option(help="layer_output, or layer_input for Transformer-XL.")] = "layer_output",
+    memory_source: Annotated[
+        str, typer.Option(help="layer_output, or layer_input for Transformer-XL.")
+    ] = "layer_output",
     to: Annotated[Kind, typer.Option(help="What to write: a folded model, or a stock Llama.")] = Kind.condense,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
 ) -> None:

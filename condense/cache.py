@@ -7,6 +7,8 @@ Axes: B rows, R rows taking part in a step, G key/value heads, L segment length,
 K visible keys, D model width, E head width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -21,11 +23,14 @@ class FoldedCacheLayer(CacheLayerMixin):
 
     is_sliding = False
 
+    keys: torch.Tensor
+    values: torch.Tensor
+    next_keys: torch.Tensor
+    next_values: torch.Tensor
+
     def __init__(self, segment_length: int):
         super().__init__()
         self.segment_length = segment_length
-        self.next_keys: torch.Tensor | None = None
-        self.next_values: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states, value_states) -> None:
         batch_size, num_heads, _, head_dim = key_states.shape
@@ -60,7 +65,9 @@ class FoldedCacheLayer(CacheLayerMixin):
 
     def _roll(self, buffer_BG2LE, next_BGLE, piece: Piece):
         rolled = _writable(buffer_BG2LE)
-        completed = slice(None) if len(piece.completed) == piece.batch_size else [piece.rows[r] for r in piece.completed]
+        completed = (
+            slice(None) if len(piece.completed) == piece.batch_size else [piece.rows[r] for r in piece.completed]
+        )
         rolled[completed, :, : self.segment_length] = next_BGLE[completed]
         return rolled
 
@@ -94,11 +101,14 @@ class FoldedCache(Cache):
 
     def __init__(self, config: CondenseConfig):
         self.config = config
-        super().__init__(layers=[FoldedCacheLayer(config.segment_length) for _ in range(config.num_hidden_layers)])
-        self._clear()
+        super().__init__(layers=[])
+        self.reset()
 
-    def _clear(self) -> None:
-        self.cursor: Cursor | None = None
+    def reset(self) -> None:
+        """Forgets everything."""
+        length = self.config.segment_length
+        self.layers = [FoldedCacheLayer(length) for _ in range(self.config.num_hidden_layers)]
+        self.cursor = Cursor(0, length)
         self.timeline: Timeline | None = None
         # Final hidden state of each row's last token: what a column of padding after it answers with.
         self.last_hidden_BD: torch.Tensor | None = None
@@ -106,19 +116,19 @@ class FoldedCache(Cache):
 
     def start(self, batch_size: int) -> "FoldedCache":
         """Makes room for a batch, or checks that it is the one being read."""
-        if self.cursor is None:
+        if self.batch_size == 0:
             self.cursor = Cursor(batch_size, self.config.segment_length)
-        elif len(self.cursor.filled) != batch_size:
+        elif self.batch_size != batch_size:
             raise ValueError(
-                f"the cache holds {len(self.cursor.filled)} texts and the input {batch_size}: pass the same rows again, "
+                f"the cache holds {self.batch_size} texts and the input {batch_size}: pass the same rows again, "
                 "or a new FoldedCache."
             )
         return self
 
-    def read(self, piece: Piece) -> list[FoldedCacheLayer]:
+    def read(self, piece: Piece) -> Sequence[FoldedCacheLayer]:
         return self.layers
 
-    def write(self, remembered: list[Memory], piece: Piece) -> None:
+    def write(self, remembered: Sequence[Memory], piece: Piece) -> None:
         for layer, memory in zip(self.layers, remembered, strict=True):
             layer.remember(memory, piece)
 
@@ -134,12 +144,13 @@ class FoldedCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes held by the state of all rows."""
-        tensors = [self.last_hidden_BD]
+        tensors = [] if self.last_hidden_BD is None else [self.last_hidden_BD]
         for layer in self.layers:
-            tensors += [layer.keys, layer.values, layer.next_keys, layer.next_values]
+            if layer.is_initialized:
+                tensors += [layer.keys, layer.values, layer.next_keys, layer.next_values]
         if self.timeline is not None:
             tensors += self.timeline.tensors
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     # transformers' interface
 
@@ -149,24 +160,16 @@ class FoldedCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return self.cursor is not None
+        return self.batch_size > 0
 
     @property
     def batch_size(self) -> int:
-        return 0 if self.cursor is None else len(self.cursor.filled)
-
-    def reset(self) -> None:
-        for layer in self.layers:
-            layer.keys = layer.values = layer.next_keys = layer.next_values = None
-            layer.is_initialized = False
-        self._clear()
+        return len(self.cursor.filled)
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError("a FoldedCache cannot roll back: copy.deepcopy it before the tokens you may want to undo.")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.cursor is None:
-            return
         rows_B = torch.as_tensor(indices).cpu()
         rows_B = rows_B.nonzero()[:, 0] if rows_B.dtype == torch.bool else rows_B
         self.cursor.select(rows_B.tolist())

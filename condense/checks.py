@@ -9,19 +9,21 @@ from .cache import FoldedCache
 from .continuity.durations import check_durations
 
 
-def check_input(config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations) -> torch.Tensor:
+def check_input(
+    config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations
+) -> torch.Tensor:
     """The tokens, [B, N] or [B, N, D]; raises `ValueError` where the arguments of a forward pass do not fit."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("pass either input_ids or inputs_embeds, and not both.")
     tokens = inputs_embeds if input_ids is None else input_ids
     expected = "[batch, tokens]" if input_ids is not None else "[batch, tokens, hidden_size]"
     if tokens.dim() != expected.count(",") + 1 or 0 in tokens.shape:
-        raise ValueError(f"the input has shape {tuple(tokens.shape)}: pass at least one token, as {expected}.")
+        raise ValueError(f"the input has shape {tuple(tokens.shape)}: pass at least one token, {expected}.")
     # On an accelerator the check would wait for the device; there the embedding itself asserts.
     if input_ids is not None and input_ids.device.type == "cpu" and input_ids.max() >= config.vocab_size:
         raise ValueError(
-            f"token id {input_ids.max().item()} does not exist in a vocabulary of {config.vocab_size}: use the tokenizer "
-            "that belongs to this checkpoint."
+            f"token id {input_ids.max().item()} does not exist in a vocabulary of {config.vocab_size}: use the "
+            "tokenizer that belongs to this checkpoint."
         )
     if cache is not None and not isinstance(cache, FoldedCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
@@ -34,7 +36,9 @@ def check_input(config, input_ids, inputs_embeds, attention_mask, position_ids, 
                 f"{seen + shape[1]} columns seen with it: pass 1 for every token and 0 for padding."
             )
     if labels is not None and tuple(labels.shape) != shape:
-        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit an input of shape {shape}: one label a token.")
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} do not fit an input of shape {shape}: one label a token."
+        )
     if durations is not None:
         check_durations(durations, shape)
     if position_ids is not None and shape[1] > 1:

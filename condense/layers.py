@@ -88,9 +88,7 @@ class CondenseDecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, input_RTD: torch.Tensor, past: Past | None, step: Step
-    ) -> tuple[torch.Tensor, Memory | None]:
+    def forward(self, input_RTD: torch.Tensor, past: Past | None, step: Step) -> tuple[torch.Tensor, Memory | None]:
         """The layer's output [R, T, D] and, where the step remembers, its share of the next memory."""
         attended_RTD = input_RTD + self.self_attn(self.input_layernorm(input_RTD), past, step)
         output_RTD = attended_RTD + self.mlp(self.post_attention_layernorm(attended_RTD))

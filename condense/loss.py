@@ -29,7 +29,9 @@ def cross_entropy_sum(
     recompute = recompute and vocab_size > hidden_nD.shape[-1]
     for hidden, target in zip(hidden_nD.split(chunk), target_n.split(chunk), strict=True):
         arguments = head, hidden, target, total.dtype
-        total = total + (checkpoint(_chunk_loss, *arguments, use_reentrant=False) if recompute else _chunk_loss(*arguments))
+        total = total + (
+            checkpoint(_chunk_loss, *arguments, use_reentrant=False) if recompute else _chunk_loss(*arguments)
+        )
     return total
 
 

@@ -3,6 +3,7 @@
 Axes: R rows, G key/value heads, K keys, E head width.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,15 +39,15 @@ class TransientMemory:
     def __init__(self, batch_size: int, config: CondenseConfig):
         self.cursor = Cursor(batch_size, config.segment_length)
         self.timeline: Timeline | None = None
-        self.memories: list[Memory | None] = [None] * config.num_hidden_layers
+        self.memories: Sequence[Memory | None] = [None] * config.num_hidden_layers
         self.rows = list(range(batch_size))
 
-    def read(self, piece: Piece) -> list[Memory | None]:
+    def read(self, piece: Piece) -> Sequence[Memory | None]:
         if self.rows != piece.rows:  # some rows have ended
             kept = [self.rows.index(row) for row in piece.rows]
             self.memories = [memory and Memory(*(tensor[kept] for tensor in memory)) for memory in self.memories]
             self.rows = piece.rows
         return self.memories
 
-    def write(self, remembered: list[Memory], piece: Piece) -> None:
+    def write(self, remembered: Sequence[Memory], piece: Piece) -> None:
         self.memories = remembered

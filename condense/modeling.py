@@ -45,7 +45,8 @@ class CondenseModel(nn.Module):
         keeps_state: bool,
     ) -> Iterator[Step]:
         """One step per piece; `like` gives the tables' device and dtype."""
-        timeline, span, tables = state.timeline, self.config.bptt_segments, {}
+        timeline, span = state.timeline, self.config.bptt_segments
+        tables: dict[tuple[int | float, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
         def rotary(coordinates_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if timeline is not None or len(coordinates_RT) > 1:
@@ -55,17 +56,16 @@ class CondenseModel(nn.Module):
                 tables[place] = self.rotary_emb(like, coordinates_RT.to(like.device))
             return tables[place]
 
-        if timeline is not None:
-            durations_BN = timeline.known_durations(durations_BN, alignment)
+        lasting_BN = None if timeline is None else timeline.known_durations(durations_BN, alignment)
         for piece in state.cursor.pieces(alignment.lengths):
             log_duration_RK = None
-            if timeline is None:
+            if timeline is None or lasting_BN is None:
                 # Where all rows stand at the same place, one row of coordinates serves them all.
                 shown = 1 if piece.uniform else len(piece.rows)
                 local_RT = torch.tensor(piece.filled[:shown])[:, None] + torch.arange(piece.width)
                 coordinates_RT = local_RT + torch.tensor(piece.memory_lengths[:shown])[:, None]
             else:
-                coordinates_RT, local_RT = timeline.advance(alignment.take(durations_BN, piece), piece)
+                coordinates_RT, local_RT = timeline.advance(alignment.take(lasting_BN, piece), piece)
                 log_duration_RK = timeline.log_durations(piece.rows)
                 if piece.uniform:
                     log_duration_RK = log_duration_RK[:, piece.visible_keys]
@@ -190,7 +190,12 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
         run = run_sequential(
-            self.model.layers, steps, state, embed, consume, self._gradient_checkpointing_func if checkpointing else None
+            self.model.layers,
+            steps,
+            state,
+            embed,
+            consume,
+            self._gradient_checkpointing_func if checkpointing else None,
         )
         pieces = [piece for piece, _ in run]
         if cache is not None:

@@ -36,7 +36,8 @@ class LossReader:
 
     def finish(self, losses: Sequence[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
         """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
-        return sum(losses) / (max(self.num_targets, 1) if num_items is None else num_items)
+        total = torch.stack(list(losses)).sum() if losses else torch.zeros(())
+        return total / (max(self.num_targets, 1) if num_items is None else num_items)
 
 
 class HiddenReader:
@@ -64,5 +65,5 @@ class HiddenReader:
             for piece in pieces:
                 r, k, _ = self._places(piece)
                 places.append(torch.tensor(piece.rows)[r] * num_kept + k)
-            kept_nD = kept_nD.index_copy(0, torch.cat(places).to(kept_nD.device), torch.cat(hidden))
+            kept_nD = kept_nD.index_copy(0, torch.cat(places).to(kept_nD.device), torch.cat(list(hidden)))
         return kept_nD.unflatten(0, (batch_size, num_kept))

@@ -53,7 +53,8 @@ def encode(tokenizer, text: str) -> torch.Tensor:
     else:
         return torch.tensor([tokenizer(text)["input_ids"]])
     joint = re.compile(r"(?<=[a-zA-Z]) (?=[a-zA-Z])")
-    blocks, start = [], 0
+    blocks: list[torch.Tensor] = []
+    start = 0
     while start < len(text):
         found = joint.search(text, start + CHARACTERS_PER_BLOCK)
         end = len(text) if found is None else found.start()

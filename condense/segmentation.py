@@ -60,7 +60,8 @@ class Piece:
     def valid(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(r, t) of every token taken; the others only fill the rectangle [R, T]."""
         offsets_T = torch.arange(self.width)
-        return (offsets_T < torch.tensor(self.counts)[:, None]).nonzero(as_tuple=True)
+        row_n, token_n = (offsets_T < torch.tensor(self.counts)[:, None]).nonzero(as_tuple=True)
+        return row_n, token_n
 
     @property
     def completed(self) -> list[int]:

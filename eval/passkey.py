@@ -9,6 +9,8 @@ the same path.
 import argparse
 import csv
 import json
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = measure_passkey(model, tokenizer, options.lengths, options.depths, options.prompts, options.seed)
     results = {
         "title": options.title,
+        "command": shlex.join(["python", "-m", "eval.passkey", *(sys.argv[1:] if arguments is None else arguments)]),
         "segment_length": getattr(model.config, "segment_length", None),
         "memory_source": getattr(model.config, "memory_source", None),
         "longest_trained": options.longest_trained,

@@ -12,6 +12,7 @@ import csv
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def measure_point(
         cache = output.past_key_values
         step = output.logits[:, -1:].argmax(-1)
         seconds = [
-            _timed(lambda: model(input_ids=step, past_key_values=cache, logits_to_keep=1), torch) for _ in range(NEW_TOKENS)
+            _timed(lambda: model(input_ids=step, past_key_values=cache, logits_to_keep=1), torch)
+            for _ in range(NEW_TOKENS)
         ]
     record["decoding_seconds"] = statistics.median(seconds)
     if kind == "folded":
@@ -223,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     results = {
         "hardware": hardware(),
+        "command": shlex.join(["python", "-m", "eval.profile", *(sys.argv[1:] if arguments is None else arguments)]),
         "segment_length": options.segment_length,
         "gradient_checkpointing": options.gradient_checkpointing,
         "points": points,

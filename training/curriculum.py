@@ -41,7 +41,11 @@ class LengthSchedule:
         """Takes the mean loss of the last `num_steps` steps; true where the text grows."""
         self.losses = [*self.losses, loss][-max(1, self.curriculum.patience // num_steps) :]
         full = len(self.losses) * num_steps >= self.curriculum.patience
-        if not full or np.mean(self.losses) >= self.curriculum.loss_below or self.segments == self.curriculum.last_segments:
+        if (
+            not full
+            or np.mean(self.losses) >= self.curriculum.loss_below
+            or self.segments == self.curriculum.last_segments
+        ):
             return False
         grown = max(self.segments + 1, int(self.segments * self.curriculum.growth))
         self.milestones.append((step + 2, min(grown, self.curriculum.last_segments)))
@@ -60,7 +64,9 @@ class LengthSchedule:
 class CurriculumBatches(Dataset):
     """Item i is the i-th micro-batch of the run, the same whenever it is asked for."""
 
-    def __init__(self, recipe: Recipe, schedule: LengthSchedule, task: PasskeyTask, segment_length: int, world_size: int):
+    def __init__(
+        self, recipe: Recipe, schedule: LengthSchedule, task: PasskeyTask, segment_length: int, world_size: int
+    ):
         self.recipe, self.schedule, self.task = recipe, schedule, task
         self.segment_length, self.world_size = segment_length, world_size
         longest = recipe.curriculum.last_segments * segment_length * world_size

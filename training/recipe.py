@@ -1,6 +1,7 @@
 """A run as one object: what is trained, on what, how long, and where it goes."""
 
 import difflib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,7 +69,7 @@ class Recipe(Section):
     optimizer: Optimizer = Optimizer()
 
 
-def load_recipe(path: Path, overrides: list[str] = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a YAML recipe and applies overrides such as `optimizer.learning_rate=1e-4`.
 
     Raises `ValueError` naming every unknown or impossible key, and the nearest key that exists.
@@ -92,7 +93,7 @@ def load_recipe(path: Path, overrides: list[str] = ()) -> Recipe:
         raise ValueError(f"recipe {path}:\n" + "\n".join(_explain(problem) for problem in error.errors())) from error
 
 
-def _explain(problem: dict[str, Any]) -> str:
+def _explain(problem: Mapping[str, Any]) -> str:
     *sections, name = problem["loc"] or ("recipe",)
     where = ".".join(map(str, problem["loc"]))
     if problem["type"] != "extra_forbidden":

@@ -1,6 +1,6 @@
 """A small Llama and a word-level tokenizer for it, made from nothing: no download, no corpus.
 
-    python -m training.small_llama FOLDER
+python -m training.small_llama FOLDER
 """
 
 import argparse

@@ -45,7 +45,9 @@ class Log(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
         loss = logs.get("loss")
         if loss is not None and not loss < float("inf"):
-            raise FloatingPointError(f"the loss is {loss} within the {args.logging_steps} steps up to {state.global_step}.")
+            raise FloatingPointError(
+                f"the loss is {loss} within the {args.logging_steps} steps up to {state.global_step}."
+            )
 
 
 def train(recipe: Recipe, local_rank: int = -1) -> None:

@@ -87,7 +87,7 @@ class Timeline:
         rows_R = torch.tensor(piece.rows)
         step_RT = durations_RT.to("cpu", torch.float64)
         passed_RT = step_RT.cumsum(1) + self.elapsed_B[rows_R, None]
-        seen_RT = (passed_RT + self.memory_total_B[rows_R, None])
+        seen_RT = passed_RT + self.memory_total_B[rows_R, None]
         blind = (seen_RT <= 0).nonzero()
         if len(blind):
             row, token = blind[0].tolist()

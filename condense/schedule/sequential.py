@@ -3,13 +3,14 @@
 Axes: R rows, T tokens of a step, D model width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from ..layers import CondenseDecoderLayer, Step
+from ..layers import Step
 from ..memory import Memory, Past
 from ..segmentation import Piece
 
@@ -17,13 +18,13 @@ from ..segmentation import Piece
 class State(Protocol):
     """What travels from step to step: `TransientMemory` within a pass, `FoldedCache` beyond it."""
 
-    def read(self, piece: Piece) -> list[Past | None]: ...
+    def read(self, piece: Piece) -> Sequence[Past | None]: ...
 
-    def write(self, remembered: list[Memory], piece: Piece) -> None: ...
+    def write(self, remembered: Sequence[Memory], piece: Piece) -> None: ...
 
 
 def run_sequential(
-    layers: Iterable[CondenseDecoderLayer],
+    layers: nn.ModuleList,
     steps: Iterable[Step],
     state: State,
     embed: Callable[[Step], torch.Tensor],

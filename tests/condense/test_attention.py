@@ -87,7 +87,10 @@ def test_implementations_follow_the_definition(implementation, with_durations, n
     query = torch.randn(2, 4, piece.width, 8, generator=generator)
     key, value = (torch.randn(2, 2, 2 * LENGTH, 8, generator=generator) for _ in range(2))
     for row in range(2):
-        for sight in (slice(0, 0 if piece.segments[row] else LENGTH), slice(LENGTH + piece.filled[row] + piece.counts[row], None)):
+        for sight in (
+            slice(0, 0 if piece.segments[row] else LENGTH),
+            slice(LENGTH + piece.filled[row] + piece.counts[row], None),
+        ):
             key[row, :, sight] = 1e3
             value[row, :, sight] = 1e3
     durations = 0.1 + torch.rand(2, 2 * LENGTH, generator=generator) if with_durations else torch.ones(2, 2 * LENGTH)
@@ -128,7 +131,9 @@ def test_durations_keep_their_precision_in_bfloat16(flash_attn):
     output = IMPLEMENTATIONS["flash_attention_2"](query, key, value, visibility, 8**-0.5, 0.0)
     expected = durations[:, :8] / durations.sum(1, keepdim=True)
     torch.testing.assert_close(output[:, 0, -1].float(), expected.bfloat16().float(), atol=0, rtol=1e-2)
-    scaled = IMPLEMENTATIONS["flash_attention_2"](query.double(), key.double(), value.double(), visibility, 8**-0.5, 0.0)
+    scaled = IMPLEMENTATIONS["flash_attention_2"](
+        query.double(), key.double(), value.double(), visibility, 8**-0.5, 0.0
+    )
     torch.testing.assert_close(scaled[:, 0, -1].float(), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -136,7 +141,12 @@ def test_missing_flash_attn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ValueError, match="flash-attn"):
         IMPLEMENTATIONS["flash_attention_2"](
-            torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8), torch.zeros(2, 2, 6, 8), Visibility(PIECES["memory"]), 1.0, 0.0
+            torch.zeros(2, 4, 6, 8),
+            torch.zeros(2, 2, 6, 8),
+            torch.zeros(2, 2, 6, 8),
+            Visibility(PIECES["memory"]),
+            1.0,
+            0.0,
         )
 
 

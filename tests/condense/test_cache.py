@@ -49,7 +49,7 @@ def test_chunks_of_any_size_equal_one_pass(with_durations, memory_source):
     expected = model(ids, durations=durations, use_cache=False).logits
     for sizes in chunkings(23):
         logits, _ = read_in_chunks(model, ids, sizes, durations)
-        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9, msg=lambda text: f"{sizes}: {text}")
+        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9, msg=f"chunks of {sizes}")
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
@@ -141,7 +141,7 @@ def test_two_texts_and_two_models_do_not_meet():
     for start in range(0, 23, 4):
         logits.append(model(ids[:, start : start + 4], past_key_values=a).logits)
         model(other[:, start : start + 3], past_key_values=b)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="duration"):
             model(other[:, start : start + 3], durations=torch.full((1, 3), -1.0))
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=1e-9)
 

@@ -44,7 +44,9 @@ def padded_batch(lengths, side):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}, {"num_beams": 3}], ids=["greedy", "chunks", "beams"])
+@pytest.mark.parametrize(
+    "options", [{}, {"prefill_chunk_size": 4}, {"num_beams": 3}], ids=["greedy", "chunks", "beams"]
+)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_padded_prompts_answer_as_alone(side, options, implementation):
     """Rows stand at different places of their segments throughout, and cross borders at different steps."""
@@ -85,7 +87,7 @@ def test_beams_equal_beams_without_state(beams):
             for score, tokens in hypotheses:
                 log_p = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].float().log_softmax(-1)
                 values, indices = log_p.topk(beams)
-                grown += [(score + v.item(), tokens + [i.item()]) for v, i in zip(values, indices, strict=True)]
+                grown += [(score + v.item(), [*tokens, i.item()]) for v, i in zip(values, indices, strict=True)]
         hypotheses = sorted(grown, reverse=True)[:beams]
     assert output[0].tolist() == hypotheses[0][1]
 
@@ -105,7 +107,7 @@ def test_sampling_with_a_seed_equals_sampling_without_state():
 
 def test_several_returned_sequences():
     model = tiny_model()
-    rows, ids, mask = padded_batch([3, 8], "left")
+    _, ids, mask = padded_batch([3, 8], "left")
     torch.manual_seed(0)
     output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=True, num_return_sequences=3)
     assert output.shape == (6, 8 + NEW)

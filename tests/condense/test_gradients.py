@@ -31,9 +31,7 @@ def reference_gradients(model, ids, detach_after=None):
 def assert_same(actual, expected, tolerance):
     torch.testing.assert_close(actual[0].double(), expected[0].double(), atol=tolerance, rtol=tolerance)
     for name in actual[1]:
-        torch.testing.assert_close(
-            actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=lambda text: f"{name}: {text}"
-        )
+        torch.testing.assert_close(actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])

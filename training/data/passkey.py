@@ -64,7 +64,9 @@ class PasskeyTask:
             rows.append((ids, answer, key, len(self.preamble) + len(self.filler) * before))
         shortest = min(len(ids) + len(answer) for ids, answer, _, _ in rows)
         if any(len(ids) + len(answer) != shortest for ids, answer, _, _ in rows):
-            raise ValueError("this tokenizer splits keys of equal length into unequal numbers of tokens: not supported.")
+            raise ValueError(
+                "this tokenizer splits keys of equal length into unequal numbers of tokens: not supported."
+            )
         return Passkeys(
             torch.tensor([ids for ids, _, _, _ in rows]),
             torch.tensor([answer for _, answer, _, _ in rows]),

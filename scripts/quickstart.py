@@ -1,0 +1,117 @@
+"""Makes a small Llama, folds it, trains it on the passkey task, measures it, and writes one page.
+
+Run by `scripts/quickstart`. Killed at any point and started again, it goes on: finished stages are kept,
+and training resumes from its last complete checkpoint.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from eval.report import write_report  # noqa: E402
+from training.launch import launch, num_ranks  # noqa: E402
+from training.recipe import load_recipe  # noqa: E402
+
+RECIPE = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
+SEGMENT = 40
+MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
+PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
+PROFILE_SHAPE = {"--width": 256, "--layers": 4}
+PROFILE_SEGMENT = 256
+PROFILE_LENGTHS = (1024, 2048, 4096, 8192)
+
+
+def python(*arguments) -> None:
+    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True)
+
+
+def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
+    """Runs a stage unless an earlier start has finished it."""
+    done = folder / "stages" / name
+    if done.exists():
+        print(f"[{name}] done before", flush=True)
+        return
+    print(f"[{name}]", flush=True)
+    start = time.perf_counter()
+    work()
+    done.parent.mkdir(exist_ok=True)
+    done.write_text(f"{time.perf_counter() - start:.1f} s\n")
+    print(f"[{name}] {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def claim(folder: Path, settings: dict) -> None:
+    """Refuses to mix the results of two different runs in one folder."""
+    path = folder / "settings.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists() and (found := json.loads(path.read_text())) != settings:
+        raise ValueError(f"{folder} belongs to a run with {found}: pass another --output, or --fresh to start over.")
+    path.write_text(json.dumps(settings))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "quickstart")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true", help="delete what an earlier run left in the folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
+    options = parser.parse_args()
+    folder, start = options.output.resolve(), time.perf_counter()
+    if options.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    claim(folder, {"seed": options.seed, "overrides": options.overrides})
+    recipe = load_recipe(RECIPE, options.overrides)
+    first, last = recipe.curriculum.first_segments, recipe.curriculum.last_segments
+    trained = sorted({first, 3, 4, 6, 9, 13, last} & set(range(first, last + 1)))
+    lengths = [SEGMENT * segments for segments in (*trained, 4 * last, 16 * last)]
+
+    llama = folder / "llama"
+    stage(folder, "make a small Llama", lambda: python("-m", "training.small_llama", llama, "--seed", options.seed))
+    for name, source in MEMORIES.items():
+        run = folder / name
+        stage(
+            folder,
+            f"fold it ({name})",
+            lambda run=run, source=source: python(
+                "-m", "condense_cli", "convert", llama, run / "start", "--segment-length", SEGMENT,
+                "--memory-source", source,
+            ),
+        )  # fmt: skip
+        overrides = [f"model={run / 'start'}", f"output={run / 'trained'}", f"seed={options.seed}"]
+        # Every rank needs room for one text of the last length.
+        overrides += [f"tokens_per_step={max(recipe.tokens_per_step, num_ranks() * last * SEGMENT)}"]
+        stage(folder, f"train ({name})", lambda overrides=overrides: launch(RECIPE, [*overrides, *options.overrides]))
+        stage(
+            folder,
+            f"retrieve passkeys ({name})",
+            lambda run=run, name=name, source=source: python(
+                "-m", "eval.passkey", "--model", run / "trained", "--output", run / "passkey", "--seed", options.seed,
+                "--prompts", PROMPTS_PER_CELL, "--longest-trained", last * SEGMENT,
+                "--title", f"{name}: memory from {source.replace('_', ' ')}", "--lengths", *lengths,
+            ),
+        )  # fmt: skip
+    shape = folder / "profile" / "shape"
+    stage(
+        folder,
+        "profile",
+        lambda: (
+            python("-m", "training.small_llama", shape, *(item for pair in PROFILE_SHAPE.items() for item in pair)),
+            python(
+                "-m", "eval.profile", "--config", shape, "--segment-length", PROFILE_SEGMENT, "--lengths",
+                *PROFILE_LENGTHS, "--gradient-checkpointing", "--output", folder / "profile" / "results",
+            ),
+        ),
+    )  # fmt: skip
+    page = write_report(folder, title=f"condense quickstart, seed {options.seed}")
+    print(f"{time.perf_counter() - start:.0f} s in all; the page: {page}")
+
+
+if __name__ == "__main__":
+    main()

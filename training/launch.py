@@ -1,0 +1,39 @@
+"""Starts a training run on this machine through the `deepspeed` launcher."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_RANKS = 2
+
+
+def num_ranks() -> int:
+    """One rank per GPU, or two on a CPU."""
+    return torch.cuda.device_count() or CPU_RANKS
+
+
+def launch(recipe: str | Path, overrides: list[str], ranks: int | None = None) -> None:
+    """Runs `training/train.py` on `ranks` ranks. Raises `CalledProcessError` when it fails."""
+    ranks = ranks or num_ranks()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+        overrides = ["deepspeed=deepspeed_configs/zero2_cpu.json", *overrides]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    command += ["--num_gpus" if on_gpu else "--num_accelerators", str(ranks), "--master_port", str(_free_port())]
+    command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *overrides]
+    # The launcher starts ranks with the first `python3` it finds.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    subprocess.run(command, env=environment, check=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

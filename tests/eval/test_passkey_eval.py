@@ -61,6 +61,7 @@ def test_a_folded_model_answers_as_with_teacher_forcing(tmp_path):
     tokenizer = passkey_tokenizer()
     small_llama(tokenizer, seed=3).save_pretrained(tmp_path)
     model = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=40).eval()
+    model.generation_config.eos_token_id = None
     passkeys = passkey.PasskeyTask(tokenizer).batch(4, 333, passkey.np.random.default_rng(0))
     output = model.generate(passkeys.prompt_ids_BN, max_new_tokens=4, do_sample=False, pad_token_id=0)
     with torch.no_grad():

@@ -59,6 +59,7 @@ class Recipe(Section):
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
     gradient_checkpointing: bool = False
     deepspeed: Path = Path("deepspeed_configs/zero2.json")
     save_every: int = Field(500, ge=1)

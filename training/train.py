@@ -79,7 +79,9 @@ def train(recipe: Recipe, local_rank: int = -1) -> None:
         disable_tqdm=False,
     )
     set_seed(recipe.seed)
-    model = CondenseForCausalLM.from_pretrained(recipe.model, attn_implementation=recipe.attention)
+    model = CondenseForCausalLM.from_pretrained(
+        recipe.model, attn_implementation=recipe.attention, attention_dropout=recipe.attention_dropout
+    )
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     check_tokenizer(model.config, tokenizer)
     schedule = LengthSchedule(recipe.curriculum)

@@ -28,10 +28,12 @@ def front_door() -> None:
 def convert(
     source: Annotated[str, typer.Argument(help="Folder or hub id of a Llama, or of a folded one with --to llama.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
-    segment_length: Annotated[int, typer.Option(help="Tokens per segment.")] = 512,
+    segment_length: Annotated[
+        int | None, typer.Option(help="Tokens per segment; what the source has, or 512.", show_default=False)
+    ] = None,
     memory_source: Annotated[
-        str, typer.Option(help="layer_output, or layer_input for Transformer-XL.")
-    ] = "layer_output",
+        str | None, typer.Option(help="layer_output, or layer_input for Transformer-XL.", show_default=False)
+    ] = None,
     to: Annotated[Kind, typer.Option(help="What to write: a folded model, or a stock Llama.")] = Kind.condense,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
 ) -> None:
@@ -42,14 +44,17 @@ def convert(
     from condense import CondenseForCausalLM, to_llama
     from condense.checks import check_tokenizer
 
-    fields = {} if to is Kind.llama else {"segment_length": segment_length, "memory_source": memory_source}
+    given = {"segment_length": segment_length, "memory_source": memory_source}
+    fields = {name: value for name, value in given.items() if value is not None}
+    if to is Kind.llama and fields:
+        raise ValueError(f"a stock Llama has no {' or '.join(fields)}: leave the option out with --to llama.")
     model = CondenseForCausalLM.from_pretrained(source, dtype=dtype, **fields)
     tokenizer = AutoTokenizer.from_pretrained(source)
     check_tokenizer(model.config, tokenizer)
     written = model if to is Kind.condense else to_llama(model)
     written.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    what = f"segments of {segment_length} tokens" if to is Kind.condense else "a stock Llama"
+    what = f"segments of {model.config.segment_length} tokens" if to is Kind.condense else "a stock Llama"
     print(f"{target}: {model.num_parameters():,} parameters, {what}")
 
 

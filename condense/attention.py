@@ -9,7 +9,7 @@ Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head width.
 
 import importlib
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +115,9 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout)
 
     num_queries, num_keys = query_RHTE.shape[2], key_RGKE.shape[2]
     device = query_RHTE.device
-    if visibility.lower_right:
+    if visibility.lower_right and num_queries == 1:
+        block_mask = None  # the last query sees all keys
+    elif visibility.lower_right:
         block_mask = _lower_right_block_mask(num_queries, num_keys, device)
     else:
         first_key_R, own_key_R = visibility.first_key_R.to(device), visibility.own_key_R.to(device)
@@ -148,7 +150,7 @@ def _flex_kernel(compiled: bool):
     return torch.compile(flex_attention.flex_attention) if compiled else flex_attention.flex_attention
 
 
-@cache
+@lru_cache(maxsize=16)
 def _lower_right_block_mask(num_queries: int, num_keys: int, device: torch.device):
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -223,7 +225,7 @@ def _durations_as_channels(query_RHTE, key_RGKE, value_RGKE, log_duration_RK, sc
     The bias is split over three of them, so that it keeps float32's precision in bfloat16.
     """
     dtype, (rows, groups, keys, _) = key_RGKE.dtype, key_RGKE.shape
-    rest_RK = log_duration_RK.float().clamp(min=-1e4) / scale  # exp(-1e4) is 0: a duration of zero
+    rest_RK = log_duration_RK.float().clamp(min=-1e3) / scale  # exp(-1e3) is 0: a duration of zero
     parts = []
     for _ in range(3):
         parts.append(rest_RK.to(dtype))

@@ -121,7 +121,7 @@ class FoldedCache(Cache):
         elif self.batch_size != batch_size:
             raise ValueError(
                 f"the cache holds {self.batch_size} texts and the input {batch_size}: pass the same rows again, "
-                "or a new FoldedCache."
+                "a new FoldedCache, or for beams a cache after batch_repeat_interleave(num_beams)."
             )
         return self
 
@@ -134,6 +134,9 @@ class FoldedCache(Cache):
 
     def note_last(self, hidden_RTD: torch.Tensor, piece: Piece) -> None:
         """Notes the final hidden state of each row's last token so far."""
+        if piece.all_rows and piece.rectangular:
+            self.last_hidden_BD = hidden_RTD[:, -1].clone()
+            return
         device = hidden_RTD.device
         last_R = torch.tensor(piece.counts, device=device) - 1
         last_RD = hidden_RTD[torch.arange(len(last_R), device=device), last_R]
@@ -190,7 +193,8 @@ class FoldedCache(Cache):
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
     """In place where nothing is recorded; a copy where autograd may still need the old values."""
     frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
-    return buffer.clone() if torch.is_grad_enabled() or frozen else buffer
+    recorded = torch.is_grad_enabled() or buffer.requires_grad
+    return buffer.clone() if recorded or frozen else buffer
 
 
 def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, piece: Piece, offset: int = 0) -> torch.Tensor:

@@ -10,7 +10,7 @@ from .continuity.durations import check_durations
 
 
 def check_input(
-    config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations
+    config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations, logits_to_keep
 ) -> torch.Tensor:
     """The tokens, [B, N] or [B, N, D]; raises `ValueError` where the arguments of a forward pass do not fit."""
     if (input_ids is None) == (inputs_embeds is None):
@@ -20,11 +20,14 @@ def check_input(
     if tokens.dim() != expected.count(",") + 1 or 0 in tokens.shape:
         raise ValueError(f"the input has shape {tuple(tokens.shape)}: pass at least one token, {expected}.")
     # On an accelerator the check would wait for the device; there the embedding itself asserts.
-    if input_ids is not None and input_ids.device.type == "cpu" and input_ids.max() >= config.vocab_size:
-        raise ValueError(
-            f"token id {input_ids.max().item()} does not exist in a vocabulary of {config.vocab_size}: use the "
-            "tokenizer that belongs to this checkpoint."
-        )
+    if input_ids is not None and input_ids.device.type == "cpu":
+        lowest, highest = input_ids.min().item(), input_ids.max().item()
+        wrong = lowest if lowest < 0 else highest
+        if wrong < 0 or wrong >= config.vocab_size:
+            raise ValueError(
+                f"token id {wrong} does not exist in a vocabulary of {config.vocab_size}: use the tokenizer that "
+                "belongs to this checkpoint."
+            )
     if cache is not None and not isinstance(cache, FoldedCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
     shape = tuple(tokens.shape[:2])
@@ -41,6 +44,12 @@ def check_input(
         )
     if durations is not None:
         check_durations(durations, shape)
+    if logits_to_keep is not None and (not isinstance(logits_to_keep, int) or logits_to_keep < 0):
+        raise ValueError(f"logits_to_keep={logits_to_keep!r}: pass how many of the last columns to keep, or 0 for all.")
+    if position_ids is not None and tuple(position_ids.shape) not in (shape, (1, shape[1])):
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} do not fit an input of shape {shape}: one a token."
+        )
     if position_ids is not None and shape[1] > 1:
         _check_consecutive(position_ids, real_tokens(attention_mask, shape[1]))
     return tokens

@@ -12,7 +12,7 @@ def to_llama(model: CondenseForCausalLM) -> LlamaForCausalLM:
     for name in [*(set(CondenseConfig.__annotations__)), "model_type", "architectures"]:
         fields.pop(name, None)
     config = LlamaConfig(**fields)
-    llama = LlamaForCausalLM(config).to(model.dtype)
+    llama = LlamaForCausalLM(config)
     llama.load_state_dict(model.state_dict(), assign=True)
     llama.tie_weights()
     llama.generation_config = model.generation_config

@@ -76,7 +76,8 @@ class CondenseAttention(nn.Module):
 
 def _rotate(tensor_RHTE: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     cos_R1TE, sin_R1TE = (table.unsqueeze(1) for table in rotary)
-    return tensor_RHTE * cos_R1TE + rotate_half(tensor_RHTE) * sin_R1TE
+    # Under autocast tables are float32 and projections are not: keys must stay of the values' type.
+    return (tensor_RHTE * cos_R1TE + rotate_half(tensor_RHTE) * sin_R1TE).to(tensor_RHTE.dtype)
 
 
 class CondenseDecoderLayer(nn.Module):

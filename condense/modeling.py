@@ -56,16 +56,15 @@ class CondenseModel(nn.Module):
                 tables[place] = self.rotary_emb(like, coordinates_RT.to(like.device))
             return tables[place]
 
-        lasting_BN = None if timeline is None else timeline.known_durations(durations_BN, alignment)
         for piece in state.cursor.pieces(alignment.lengths):
             log_duration_RK = None
-            if timeline is None or lasting_BN is None:
+            if timeline is None or durations_BN is None:
                 # Where all rows stand at the same place, one row of coordinates serves them all.
                 shown = 1 if piece.uniform else len(piece.rows)
                 local_RT = torch.tensor(piece.filled[:shown])[:, None] + torch.arange(piece.width)
                 coordinates_RT = local_RT + torch.tensor(piece.memory_lengths[:shown])[:, None]
             else:
-                coordinates_RT, local_RT = timeline.advance(alignment.take(lasting_BN, piece), piece)
+                coordinates_RT, local_RT = timeline.advance(alignment.take(durations_BN, piece), piece)
                 log_duration_RK = timeline.log_durations(piece.rows)
                 if piece.uniform:
                     log_duration_RK = log_duration_RK[:, piece.visible_keys]
@@ -135,8 +134,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at
         padding, on either side; it never shifts a row's segments. A column of padding after a row's last
-        token answers with that token's logits. position_ids [B, N]: accepted where consecutive, since
-        attention depends on differences alone. durations [B, N] in units of a token.
+        token answers with that token's logits. position_ids [B, N]: accepted where consecutive within
+        the input, since attention depends on differences alone. durations [B, N] in units of a token.
 
         labels [B, N]: `loss` is the mean cross-entropy of each token's successor in its row over all labels
         other than -100, or their sum over `num_items_in_batch`; taken segment by segment, so logits are
@@ -150,7 +149,15 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         """
         cache = past_key_values
         tokens = check_input(
-            self.config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations
+            self.config,
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            cache,
+            labels,
+            durations,
+            logits_to_keep,
         )
         batch_size, num_columns = tokens.shape[:2]
         if use_cache is None:
@@ -166,6 +173,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         if durations is not None and state.timeline is None:
             state.timeline = Timeline(state.cursor, self.config.position_anchor)
         like = self.model.norm.weight if inputs_embeds is None else inputs_embeds
+        if state.timeline is not None:
+            durations = state.timeline.known_durations(durations, alignment)
+            # A refused call must leave the state as it was: check all steps before the first one runs.
+            state.timeline.rehearse(durations, alignment, state.cursor)
         before_BD = None if cache is None else cache.last_hidden_BD
         if before_BD is None:
             before_BD = like.new_zeros(batch_size, self.config.hidden_size)

@@ -36,8 +36,9 @@ class LossReader:
 
     def finish(self, losses: Sequence[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
         """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
-        total = torch.stack(list(losses)).sum() if losses else torch.zeros(())
-        return total / (max(self.num_targets, 1) if num_items is None else num_items)
+        if not losses:
+            raise ValueError("the attention mask hides every token of the batch: there is no loss to take.")
+        return torch.stack(list(losses)).sum() / (max(self.num_targets, 1) if num_items is None else num_items)
 
 
 class HiddenReader:
@@ -54,6 +55,8 @@ class HiddenReader:
 
     def read(self, hidden_RTD: torch.Tensor, piece: Piece) -> torch.Tensor:
         r, _, t = self._places(piece)
+        if len(r) == 0:
+            return hidden_RTD[0, :0]
         return hidden_RTD[r.to(hidden_RTD.device), t.to(hidden_RTD.device)]
 
     def finish(self, pieces: Sequence[Piece], hidden: Sequence[torch.Tensor], before_BD: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    runs = [_read_run(path) for path in sorted(folder.rglob("log.jsonl"))]
+    runs = [run for path in sorted(folder.rglob("log.jsonl")) if (run := _read_run(path))]
     passkeys = [_read_passkey(path) for path in sorted(folder.rglob("passkey.json"))]
     profiles = [_read_profile(path) for path in sorted(folder.rglob("profile.json"))]
     if not runs + passkeys + profiles:
@@ -76,9 +76,12 @@ def draw_curves(runs: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def _read_run(path: Path) -> dict:
+def _read_run(path: Path) -> dict | None:
+    """None where nothing was logged yet."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     losses = [line for line in lines if "loss" in line]
+    if not losses:
+        return None
     return {
         "name": _name(path),
         "lines": lines,

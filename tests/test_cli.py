@@ -42,8 +42,11 @@ def test_help_names_every_command_without_loading_torch():
 
 def test_convert_there_and_back(llama, tmp_path):
     output = condense("convert", llama, tmp_path / "folded", "--segment-length", 16).stdout
-    assert "PARAMS parameters" in output and "16 tokens" in output
+    assert "102,208 parameters" in output and "16 tokens" in output
     assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.segment_length == 16
+    condense("convert", tmp_path / "folded", tmp_path / "again", "--memory-source", "layer_input")
+    again = CondenseForCausalLM.from_pretrained(tmp_path / "again").config
+    assert (again.segment_length, again.memory_source) == (16, "layer_input")  # what isn't asked for stays
     condense("convert", tmp_path / "folded", tmp_path / "back", "--to", "llama")
     back, stock = LlamaForCausalLM.from_pretrained(tmp_path / "back"), LlamaForCausalLM.from_pretrained(llama)
     for name, tensor in stock.state_dict().items():
@@ -84,6 +87,7 @@ def test_sampling_has_a_seed(llama):
         (["generate", "--model", "LLAMA", "--prompt", "a", "--segment-length", "0"], "segment_length=0"),
         (["generate", "--model", "LLAMA", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["convert", "LLAMA", "out", "--segment-length", "-1"], "segment_length=-1"),
+        (["convert", "LLAMA", "out", "--segment-length", "8", "--to", "llama"], "a stock Llama has no segment_length"),
     ],
 )
 def test_errors_are_one_line(llama, arguments, words):

@@ -16,12 +16,16 @@ MARKER = "complete.json"
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
-    found = [path.parent for path in folder.glob(f"checkpoint-*/{MARKER}")]
-    return sorted(found, key=_step)
+    return [path for path in _all_checkpoints(folder) if (path / MARKER).exists()]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if (found := checkpoints(folder)) else None
+
+
+def _all_checkpoints(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=_step)
 
 
 def _step(path: Path) -> int:
@@ -45,7 +49,7 @@ class CompleteCheckpoints(TrainerCallback):
         partial.write_text(json.dumps({"step": state.global_step}), encoding="utf-8")
         partial.rename(folder / MARKER)
         kept = checkpoints(folder.parent)[-self.keep :]
-        for old in folder.parent.glob("checkpoint-*"):
+        for old in _all_checkpoints(folder.parent):
             if old not in kept and _step(old) < state.global_step:
                 (old / MARKER).unlink(missing_ok=True)
                 shutil.rmtree(old)

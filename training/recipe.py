@@ -69,6 +69,20 @@ class Recipe(Section):
     passkey: Passkey = Passkey()
     optimizer: Optimizer = Optimizer()
 
+    @model_validator(mode="after")
+    def _consistent(self):
+        optimizer = self.optimizer
+        if optimizer.warmup_steps + optimizer.decay_steps > self.steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={optimizer.decay_steps} "
+                f"do not fit into steps={self.steps}"
+            )
+        # Losses are averaged between logged lines, and a resumed run begins a new average.
+        for name, value in (("save_every", self.save_every), ("curriculum.patience", self.curriculum.patience)):
+            if value % self.log_every:
+                raise ValueError(f"{name}={value} is no multiple of log_every={self.log_every}")
+        return self
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a YAML recipe and applies overrides such as `optimizer.learning_rate=1e-4`.
@@ -86,7 +100,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         *sections, last = name.split(".")
         section = fields
         for key in sections:
-            section = section.setdefault(key, {})
+            section = section.setdefault(key, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            raise ValueError(f"{override!r}: {'.'.join(sections) or 'the recipe'} holds no keys.")
         section[last] = yaml.safe_load(value)
     try:
         return Recipe.model_validate(fields)

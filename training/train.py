@@ -33,6 +33,11 @@ class OrderedTrainer(Trainer):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
 
+def _only_item(items: list[dict]) -> dict:
+    (item,) = items
+    return item
+
+
 class Log(TrainerCallback):
     """Appends every logged line to `log.jsonl`, and stops a run whose loss is not finite."""
 
@@ -53,6 +58,11 @@ class Log(TrainerCallback):
 def train(recipe: Recipe, local_rank: int = -1) -> None:
     on_gpu = torch.cuda.is_available()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if "LOCAL_RANK" not in os.environ and torch.cuda.device_count() > 1:
+        raise ValueError(
+            f"this machine has {torch.cuda.device_count()} GPUs: start training/train.py with the deepspeed launcher, "
+            "or show it one GPU with CUDA_VISIBLE_DEVICES."
+        )
     recipe.output.mkdir(parents=True, exist_ok=True)
     arguments = TrainingArguments(
         output_dir=str(recipe.output),
@@ -80,7 +90,10 @@ def train(recipe: Recipe, local_rank: int = -1) -> None:
     )
     set_seed(recipe.seed)
     model = CondenseForCausalLM.from_pretrained(
-        recipe.model, attn_implementation=recipe.attention, attention_dropout=recipe.attention_dropout
+        recipe.model,
+        dtype=torch.float32,  # bfloat16 is DeepSpeed's or autocast's copy; the optimizer needs the originals
+        attn_implementation=recipe.attention,
+        attention_dropout=recipe.attention_dropout,
     )
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     check_tokenizer(model.config, tokenizer)
@@ -91,7 +104,7 @@ def train(recipe: Recipe, local_rank: int = -1) -> None:
         train_dataset=CurriculumBatches(
             recipe, schedule, PasskeyTask(tokenizer), model.config.segment_length, world_size
         ),
-        data_collator=lambda items: items[0],
+        data_collator=_only_item,
         processing_class=tokenizer,
         callbacks=[
             CurriculumCallback(schedule),
@@ -105,6 +118,8 @@ def train(recipe: Recipe, local_rank: int = -1) -> None:
         if trainer.is_world_process_zero():
             print(f"going on from {checkpoint}", flush=True)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    # Trainer switches the cache off, and dropout is the run's: neither belongs to the model.
+    model.config.use_cache, model.config.attention_dropout = True, 0.0
     trainer.save_model(str(recipe.output))
     if trainer.is_world_process_zero():
         schedule.save(recipe.output)

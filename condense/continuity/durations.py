@@ -10,6 +10,8 @@ sits where its interval ends, with `"start"` where it begins. All ones is the or
 Axes: B rows, R rows taking part in a step, N tokens of an input, T tokens of a step, L segment length.
 """
 
+import copy
+
 import torch
 
 from ..segmentation import Alignment, Cursor, Piece
@@ -93,8 +95,8 @@ class Timeline:
             row, token = blind[0].tolist()
             raise ValueError(
                 f"in row {piece.rows[row]}, token {piece.filled[row] + token} of segment {piece.segments[row] + 1} and "
-                "all it can see have duration 0: attention would have nothing to weigh. Give the first token of the "
-                "text a positive duration."
+                "all it can see have duration 0: attention would have nothing to weigh. Give some token of the last "
+                "segment, or of this one up to here, a positive duration."
             )
         # Shifted by one unit at anchor "end": unit durations then count 0, 1, 2 ... as in the stock Llama.
         local_RT = passed_RT - (1.0 if self.anchor == "end" else step_RT)
@@ -106,6 +108,13 @@ class Timeline:
         last_R = torch.tensor(piece.counts)[:, None] - 1
         self.elapsed_B = self.elapsed_B.index_put((rows_R,), passed_RT.gather(1, last_R)[:, 0])
         return coordinates_RT, local_RT
+
+    def rehearse(self, durations_BN: torch.Tensor, alignment: Alignment, cursor: Cursor) -> None:
+        """Raises what `advance` would raise over a whole input, and changes nothing."""
+        timeline, cursor = copy.deepcopy((self, cursor))
+        for piece in cursor.pieces(alignment.lengths):
+            timeline.advance(alignment.take(durations_BN, piece), piece)
+            timeline.roll([piece.rows[r] for r in piece.completed])
 
     def log_durations(self, rows: list[int]) -> torch.Tensor:
         """The logarithms [R, 2L] of the durations of [memory ; current segment]."""

@@ -40,14 +40,15 @@ def run_sequential(
     for step in steps:
         pasts = state.read(step.piece)
         run = partial(_run_step, layers, step, embed, consume)
-        consumed, remembered = run(pasts) if checkpoint is None else checkpoint(run, pasts)
+        # The tables tell the checkpoint on which device to keep the state of random numbers, for dropout.
+        consumed, remembered = run(pasts) if checkpoint is None else checkpoint(run, pasts, step.rotary)
         kept.append((step.piece, consumed))
         if step.remembers:
             state.write(remembered, step.piece)
     return kept
 
 
-def _run_step(layers, step: Step, embed, consume, pasts):
+def _run_step(layers, step: Step, embed, consume, pasts, _tables=None):
     hidden_RTD = embed(step)
     remembered = []
     for layer, past in zip(layers, pasts, strict=True):

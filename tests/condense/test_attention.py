@@ -137,6 +137,37 @@ def test_durations_keep_their_precision_in_bfloat16(flash_attn):
     torch.testing.assert_close(scaled[:, 0, -1].float(), expected, atol=1e-6, rtol=1e-5)
 
 
+def test_zero_durations_in_float16(flash_attn):
+    piece, durations = PIECES["memory"], torch.ones(2, 2 * LENGTH)
+    durations[:, 3] = 0
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 2 * LENGTH, 64, generator=generator).half() for _ in range(3))
+    query = query[:, :, :LENGTH]
+    visibility = Visibility(piece, durations.log())
+    output = attend("flash_attention_2", query, key, value, visibility, 0.125, 0.0)
+    expected = naive_attention(query, key, value, piece, durations, 0.125)
+    torch.testing.assert_close(output.double(), expected, atol=5e-3, rtol=5e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flash_attention_2"])
+def test_autocast_keeps_one_type(implementation, flash_attn, monkeypatch):
+    """Rotary tables are float32: queries and keys must come out in the type of the values."""
+    model = tiny_model(torch.float32)
+    model.config._attn_implementation = implementation
+    inner = IMPLEMENTATIONS[implementation]
+
+    def checked(query, key, value, *rest):
+        assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+        return inner(query, key, value, *rest)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, implementation, checked)
+    with torch.autocast("cpu", torch.bfloat16):
+        cached = model(random_ids(1, 13))
+        assert cached.past_key_values.layers[0].keys.dtype == torch.bfloat16
+        torch.testing.assert_close(cached.logits, model(random_ids(1, 13), use_cache=False).logits)
+
+
 def test_missing_flash_attn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ValueError, match="flash-attn"):

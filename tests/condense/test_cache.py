@@ -202,6 +202,15 @@ def test_modes_of_autograd_mix():
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, atol=1e-9, rtol=1e-9)
 
 
+def test_a_graph_survives_later_writes_without_gradients():
+    model, ids = tiny_model(), random_ids(1, 9)
+    output = model(ids, use_cache=True)
+    with torch.no_grad():
+        model(random_ids(1, 7), past_key_values=output.past_key_values)
+    output.logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
 @torch.no_grad()
 def test_wrong_use_is_named():
     model = tiny_model()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MistralConfig
 
-from condense import CondenseConfig, CondenseForCausalLM
+from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
 from condense.checks import check_tokenizer
 from condense.continuity import durations_from_time_steps
 
@@ -55,8 +55,9 @@ def test_a_vocabulary_that_does_not_fit(stories):
     check_tokenizer(tiny_config(vocab_size=len(tokenizer)), tokenizer)
     with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens.*vocabulary of 61"):
         check_tokenizer(tiny_config(), tokenizer)
-    with pytest.raises(ValueError, match="token id 61.*vocabulary of 61"):
-        tiny_model()(torch.tensor([[3, 61]]))
+    for wrong in (61, -1):
+        with pytest.raises(ValueError, match=f"token id {wrong}.*vocabulary of 61"):
+            tiny_model()(torch.tensor([[3, wrong]]))
 
 
 def durations(*values):
@@ -77,6 +78,10 @@ def durations(*values):
         ({"attention_mask": torch.ones(1, 2)}, r"attention_mask of shape \(1, 2\)"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask of shape"),
         ({"position_ids": torch.tensor([[0, 1, 0]])}, "row 0 go from 1 to 0"),
+        ({"position_ids": torch.tensor([[0, 1]])}, r"position_ids of shape \(1, 2\)"),
+        ({"logits_to_keep": -2}, "logits_to_keep=-2"),
+        ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep=tensor"),
+        ({"attention_mask": torch.zeros(1, 3), "labels": torch.ones(1, 3, dtype=torch.long)}, "hides every token"),
         ({"inputs_embeds": torch.ones(1, 3, 24)}, "either input_ids or inputs_embeds"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -105,6 +110,19 @@ def test_durations_of_zero_where_something_else_is_seen():
     lengths[:, 10] = 0
     with pytest.raises(ValueError, match="row 0, token 0 of segment 3"):
         model(random_ids(1, 15), durations=lengths)
+
+
+@torch.no_grad()
+def test_a_refused_call_leaves_the_state_as_it_was():
+    model, ids = tiny_model(), random_ids(2, 20)
+    cache = FoldedCache(model.config)
+    model(ids[:, :3], past_key_values=cache)
+    lengths = torch.ones(2, 17, dtype=torch.float64)
+    lengths[1, 2:13] = 0
+    with pytest.raises(ValueError, match="row 1, token 0 of segment 3"):
+        model(ids[:, 3:], durations=lengths, past_key_values=cache)
+    after = model(ids[:, 3:], past_key_values=cache).logits
+    torch.testing.assert_close(after, model(ids).logits[:, 3:], atol=1e-6, rtol=1e-6)
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ def test_rope_scaling_reaches_the_memory():
     ids = random_ids(1, 13)
     assert not torch.allclose(scaled(ids).logits, plain(ids).logits, atol=1e-3)
     frequencies = scaled.model.rotary_emb.inv_freq
-    torch.testing.assert_close(frequencies, to_llama(scaled).model.rotary_emb.inv_freq)
+    torch.testing.assert_close(frequencies.float(), to_llama(scaled).model.rotary_emb.inv_freq)
 
 
 def test_a_fresh_process_loads_what_was_saved(tmp_path):
@@ -88,6 +88,8 @@ def test_bfloat16_stays_bfloat16(tmp_path):
     model = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=5)
     assert model.dtype == torch.bfloat16 and to_llama(model).dtype == torch.bfloat16
     assert model(random_ids(2, 13)).logits.isfinite().all()
+    assert to_llama(model).model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(to_llama(model)(random_ids(2, 5)).logits, model(random_ids(2, 5)).logits)
     assert model(random_ids(2, 13), labels=random_ids(2, 13)).loss.dtype == torch.float32
 
 

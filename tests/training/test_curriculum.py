@@ -48,9 +48,9 @@ def test_state_round_trip(tmp_path):
 
 
 def test_batches_are_the_same_in_any_order_and_differ_between_ranks():
-    recipe = Recipe(model="m", output="o", steps=10, tokens_per_step=2048, curriculum=CURRICULUM)
+    recipe = Recipe(model="m", output="o", steps=60, tokens_per_step=2048, curriculum=CURRICULUM)
     batches = CurriculumBatches(recipe, LengthSchedule(CURRICULUM), PasskeyTask(passkey_tokenizer()), 40, 2)
-    assert len(batches) == 20
+    assert len(batches) == 120
     later, earlier, again = batches[7], batches[3], batches[7]
     assert torch.equal(later["input_ids"], again["input_ids"]) and torch.equal(later["labels"], again["labels"])
     assert not torch.equal(batches[6]["input_ids"], later["input_ids"])
@@ -58,6 +58,6 @@ def test_batches_are_the_same_in_any_order_and_differ_between_ranks():
 
 
 def test_texts_that_do_not_fit_a_step_are_refused():
-    recipe = Recipe(model="m", output="o", steps=10, tokens_per_step=700, curriculum=CURRICULUM)
+    recipe = Recipe(model="m", output="o", steps=60, tokens_per_step=700, curriculum=CURRICULUM)
     with pytest.raises(ValueError, match="tokens_per_step=700.*at least 720"):
         CurriculumBatches(recipe, LengthSchedule(CURRICULUM), PasskeyTask(passkey_tokenizer()), 40, 2)

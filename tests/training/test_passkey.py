@@ -41,6 +41,12 @@ def test_too_short_is_named():
         PasskeyTask(passkey_tokenizer()).batch(1, 69, np.random.default_rng(0))
 
 
+@pytest.mark.parametrize("depth", [-0.1, 1.5, 50])
+def test_depths_outside_are_named(depth):
+    with pytest.raises(ValueError, match=f"depth={depth}"):
+        PasskeyTask(passkey_tokenizer()).batch(1, 200, np.random.default_rng(0), depth)
+
+
 def test_depths_and_uniform_places():
     task = PasskeyTask(passkey_tokenizer())
     start, filler = len(task.preamble), len(task.filler)

@@ -109,6 +109,7 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path)
     process.wait()
     kept = newest_checkpoint(broken)
     assert kept is not None and not (broken / "model.safetensors").exists()
+    (broken / "checkpoint-best").mkdir()  # somebody else's
     # A checkpoint that was being written when the run died has files and no marker.
     (broken / "checkpoint-11").mkdir()
     (broken / "checkpoint-11" / "trainer_state.json").write_text("{}")
@@ -117,6 +118,8 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path)
     assert f"going on from {kept}" in output
     step = int(kept.name.removeprefix("checkpoint-"))
     assert all_losses[-(12 - step) :] == losses[step:]
+    config = CondenseForCausalLM.from_pretrained(broken).config
+    assert config.use_cache and config.attention_dropout == 0  # neither is left as the run had it
     whole, resumed = (CondenseForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "broken"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert [path.name for path in checkpoints(broken)] == ["checkpoint-8", "checkpoint-12"]  # older ones are pruned

@@ -51,6 +51,8 @@ class PasskeyTask:
         `depth` 0 puts the key right behind the preamble, 1 right before the question, None anywhere with
         equal probability. Raises `ValueError` where not even the frame fits.
         """
+        if depth is not None and not 0 <= depth <= 1:
+            raise ValueError(f"depth={depth} is outside 0 to 1: 0 is right behind the preamble, 1 before the question.")
         rows = []
         for _ in range(num_rows):
             key = "".join(map(str, generator.integers(0, 10, KEY_DIGITS)))

@@ -6,6 +6,7 @@ and training resumes from its last complete checkpoint.
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from eval.report import write_report  # noqa: E402
+from training.curriculum import STATE_FILE  # noqa: E402
 from training.launch import launch, num_ranks  # noqa: E402
 from training.recipe import load_recipe  # noqa: E402
 
@@ -24,13 +28,14 @@ RECIPE = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 SEGMENT = 40
 MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
 PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
-PROFILE_SHAPE = {"--width": 256, "--layers": 4}
+PROFILE_SHAPE = {"--width": 256, "--layers": 2}
 PROFILE_SEGMENT = 256
 PROFILE_LENGTHS = (1024, 2048, 4096, 8192)
 
 
 def python(*arguments) -> None:
-    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True)
+    environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, check=True)
 
 
 def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
@@ -45,6 +50,11 @@ def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
     done.parent.mkdir(exist_ok=True)
     done.write_text(f"{time.perf_counter() - start:.1f} s\n")
     print(f"[{name}] {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def longest(run: Path) -> int:
+    """Segments of the longest texts that a run has come to train on."""
+    return json.loads((run / "trained" / STATE_FILE).read_text())["milestones"][-1][1]
 
 
 def claim(folder: Path, settings: dict) -> None:
@@ -63,7 +73,9 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="delete what an earlier run left in the folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
     options = parser.parse_args()
-    folder, start = options.output.resolve(), time.perf_counter()
+    # Relative, so that the commands on the page can be run from anybody's checkout.
+    folder, start = Path(os.path.relpath(options.output.resolve(), ROOT)), time.perf_counter()
+    os.chdir(ROOT)
     if options.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     claim(folder, {"seed": options.seed, "overrides": options.overrides})
@@ -93,7 +105,7 @@ def main() -> None:
             f"retrieve passkeys ({name})",
             lambda run=run, name=name, source=source: python(
                 "-m", "eval.passkey", "--model", run / "trained", "--output", run / "passkey", "--seed", options.seed,
-                "--prompts", PROMPTS_PER_CELL, "--longest-trained", last * SEGMENT,
+                "--prompts", PROMPTS_PER_CELL, "--longest-trained", SEGMENT * longest(run),
                 "--title", f"{name}: memory from {source.replace('_', ' ')}", "--lengths", *lengths,
             ),
         )  # fmt: skip
@@ -110,7 +122,7 @@ def main() -> None:
         ),
     )  # fmt: skip
     page = write_report(folder, title=f"condense quickstart, seed {options.seed}")
-    print(f"{time.perf_counter() - start:.0f} s in all; the page: {page}")
+    print(f"{time.perf_counter() - start:.0f} s in all; the page: {page.resolve()}")
 
 
 if __name__ == "__main__":

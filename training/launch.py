@@ -21,6 +21,7 @@ def launch(recipe: str | Path, overrides: list[str], ranks: int | None = None) -
     """Runs `training/train.py` on `ranks` ranks. Raises `CalledProcessError` when it fails."""
     ranks = ranks or num_ranks()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, of Trainer's and DeepSpeed's own code
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from .data.passkey import FILLER, KEY, PREAMBLE, QUESTION
 
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
+    logging.disable_progress_bar()
     tokenizer = passkey_tokenizer()
     model = small_llama(tokenizer, arguments.seed, arguments.width, arguments.layers)
     model.save_pretrained(arguments.folder)

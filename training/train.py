@@ -16,7 +16,9 @@ if __package__ in (None, ""):  # the launcher runs this file by its path
 
 import torch
 from torch.utils.data import SequentialSampler
-from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
+from tqdm import tqdm
+from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.utils import logging
 
 from condense import CondenseForCausalLM
 from condense.checks import check_tokenizer
@@ -36,6 +38,31 @@ class OrderedTrainer(Trainer):
 def _only_item(items: list[dict]) -> dict:
     (item,) = items
     return item
+
+
+class Progress(TrainerCallback):
+    """One bar over the steps, with the last logged loss and length."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            desc="training",
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=1,
+            disable=not state.is_world_process_zero,
+        )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.bar.update(1)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.bar.set_postfix(loss=f"{logs['loss']:.4f}", segments=logs.get("segments"), refresh=False)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.bar.close()
 
 
 class Log(TrainerCallback):
@@ -86,7 +113,7 @@ def train(recipe: Recipe, local_rank: int = -1) -> None:
         save_total_limit=None,  # CompleteCheckpoints prunes
         report_to="none",
         seed=recipe.seed,
-        disable_tqdm=False,
+        disable_tqdm=True,  # Progress has the bar
     )
     set_seed(recipe.seed)
     model = CondenseForCausalLM.from_pretrained(
@@ -110,8 +137,10 @@ def train(recipe: Recipe, local_rank: int = -1) -> None:
             CurriculumCallback(schedule),
             CompleteCheckpoints(schedule.save, recipe.keep_checkpoints),
             Log(recipe.output / "log.jsonl"),
+            Progress(),
         ],
     )
+    trainer.remove_callback(PrinterCallback)
     checkpoint = newest_checkpoint(recipe.output)
     if checkpoint is not None:
         schedule.load(checkpoint)
@@ -126,6 +155,7 @@ def train(recipe: Recipe, local_rank: int = -1) -> None:
 
 
 def main() -> None:
+    logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import condense  # noqa: F401  registers folded models
+from condense.checks import check_tokenizer
 from training.data.passkey import PasskeyTask
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -130,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
+    check_tokenizer(model.config, tokenizer)
     start = time.perf_counter()
     cells = measure_passkey(model, tokenizer, options.lengths, options.depths, options.prompts, options.seed)
     results = {

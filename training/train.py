@@ -71,6 +71,15 @@ class Log(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Drops what a killed run logged after its last checkpoint: those steps come again."""
+        if state.is_world_process_zero and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(kept), encoding="utf-8")
+            partial.replace(self.path)
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
             with self.path.open("a", encoding="utf-8") as file:
@@ -82,7 +91,7 @@ class Log(TrainerCallback):
             )
 
 
-def train(recipe: Recipe, local_rank: int = -1) -> None:
+def train(recipe: Recipe) -> None:
     on_gpu = torch.cuda.is_available()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if "LOCAL_RANK" not in os.environ and torch.cuda.device_count() > 1:

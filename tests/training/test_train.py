@@ -116,8 +116,7 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path)
 
     all_losses, output = run(start, broken)
     assert f"going on from {kept}" in output
-    step = int(kept.name.removeprefix("checkpoint-"))
-    assert all_losses[-(12 - step) :] == losses[step:]
+    assert all_losses == losses
     config = CondenseForCausalLM.from_pretrained(broken).config
     assert config.use_cache and config.attention_dropout == 0  # neither is left as the run had it
     whole, resumed = (CondenseForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "broken"))

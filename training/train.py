@@ -15,6 +15,7 @@ if __package__ in (None, ""):  # the launcher runs this file by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 from tqdm import tqdm
 from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -161,6 +162,10 @@ def train(recipe: Recipe) -> None:
     trainer.save_model(str(recipe.output))
     if trainer.is_world_process_zero():
         schedule.save(recipe.output)
+    if dist.is_initialized():
+        # A rank that exits with the group's threads alive may abort, and takes the others with it.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def main() -> None:

@@ -126,4 +126,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:  # for the user: the message is the answer
+        sys.exit(f"quickstart: {error}")

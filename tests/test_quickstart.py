@@ -1,0 +1,46 @@
+"""The whole main job, cut short: killed in the middle of its training and started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = ["steps=200", "optimizer.decay_steps=10", "curriculum.last_segments=3", "save_every=50"]
+
+
+def command(output, *arguments):
+    return [sys.executable, "scripts/quickstart.py", "--output", str(output), *arguments, *SHORT]
+
+
+@pytest.mark.slow
+def test_a_killed_quickstart_goes_on(tmp_path):
+    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    trained = tmp_path / "folded" / "trained"
+    deadline = time.monotonic() + 300
+    while not (trained / "checkpoint-100" / "complete.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (trained / "model.safetensors").exists()
+
+    other = subprocess.run(command(tmp_path, "--seed", "1"), cwd=ROOT, capture_output=True, text=True)
+    assert other.returncode == 1
+    assert "belongs to a run with {'seed': 0" in other.stderr and "Traceback" not in other.stderr
+
+    again = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "[fold it (folded)] done before" in again.stdout and "going on from" in again.stdout
+    for name in ("folded", "transformer-xl"):
+        lines = [json.loads(line) for line in (tmp_path / name / "trained" / "log.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(10, 201, 10))
+        cells = json.loads((tmp_path / name / "passkey" / "passkey.json").read_text())["cells"]
+        assert {cell["length"] for cell in cells} == {80, 120, 480, 1920}
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<th>{name}" in page for name in ("folded", "transformer-xl"))
+    assert str(tmp_path / "report.html") in again.stdout

@@ -1,9 +1,9 @@
 """Cross-entropy of a step's hidden states, a bounded number of logits at a time.
 
 Logits are recomputed in the backward pass, so that none of them outlives its chunk, unless they are
-narrower than the hidden states that they come from. torch's fused
-`linear_cross_entropy` is not used: without chunks it takes bfloat16 losses from bfloat16 logits, and with
-them every call, here every segment, keeps a gradient of the whole head until the backward pass.
+narrower than the hidden states that they come from. torch's fused `linear_cross_entropy` is not used:
+without chunks it takes bfloat16 losses from bfloat16 logits, and with them every call, here every
+segment, keeps a gradient of the whole head until the backward pass.
 
 Axes: n target tokens, D model width.
 """

@@ -80,9 +80,8 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     claim(folder, {"seed": options.seed, "overrides": options.overrides})
     recipe = load_recipe(RECIPE, options.overrides)
-    first, last = recipe.curriculum.first_segments, recipe.curriculum.last_segments
-    trained = sorted({first, 3, 4, 6, 9, 13, last} & set(range(first, last + 1)))
-    lengths = [SEGMENT * segments for segments in (*trained, 4 * last, 16 * last)]
+    last = recipe.curriculum.last_segments
+    lengths = [SEGMENT * segments for segments in (*recipe.curriculum.lengths, 4 * last, 16 * last)]
 
     llama = folder / "llama"
     stage(folder, "make a small Llama", lambda: python("-m", "training.small_llama", llama, "--seed", options.seed))
@@ -97,8 +96,9 @@ def main() -> None:
             ),
         )  # fmt: skip
         overrides = [f"model={run / 'start'}", f"output={run / 'trained'}", f"seed={options.seed}"]
-        # Every rank needs room for one text of the last length.
-        overrides += [f"tokens_per_step={max(recipe.tokens_per_step, num_ranks() * last * SEGMENT)}"]
+        if (room := num_ranks() * last * SEGMENT) > recipe.tokens_per_step:
+            print(f"tokens_per_step={room}: every one of {num_ranks()} ranks needs room for a text of the last length")
+            overrides += [f"tokens_per_step={room}"]
         stage(folder, f"train ({name})", lambda overrides=overrides: launch(RECIPE, [*overrides, *options.overrides]))
         stage(
             folder,

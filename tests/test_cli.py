@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
-from training.small_llama import passkey_tokenizer, small_llama
+from training.small_llama import save_small_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,9 +24,7 @@ def condense(*arguments, check=True):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    tokenizer = passkey_tokenizer()
-    small_llama(tokenizer, seed=0).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_small_llama(folder)
     return folder
 
 

@@ -47,8 +47,8 @@ class LengthSchedule:
             or self.segments == self.curriculum.last_segments
         ):
             return False
-        grown = max(self.segments + 1, int(self.segments * self.curriculum.growth))
-        self.milestones.append((step + 2, min(grown, self.curriculum.last_segments)))
+        lengths = self.curriculum.lengths
+        self.milestones.append((step + 2, lengths[lengths.index(self.segments) + 1]))
         self.losses = []
         return True
 

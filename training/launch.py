@@ -10,6 +10,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_RANKS = 2
+CPU_CONFIG = ROOT / "deepspeed_configs" / "zero2_cpu.json"
 
 
 def num_ranks() -> int:
@@ -25,7 +26,8 @@ def launch(recipe: str | Path, overrides: list[str], ranks: int | None = None) -
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-        overrides = ["deepspeed=deepspeed_configs/zero2_cpu.json", *overrides]
+        print(f"no GPU: {ranks} ranks on the CPU, with {CPU_CONFIG.name} unless an override names another", flush=True)
+        overrides = [f"deepspeed={CPU_CONFIG}", *overrides]
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     command += ["--num_gpus" if on_gpu else "--num_accelerators", str(ranks), "--master_port", str(_free_port())]
     command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *overrides]

@@ -25,6 +25,14 @@ class Curriculum(Section):
         0.0, ge=0, lt=1, description="share of batches at an earlier length once the last length is reached"
     )
 
+    @property
+    def lengths(self) -> list[int]:
+        """Segments of the texts, from the first length to the last."""
+        lengths = [self.first_segments]
+        while lengths[-1] < self.last_segments:
+            lengths.append(min(max(lengths[-1] + 1, int(lengths[-1] * self.growth)), self.last_segments))
+        return lengths
+
     @model_validator(mode="after")
     def _ordered(self):
         if self.last_segments < self.first_segments:

@@ -48,6 +48,15 @@ def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, 
     )
 
 
+def save_small_llama(folder: Path, seed: int = 0, width: int = 64, layers: int = 2) -> LlamaForCausalLM:
+    """Writes the model and its tokenizer to a folder, as any Llama checkpoint."""
+    tokenizer = passkey_tokenizer()
+    model = small_llama(tokenizer, seed, width, layers)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -56,11 +65,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    tokenizer = passkey_tokenizer()
-    model = small_llama(tokenizer, arguments.seed, arguments.width, arguments.layers)
-    model.save_pretrained(arguments.folder)
-    tokenizer.save_pretrained(arguments.folder)
-    print(f"{arguments.folder}: a Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+    model = save_small_llama(arguments.folder, arguments.seed, arguments.width, arguments.layers)
+    print(f"{arguments.folder}: a Llama of {model.num_parameters():,} parameters, {model.config.vocab_size} tokens")
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ def train(recipe: Recipe) -> None:
             f"this machine has {torch.cuda.device_count()} GPUs: start training/train.py with the deepspeed launcher, "
             "or show it one GPU with CUDA_VISIBLE_DEVICES."
         )
+    if "LOCAL_RANK" not in os.environ:
+        print(f"started without the deepspeed launcher: one process, {recipe.deepspeed} is not used", flush=True)
     recipe.output.mkdir(parents=True, exist_ok=True)
     arguments = TrainingArguments(
         output_dir=str(recipe.output),

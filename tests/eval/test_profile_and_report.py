@@ -5,15 +5,13 @@ import json
 import pytest
 
 from eval import passkey, profile, report
-from training.small_llama import passkey_tokenizer, small_llama
+from training.small_llama import save_small_llama
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    tokenizer = passkey_tokenizer()
-    small_llama(tokenizer, seed=0).save_pretrained(folder / "llama")
-    tokenizer.save_pretrained(folder / "llama")
+    save_small_llama(folder / "llama")
     shape = ["--config", str(folder / "llama"), "--segment-length", "64", "--lengths", "128", "512", "--repeats", "2"]
     profile.main([*shape, "--gradient-checkpointing", "--output", str(folder / "profile" / "results")])
     passkey.main(

@@ -17,7 +17,7 @@ from training.checkpoints import MARKER, checkpoints, newest_checkpoint
 from training.curriculum import CurriculumBatches, LengthSchedule
 from training.data.passkey import PasskeyTask
 from training.recipe import load_recipe
-from training.small_llama import passkey_tokenizer, small_llama
+from training.small_llama import save_small_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
@@ -28,9 +28,7 @@ SHORT += ["optimizer.warmup_steps=2", "optimizer.decay_steps=4"]
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
-    tokenizer = passkey_tokenizer()
-    small_llama(tokenizer, seed=0).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_small_llama(folder)
     CondenseForCausalLM.from_pretrained(folder, segment_length=40).save_pretrained(folder)
     return folder
 

@@ -83,7 +83,7 @@ class CurriculumBatches(Dataset):
         step = index // self.world_size
         segments = self.schedule.at(step, np.random.default_rng([self.recipe.seed, step]))
         generator = np.random.default_rng([self.recipe.seed, step, index])
-        # Every length within the last segment occurs, so that the key and the question fall anywhere in theirs.
+        # Lengths within the last segment vary, but come in whole fillers: not every phase of the question occurs.
         longest = segments * self.segment_length
         num_tokens = longest - int(generator.integers(0, self.segment_length)) if segments > 2 else longest
         num_rows = self.recipe.tokens_per_step // (longest * self.world_size)

@@ -83,9 +83,12 @@ class CurriculumBatches(Dataset):
         step = index // self.world_size
         segments = self.schedule.at(step, np.random.default_rng([self.recipe.seed, step]))
         generator = np.random.default_rng([self.recipe.seed, step, index])
-        # Lengths within the last segment vary, but come in whole fillers: not every phase of the question occurs.
+        # Any length above the last one that the curriculum names: fillers come whole, and within a single segment not
+        # every place of it would come to hold the question.
+        lengths = self.recipe.curriculum.lengths
+        shorter = lengths[max(lengths.index(segments) - 1, 0)] * self.segment_length
         longest = segments * self.segment_length
-        num_tokens = longest - int(generator.integers(0, self.segment_length)) if segments > 2 else longest
+        num_tokens = int(generator.integers(min(shorter + 1, longest), longest + 1))
         num_rows = self.recipe.tokens_per_step // (longest * self.world_size)
         return self.task.training_batch(num_rows, num_tokens, self.recipe.passkey.background, generator)
 

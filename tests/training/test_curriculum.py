@@ -57,6 +57,18 @@ def test_batches_are_the_same_in_any_order_and_differ_between_ranks():
     assert earlier["input_ids"].shape[0] == 2048 // (2 * 40 * 2)
 
 
+def test_every_place_of_a_segment_comes_to_hold_the_question():
+    """Prompts come in whole fillers of 24 tokens: only lengths further apart than a segment reach all phases."""
+    recipe = Recipe(model="m", output="o", steps=60, tokens_per_step=2048, curriculum=CURRICULUM)
+    schedule = LengthSchedule(CURRICULUM)
+    schedule.milestones = [(0, 2), (30, 9)]
+    batches = CurriculumBatches(recipe, schedule, PasskeyTask(passkey_tokenizer()), 40, 1)
+    assert {batches[step]["input_ids"].shape[1] for step in range(30)} == {70}
+    lengths = {batches[step]["input_ids"].shape[1] for step in range(30, 60)}
+    assert {length % 40 for length in lengths} == {6, 14, 22, 30, 38}
+    assert min(lengths) > 6 * 40 - 24 and max(lengths) <= 9 * 40
+
+
 def test_texts_that_do_not_fit_a_step_are_refused():
     recipe = Recipe(model="m", output="o", steps=60, tokens_per_step=700, curriculum=CURRICULUM)
     with pytest.raises(ValueError, match="tokens_per_step=700.*at least 720"):

@@ -1,6 +1,7 @@
 """The front door: `condense COMMAND`. A command is one function here; what it needs is imported inside it."""
 
 import json
+import subprocess
 import sys
 import time
 from enum import Enum
@@ -132,6 +133,43 @@ def generate(
     )
     if report is not None:
         report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, as those in training/recipes.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as optimizer.learning_rate=1e-4.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes; one per GPU, or two on a CPU.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and what it needs, and stop.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write the dry run's figures as JSON to this file.")] = None,
+) -> None:
+    """Runs a recipe on this machine; started again, it goes on from its last complete checkpoint."""
+    if report is not None and not dry_run:
+        raise ValueError(f"--report {report} goes with --dry-run: a run itself writes log.jsonl into its output.")
+    from training.launch import launch, local_overrides, num_ranks
+    from training.recipe import load_recipe
+
+    given = overrides or []
+    resolved = load_recipe(recipe, local_overrides(given))
+    if not dry_run:
+        resolved.accumulation(ranks or num_ranks())
+        try:
+            launch(recipe, given, ranks)
+        except subprocess.CalledProcessError as error:
+            raise ValueError(
+                f"training ended with exit code {error.returncode}; the ranks' messages are above."
+            ) from None
+        return
+    from training.dry_run import dry_run as describe
+
+    figures, text = describe(resolved, ranks or num_ranks())
+    print(text)
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
 
 def _quiet() -> None:

@@ -1,10 +1,11 @@
 """The folded Llama.
 
 Axes: B rows, R rows taking part in a step, N columns of an input, T tokens of a step, K logits kept,
-D model width, V vocabulary.
+D model width, S steps, V vocabulary.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,6 +24,16 @@ from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
 from .schedule import run_sequential
 from .segmentation import Alignment
+
+
+@dataclass
+class CondenseOutput(CausalLMOutputWithPast):
+    """With labels also, for each step of the call, the summed cross-entropy of the tokens that its own tokens
+    predict (detached), and how many those are. A call without a cache has one step per segment.
+    """
+
+    segment_losses: torch.Tensor | None = None  # [S]
+    segment_targets: torch.Tensor | None = None  # [S]
 
 
 class CondenseModel(nn.Module):
@@ -129,7 +140,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         logits_to_keep: int | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
         return_dict: bool = True,
-    ) -> CausalLMOutputWithPast:
+    ) -> CondenseOutput:
         """Reads N further tokens of each row.
 
         input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at
@@ -139,7 +150,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         labels [B, N]: `loss` is the mean cross-entropy of each token's successor in its row over all labels
         other than -100, or their sum over `num_items_in_batch`; taken segment by segment, so logits are
-        returned with it only when `logits_to_keep` asks for them.
+        returned with it only when `logits_to_keep` asks for them. `segment_losses` [S] are its parts.
 
         logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
 
@@ -212,12 +223,14 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         if cache is not None:
             cache.num_columns += num_columns
 
-        loss = logits = None
+        loss = logits = segment_losses = segment_targets = None
         if loss_reader is not None:
             loss = loss_reader.finish([loss for _, (loss, _) in run], num_items_in_batch)
+            segment_losses = torch.stack([loss.detach() for _, (loss, _) in run])
+            segment_targets = torch.tensor([loss_reader.num_targets_of(piece) for piece in pieces])
         if hidden_reader is not None:
             logits = self.lm_head(hidden_reader.finish(pieces, [hidden for _, (_, hidden) in run], before_BD))
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        output = CondenseOutput(loss, logits, cache, segment_losses=segment_losses, segment_targets=segment_targets)
         return output if return_dict else output.to_tuple()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:

@@ -34,6 +34,10 @@ class LossReader:
             hidden_nD = hidden_RTD[row_n[counted].to(device), token_n[counted].to(device)]
         return cross_entropy_sum(self.head, hidden_nD, target_n, self.vocab_size, self.recompute)
 
+    def num_targets_of(self, piece: Piece) -> int:
+        row_n, token_n = piece.valid
+        return int((self.alignment.take(self.targets_BN, piece)[row_n, token_n] != IGNORE_INDEX).sum())
+
     def finish(self, losses: Sequence[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
         """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
         if not losses:

@@ -2,10 +2,12 @@
 
 Trainer and DeepSpeed write a checkpoint's files in place, so a killed run leaves a folder that looks
 whole. A marker is written last; only folders that have it count, and old ones go only after it is there.
+It lists all files with their sizes, so that a checkpoint which lost something later is refused.
 """
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,6 +25,26 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if (found := checkpoints(folder)) else None
 
 
+def check(checkpoint: Path) -> dict:
+    """What the marker says. Raises `ValueError` for a checkpoint that is missing, incomplete or damaged."""
+    remedy = "Delete the folder to go on from the one before it, or name another with resume=FOLDER."
+    if not checkpoint.is_dir():
+        raise ValueError(f"there is no checkpoint {checkpoint}.")
+    try:
+        marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"checkpoint {checkpoint} was never completed: it has no {MARKER}. {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: {MARKER} is not readable. {remedy}") from error
+    for name, size in marker["files"].items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes, and {size:,} were written"
+            raise ValueError(f"checkpoint {checkpoint} is damaged: {name} {state}. {remedy}")
+    return marker
+
+
 def _all_checkpoints(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=_step)
@@ -35,7 +57,7 @@ def _step(path: Path) -> int:
 class CompleteCheckpoints(TrainerCallback):
     """Completes each checkpoint with what `write` adds and the marker, then prunes older ones."""
 
-    def __init__(self, write, keep: int):
+    def __init__(self, write: Callable[[Path], object] | None, keep: int):
         self.write, self.keep = write, keep
 
     def on_save(self, args, state, control, **kwargs):
@@ -44,9 +66,13 @@ class CompleteCheckpoints(TrainerCallback):
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self.write(folder)
+        if self.write is not None:
+            self.write(folder)
         partial = folder / f"{MARKER}.partial"
-        partial.write_text(json.dumps({"step": state.global_step}), encoding="utf-8")
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else None
+        marker = {"step": state.global_step, "ranks": args.world_size, "zero_stage": zero_stage, "files": files}
+        partial.write_text(json.dumps(marker), encoding="utf-8")
         partial.rename(folder / MARKER)
         kept = checkpoints(folder.parent)[-self.keep :]
         for old in _all_checkpoints(folder.parent):

@@ -6,14 +6,14 @@ before a step ends: a resumed run makes the same batches as one that was never s
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from .data.passkey import PasskeyTask
-from .recipe import Curriculum, Recipe
+from .recipe import Curriculum, PasskeyData, Recipe
 
 STATE_FILE = "curriculum.json"
 
@@ -69,28 +69,33 @@ class CurriculumBatches(Dataset):
     ):
         self.recipe, self.schedule, self.task = recipe, schedule, task
         self.segment_length, self.world_size = segment_length, world_size
-        longest = recipe.curriculum.last_segments * segment_length * world_size
-        if recipe.tokens_per_step < longest:
+        assert recipe.curriculum is not None and isinstance(recipe.data, PasskeyData)
+        self.background = recipe.data.background
+        self.curriculum = recipe.curriculum
+        longest = self.curriculum.last_segments * segment_length * world_size
+        if self.curriculum.tokens_per_step < longest:
             raise ValueError(
-                f"tokens_per_step={recipe.tokens_per_step} does not hold one text of {recipe.curriculum.last_segments} "
+                f"tokens_per_step={self.curriculum.tokens_per_step} does not hold one text of "
+                f"{self.curriculum.last_segments} "
                 f"segments of {segment_length} tokens on each of {world_size} ranks: allow at least {longest}."
             )
 
     def __len__(self) -> int:
         return self.recipe.steps * self.world_size
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         step = index // self.world_size
         segments = self.schedule.at(step, np.random.default_rng([self.recipe.seed, step]))
         generator = np.random.default_rng([self.recipe.seed, step, index])
         # Any length above the last one that the curriculum names: fillers come whole, and within a single segment not
         # every place of it would come to hold the question.
-        lengths = self.recipe.curriculum.lengths
+        lengths = self.curriculum.lengths
         shorter = lengths[max(lengths.index(segments) - 1, 0)] * self.segment_length
         longest = segments * self.segment_length
         num_tokens = int(generator.integers(min(shorter + 1, longest), longest + 1))
-        num_rows = self.recipe.tokens_per_step // (longest * self.world_size)
-        return self.task.training_batch(num_rows, num_tokens, self.recipe.passkey.background, generator)
+        num_rows = self.curriculum.tokens_per_step // (longest * self.world_size)
+        batch = self.task.training_batch(num_rows, num_tokens, self.background, generator)
+        return batch | {"name": f"micro-batch {index}"}
 
 
 class CurriculumCallback(TrainerCallback):

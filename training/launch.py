@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,19 +19,23 @@ def num_ranks() -> int:
     return torch.cuda.device_count() or CPU_RANKS
 
 
-def launch(recipe: str | Path, overrides: list[str], ranks: int | None = None) -> None:
+def local_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides behind what this machine needs: without a GPU, a DeepSpeed configuration for CPUs."""
+    return [*overrides] if torch.cuda.is_available() else [f"deepspeed={CPU_CONFIG}", *overrides]
+
+
+def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = None) -> None:
     """Runs `training/train.py` on `ranks` ranks. Raises `CalledProcessError` when it fails."""
     ranks = ranks or num_ranks()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, of Trainer's and DeepSpeed's own code
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
         print(f"no GPU: {ranks} ranks on the CPU, with {CPU_CONFIG.name} unless an override names another", flush=True)
-        overrides = [f"deepspeed={CPU_CONFIG}", *overrides]
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     command += ["--num_gpus" if on_gpu else "--num_accelerators", str(ranks), "--master_port", str(_free_port())]
-    command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *overrides]
+    command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *local_overrides(overrides)]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     subprocess.run(command, env=environment, check=True)

@@ -1,21 +1,32 @@
 """A run as one object: what is trained, on what, how long, and where it goes."""
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .recipe_errors import explain
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Curriculum(Section):
-    """Text length grows as the loss falls."""
+class Stage(Section):
+    """So many steps on texts of up to so many tokens."""
 
+    total_length: int = Field(ge=2, description="tokens of a sequence")
+    steps: int = Field(ge=1)
+
+
+class Curriculum(Section):
+    """Instead of stages: text length grows as the loss falls, and batches hold equally many tokens."""
+
+    steps: int = Field(ge=1)
+    tokens_per_step: int = Field(ge=1, description="over all ranks")
     first_segments: int = Field(2, ge=1)
     last_segments: int = Field(16, ge=1)
     growth: float = Field(1.5, gt=1, description="factor from one length to the next")
@@ -40,60 +51,193 @@ class Curriculum(Section):
         return self
 
 
-class Passkey(Section):
-    """The passkey task."""
+class Source(Section):
+    """Documents: local files by name or glob pattern (.txt, .jsonl, .parquet), or a data set of the hub."""
 
+    files: str | None = None
+    hub: str | None = Field(None, description="OWNER/NAME, streamed")
+    name: str | None = Field(None, description="configuration of the hub's data set")
+    split: str | None = Field(None, description="of the hub's data set; train where not given")
+    text: str = Field("text", description="field that holds the document; a list is joined by spaces")
+    summary: str = Field("summary", description="field that holds its summary; of a list, the first")
+
+    @model_validator(mode="after")
+    def _one_place(self):
+        if (self.files is None) == (self.hub is None):
+            raise ValueError("a source names either files or hub, one of the two")
+        if self.files is not None and (self.name or self.split):
+            raise ValueError("name and split belong to a source of the hub, not to files")
+        return self
+
+
+class DocumentData(Section):
+    """What all data made of documents share."""
+
+    sources: list[Source] = Field(min_length=1)
+    bad_documents: Literal["skip", "refuse"] = Field("refuse", description="broken lines, missing fields, ...")
+    prepared: Path = Field(Path("runs/prepared"), description="folder that keeps documents as tokens")
+    max_documents: int | None = Field(
+        None, ge=1, description="stop reading after so many that are kept; None: after as many as the steps need"
+    )
+
+
+class TextData(DocumentData):
+    """Text to predict."""
+
+    task: Literal["text"]
+    min_tokens: int = Field(2, ge=2, description="shorter documents are dropped")
+    fit: Literal["cut", "pack"] = Field(
+        "pack", description="cut: whole pieces of the total length; pack: what remains fills sequences together"
+    )
+
+
+class SummarizationData(DocumentData):
+    """Summaries to predict behind their documents."""
+
+    task: Literal["summarization"]
+    too_long: Literal["drop", "cut"] = Field("drop", description="cut: the document loses its end")
+
+
+class PasskeyData(Section):
+    """Numbers to find in irrelevant text."""
+
+    task: Literal["passkey"]
     background: int = Field(2, ge=0, description="tokens of each text, besides the answer, that are trained on")
+    shortest: float = Field(0.5, gt=0, le=1, description="texts have from this share of the total length up to all")
+    num_keys: int = Field(1, ge=1, description="keys in a text, one of which is asked for")
+    num_digits: int = Field(4, ge=1, description="of each key")
+
+
+Data = Annotated[TextData | SummarizationData | PasskeyData, Field(discriminator="task")]
 
 
 class Optimizer(Section):
     """AdamW; the learning rate rises over the warm-up, stays, and falls over the decay as a cosine."""
 
     learning_rate: float = Field(1e-3, gt=0)
+    final_learning_rate: float = Field(0.0, ge=0)
     warmup_steps: int = Field(50, ge=1)
-    decay_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, ge=1, description="None: all steps behind the warm-up")
     weight_decay: float = Field(0.01, ge=0)
     beta2: float = Field(0.95, gt=0, lt=1)
     max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _falling(self):
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate={self.final_learning_rate} is above learning_rate={self.learning_rate}"
+            )
+        return self
+
+
+class Evaluation(Section):
+    """Loss on sequences that are not trained on: before the first step, every so often, and after each stage."""
+
+    every: int | None = Field(None, ge=1, description="steps; None: before the first one and after each stage")
+    sequences: int = Field(64, ge=1)
+    sources: list[Source] = Field([], description="documents for it; none: some of the training data are held out")
+
+
+class Checkpoints(Section):
+    every: int = Field(500, ge=1, description="steps; one more is written at the end")
+    keep: int = Field(2, ge=1)
 
 
 class Recipe(Section):
     """Everything a run depends on. Paths are relative to the folder where it is started."""
 
-    model: Path
+    model: str = Field(description="folder or hub id of a Llama or of a folded one")
     output: Path
-    steps: int = Field(ge=1)
-    tokens_per_step: int = Field(ge=1, description="over all ranks")
-    seed: int = 0
+    folded: bool = Field(True, description="false trains a stock Llama on the same path")
+    segment_length: int | None = Field(None, ge=1, description="None: the model's own")
+    bptt_segments: int | None = Field(None, ge=1, description="segments a gradient crosses; None: all")
+    data: Data
+    stages: list[Stage] | None = Field(None, min_length=1)
+    curriculum: Curriculum | None = None
+    global_batch: int | None = Field(None, ge=1, description="sequences per optimizer step, over all ranks")
+    micro_batch: int = Field(1, ge=1, description="sequences that a rank runs at once")
+    optimizer: Optimizer = Optimizer()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     gradient_checkpointing: bool = False
     deepspeed: Path = Path("deepspeed_configs/zero2.json")
-    save_every: int = Field(500, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
+    evaluation: Evaluation | None = None
+    checkpoints: Checkpoints = Checkpoints()
+    resume: Path | None = Field(None, description="a checkpoint to go on from; None: the output's newest, if any")
     log_every: int = Field(10, ge=1)
-    curriculum: Curriculum = Curriculum()
-    passkey: Passkey = Passkey()
-    optimizer: Optimizer = Optimizer()
+    max_skipped_steps: int = Field(0, ge=0, description="steps with a gradient that is not finite; more end the run")
+    report_to: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
+    seed: int = Field(0, ge=0)
+
+    @property
+    def steps(self) -> int:
+        return self.curriculum.steps if self.curriculum else sum(stage.steps for stage in self.stages or ())
+
+    @property
+    def decay_steps(self) -> int:
+        return self.optimizer.decay_steps or self.steps - self.optimizer.warmup_steps
+
+    @property
+    def stage_ends(self) -> list[int]:
+        """The number of steps done after each stage."""
+        return list(accumulate(stage.steps for stage in self.stages or ()))
+
+    def stage_at(self, step: int) -> int:
+        """Which stage a step belongs to; steps count from 0."""
+        return next(n for n, end in enumerate(self.stage_ends) if step < end)
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-batches that each rank runs per optimizer step."""
+        if self.curriculum:
+            return 1
+        assert self.global_batch is not None
+        at_once = self.micro_batch * ranks
+        if self.global_batch % at_once:
+            raise ValueError(
+                f"global_batch={self.global_batch} does not divide into micro_batch={self.micro_batch} x {ranks} "
+                f"ranks: make it a multiple of {at_once}."
+            )
+        return self.global_batch // at_once
 
     @model_validator(mode="after")
     def _consistent(self):
+        if (self.stages is None) == (self.curriculum is None):
+            raise ValueError("a recipe has either stages or a curriculum")
+        if self.stages and self.global_batch is None:
+            raise ValueError("stages need a global_batch")
+        if self.curriculum:
+            if self.global_batch is not None or "micro_batch" in self.model_fields_set:
+                raise ValueError("a curriculum has tokens_per_step: leave out global_batch and micro_batch")
+            if self.data.task != "passkey":
+                raise ValueError(f"a curriculum goes with the passkey task, not with data.task={self.data.task!r}")
+            if self.evaluation:
+                raise ValueError("a curriculum reads its own loss: leave out evaluation")
+            if not self.folded:
+                raise ValueError("a curriculum counts segments: leave out folded=false, or write stages")
+        if not self.folded and (self.segment_length or self.bptt_segments):
+            raise ValueError("folded=false is a stock Llama, which has no segment_length and no bptt_segments")
+        if self.evaluation and self.evaluation.sources and self.data.task == "passkey":
+            raise ValueError("evaluation.sources: passkeys are made, not read")
         optimizer = self.optimizer
-        if optimizer.warmup_steps + optimizer.decay_steps > self.steps:
+        if optimizer.warmup_steps + max(1, self.decay_steps) > self.steps:
             raise ValueError(
-                f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={optimizer.decay_steps} "
-                f"do not fit into steps={self.steps}"
+                f"optimizer.warmup_steps={optimizer.warmup_steps} and "
+                f"optimizer.decay_steps={optimizer.decay_steps} do not fit into {self.steps} steps"
             )
         # Losses are averaged between logged lines, and a resumed run begins a new average.
-        for name, value in (("save_every", self.save_every), ("curriculum.patience", self.curriculum.patience)):
+        multiples = {"checkpoints.every": self.checkpoints.every}
+        if self.curriculum:
+            multiples["curriculum.patience"] = self.curriculum.patience
+        for name, value in multiples.items():
             if value % self.log_every:
                 raise ValueError(f"{name}={value} is no multiple of log_every={self.log_every}")
         return self
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a YAML recipe and applies overrides such as `optimizer.learning_rate=1e-4`.
+    """Reads a YAML recipe and applies overrides such as `optimizer.learning_rate=1e-4` or `stages.0.steps=10`.
 
     Raises `ValueError` naming every unknown or impossible key, and the nearest key that exists.
     """
@@ -101,30 +245,49 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         fields = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError as error:
         raise ValueError(f"there is no recipe {str(path)!r}: pass the path of a YAML file.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe {path} is no YAML: {error}") from error
     for override in overrides:
-        name, equals, value = override.partition("=")
-        if not equals:
-            raise ValueError(f"{override!r} is no override: write key=value.")
-        *sections, last = name.split(".")
-        section = fields
-        for key in sections:
-            section = section.setdefault(key, {}) if isinstance(section, dict) else None
-        if not isinstance(section, dict):
-            raise ValueError(f"{override!r}: {'.'.join(sections) or 'the recipe'} holds no keys.")
-        section[last] = yaml.safe_load(value)
+        _apply(fields, override)
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(f"recipe {path}:\n" + "\n".join(_explain(problem) for problem in error.errors())) from error
+        problems = "\n".join(explain(problem, Recipe) for problem in error.errors())
+        raise ValueError(f"recipe {path}:\n{problems}") from error
 
 
-def _explain(problem: Mapping[str, Any]) -> str:
-    *sections, name = problem["loc"] or ("recipe",)
-    where = ".".join(map(str, problem["loc"]))
-    if problem["type"] != "extra_forbidden":
-        return f"  {where}={problem['input']!r}: {problem['msg']}"
-    model: Any = Recipe
+def _apply(fields: Any, override: str) -> None:
+    name, equals, value = override.partition("=")
+    if not equals:
+        raise ValueError(f"{override!r} is no override: write key=value.")
+    *sections, last = name.split(".")
+    section = fields
     for key in sections:
-        model = model.model_fields[key].annotation
-    nearest = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0)
-    return f"  {where} is no key of a recipe; did you mean {nearest[0]!r}?"
+        if isinstance(section, dict):
+            if section.get(key) is None:
+                section[key] = {}
+            section = section[key]
+        else:
+            section = _item(section, key)
+    if isinstance(section, list) and _item(section, last) is not None:
+        section[int(last)] = _parse(value)
+    elif isinstance(section, dict):
+        section[last] = _parse(value)
+    else:
+        raise ValueError(f"{override!r}: {'.'.join(sections) or 'the recipe'} holds no keys.")
+
+
+def _item(section: Any, key: str) -> Any:
+    fits = isinstance(section, list) and key.isdecimal() and int(key) < len(section)
+    return section[int(key)] if fits else None
+
+
+def _parse(value: str) -> Any:
+    """YAML's value, with 1e-4 a number as everywhere else."""
+    parsed = yaml.safe_load(value)
+    if isinstance(parsed, str):
+        try:
+            return float(parsed)
+        except ValueError:
+            pass
+    return parsed

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from .data.passkey import FILLER, KEY, PREAMBLE, QUESTION
+from .data.passkey import PASSKEY_TEXTS
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -27,7 +27,7 @@ def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def passkey_tokenizer() -> PreTrainedTokenizerFast:
-    return word_tokenizer([PREAMBLE, FILLER, KEY.format(key=""), QUESTION])
+    return word_tokenizer(PASSKEY_TEXTS)
 
 
 def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, layers: int = 2) -> LlamaForCausalLM:

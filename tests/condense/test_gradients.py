@@ -225,6 +225,32 @@ def test_training_and_evaluation_loss_are_the_same():
     assert torch.equal(model.train()(ids, labels=ids).loss, evaluated)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_losses_by_segment(checkpointing):
+    """Of three rows that end in different segments: each segment's own predictions, from the logits."""
+    model, ids = tiny_model(), random_ids(3, 13)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = mask[2, 2:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 4] = -100
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    output = model(input_ids=ids, attention_mask=mask, labels=labels)
+    with torch.no_grad():
+        log_p = model.eval()(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+    losses, targets = [0.0] * 3, [0] * 3
+    for row in range(3):
+        for column in range(12):
+            if labels[row, column + 1] != -100:
+                losses[column // 5] -= log_p[row, column, labels[row, column + 1]].item()
+                targets[column // 5] += 1
+    assert output.segment_targets.tolist() == targets == [10, 5, 2]
+    torch.testing.assert_close(output.segment_losses, torch.tensor(losses), check_dtype=False)
+    torch.testing.assert_close(output.segment_losses.sum() / sum(targets), output.loss.detach())
+    assert not output.segment_losses.requires_grad
+
+
 def test_loss_in_chunks_is_the_same(monkeypatch):
     model, ids = tiny_model(), random_ids(2, LENGTH)
     expected = gradients(model, ids)

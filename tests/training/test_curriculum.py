@@ -9,7 +9,13 @@ from training.data.passkey import PasskeyTask
 from training.recipe import Curriculum, Recipe
 from training.small_llama import passkey_tokenizer
 
-CURRICULUM = Curriculum(first_segments=2, last_segments=9, growth=1.5, loss_below=0.1, patience=20)
+CURRICULUM = Curriculum(
+    steps=60, tokens_per_step=2048, first_segments=2, last_segments=9, growth=1.5, loss_below=0.1, patience=20
+)
+
+
+def recipe_with(**changes):
+    return Recipe(model="m", output="o", data={"task": "passkey"}, curriculum=CURRICULUM.model_copy(update=changes))
 
 
 def test_growth():
@@ -48,7 +54,7 @@ def test_state_round_trip(tmp_path):
 
 
 def test_batches_are_the_same_in_any_order_and_differ_between_ranks():
-    recipe = Recipe(model="m", output="o", steps=60, tokens_per_step=2048, curriculum=CURRICULUM)
+    recipe = recipe_with()
     batches = CurriculumBatches(recipe, LengthSchedule(CURRICULUM), PasskeyTask(passkey_tokenizer()), 40, 2)
     assert len(batches) == 120
     later, earlier, again = batches[7], batches[3], batches[7]
@@ -59,7 +65,7 @@ def test_batches_are_the_same_in_any_order_and_differ_between_ranks():
 
 def test_every_place_of_a_segment_comes_to_hold_the_question():
     """Prompts come in whole fillers of 24 tokens: only lengths further apart than a segment reach all phases."""
-    recipe = Recipe(model="m", output="o", steps=60, tokens_per_step=2048, curriculum=CURRICULUM)
+    recipe = recipe_with()
     schedule = LengthSchedule(CURRICULUM)
     schedule.milestones = [(0, 2), (30, 9)]
     batches = CurriculumBatches(recipe, schedule, PasskeyTask(passkey_tokenizer()), 40, 1)
@@ -70,6 +76,6 @@ def test_every_place_of_a_segment_comes_to_hold_the_question():
 
 
 def test_texts_that_do_not_fit_a_step_are_refused():
-    recipe = Recipe(model="m", output="o", steps=60, tokens_per_step=700, curriculum=CURRICULUM)
+    recipe = recipe_with(tokens_per_step=700)
     with pytest.raises(ValueError, match="tokens_per_step=700.*at least 720"):
         CurriculumBatches(recipe, LengthSchedule(CURRICULUM), PasskeyTask(passkey_tokenizer()), 40, 2)

@@ -1,16 +1,39 @@
 """The passkey data: appendix C's text, the wanted lengths, keys anywhere."""
 
+import re
+import time
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from training.data.passkey import PasskeyTask
-from training.small_llama import passkey_tokenizer
+from training.data.passkey import NAMES, PASSKEY_TEXTS, PasskeyExamples, PasskeyTask
+from training.recipe import PasskeyData
+from training.small_llama import passkey_tokenizer, word_tokenizer
 
 
 def words(tokenizer, ids):
     return tokenizer.decode(ids).replace("<s>", "").split()
+
+
+def tokenizer_with_names(names=NAMES):
+    return word_tokenizer([*PASSKEY_TEXTS, *names])
+
+
+def examples(**data):
+    return PasskeyExamples(tokenizer_with_names(), PasskeyData(task="passkey", **data), seed=5)
+
+
+def keys_by_name(tokenizer, ids):
+    """Read off the text: {name: key}, and the name that is asked for."""
+    text = re.sub(r"(?<=\d) (?=\d)", "", tokenizer.decode(ids))
+    told = re.findall(
+        r"The passkey of the (\w+) is (\d+) \. Remember it carefully \. (\d+) is the passkey of the (\w+)", text
+    )
+    assert all(name == again and key == key_again for name, key, key_again, again in told)
+    (asked,) = re.findall(r"What is the passkey of the (\w+) \? The passkey of the \1 is", text)
+    return {name: key for name, key, _, _ in told}, asked
 
 
 def test_the_text_is_that_of_the_paper():
@@ -87,3 +110,159 @@ def test_other_tokenizers(stories):
     for prompt, answer, key in zip(passkeys.prompt_ids_BN, passkeys.answer_ids_BA, passkeys.keys, strict=True):
         text = tokenizer.decode(torch.cat([prompt, answer]))
         assert text.count(key) == 3 and text.rstrip().endswith(key)
+
+
+def test_the_stream_of_one_key_is_that_of_earlier_versions():
+    """Results were published with it: a key of four digits and its place, row by row, then the background."""
+    task, generator = PasskeyTask(passkey_tokenizer()), np.random.default_rng(7)
+    batch = task.training_batch(3, 300, 2, np.random.default_rng(7))
+    keys, places = [], []
+    for _ in range(3):
+        keys.append(generator.integers(0, 10, 4).tolist())
+        places.append(len(task.preamble) + len(task.filler) * int(generator.integers(0, (300 - 70) // 24 + 1)))
+    passkeys = task.batch(3, 300, np.random.default_rng(7))
+    assert passkeys.keys == ["".join(map(str, key)) for key in keys] and passkeys.sentence_at_B == places
+    for row, place in enumerate(places):
+        end = passkeys.prompt_ids_BN.shape[1]
+        background = generator.choice(np.r_[1:place, place + 7 : end], 2, replace=False)
+        assert set(np.flatnonzero(batch["labels"][row] != -100)) == {*background, *range(end, end + 4)}
+
+
+def test_two_keys_by_hand():
+    tokenizer = tokenizer_with_names()
+    task = PasskeyTask(tokenizer, num_keys=2, num_digits=3)
+    passkeys = task.batch(40, 150, np.random.default_rng(0), depth=1.0)
+    found = 0
+    for prompt, answer, key in zip(passkeys.prompt_ids_BN, passkeys.answer_ids_BA, passkeys.keys, strict=True):
+        told, asked = keys_by_name(tokenizer, prompt)
+        ((name, other),) = ((name, other) for name, other in told.items() if name != asked)
+        filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+        first = f"The passkey of the {name} is {other}. Remember it carefully. {other} is the passkey of the {name}."
+        expected = f"""There is a critical piece of information hidden within a large amount of irrelevant text.
+        Your task is to locate it and remember it carefully. I will test your ability to recall this information.
+        {first}
+        {filler}
+        The passkey of the {asked} is {key}. Remember it carefully. {key} is the passkey of the {asked}.
+        What is the passkey of the {asked}? The passkey of the {asked} is"""
+        assert told[asked] == key and words(tokenizer, answer) == list(key)
+        found += words(tokenizer, prompt) == words(tokenizer, tokenizer(expected)["input_ids"])
+    assert 5 < found < 35  # the distractor's other place is behind the filler
+
+
+def test_the_key_asked_for_is_there_once():
+    tokenizer = tokenizer_with_names()
+    task = PasskeyTask(tokenizer, num_keys=len(NAMES), num_digits=2)
+    passkeys = task.batch(50, 1_000, np.random.default_rng(0))
+    all_asked = set()
+    for prompt, key, at in zip(passkeys.prompt_ids_BN, passkeys.keys, passkeys.sentence_at_B, strict=True):
+        told, asked = keys_by_name(tokenizer, prompt)
+        assert len(set(told.values())) == len(told) == len(NAMES) and told[asked] == key
+        assert words(tokenizer, prompt[at : at + 8]) == f"The passkey of the {asked} is {' '.join(key)}".split()
+        all_asked.add(asked)
+    assert len(all_asked) > 15
+
+
+def places_of(task, ids):
+    """The filler gap of each key sentence, in the order of the text: fillers begin "The grass"."""
+    grass, remember = task._encode("grass")[0], task._encode("Remember")[0]
+    return [int((ids[:at] == grass).sum()) for at in (ids == remember).nonzero()[:, 0]]
+
+
+def test_several_places_are_uniform_and_independent():
+    task = PasskeyTask(tokenizer_with_names(), num_keys=2)
+    frame = len(task.preamble) + 2 * 26 + 14 + 4
+    assert task.batch(1, frame, np.random.default_rng(0)).prompt_ids_BN.shape[1] == frame - 4
+    passkeys = task.batch(4_500, frame + 2 * len(task.filler), np.random.default_rng(0))
+    counts = np.zeros((3, 3))  # gap of the key asked for x gap of the other
+    for ids, at in zip(passkeys.prompt_ids_BN, passkeys.sentence_at_B, strict=True):
+        places, asked = places_of(task, ids), places_of(task, ids[: at + 15])
+        counts[asked[-1], places[2 - len(asked)]] += 1
+    assert abs(counts - 500).max() < 110, counts  # five standard deviations
+    passkeys = task.batch(600, frame + 2 * len(task.filler), np.random.default_rng(0), depth=0.5)
+    others = []
+    for ids, at in zip(passkeys.prompt_ids_BN, passkeys.sentence_at_B, strict=True):
+        places, asked = places_of(task, ids), places_of(task, ids[: at + 15])
+        assert asked[-1] == 1
+        others.append(places[2 - len(asked)])
+    assert abs(np.bincount(others, minlength=3) - 200).max() < 60
+
+
+def test_keys_that_meet_in_one_gap_stand_in_any_order():
+    task = PasskeyTask(tokenizer_with_names(), num_keys=2)
+    frame = len(task.preamble) + 2 * 26 + 14 + 4
+    passkeys = task.batch(400, frame, np.random.default_rng(0))
+    assert set(passkeys.sentence_at_B) == {len(task.preamble), len(task.preamble) + 26}
+    assert 150 < passkeys.sentence_at_B.count(len(task.preamble)) < 250
+
+
+def test_surprises_are_not_trained_on():
+    tokenizer = tokenizer_with_names()
+    task = PasskeyTask(tokenizer, num_keys=2)
+    frame = len(task.preamble) + 2 * 26 + 14 + 4
+    predictable = len(task.preamble) - 1 + 2 * 16 + 14 - 7
+    with pytest.raises(ValueError, match=f"background={predictable + 1} and the text has {predictable} tokens"):
+        task.training_batch(1, frame, predictable + 1, np.random.default_rng(0))
+    batch = task.training_batch(5, frame, predictable, np.random.default_rng(0))
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        asked_for = labels != -100
+        assert torch.equal(labels[asked_for], ids[asked_for]) and asked_for[-4:].all() and not asked_for[0]
+        text = " ".join(words(tokenizer, ids[~asked_for]))
+        mention = r"The passkey of the \w+ is( \d){4} "
+        assert re.fullmatch(mention * 2 + r"What is the passkey of the \w+", text)
+
+
+def test_impossible_variants_are_named():
+    with pytest.raises(ValueError, match="does not know 'river'"):
+        PasskeyTask(passkey_tokenizer(), num_keys=2)
+    with pytest.raises(ValueError, match=f"num_keys=25, .* for {len(NAMES)}"):
+        PasskeyTask(tokenizer_with_names(), num_keys=25)
+    with pytest.raises(ValueError, match="no num_keys=11 different keys of num_digits=1"):
+        PasskeyTask(tokenizer_with_names(), num_keys=11, num_digits=1)
+    with pytest.raises(ValueError, match="num_digits=0"):
+        PasskeyTask(passkey_tokenizer(), num_digits=0)
+
+
+@pytest.mark.parametrize("num_keys", [1, 8])
+def test_a_million_tokens(num_keys):
+    start = time.perf_counter()
+    (example,) = examples(num_keys=num_keys, shortest=1.0).sequence(0, 1_000_000)
+    assert 999_976 < len(example.input_ids) <= 1_000_000
+    assert time.perf_counter() - start < 5  # a fifth of a second where nothing else runs
+
+
+@pytest.mark.parametrize("data", [{}, {"num_keys": 3, "num_digits": 6, "background": 5}])
+def test_sequences(data):
+    made, again = examples(**data), examples(**data)
+    digits = data.get("num_digits", 4)
+    lengths = []
+    for number in range(200):
+        (example,) = made.sequence(number, 1_000)
+        lengths.append(len(example.input_ids))
+        labelled = example.labels != -100
+        assert not labelled[0] and labelled[-digits:].all()
+        assert labelled.sum() == digits + data.get("background", 2)
+        assert (example.labels[labelled] == example.input_ids[labelled]).all()
+    assert 500 - 24 < min(lengths) < 530 and 950 < max(lengths) <= 1_000 and abs(np.mean(lengths) - 739) < 55
+    for number in (150, 3):  # in any order, whatever was asked for before
+        (first,), (second,) = made.sequence(number, 1_000), again.sequence(number, 1_000)
+        assert (first.input_ids == second.input_ids).all() and (first.labels == second.labels).all()
+    other = PasskeyExamples(tokenizer_with_names(), made.data, seed=6).sequence(3, 1_000)[0]
+    assert other.input_ids.tolist() != second.input_ids.tolist()
+
+
+def test_sequences_need_room_for_the_frame():
+    made = examples(shortest=0.1)
+    assert len(made.sequence(0, 70)[0].input_ids) == 70
+    assert {len(made.sequence(number, 117)[0].input_ids) for number in range(50)} == {70, 94}
+    with pytest.raises(ValueError, match="needs 70 tokens and 69 are allowed"):
+        made.sequence(0, 69)
+
+
+def test_several_keys_with_other_tokenizers(stories):
+    """Names of real tokenizers differ in length: rows of a batch have names of one."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    passkeys = PasskeyTask(tokenizer, num_keys=3).batch(20, 1_200, np.random.default_rng(0))
+    for prompt, key in zip(passkeys.prompt_ids_BN, passkeys.keys, strict=True):
+        text = tokenizer.decode(prompt)
+        (asked,) = re.findall(r"What is the passkey of the (\w+)\?", text)
+        assert re.findall(rf"The passkey of the {asked} is (\d+)", text) == [key]

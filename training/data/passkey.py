@@ -1,23 +1,40 @@
 """The passkey task: a number hidden in irrelevant text, asked for at the end (appendix C of the paper).
 
-Axes: B rows, N tokens.
+Variants: longer numbers, and several in one text, each of something that has a name, one of which is asked for.
+
+Axes: B rows, N tokens of the prompt, A tokens of the answer.
 """
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
+from .examples import IGNORE_INDEX, Example
+
+if TYPE_CHECKING:  # recipes need packages that measuring does without
+    from ..recipe import PasskeyData
 
 PREAMBLE = (
     "There is a critical piece of information hidden within a large amount of irrelevant text. Your task is to locate "
     "it and remember it carefully. I will test your ability to recall this information.\n"
 )
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-FIRST_MENTION = "The passkey is {key}"
-KEY = FIRST_MENTION + ". Remember it carefully. {key} is the passkey.\n"
-QUESTION = "What is the passkey? The passkey is"
+FIRST_MENTION = "The passkey{whose} is {key}"
+KEY = FIRST_MENTION + ". Remember it carefully. {key} is the passkey{whose}.\n"
+FIRST_QUESTION = "What is the passkey{whose}"
+QUESTION = FIRST_QUESTION + "? The passkey{whose} is"
 ANSWER = " {key}"
-KEY_DIGITS = 4
+WHOSE = " of the {name}"  # nothing where there is one key
+NAMES = [
+    "river", "house", "garden", "bridge", "tower", "market", "school", "church",
+    "station", "island", "valley", "castle", "hotel", "forest", "street", "library",
+    "museum", "hospital", "office", "kitchen", "village", "mountain", "temple", "lake",
+]  # fmt: skip
+PASSKEY_TEXTS = [PREAMBLE, FILLER, KEY.format(whose="", key=""), QUESTION.format(whose="")]
 
 
 @dataclass(frozen=True)
@@ -26,72 +43,170 @@ class Passkeys:
 
     prompt_ids_BN: torch.Tensor
     answer_ids_BA: torch.Tensor
-    keys: list[str]
-    sentence_at_B: list[int]  # where the sentence with the key begins
+    keys: list[str]  # those asked for
+    sentence_at_B: list[int]  # where the sentence with the key asked for begins
+
+
+class _Frame(NamedTuple):
+    """A row without its fillers."""
+
+    key: str
+    asked: int  # which of the sentences holds the answer
+    sentences: list[list[int]]
+    question: list[int]
+    answer: list[int]
+    surprises: list[int]  # unpredictable first tokens of each sentence, then of the question
+    length: int  # of the row that has no filler
+
+
+class _Row(NamedTuple):
+    prompt: list[int]
+    frame: _Frame
+    starts: list[int]  # of each sentence, then of the question
 
 
 class PasskeyTask:
-    """Makes prompts of a wanted length by repeating the filler before and behind the key sentence."""
+    """Makes prompts of a wanted length by repeating the filler before, between and behind the key sentences."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, num_keys: int = 1, num_digits: int = 4):
+        if num_keys < 1 or num_digits < 1:
+            raise ValueError(f"num_keys={num_keys} and num_digits={num_digits} have to be at least 1.")
+        if num_keys > 10**num_digits:
+            raise ValueError(f"there are no num_keys={num_keys} different keys of num_digits={num_digits}: raise it.")
+        self.tokenizer, self.num_keys, self.num_digits = tokenizer, num_keys, num_digits
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.preamble = start + self._encode(PREAMBLE)
         self.filler = self._encode(FILLER)
-        self.question = self._encode(QUESTION)
+        self.names = self._usable_names() if num_keys > 1 else []
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _usable_names(self) -> list[str]:
+        """Names of as many tokens as most have, so that the rows of a batch are equally long."""
+        by_length = defaultdict(list)
+        for name in NAMES:
+            ids = self._encode(" " + name)
+            if self.tokenizer.unk_token_id in ids:
+                raise ValueError(
+                    f"the tokenizer does not know {name!r}, a name that several keys need: "
+                    "use num_keys=1 or a tokenizer with all of training.data.passkey.NAMES."
+                )
+            by_length[len(ids)].append(name)
+        names = max(by_length.values(), key=len)
+        if self.num_keys > len(names):
+            raise ValueError(
+                f"num_keys={self.num_keys}, and there are names of equally many tokens for {len(names)}: ask for fewer."
+            )
+        return names
 
     def batch(
         self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None = None
     ) -> Passkeys:
         """Prompts with answers of at most `num_tokens`, as long as whole fillers allow.
 
-        `depth` 0 puts the key right behind the preamble, 1 right before the question, None anywhere with
-        equal probability. Raises `ValueError` where not even the frame fits.
+        `depth` 0 puts the key asked for before all fillers, 1 behind them, None anywhere with equal
+        probability, as all other keys. Raises `ValueError` where not even the frame fits.
         """
-        if depth is not None and not 0 <= depth <= 1:
-            raise ValueError(f"depth={depth} is outside 0 to 1: 0 is right behind the preamble, 1 before the question.")
-        rows = []
-        for _ in range(num_rows):
-            key = "".join(map(str, generator.integers(0, 10, KEY_DIGITS)))
-            sentence, answer = self._encode(KEY.format(key=key)), self._encode(ANSWER.format(key=key))
-            frame = len(self.preamble) + len(sentence) + len(self.question) + len(answer)
-            fillers = (num_tokens - frame) // len(self.filler)
-            if fillers < 0:
-                raise ValueError(f"a passkey prompt needs {frame} tokens and {num_tokens} are allowed: allow more.")
-            before = int(generator.integers(0, fillers + 1)) if depth is None else round(depth * fillers)
-            ids = self.preamble + self.filler * before + sentence + self.filler * (fillers - before) + self.question
-            rows.append((ids, answer, key, len(self.preamble) + len(self.filler) * before))
-        shortest = min(len(ids) + len(answer) for ids, answer, _, _ in rows)
-        if any(len(ids) + len(answer) != shortest for ids, answer, _, _ in rows):
-            raise ValueError(
-                "this tokenizer splits keys of equal length into unequal numbers of tokens: not supported."
-            )
-        return Passkeys(
-            torch.tensor([ids for ids, _, _, _ in rows]),
-            torch.tensor([answer for _, answer, _, _ in rows]),
-            [key for _, _, key, _ in rows],
-            [at for _, _, _, at in rows],
-        )
+        return _stack(self._rows(num_rows, num_tokens, generator, depth))
 
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` [B, N]: the answer's tokens, and `background` other tokens a row.
+        """`input_ids` and `labels` [B, N + A]: the answer's tokens, and `background` other tokens a row.
 
-        The background keeps the model reading the text between; the key's first mention, which nothing
-        could predict, is not part of it.
+        The background keeps the model reading the text between; the keys' first mentions and the name that
+        is asked for, which nothing could predict, are not part of it.
         """
-        passkeys = self.batch(num_rows, num_tokens, generator)
+        rows = self._rows(num_rows, num_tokens, generator, depth=None)
+        passkeys = _stack(rows)
         input_ids = torch.cat([passkeys.prompt_ids_BN, passkeys.answer_ids_BA], dim=1)
-        labels = torch.full_like(input_ids, -100)
-        prompt_tokens = passkeys.prompt_ids_BN.shape[1]
-        labels[:, prompt_tokens:] = passkeys.answer_ids_BA
-        mention = len(self._encode(FIRST_MENTION.format(key="0" * KEY_DIGITS)))
-        for row, start in enumerate(passkeys.sentence_at_B):
-            predictable = np.r_[1:start, start + mention : prompt_tokens]
-            positions = generator.choice(predictable, background, replace=False)
-            labels[row, positions] = input_ids[row, positions]
-        return {"input_ids": input_ids, "labels": labels}
+        labels = np.stack([_labels(row, background, generator) for row in rows])
+        return {"input_ids": input_ids, "labels": torch.from_numpy(labels)}
+
+    def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
+        if depth is not None and not 0 <= depth <= 1:
+            raise ValueError(f"depth={depth} is outside 0 to 1: 0 is right behind the preamble, 1 before the question.")
+        return [self._fill(self._frame(num_tokens, generator), num_tokens, generator, depth) for _ in range(num_rows)]
+
+    def _frame(self, num_tokens: int, generator: np.random.Generator) -> _Frame:
+        keys: list[str] = []
+        while len(keys) < self.num_keys:
+            key = "".join(map(str, generator.integers(0, 10, self.num_digits)))
+            if key not in keys:
+                keys.append(key)
+        whose = [""]
+        if self.num_keys > 1:
+            names = generator.choice(self.names, self.num_keys, replace=False)
+            whose = [WHOSE.format(name=name) for name in names]
+        asked = int(generator.integers(self.num_keys))
+        fields = [{"whose": of, "key": key} for of, key in zip(whose, keys, strict=True)]
+        sentences = [self._encode(KEY.format(**field)) for field in fields]
+        surprises = [len(self._encode(FIRST_MENTION.format(**field))) for field in fields]
+        surprises.append(len(self._encode(FIRST_QUESTION.format(**fields[asked]))) if self.num_keys > 1 else 0)
+        question, answer = (self._encode(text.format(**fields[asked])) for text in (QUESTION, ANSWER))
+        length = len(self.preamble) + sum(map(len, sentences)) + len(question) + len(answer)
+        if length > num_tokens:
+            raise ValueError(f"a passkey prompt needs {length} tokens and {num_tokens} are allowed: allow more.")
+        return _Frame(keys[asked], asked, sentences, question, answer, surprises, length)
+
+    def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator, depth: float | None) -> _Row:
+        """Keys go to gaps between fillers; those that meet in one gap stand in the order they were drawn in."""
+        fillers = (num_tokens - frame.length) // len(self.filler)
+        gaps = [
+            int(generator.integers(0, fillers + 1)) if depth is None or which != frame.asked else round(depth * fillers)
+            for which in range(self.num_keys)
+        ]
+        ids, starts, done = list(self.preamble), [0] * self.num_keys, 0
+        for which in sorted(range(self.num_keys), key=gaps.__getitem__):
+            ids += self.filler * (gaps[which] - done)
+            starts[which], done = len(ids), gaps[which]
+            ids += frame.sentences[which]
+        ids += self.filler * (fillers - done)
+        return _Row(ids + frame.question, frame, [*starts, len(ids)])
+
+
+def _stack(rows: list[_Row]) -> Passkeys:
+    if len({len(row.prompt) + len(row.frame.answer) for row in rows}) > 1:
+        raise ValueError("this tokenizer splits keys of equal length into unequal numbers of tokens: not supported.")
+    return Passkeys(
+        torch.tensor([row.prompt for row in rows]),
+        torch.tensor([row.frame.answer for row in rows]),
+        [row.frame.key for row in rows],
+        [row.starts[row.frame.asked] for row in rows],
+    )
+
+
+def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
+    """[N + A]: the answer, and `background` tokens that can be predicted."""
+    input_ids = np.array(row.prompt + row.frame.answer)
+    predictable = np.ones(len(row.prompt), dtype=bool)
+    predictable[0] = False
+    for start, surprise in zip(row.starts, row.frame.surprises, strict=True):
+        predictable[start : start + surprise] = False
+    if background > predictable.sum():
+        raise ValueError(
+            f"background={background} and the text has {predictable.sum()} tokens that can be predicted: lower it."
+        )
+    labels = np.full(len(input_ids), IGNORE_INDEX)
+    labelled = [*generator.choice(np.flatnonzero(predictable), background, replace=False)]
+    labelled += range(len(row.prompt), len(input_ids))
+    labels[labelled] = input_ids[labelled]
+    return labels
+
+
+class PasskeyExamples:
+    """Passkey texts by number, of a length between `data.shortest` of the total length and all of it."""
+
+    def __init__(self, tokenizer: Any, data: "PasskeyData", seed: int):
+        self.task = PasskeyTask(tokenizer, data.num_keys, data.num_digits)
+        self.data, self.seed = data, seed
+
+    def sequence(self, number: int, total_length: int) -> list[Example]:
+        """One document. Raises `ValueError` where its frame does not fit into `total_length` tokens."""
+        generator = np.random.default_rng([self.seed, number])
+        frame = self.task._frame(total_length, generator)
+        shortest = max(frame.length, math.ceil(self.data.shortest * total_length))
+        row = self.task._fill(frame, int(generator.integers(shortest, total_length + 1)), generator, depth=None)
+        input_ids = np.array(row.prompt + row.frame.answer)
+        return [Example(input_ids, _labels(row, self.data.background, generator))]

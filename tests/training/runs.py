@@ -1,0 +1,94 @@
+"""Runs through the real launcher, and the same training written out plainly."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, get_wsd_schedule
+
+from condense import CondenseForCausalLM
+from training.batches import StageBatches
+from training.curriculum import CurriculumBatches, LengthSchedule
+from training.data.passkey import PasskeyTask
+from training.data.tasks import make_examples
+from training.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = "import sys; from training.launch import launch; launch(sys.argv[1], sys.argv[3:], int(sys.argv[2]))"
+
+
+def launch_command(recipe, *overrides, ranks=2) -> list[str]:
+    return [sys.executable, "-c", CODE, str(recipe), str(ranks), *overrides]
+
+
+def log_lines(output: Path, name="loss") -> list[dict]:
+    return [line for line in map(json.loads, (output / "log.jsonl").read_text().splitlines()) if name in line]
+
+
+def run(recipe, output, *overrides, ranks=2) -> tuple[list[float], str]:
+    """The logged losses, and what was printed."""
+    command = launch_command(recipe, f"output={output}", *overrides, ranks=ranks)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [line["loss"] for line in log_lines(output)], done.stdout
+
+
+def fails(recipe, output, *overrides, ranks=2) -> str:
+    command = launch_command(recipe, f"output={output}", *overrides, ranks=ranks)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and weights of one process without Trainer and DeepSpeed: a step's rows are one sum."""
+    torch.manual_seed(recipe.seed)
+    model = CondenseForCausalLM.from_pretrained(recipe.model).train()
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    schedule = None
+    if recipe.curriculum:
+        schedule = LengthSchedule(recipe.curriculum)
+        segment_length = model.config.segment_length
+        batches = CurriculumBatches(recipe, schedule, PasskeyTask(tokenizer), segment_length, ranks)
+    else:
+        batches = StageBatches(recipe, make_examples(recipe, tokenizer)[0], ranks)
+    settings = recipe.optimizer
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2), eps=1e-8)
+    rates = get_wsd_schedule(
+        optimizer,
+        settings.warmup_steps,
+        recipe.decay_steps,
+        num_training_steps=recipe.steps,
+        min_lr_ratio=settings.final_learning_rate / settings.learning_rate,
+    )
+    per_step = recipe.accumulation(ranks) * ranks
+    losses, norms = [], []
+    for step in range(recipe.steps):
+        parts = [dict(batches[step * per_step + part]) for part in range(per_step)]
+        targets = sum(int((part["labels"] != -100).sum()) for part in parts)
+        for part in parts:
+            del part["name"]
+        loss = sum(model(**part, num_items_in_batch=targets).loss for part in parts)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)))
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if schedule is not None:
+            schedule.observe(step + 1, loss.item(), 1)
+    return losses, norms, model.state_dict()
+
+
+def expected(recipe, *overrides, ranks=2):
+    return plain_training(load_recipe(recipe, ["output=o", *overrides]), ranks)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = (CondenseForCausalLM.from_pretrained(folder).state_dict() for folder in (one, other))
+    return all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,111 @@
+"""The sample data: the same for a seed, of the sizes promised, and true to itself."""
+
+import json
+import re
+from collections import defaultdict
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from training.data.passkey import PasskeyTask
+from training.sample_data import ATTRIBUTES, make_documents, write_sample_data
+
+FILES = [f"{kind}/{split}" for kind in ("text", "summaries") for split in ("train", "validation")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    write_sample_data(folder)
+    return folder
+
+
+def read(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def facts(text):
+    """What the text says of each name, trade, thing and colour, by naive patterns."""
+    said = defaultdict(set)
+    trade = "|".join(ATTRIBUTES["trade"])
+    for pattern in (
+        r"(?P<a>\b[A-Z]\w+) (?:comes )?from (?P<b>[A-Z]\w+)",
+        rf"(?P<a>\b[A-Z]\w+) (?:is a|was a|the) (?P<b>{trade})\b",
+        rf"the (?P<b>{trade}) from \w+, who is (?P<a>\w+)",
+        rf"the (?P<a>{trade}) from (?P<b>\w+)",
+        r"(?P<a>\b[A-Z]\w+) held the (?P<b>\w+ \w+)",
+        r"(?P<a>\b[A-Z]\w+) was a \w+ and had a (?P<b>\w+ \w+)",
+        r"from \w+ (?:lost|found|sold|hid|broke|repaired) (?P<a>the) (?P<b>\w+ \w+)",
+        r"It is the (?P<a>\w+) of (?P<b>\w+)",
+    ):
+        for match in re.finditer(pattern, text):
+            said[pattern, match["a"]].add(match["b"])
+    return said
+
+
+def test_stories_never_contradict_themselves(folder):
+    for name in FILES[:2]:
+        for document in read(folder, name):
+            text = document["text"]
+            assert 100 <= len(text.split()) <= 3_000
+            said = facts(text)
+            assert all(len(values) == 1 for values in said.values()), said
+            for pair in ("from (?P<b>[A-Z]", "had a (?P<b>", "is a|was a"):  # nobody shares what is his own
+                values = [value for (pattern, _), values in said.items() if pair in pattern for value in values]
+                assert len(set(values)) == len(values) >= 3
+
+
+def test_stories_come_back_to_early_facts_late(folder):
+    later = 0
+    for document in read(folder, "text/train"):
+        text = document["text"]
+        beginning = text[: text.rindex("Once upon a time") + 120]
+        rest = text[len(beginning) :]
+        known, restated = facts(beginning), facts(rest[len(rest) // 2 :])
+        later += sum(values <= known[key] for key, values in restated.items() if "from (?P<b>[A-Z]" in key[0])
+    assert later > 400
+
+
+def test_summaries_restate_the_marked_news(folder):
+    for name in FILES[2:]:
+        for document in read(folder, name):
+            news = re.findall(r"Here is the news: ([^.]+\.)", document["article"])
+            assert len(news) == 2 and document["highlights"] == " ".join(news)
+
+
+def test_files_and_their_counts(folder, tmp_path, capsys):
+    import pyarrow.parquet
+
+    write_sample_data(tmp_path)
+    printed = capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+    for name in FILES:
+        documents = read(folder, name)
+        tokens = [tokenizer(" ".join(document.values()))["input_ids"] for document in documents]
+        assert not any(tokenizer.unk_token_id in ids for ids in tokens)
+        assert len(documents) == (400 if "train" in name else 40)
+        assert f"{name}.jsonl: {len(documents)} documents, {sum(map(len, tokens)):,} tokens\n" in printed
+    table = pyarrow.parquet.read_table(folder / "summaries" / "train.parquet")
+    assert table.to_pylist() == read(folder, "summaries/train")
+    for path in folder.rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / path.relative_to(folder)).read_bytes(), path
+
+
+def test_the_llama_knows_the_passkeys(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+    assert AutoModelForCausalLM.from_pretrained(folder / "llama").num_parameters() < 1_000_000
+    PasskeyTask(tokenizer, num_keys=24)
+
+
+def test_other_content_is_kept(folder, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "train.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="train.jsonl exists with another content"):
+        write_sample_data(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["train.jsonl"]
+
+
+def test_seeds_and_splits_differ():
+    first, other = make_documents(0), make_documents(1)
+    stories = [document["text"] for made in (first, other) for name in FILES[:2] for document in made[name]]
+    assert len(set(stories)) == len(stories)

@@ -1,0 +1,70 @@
+"""The micro-batches of a run with stages, by number.
+
+The rows of a step's global batch are numbered; ranks and accumulation only divide them. So a run has the
+same batches on any number of ranks.
+
+Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must run equally many segments:
+where texts differ in length, one row of each micro-batch reads on to the full length.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from condense.loss import MAX_LOGITS
+
+from .data.examples import Examples, collate
+from .recipe import Recipe
+
+
+def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
+    """Raises `ValueError` for what ZeRO-3 would hang on: a loss that ranks take in unequally many chunks of logits."""
+    if recipe.curriculum:
+        raise ValueError("a curriculum gives ranks texts of unequal lengths, which ZeRO-3 can't run: use ZeRO-2.")
+    assert recipe.stages is not None
+    tokens = recipe.micro_batch * max(stage.total_length for stage in recipe.stages)
+    equal = recipe.data.task == "text" and recipe.data.fit == "cut"
+    if recipe.folded and not equal and tokens * vocab_size > MAX_LOGITS:
+        raise ValueError(
+            f"under ZeRO-3, texts of unequal lengths may have at most {MAX_LOGITS // vocab_size} tokens a micro-batch "
+            f"with a vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}: use ZeRO-2."
+        )
+
+
+class StageBatches(Dataset):
+    """Item i is the i-th micro-batch over all ranks: whole steps of `accumulation` micro-batches a rank."""
+
+    def __init__(self, recipe: Recipe, examples: Examples, ranks: int, equal_lengths: bool = False):
+        self.recipe, self.examples, self.equal_lengths = recipe, examples, equal_lengths
+        self.per_step = recipe.accumulation(ranks) * ranks
+
+    def __len__(self) -> int:
+        return self.recipe.steps * self.per_step
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert self.recipe.stages is not None
+        total_length = self.recipe.stages[self.recipe.stage_at(index // self.per_step)].total_length
+        first = index * self.recipe.micro_batch
+        numbers = range(first, first + self.recipe.micro_batch)
+        sequences = [self.examples.sequence(number, total_length) for number in numbers]
+        examples = [example for sequence in sequences for example in sequence]
+        batch = collate(examples, read_on_to=total_length if self.equal_lengths else 0)
+        return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]}"}
+
+
+class ValidationBatches(Dataset):
+    """One sequence an item, all as long as the longest stage: losses of all stages compare."""
+
+    def __init__(self, recipe: Recipe, examples: Examples, equal_lengths: bool = False):
+        assert recipe.evaluation is not None and recipe.stages is not None
+        self.examples, self.num_sequences = examples, recipe.evaluation.sequences
+        self.equal_lengths = equal_lengths
+        self.total_length = max(stage.total_length for stage in recipe.stages)
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        examples = self.examples.sequence(index, self.total_length)
+        return collate(examples, read_on_to=self.total_length if self.equal_lengths else 0)

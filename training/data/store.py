@@ -1,0 +1,211 @@
+"""Documents as tokens on disk, prepared once: after that, any of them is read by its number.
+
+Parts are written whole or not at all, each with the position behind it, so a preparation that was killed
+goes on, and ends with the same documents. The first process to ask prepares, others wait.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+from tqdm import tqdm
+
+from ..recipe import DocumentData, Source
+from .documents import Document, DocumentReader, Problem, source_files
+
+BATCH = 64  # documents tokenised at once
+PART_TOKENS = 2**24
+
+
+class Tokens(NamedTuple):
+    """A document as tokens; the first `num_given` are not asked for."""
+
+    input_ids: np.ndarray
+    num_given: int
+
+
+Encode = Callable[[Sequence[Document]], Sequence[Tokens | str]]  # the tokens, or why the document is dropped
+
+
+class Need(NamedTuple):
+    """How much a caller needs: documents until their weights, by their numbers of tokens, come to an amount."""
+
+    weigh: Callable[[np.ndarray], np.ndarray]
+    amount: int
+
+    def prefix(self, lengths: np.ndarray) -> int:
+        """How many documents, from the first on, are enough; all of them where they are not."""
+        return min(int(np.searchsorted(np.cumsum(self.weigh(lengths)), self.amount)) + 1, len(lengths))
+
+
+class Part(NamedTuple):
+    values: np.ndarray
+    ends: np.ndarray
+    num_given: np.ndarray
+    notes: dict[str, Any]
+
+
+class Store:
+    """The prepared documents in a folder, by number; memory-mapped."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.parts = [_read_part(path) for path in sorted(folder.glob("part-*.arrow"))]
+        self._firsts = np.cumsum([0, *(len(part.ends) for part in self.parts)])
+        self.lengths = np.concatenate([np.diff(part.ends, prepend=0) for part in self.parts] or [np.zeros(0, int)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> Tokens:
+        n = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        part, place = self.parts[n], number - self._firsts[n]
+        start = part.ends[place - 1] if place else 0
+        return Tokens(part.values[start : part.ends[place]], int(part.num_given[place]))
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """After the last part: the reader's position, whether the sources have ended, and counts."""
+        return self.parts[-1].notes if self.parts else {"position": None, "ended": False, "counts": {}}
+
+
+def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settings) -> Path:
+    """Where documents are kept: named for everything that decides what they become."""
+    files = [
+        [str(path), path.stat().st_size, path.stat().st_mtime_ns]
+        for source in sources
+        if source.files is not None
+        for path in source_files(source)
+    ]
+    described = {
+        "sources": [source.model_dump() for source in sources],
+        "files": files,
+        "bad_documents": data.bad_documents,
+        "tokenizer": [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.eos_token_id],
+        **settings,
+    }
+    return data.prepared / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def prepare(
+    folder: Path, data: DocumentData, sources: Sequence[Source], encode: Encode, need: Need, with_summaries: bool
+) -> Store:
+    """Reads and tokenises documents until those kept are as many as needed, or the sources end.
+
+    Raises `ValueError` for the first document with a problem if `bad_documents` is "refuse", and where no
+    document is left.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        store = Store(folder)
+        preparation = _Preparation(store, data, need)
+        if not preparation.finished:
+            preparation.run(DocumentReader(sources, with_summaries, store.notes["position"]), encode)
+            store = Store(folder)
+            _summarize(store)
+    if not len(store):
+        raise ValueError(f"no document is left to train on: {store.notes['counts']}; see {folder / 'summary.json'}.")
+    return store
+
+
+class _Preparation:
+    """Where a preparation stands."""
+
+    def __init__(self, store: Store, data: DocumentData, need: Need):
+        self.folder, self.data, self.need = store.folder, data, need
+        self.num_parts, self.num_kept = len(store.parts), len(store)
+        self.weight = int(need.weigh(store.lengths).sum())
+        self.ended, self.counts = store.notes["ended"], Counter(store.notes["counts"])
+
+    @property
+    def finished(self) -> bool:
+        full = self.data.max_documents is not None and self.num_kept >= self.data.max_documents
+        return self.ended or full or self.weight >= self.need.amount
+
+    def run(self, reader: DocumentReader, encode: Encode) -> None:
+        records = iter(reader)
+        with tqdm(desc="preparing documents", unit=" documents", initial=self.counts["read"]) as bar:
+            while not self.finished:
+                kept: list[Tokens] = []
+                problems: list[Problem] = []
+                num_tokens = 0
+                while not self.finished and num_tokens < PART_TOKENS:
+                    batch = list(islice(records, BATCH))
+                    self.ended = len(batch) < BATCH
+                    problems += _check(batch, self.data.bad_documents)
+                    new = self._encode(batch, encode)
+                    kept += new
+                    num_tokens += sum(len(tokens.input_ids) for tokens in new)
+                    bar.update(len(batch))
+                notes = {
+                    "position": reader.position,
+                    "ended": self.ended,
+                    "counts": dict(self.counts),
+                    "problems": [problem.__dict__ for problem in problems],
+                }
+                _write_part(self.folder / f"part-{self.num_parts:05d}.arrow", kept, notes)
+                self.num_parts += 1
+
+    def _encode(self, batch: Sequence[Document | Problem], encode: Encode) -> list[Tokens]:
+        documents = [record for record in batch if isinstance(record, Document)]
+        encoded = encode(documents) if documents else []
+        kept = [item for item in encoded if not isinstance(item, str)]
+        lengths = np.array([len(tokens.input_ids) for tokens in kept], dtype=int)
+        self.counts.update(item for item in encoded if isinstance(item, str))
+        self.counts.update(record.kind for record in batch if isinstance(record, Problem))
+        self.counts.update({"read": len(batch), "kept": len(kept), "tokens kept": int(lengths.sum())})
+        self.num_kept += len(kept)
+        self.weight += int(self.need.weigh(lengths).sum())
+        return kept
+
+
+def _check(batch: Sequence[Document | Problem], bad_documents: str) -> Iterator[Problem]:
+    for record in batch:
+        if isinstance(record, Problem):
+            if bad_documents == "refuse":
+                raise ValueError(
+                    f"{record.where}: {record.kind} ({record.detail}). Mend it, or leave such documents out with "
+                    "data.bad_documents=skip."
+                )
+            yield record
+
+
+def _write_part(path: Path, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
+    lists = pa.array([tokens.input_ids.astype(np.int32) for tokens in kept], type=pa.large_list(pa.int32()))
+    given = pa.array([tokens.num_given for tokens in kept], type=pa.int32())
+    schema = pa.schema({"input_ids": lists.type, "num_given": given.type}, metadata={"notes": json.dumps(notes)})
+    partial = path.with_suffix(".partial")
+    with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_batch(pa.record_batch([lists, given], schema=schema))
+    partial.rename(path)
+
+
+def _read_part(path: Path) -> Part:
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    batch = reader.get_batch(0)
+    lists = batch["input_ids"]
+    notes = json.loads(reader.schema.metadata[b"notes"])
+    return Part(lists.values.to_numpy(), lists.offsets.to_numpy()[1:], batch["num_given"].to_numpy(), notes)
+
+
+def _summarize(store: Store) -> None:
+    """Writes `summary.json` and `problems.jsonl`, and says what became of the documents."""
+    counts = store.notes["counts"]
+    problems = [problem for part in store.parts for problem in part.notes["problems"]]
+    (store.folder / "problems.jsonl").write_text("".join(json.dumps(item) + "\n" for item in problems))
+    (store.folder / "summary.json").write_text(json.dumps(counts, indent=2))
+    dropped = ", ".join(
+        f"{count:,} {what}" for what, count in counts.items() if what not in ("read", "kept", "tokens kept")
+    )
+    print(
+        f"{store.folder}: {counts['read']:,} documents read, {counts['kept']:,} kept with "
+        f"{counts['tokens kept']:,} tokens" + (f"; {dropped}" if dropped else ""),
+        flush=True,
+    )

@@ -1,0 +1,98 @@
+"""The examples of a recipe: to train on and to validate with."""
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..recipe import PasskeyData, Recipe, Source, SummarizationData, TextData
+from .examples import Examples
+from .passkey import PasskeyExamples
+from .store import Need, Store, folder_of, prepare
+from .summarization import SummarizationExamples, summary_encoder
+from .text import TextExamples, text_encoder
+
+VALIDATION_SEED = 2**40  # added to the run's: passkeys of its own
+
+
+def make_examples(recipe: Recipe, tokenizer) -> tuple[Examples, Examples | None]:
+    """Training examples and, where the recipe has an evaluation, others for it. Prepares documents first."""
+    if isinstance(recipe.data, PasskeyData):
+        training = PasskeyExamples(tokenizer, recipe.data, recipe.seed)
+        held_out = PasskeyExamples(tokenizer, recipe.data, recipe.seed + VALIDATION_SEED)
+        return training, held_out if recipe.evaluation else None
+    return DocumentTask(recipe, recipe.data, tokenizer).examples()
+
+
+class DocumentTask:
+    """A recipe's documents: how many are needed, and which are held out."""
+
+    def __init__(self, recipe: Recipe, data: TextData | SummarizationData, tokenizer):
+        assert recipe.stages is not None and recipe.global_batch is not None
+        self.recipe, self.data, self.tokenizer = recipe, data, tokenizer
+        self.longest = max(stage.total_length for stage in recipe.stages)
+        self.asked = {stage.total_length: 0 for stage in recipe.stages}  # sequences of each length
+        for stage in recipe.stages:
+            self.asked[stage.total_length] += stage.steps * recipe.global_batch
+        self.num_held_out = recipe.evaluation.sequences if recipe.evaluation else 0
+
+    def _need(self, asked: dict[int, int]) -> Need:
+        if isinstance(self.data, SummarizationData):
+            return Need(np.ones_like, sum(asked.values()))
+        tokens = sum(total_length * count for total_length, count in asked.items())
+        if self.data.fit == "pack":
+            return Need(lambda lengths: lengths, tokens)
+        return Need(lambda lengths: lengths // self.longest * self.longest, tokens)
+
+    def _prepare(self, sources: Sequence[Source], need: Need) -> Store:
+        settings: dict[str, str | int]
+        if isinstance(self.data, TextData):
+            encode = text_encoder(self.tokenizer, self.data.min_tokens)
+            settings = {"min_tokens": self.data.min_tokens}
+        else:
+            encode = summary_encoder(self.tokenizer, self.longest, self.data.too_long)
+            settings = {"total_length": self.longest, "too_long": self.data.too_long}
+        folder = folder_of(self.data, sources, self.tokenizer, task=self.data.task, **settings)
+        return prepare(folder, self.data, sources, encode, need, with_summaries=self.data.task == "summarization")
+
+    def _of(self, store: Store, first: int, last: int, seed: int | None) -> TextExamples | SummarizationExamples:
+        if isinstance(self.data, TextData):
+            return TextExamples(store, first, last, self.data.fit, seed)
+        return SummarizationExamples(store, first, last, seed)
+
+    def examples(self) -> tuple[Examples, Examples | None]:
+        evaluation, first, held_out = self.recipe.evaluation, 0, None
+        need, need_held_out = self._need(self.asked), self._need({self.longest: self.num_held_out})
+        if evaluation and evaluation.sources:
+            store = self._prepare(evaluation.sources, need_held_out)
+            held_out = self._of(store, 0, need_held_out.prefix(store.lengths), seed=None)
+        else:
+            need = need._replace(amount=need.amount + need_held_out.amount)
+        store = self._prepare(self.data.sources, need)
+        last = min(need.prefix(store.lengths), self.data.max_documents or len(store))
+        if evaluation and held_out is None:
+            first = need_held_out.prefix(store.lengths)
+            if first >= last:
+                raise ValueError(
+                    f"the {self.num_held_out} sequences of the evaluation take all {last} documents: name others in "
+                    "evaluation.sources, or ask for fewer with evaluation.sequences."
+                )
+            held_out = self._of(store, 0, first, seed=None)
+        if held_out and held_out.num_sequences(self.longest) < self.num_held_out:
+            raise ValueError(
+                f"evaluation.sequences={self.num_held_out}, and its documents make only "
+                f"{held_out.num_sequences(self.longest)} of {self.longest} tokens: ask for fewer, or name more."
+            )
+        training = self._of(store, first, last, self.recipe.seed)
+        if os.environ.get("RANK", "0") == "0":
+            self._describe(training)
+        return training, held_out
+
+    def _describe(self, training: TextExamples | SummarizationExamples) -> None:
+        for total_length, asked in self.asked.items():
+            there = training.num_sequences(total_length)
+            print(
+                f"sequences of {total_length} tokens: {asked:,} to train on, {there:,} there: "
+                f"{asked / there:.2f} epochs",
+                flush=True,
+            )

@@ -1,0 +1,92 @@
+"""Text to predict: documents in pieces of the total length, or packed into sequences of it.
+
+A document longer than the total length is cut into whole pieces. What remains of it, and shorter
+documents, are left out (`cut`) or put together, in order, into sequences of at most the total length
+(`pack`), each as a row of its own: so no memory passes from one document to the next.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .documents import Document
+from .epochs import Epochs
+from .examples import IGNORE_INDEX, Example
+from .store import Store, Tokens
+
+
+def text_encoder(tokenizer, min_tokens: int):
+    """Tokenises documents; those of fewer than `min_tokens` tokens are dropped."""
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def encode(documents: Sequence[Document]) -> list[Tokens | str]:
+        texts = [document.text for document in documents]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return [
+            Tokens(np.array([*first, *ids, *last]), 1) if len(ids) >= min_tokens else f"under {min_tokens} tokens"
+            for ids in encoded
+        ]
+
+    return encode
+
+
+class Plan(NamedTuple):
+    """Pieces of documents, and which of them make a sequence: those from `firsts[k]` up to `firsts[k + 1]`."""
+
+    document: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    firsts: np.ndarray
+
+
+class TextExamples:
+    """Sequences of the documents `first` to `last - 1` of a store, in an order for each epoch by `seed`."""
+
+    def __init__(self, store: Store, first: int, last: int, fit: Literal["cut", "pack"], seed: int | None):
+        self.store, self.first, self.last, self.fit = store, first, last, fit
+        self.epochs = Epochs(seed)
+        self.plan = lru_cache(maxsize=4)(self._plan)
+
+    def num_sequences(self, total_length: int) -> int:
+        return len(self.plan(total_length).firsts) - 1
+
+    def sequence(self, number: int, total_length: int) -> list[Example]:
+        plan = self.plan(total_length)
+        place = self.epochs.place(number, len(plan.firsts) - 1)
+        return [self._piece(plan, n) for n in range(plan.firsts[place], plan.firsts[place + 1])]
+
+    def _piece(self, plan: Plan, n: int) -> Example:
+        tokens = self.store[self.first + int(plan.document[n])]
+        input_ids = tokens.input_ids[plan.start[n] : plan.start[n] + plan.length[n]].astype(np.int64)
+        labels = input_ids.copy()
+        labels[0] = IGNORE_INDEX
+        return Example(input_ids, labels)
+
+    def _plan(self, total_length: int) -> Plan:
+        lengths = self.store.lengths[self.first : self.last]
+        num_whole = lengths // total_length
+        document = np.repeat(np.arange(len(lengths)), num_whole)
+        start = (np.arange(len(document)) - np.repeat(np.cumsum(num_whole) - num_whole, num_whole)) * total_length
+        length = np.full(len(document), total_length)
+        firsts = list(range(len(document)))
+        if self.fit == "pack":
+            rest = lengths % total_length
+            rested = np.flatnonzero(rest >= 2)  # a single token predicts nothing
+            filled = total_length
+            for n, tokens in enumerate(rest[rested], len(document)):
+                if filled + tokens > total_length:
+                    firsts.append(n)
+                    filled = 0
+                filled += tokens
+            document = np.concatenate([document, rested])
+            start = np.concatenate([start, num_whole[rested] * total_length])
+            length = np.concatenate([length, rest[rested]])
+        if not firsts:
+            raise ValueError(
+                f"no document has total_length={total_length} tokens; the longest has {lengths.max(initial=0)}: choose "
+                "a shorter one, or data.fit=pack."
+            )
+        return Plan(document, start, length, np.array([*firsts, len(document)]))

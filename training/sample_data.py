@@ -1,0 +1,154 @@
+"""A small Llama, stories and summaries, made from nothing, to try every recipe on: no download.
+
+    python -m training.sample_data FOLDER [--seed 0]
+
+A story tells early where its people come from, what their trades are and which things are theirs, and comes
+back to that again and again: who remembers can predict it. An article is a story with two sentences marked
+as its news; they are its summary.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+from transformers.utils import logging
+
+from .data.passkey import NAMES, PASSKEY_TEXTS
+from .small_llama import small_llama, word_tokenizer
+
+NUM_DOCUMENTS = {"train": 400, "validation": 40}
+# What is a person's own: no two people of a story share any of it.
+ATTRIBUTES = {
+    attribute: words.split()
+    for attribute, words in {
+        "name": "Ada Ben Clara David Emma Felix Greta Hugo Ida Jonas Karin Leo Mara Nils Olga Paul Rosa Simon Tilda",
+        "town": "Aldwick Brackley Colby Dunmore Farrow Glenby Hatfield Kelso Langley Marlow Norwood Redcar Selby",
+        "trade": "baker carpenter doctor farmer gardener hunter judge mason miller painter potter sailor weaver writer",
+        "thing": "basket bell book box clock coat cup drum flute hat knife lamp letter map mirror ring rope spoon",
+        "colour": "red blue green yellow white black brown golden",
+    }.items()
+}
+SCENERY = {
+    "place": NAMES,
+    "weather": ["rain", "wind", "snow", "fog", "storm"],
+    "mood": ["quiet", "long", "cold", "warm", "strange", "happy"],
+}
+MEETING = "Once upon a time there was {name} from {town}. {name} was a {trade} and had a {colour} {thing}."
+MENTIONS = (
+    "{name} from {town} came by.",
+    "There was {name} the {trade}, waiting at the {place}.",
+    "{name} held the {colour} {thing} and smiled.",
+    "Whose is the {thing}? It is the {thing} of {name}.",
+    "Where does {name} come from? {name} comes from {town}.",
+    "What is the trade of {name}? {name} is a {trade}.",
+    "Somebody at the {place} spoke of the {trade} from {town}, who is {name}.",
+)
+SCENES = (
+    "The {weather} came over the {place}.",
+    "It was a {mood} day and nobody went to the {place}.",
+    "Then the {weather} stopped and the {place} was {mood} again.",
+)
+NEWS = "{name} from {town} %s the {colour} {thing}."
+EVENTS = ("lost", "found", "sold", "hid", "broke", "repaired")
+MARK = "Here is the news: "
+
+
+def story(random: Random, num_words: int, events: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """A text that no further sentence would fit into, and its news: each event happens to somebody else."""
+    size = 3 + num_words // 600
+    columns = [random.sample(values, size) for values in ATTRIBUTES.values()]
+    cast = [dict(zip(ATTRIBUTES, person, strict=True)) for person in zip(*columns, strict=True)]
+    people = random.sample(cast, len(events))
+    news = [(NEWS % event).format(**person) for event, person in zip(events, people, strict=True)]
+    beginning, middle = [MEETING.format(**person) for person in cast], list[str]()
+    room = num_words - _words(beginning) - _words([MARK + sentence for sentence in news])
+    while True:
+        scenery = {kind: random.choice(values) for kind, values in SCENERY.items()}
+        sentence = random.choice(random.choice((MENTIONS, SCENES))).format(**random.choice(cast), **scenery)
+        room -= _words([sentence])
+        if room < 0:
+            break
+        middle.append(sentence)
+    places = sorted(random.choices(range(len(middle) + 1), k=len(news)))
+    for place, sentence in reversed(list(zip(places, news, strict=True))):
+        middle.insert(place, MARK + sentence)
+    return " ".join(beginning + middle), news
+
+
+def _words(sentences: list[str]) -> int:
+    return sum(len(sentence.split()) for sentence in sentences)
+
+
+def text_document(random: Random) -> dict[str, str]:
+    num_words = int(120 * 25 ** random.random())  # up to 3,000; as many up to 346 as above
+    return {"text": story(random, num_words)[0]}
+
+
+def summary_document(random: Random) -> dict[str, str]:
+    article, news = story(random, random.randint(150, 600), random.sample(EVENTS, 2))
+    return {"article": article, "highlights": " ".join(news)}
+
+
+def make_documents(seed: int) -> dict[str, list[dict[str, str]]]:
+    """By file name without its ending, such as `text/train`."""
+    return {
+        f"{kind}/{split}": [make(Random(f"{seed} {kind}/{split} {number}")) for number in range(count)]
+        for kind, make in (("text", text_document), ("summaries", summary_document))
+        for split, count in NUM_DOCUMENTS.items()
+    }
+
+
+def write_sample_data(folder: Path, seed: int = 0) -> None:
+    """Writes `llama`, `text` and `summaries` into a folder and prints what each file holds.
+
+    Raises `ValueError`, and changes nothing, where a file of the folder exists with another content.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    documents = make_documents(seed)
+    texts = {name: [" ".join(document.values()) for document in items] for name, items in documents.items()}
+    vocabulary = [*PASSKEY_TEXTS, *NAMES, *(text for items in texts.values() for text in items)]
+    tokenizer = word_tokenizer(vocabulary)
+    model = small_llama(tokenizer, seed, width=128, layers=4)
+    lines = [f"llama: a Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens"]
+    with TemporaryDirectory() as temporary:
+        made = Path(temporary)
+        model.save_pretrained(made / "llama")
+        tokenizer.save_pretrained(made / "llama")
+        for name, items in documents.items():
+            counts = f"{len(items):,} documents, {sum(map(len, tokenizer(texts[name])['input_ids'])):,} tokens"
+            path = made / f"{name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+            lines.append(f"{name}.jsonl: {counts}")
+            if name == "summaries/train":
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(items), path.with_suffix(".parquet"))
+                lines.append(f"{name}.parquet: {counts}")
+        for path in made.rglob("*.*"):
+            existing = folder / path.relative_to(made)
+            if existing.exists() and existing.read_bytes() != path.read_bytes():
+                raise ValueError(f"{existing} exists with another content: pass another folder, or delete it.")
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+    print("\n".join(f"{folder}/{line}" for line in lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    write_sample_data(options.folder, options.seed)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:  # for the user: the message is the answer
+        sys.exit(f"sample_data: {error}")

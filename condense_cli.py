@@ -15,6 +15,9 @@ app = typer.Typer(
 )
 
 
+DRY_RUN_RANKS = 8  # a node; what is planned is seldom planned where it will run
+
+
 class Kind(str, Enum):
     condense = "condense"
     llama = "llama"
@@ -142,9 +145,12 @@ def train(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as optimizer.learning_rate=1e-4.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes; one per GPU, or two on a CPU.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Processes: one per GPU, or two on a CPU; 8 in a dry run.", show_default=False),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and what it needs, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run and what memory it needs, and stop.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the dry run's figures as JSON to this file.")] = None,
 ) -> None:
     """Runs a recipe on this machine; started again, it goes on from its last complete checkpoint."""
@@ -154,8 +160,8 @@ def train(
     from training.recipe import load_recipe
 
     given = overrides or []
-    resolved = load_recipe(recipe, local_overrides(given))
     if not dry_run:
+        resolved = load_recipe(recipe, local_overrides(given))
         resolved.accumulation(ranks or num_ranks())
         try:
             launch(recipe, given, ranks)
@@ -166,7 +172,7 @@ def train(
         return
     from training.dry_run import dry_run as describe
 
-    figures, text = describe(resolved, ranks or num_ranks())
+    figures, text = describe(load_recipe(recipe, given), ranks or DRY_RUN_RANKS)
     print(text)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2), encoding="utf-8")

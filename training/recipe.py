@@ -284,7 +284,10 @@ def _item(section: Any, key: str) -> Any:
 
 def _parse(value: str) -> Any:
     """YAML's value, with 1e-4 a number as everywhere else."""
-    parsed = yaml.safe_load(value)
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the override's value {value!r} is no YAML: {error}") from error
     if isinstance(parsed, str):
         try:
             return float(parsed)

@@ -90,6 +90,7 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["curriculum.last_segments=1"], "last_segments=1 is below first_segments=2"),
         ("seed: 3\n", [], "model is missing"),
         ("model: [\n", [], "is no YAML"),
+        (CURRICULUM, ["model=[x"], "'\\[x' is no YAML"),
         (CURRICULUM, ["data.task.x=1"], "'data.task.x=1': data.task holds no keys"),
         (STAGES, ["stages.5.steps=1"], "'stages.5.steps=1': stages.5 holds no keys"),
         ("- seed\n", ["seed=1"], "the recipe holds no keys"),

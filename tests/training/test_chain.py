@@ -1,0 +1,75 @@
+"""The whole path on a real Llama and real novels: pretrain, then passkeys in two stages, then evaluation."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoTokenizer
+
+from condense import CondenseForCausalLM
+from eval.passkey import measure_passkey
+from training.data.tasks import make_examples
+from training.recipe import load_recipe
+
+from .runs import ROOT, log_lines, run
+
+RECIPES = ROOT / "training" / "recipes"
+SEGMENT, LENGTH = 64, 512
+
+
+def validation_losses(output):
+    return [line["eval_loss"] for line in log_lines(output, "eval_loss")]
+
+
+@torch.no_grad()
+def nats_by_segment(model, ids_BN, with_memory: bool):
+    """Mean loss of each segment's predictions; without memory every segment is read as a text of its own."""
+    parts = [ids_BN] if with_memory else list(ids_BN.split(SEGMENT, dim=1))
+    logits_BNV = torch.cat([model(part).logits for part in parts], dim=1)[:, :-1]
+    losses = F.cross_entropy(logits_BNV.transpose(1, 2), ids_BN[:, 1:], reduction="none")
+    return torch.stack([part.mean() for part in losses.split(SEGMENT, dim=1)])
+
+
+@pytest.mark.parametrize(
+    ("pretraining", "passkeys", "gain_above"),
+    [pytest.param(40, 15, 0.0, id="short"), pytest.param(400, 150, 0.05, id="long", marks=pytest.mark.slow)],
+)
+def test_pretrain_then_passkeys(stories, novel, tmp_path, pretraining, passkeys, gain_above):
+    pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
+    text = [
+        f"model={stories}",
+        f"segment_length={SEGMENT}",
+        f"data.sources=[{{files: '{novel.parent}/[ADFT]*.txt'}}]",
+        f"data.prepared={tmp_path / 'prepared'}",
+        f"evaluation={{sequences: 24, sources: [{{files: '{novel.parent}/Eliot_*.txt'}}]}}",
+        f"stages=[{{total_length: {LENGTH}, steps: {pretraining}}}]",
+    ]
+    run(RECIPES / "passkey_pretrain_1b_tiny.yaml", pretrained, *text)
+    before, *_, after = validation_losses(pretrained)
+    assert after < before - 0.5
+
+    tokenizer = AutoTokenizer.from_pretrained(pretrained)
+    recipe = load_recipe(RECIPES / "passkey_pretrain_1b_tiny.yaml", [*text, "output=o"])
+    _, held_out = make_examples(recipe, tokenizer)
+    ids_BN = torch.stack([torch.as_tensor(held_out.sequence(n, LENGTH)[0].input_ids) for n in range(24)])
+    model = CondenseForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
+    with_memory, without = (nats_by_segment(model, ids_BN, memory) for memory in (True, False))
+    gain = (without - with_memory)[1:].mean().item()
+    print(
+        f"later segments: {with_memory[1:].mean():.3f} nats with memory, {without[1:].mean():.3f} without: {gain:.3f}"
+    )
+    assert torch.equal(with_memory[0], without[0]) and gain > gain_above
+
+    stages = [
+        f"model={pretrained}",
+        f"stages=[{{total_length: 384, steps: {passkeys}}}, {{total_length: 768, steps: {passkeys}}}]",
+        "evaluation.sequences=24",
+    ]
+    run(RECIPES / "passkey_finetune_1b_tiny.yaml", finetuned, *stages)
+    losses = validation_losses(finetuned)
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
+    model = CondenseForCausalLM.from_pretrained(finetuned, dtype=torch.float32)
+    cells = measure_passkey(model, tokenizer, [384, 768], depths=[0.0, 1.0], num_prompts=4)
+    assert len(cells) == 4 and all(cell["total"] == 4 for cell in cells)
+    print(json.dumps({"pretraining": [before, after], "passkeys": losses, "cells": cells}))

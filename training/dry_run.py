@@ -1,0 +1,47 @@
+"""What `condense train RECIPE --dry-run` says: the resolved recipe, its size, and the memory it needs."""
+
+import json
+from typing import Any
+
+import yaml
+from transformers import AutoConfig, LlamaConfig
+
+from condense import CondenseConfig
+
+from .estimate import estimates, plan, table
+from .recipe import Recipe
+
+
+def load_config(recipe: Recipe) -> LlamaConfig:
+    """The configuration that the recipe's model is loaded with. Raises `ValueError` for what is no Llama."""
+    if not recipe.folded:
+        config = AutoConfig.from_pretrained(recipe.model)
+    else:
+        given = {"segment_length": recipe.segment_length, "bptt_segments": recipe.bptt_segments}
+        fields = {name: value for name, value in given.items() if value is not None}
+        config = CondenseConfig.from_pretrained(recipe.model, **fields)
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(f"model={recipe.model!r} is of type {config.model_type!r}: a recipe trains Llamas.")
+    return config
+
+
+def dry_run(recipe: Recipe, ranks: int) -> tuple[dict[str, Any], str]:
+    """Figures, and the same as text: for `ranks` ranks, and the memory for 1, 2, 4, ... up to as many."""
+    config = load_config(recipe)
+    deepspeed = json.loads(recipe.deepspeed.read_text(encoding="utf-8"))
+    resolved = recipe.model_dump(mode="json", exclude_none=True)
+    figures = plan(config, recipe, ranks)
+    numbers = sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
+    memory = estimates(config, recipe, deepspeed, numbers)
+    stages = ", ".join(f"{stage['steps']:,} steps of {stage['total_length']:,} tokens" for stage in figures["stages"])
+    lines = [
+        yaml.safe_dump(resolved, sort_keys=False, default_flow_style=None, width=110),
+        f"{figures['parameters']:,} parameters; {stages}",
+        f"{figures['tokens_per_step']:,} tokens a step at most, {figures['tokens']:,} tokens in all, "
+        f"{figures['flops']:.3g} floating-point operations",
+        f"{ranks} ranks x {figures['accumulation']} micro-batches x {figures['sequences_at_once']} sequences",
+        "",
+        f"memory of a rank by the number of ranks, in GiB, as {recipe.deepspeed} divides it (an estimate):",
+        table(memory),
+    ]
+    return {"recipe": resolved, "plan": figures, "memory": memory}, "\n".join(lines)

@@ -1,0 +1,322 @@
+"""What a run will need: memory of a rank by part, and its tokens and FLOPs. Nothing is run.
+
+All sizes are in bytes. Attention is counted as its kernels keep it for the backward pass: eager with its scores, all
+others (sdpa as on a GPU) without. Not counted: the CUDA context, the allocator's fragmentation, buffers of NCCL, and
+what lives within a single operation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from condense.configuration import CondenseConfig
+from condense.loss import MAX_LOGITS
+
+from .recipe import Recipe
+
+FLOAT32 = 4
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the fullest rank: parts as they are at the worst moment of a pass, but for `step` and `host`."""
+
+    weights: int  # what passes compute with; under ZeRO-3 the rank's share of it
+    gathered_weights: int  # ZeRO-3: at most so much of all shares is there at a time
+    master_weights: int  # the optimizer's own, float32
+    moments: int  # Adam's two, float32
+    gradients: int  # as the ZeRO stage keeps them
+    reduce_buckets: int  # through which gradients pass from rank to rank
+    summed_gradients: int  # what autograd still sums up, less the activations that are gone by then
+    memories: int  # keys and values that segments were given by the segment before
+    activations: int  # what autograd keeps besides
+    loss: int  # logits that exist at a time, with their gradients
+    step: int  # the optimizer step's copies of the gradients; no pass is running then
+    host: int  # in the CPU's memory, where DeepSpeed offloads to it
+
+    @property
+    def total(self) -> int:
+        """The most that is needed on the device at a time."""
+        stays = self.weights + self.gathered_weights + self.master_weights + self.moments + self.gradients
+        in_pass = self.reduce_buckets + self.summed_gradients + self.memories + self.activations + self.loss
+        return stays + max(in_pass, self.step)
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a rank runs at once."""
+
+    rows: int
+    segments: list[int]  # tokens of each; a stock Llama has one
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * sum(self.segments)
+
+
+def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> MemoryEstimate:
+    """Memory of a rank, at the length that needs most; `deepspeed` is what DeepSpeed's configuration file holds.
+
+    Raises `ValueError` where the recipe's batch does not divide by the number of ranks.
+    """
+    accumulates = recipe.accumulation(ranks) > 1
+    shapes, zero = parameter_shapes(config), deepspeed.get("zero_optimization") or {}
+    states = _kept_by_deepspeed(config, recipe, zero, ranks, shapes, accumulates)
+    estimates = []
+    for one in passes(config, recipe, ranks):
+        kept = _kept_by_autograd(config, recipe, one)
+        leave = zero.get("stage", 0) >= 2 or accumulates
+        summed = _summed_gradients(config, recipe, one, shapes, leave, kept)
+        estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))
+    return max(estimates, key=lambda one: one.total)
+
+
+def parameter_shapes(config: LlamaConfig) -> list[torch.Size]:
+    """Of every parameter, tied ones once, in the model's order."""
+    with torch.device("meta"):  # a folded Llama has the parameters of its Llama
+        return [parameter.shape for parameter in LlamaForCausalLM(config).parameters()]
+
+
+def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
+    """One for each length of the recipe's texts; shorter texts of a curriculum come in more rows."""
+    length = recipe.segment_length or getattr(config, "segment_length", CondenseConfig.segment_length)
+    if recipe.curriculum:
+        tokens, lengths = recipe.curriculum.tokens_per_step // ranks, recipe.curriculum.lengths
+        if tokens < lengths[-1] * length:
+            raise ValueError(
+                f"tokens_per_step={recipe.curriculum.tokens_per_step} does not hold one text of {lengths[-1]} segments "
+                f"of {length} tokens on each of {ranks} ranks: allow at least {lengths[-1] * length * ranks}."
+            )
+        return [Pass(tokens // (segments * length), [length] * segments) for segments in lengths]
+    return [Pass(recipe.micro_batch, _segments(recipe, length, stage.total_length)) for stage in recipe.stages or ()]
+
+
+def _segments(recipe: Recipe, length: int, total_length: int) -> list[int]:
+    if not recipe.folded:
+        return [total_length]
+    return [min(length, total_length - start) for start in range(0, total_length, length)]
+
+
+def _kept_by_autograd(config: LlamaConfig, recipe: Recipe, one: Pass) -> dict[str, int]:
+    layers, width, vocab, size = config.num_hidden_layers, config.hidden_size, config.vocab_size, _element_size(recipe)
+    checkpointing = recipe.gradient_checkpointing
+    normed = (FLOAT32 + 2 * size) * width  # of a token: in float32, normalized, and times the norm's weight
+    # Logits exist as log-softmax, its gradient, and the gradient behind it, all float32.
+    if not recipe.folded:
+        layer, loss = one.rows * _layer(config, recipe, one.tokens // one.rows, 0), 3 * FLOAT32 * vocab * one.tokens
+        if not checkpointing:
+            return {"memories": 0, "activations": layers * layer + one.tokens * normed, "loss": loss}
+        # Layers keep their inputs; the first one is recomputed when the logits are gone.
+        inputs = one.tokens * (layers * width * size + normed)
+        return {"memories": 0, "activations": inputs + max(0, layer - loss), "loss": loss}
+
+    span = recipe.bptt_segments or getattr(config, "bptt_segments", None)
+    # Checkpoints keep memories as they are; without, they are a part of what attention keeps.
+    repeated = recipe.attention == "eager" and not checkpointing
+    heads = config.num_attention_heads if repeated else config.num_key_value_heads
+    memories, activations = 0, []
+    for number, tokens in enumerate(one.segments):
+        memory = one.segments[0] if number else 0
+        memories += one.rows * layers * 2 * memory * heads * config.head_dim * size
+        layer = _layer(config, recipe, tokens, memory)
+        if number < len(one.segments) - 1:  # the norm before the next segment's keys and values
+            layer += tokens * 2 * size * width
+            if size < FLOAT32 and not (
+                span and (number + 1) % span == 0
+            ):  # in float32 it shares the next layer's input
+                layer += tokens * FLOAT32 * width
+        activations.append(one.rows * (layers * layer + tokens * normed))
+    in_segment = one.rows * one.segments[0]
+    chunk = min(in_segment, max(1, MAX_LOGITS // vocab))
+    if checkpointing:  # one segment at a time is there again, with the logits of all its chunks
+        held = in_segment
+    else:  # logits are recomputed by chunks, where they are wider than hidden states
+        held = chunk if vocab > width else one.tokens
+    loss = FLOAT32 * vocab * (2 * chunk + held)
+    return {
+        "memories": memories,
+        "activations": max(activations) if checkpointing else sum(activations),
+        "loss": loss,
+    }
+
+
+def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
+    """What autograd keeps of a layer for one row, without the memory where that is counted for itself."""
+    size, heads, keys = _element_size(recipe), config.num_attention_heads, memory + tokens
+    norms = 2 * (FLOAT32 + 2 * size) * config.hidden_size
+    mlp = 4 * size * config.intermediate_size  # gate, its SiLU, up, and their product
+    query_and_output = 2 * size * heads * config.head_dim
+    own_keys = keys if recipe.gradient_checkpointing else tokens
+    if recipe.attention == "eager":
+        keys_and_values = 2 * own_keys * size * heads * config.head_dim
+        score = FLOAT32 + (size if size < FLOAT32 else 0)  # softmax, and what values are weighed with
+        if recipe.attention_dropout:
+            score += 1 + (size if size == FLOAT32 else 0)
+        scores = heads * tokens * keys * score
+    else:
+        keys_and_values = 2 * own_keys * size * config.num_key_value_heads * config.head_dim
+        scores = heads * tokens * FLOAT32  # their sums
+    return tokens * (norms + mlp + query_and_output) + keys_and_values + scores
+
+
+def _summed_gradients(
+    config: LlamaConfig, recipe: Recipe, one: Pass, shapes: list[torch.Size], leave: bool, kept: dict[str, int]
+) -> int:
+    """Gradients that autograd holds at the end of the backward pass, beyond the activations that are gone by then.
+
+    A weight's gradients are summed over all its uses before DeepSpeed sees them: over all segments, which ends in the
+    first one, so that no ZeRO stage divides them before. A weight of a single use loses its gradient at once, where
+    `leave` is true.
+    """
+    numels = [shape.numel() for shape in shapes]
+    several = len(one.segments) > 1
+    summed = sum(numels) if several or not leave else 0
+    if several:
+        summed += max(numels)  # one more use of the embeddings
+        gone = 0 if recipe.gradient_checkpointing else kept["activations"] // len(one.segments)
+    else:
+        if config.tie_word_embeddings:  # the head's, the embedding's, and their sum
+            summed += (2 if summed else 3) * max(numels)
+        gone = kept["activations"] + kept["loss"]
+    return max(0, _element_size(recipe) * summed - gone)
+
+
+def _kept_by_deepspeed(
+    config: LlamaConfig, recipe: Recipe, zero: dict[str, Any], ranks: int, shapes: list[torch.Size], accumulates: bool
+) -> dict[str, int]:
+    """As deepspeed/runtime/zero/stage_1_and_2.py and stage3.py allocate it."""
+    stage, size = zero.get("stage", 0), _element_size(recipe)
+    numels = [shape.numel() for shape in shapes]
+    count, largest = sum(numels), max(numels)
+    bucket = zero.get("reduce_bucket_size", 500_000_000)
+    bucket = config.hidden_size**2 if bucket == "auto" else int(bucket)
+    offloads, offloads_weights = (
+        (zero.get(name) or {}).get("device", "none") != "none" for name in ("offload_optimizer", "offload_param")
+    )
+    parts = dict.fromkeys(("weights", "gathered_weights", "gradients", "reduce_buckets", "host"), 0)
+    if stage == 3:
+        share = sum(ceil(numel / ranks) for numel in numels)
+        parts["host" if offloads_weights else "weights"] += size * share
+        parts["gathered_weights"] = size * min(count, int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
+        parts["host" if offloads else "gradients"] += size * share
+        parts["reduce_buckets"] = size * bucket
+        at_once = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
+        has_master = size < FLOAT32 or offloads  # float32 weights are optimized where they are
+    else:
+        share, owned = (count, 0) if stage == 0 else _fullest_partition(shapes, ranks)
+        at_once = share
+        parts["weights"] = size * count
+        if stage < 2 and accumulates:
+            parts["gradients"] = size * count
+        if stage > 0 and not offloads:  # a further micro-batch is reduced beside the ones before
+            parts["gradients"] += size * owned * (2 if stage == 2 and accumulates else 1)
+        if stage > 0 and zero.get("contiguous_gradients", True):
+            parts["reduce_buckets"] = size * bucket * (2 if zero.get("overlap_comm") else 1)
+        if offloads:  # buffers for one gradient, the new weights, and gradients of the micro-batches before
+            parts["reduce_buckets"] += size * largest
+            parts["host"] += size * (largest + share + (owned if accumulates else 0))
+        has_master = size < FLOAT32 or stage > 0
+    master, moments = FLOAT32 * share * has_master, 2 * FLOAT32 * share
+    if offloads:
+        parts["host"] += master + moments + FLOAT32 * share  # and float32 gradients
+        return {**parts, "master_weights": 0, "moments": 0, "step": 0}
+    step = (FLOAT32 + (size if size < FLOAT32 else 0)) * at_once * has_master
+    if stage == 0 and not accumulates:
+        step += size * count
+    return {**parts, "master_weights": master, "moments": moments, "step": step}
+
+
+def _fullest_partition(shapes: list[torch.Size], ranks: int) -> tuple[int, int]:
+    """Elements of a rank's partition under ZeRO-1 and 2; and, on the fullest rank, of the weights that begin, end or
+    lie in it: their gradients are kept whole."""
+    share, owned = 0, [0] * ranks
+    for decays in (True, False):  # DeepSpeed divides each of Trainer's two groups by itself
+        numels = [shape.numel() for shape in shapes if (len(shape) > 1) == decays]
+        partition = 2 * ceil(sum(numels) / (2 * ranks))
+        share += partition
+        start = 0
+        for numel in numels:
+            for rank in range(start // partition, (start + numel - 1) // partition + 1):
+                owned[rank] += numel
+            start += numel
+    return share, max(owned)
+
+
+def _element_size(recipe: Recipe) -> int:
+    return 2 if recipe.dtype == "bfloat16" else FLOAT32
+
+
+def plan(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """The run in numbers: parameters, steps, sequences, tokens, FLOPs. A curriculum's are those of its last length.
+
+    FLOPs are 6 per parameter and token, 12 per channel for each query and key that meet, and those of the memories'
+    keys and values; what checkpointing runs again is not in them.
+    """
+    parameters = sum(shape.numel() for shape in parameter_shapes(config))
+    heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim
+    accumulation = recipe.accumulation(ranks)
+    each = passes(config, recipe, ranks)
+    if recipe.curriculum:
+        each = each[-1:]
+    steps = [recipe.steps] if recipe.curriculum else [stage.steps for stage in recipe.stages or ()]
+    stages, flops = [], 0
+    for one, num_steps in zip(each, steps, strict=True):
+        sequences = one.rows * ranks * accumulation
+        length = sum(one.segments)
+        pairs, remembered = 0, 0
+        for number, tokens in enumerate(one.segments):
+            pairs += tokens * (one.segments[0] if number else 0) + tokens * (tokens + 1) // 2
+            remembered += tokens if number < len(one.segments) - 1 else 0
+        per_layer = 12 * heads * config.head_dim * pairs + 6 * 2 * config.hidden_size * key_width * remembered
+        flops += num_steps * sequences * (6 * parameters * length + config.num_hidden_layers * per_layer)
+        stages.append({"total_length": length, "steps": num_steps, "sequences_per_step": sequences})
+    return {
+        "parameters": parameters,
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "sequences_at_once": each[-1].rows,
+        "stages": stages,
+        "tokens_per_step": max(stage["sequences_per_step"] * stage["total_length"] for stage in stages),
+        "steps": sum(steps),
+        "sequences": sum(stage["steps"] * stage["sequences_per_step"] for stage in stages),
+        "tokens": sum(stage["steps"] * stage["sequences_per_step"] * stage["total_length"] for stage in stages),
+        "flops": flops,
+    }
+
+
+def estimates(
+    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: Sequence[int]
+) -> list[dict[str, Any]]:
+    """One row of bytes for each number of ranks, or why the recipe does not run on so many."""
+    rows: list[dict[str, Any]] = []
+    for number in ranks:
+        try:
+            rows.append({"ranks": number, **estimate(config, recipe, deepspeed, number).as_dict()})
+        except ValueError as error:
+            rows.append({"ranks": number, "error": str(error)})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of `estimates` as text, in GiB a rank; parts that are nowhere needed are left out."""
+    names = [name for row in rows for name in row if name not in ("ranks", "error")]
+    names = [name for name in dict.fromkeys(names) if any(row.get(name) for row in rows)]
+    names = [name for name in names if name not in ("total", "host")] + [n for n in ("total", "host") if n in names]
+    titles = {name: name.replace("_", " ") for name in names}
+    lines = ["  ".join(["ranks", *titles.values()])]
+    for row in rows:
+        cells = [f"{row['ranks']:5}"]
+        if "error" in row:
+            cells.append(row["error"])
+        else:
+            cells += [f"{row[name] / GIB:{len(title)}.2f}" for name, title in titles.items()]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT = ["steps=200", "optimizer.decay_steps=10", "curriculum.last_segments=3", "save_every=50"]
+SHORT = ["curriculum.steps=200", "optimizer.decay_steps=10", "curriculum.last_segments=3", "checkpoints.every=50"]
 
 
 def command(output, *arguments):

@@ -11,6 +11,8 @@ from condense import CondenseConfig
 from .estimate import estimates, plan, table
 from .recipe import Recipe
 
+FLOPS_PER_SECOND = 4e14  # of a rank: about 40 % of an H100's bfloat16 peak, an assumption
+
 
 def load_config(recipe: Recipe) -> LlamaConfig:
     """The configuration that the recipe's model is loaded with. Raises `ValueError` for what is no Llama."""
@@ -31,6 +33,9 @@ def dry_run(recipe: Recipe, ranks: int) -> tuple[dict[str, Any], str]:
     deepspeed = json.loads(recipe.deepspeed.read_text(encoding="utf-8"))
     resolved = recipe.model_dump(mode="json", exclude_none=True)
     figures = plan(config, recipe, ranks)
+    run_flops = figures["flops"] * (4 / 3 if recipe.gradient_checkpointing else 1)  # a second forward pass
+    figures["assumed_flops_per_second"] = FLOPS_PER_SECOND
+    figures["assumed_hours"] = run_flops / FLOPS_PER_SECOND / ranks / 3600
     numbers = sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
     memory = estimates(config, recipe, deepspeed, numbers)
     stages = ", ".join(f"{stage['steps']:,} steps of {stage['total_length']:,} tokens" for stage in figures["stages"])
@@ -39,7 +44,8 @@ def dry_run(recipe: Recipe, ranks: int) -> tuple[dict[str, Any], str]:
         f"{figures['parameters']:,} parameters; {stages}",
         f"{figures['tokens_per_step']:,} tokens a step at most, {figures['tokens']:,} tokens in all, "
         f"{figures['flops']:.3g} floating-point operations",
-        f"{ranks} ranks x {figures['accumulation']} micro-batches x {figures['sequences_at_once']} sequences",
+        f"{ranks} ranks x {figures['accumulation']} micro-batches x {figures['sequences_at_once']} sequences: "
+        f"{figures['assumed_hours']:.1f} hours if each rank does {FLOPS_PER_SECOND:.0e} operations a second",
         "",
         f"memory of a rank by the number of ranks, in GiB, as {recipe.deepspeed} divides it (an estimate):",
         table(memory),

@@ -176,17 +176,17 @@ def _summed_gradients(
     first one, so that no ZeRO stage divides them before. A weight of a single use loses its gradient at once, where
     `leave` is true.
     """
-    numels = [shape.numel() for shape in shapes]
-    several = len(one.segments) > 1
-    summed = sum(numels) if several or not leave else 0
-    if several:
-        summed += max(numels)  # one more use of the embeddings
+    numels, size = [shape.numel() for shape in shapes], _element_size(recipe)
+    whole = size * sum(numels)
+    if len(one.segments) > 1:
+        # Another gradient of the head, and the sum with it, come when the logits go.
+        another = max(0, 2 * size * max(numels) - kept["loss"])
         gone = 0 if recipe.gradient_checkpointing else kept["activations"] // len(one.segments)
-    else:
-        if config.tie_word_embeddings:  # the head's, the embedding's, and their sum
-            summed += (2 if summed else 3) * max(numels)
-        gone = kept["activations"] + kept["loss"]
-    return max(0, _element_size(recipe) * summed - gone)
+        return max(0, whole + another - gone)
+    summed = 0 if leave else whole
+    if config.tie_word_embeddings:  # the head's, the embedding's, and their sum
+        summed += size * max(numels) * (3 if leave else 2)
+    return max(0, summed - kept["activations"] - kept["loss"])
 
 
 def _kept_by_deepspeed(
@@ -222,7 +222,7 @@ def _kept_by_deepspeed(
             parts["reduce_buckets"] = size * bucket * (2 if zero.get("overlap_comm") else 1)
         if offloads:  # buffers for one gradient, the new weights, and gradients of the micro-batches before
             parts["reduce_buckets"] += size * largest
-            parts["host"] += size * (largest + share + (owned if accumulates else 0))
+            parts["host"] += size * (largest + share + (owned if stage == 2 and accumulates else 0))
         has_master = size < FLOAT32 or stage > 0
     master, moments = FLOAT32 * share * has_master, 2 * FLOAT32 * share
     if offloads:

@@ -3,6 +3,7 @@
 import json
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -59,12 +60,14 @@ def test_what_is_broken_is_named_by_file_and_line(tmp_path):
         b'{"text": null}\n'
         b'{"text": 7}\n'
         b'{"text": "  "}\n'
+        b'{"text": "half a pair: \\ud800"}\n'
+        b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
         b'{"text": "last"}'
     )
     records = read(Source(files=str(path)))
     assert [record for record in records if isinstance(record, Document)] == [
         Document(f"{path}:1", "good"),
-        Document(f"{path}:10", "last"),
+        Document(f"{path}:12", "last"),
     ]
     assert [(record.where, record.kind) for record in records if isinstance(record, Problem)] == [
         (f"{path}:2", "broken JSON"),
@@ -74,6 +77,8 @@ def test_what_is_broken_is_named_by_file_and_line(tmp_path):
         (f"{path}:7", "missing field"),
         (f"{path}:8", "wrong type"),
         (f"{path}:9", "empty document"),
+        (f"{path}:10", "wrong encoding"),
+        (f"{path}:11", "broken JSON"),
     ]
     text = tmp_path / "y.txt"
     text.write_bytes(b"fine\nfine\nnot \xe9 fine\n")
@@ -100,6 +105,21 @@ def test_a_truncated_parquet_file(tmp_path):
     assert problems and all(str(broken) in problem.where for problem in problems)
 
 
+def test_a_badly_encoded_row_of_parquet_costs_only_itself(tmp_path):
+    path = tmp_path / "x.parquet"
+    offsets = pa.py_buffer(np.array([0, 4, 8, 12], dtype=np.int32).tobytes())
+    texts = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"goodb\xffadlast")])
+    pa.parquet.write_table(pa.table({"text": texts}), path)
+    first, problem, last = read(Source(files=str(path)))
+    assert (first, last) == (Document(f"{path}:row 0", "good"), Document(f"{path}:row 2", "last"))
+    assert (problem.where, problem.kind) == (f"{path}:row 1", "wrong encoding")
+
+
+def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
+    (tmp_path / "part[1].txt").write_text("text")
+    assert [document.text for document in read(Source(files=str(tmp_path / "part[1].txt")))] == ["text"]
+
+
 @pytest.mark.parametrize(
     ("files", "words"), [("nothing/*.txt", "names no file"), ("{}/a.pdf", r"a.pdf.*read from .txt, .jsonl, .parquet")]
 )
@@ -124,15 +144,18 @@ def test_sources_take_turns_and_positions_are_gone_back_to(tmp_path):
         assert [document.text for document in read(long, short, position=position)] == texts[taken:]
 
 
-def test_a_stream_of_the_hub(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_stream_of_the_hub(tmp_path, monkeypatch, kind):
     """The hub's own streaming, on local files; going back to a position by the stream's state."""
     for shard in range(2):
-        write_json_lines(tmp_path / f"{shard}.jsonl", [{"body": f"{shard}-{n}"} for n in range(20)])
+        records = [{"body": f"{shard}-{n}"} for n in range(20)]
+        write_json_lines(tmp_path / f"{shard}.json", records)
+        pa.parquet.write_table(pa.Table.from_pylist(records), tmp_path / f"{shard}.parquet", row_group_size=7)
     load, asked = datasets.load_dataset, []
 
     def load_dataset(name, configuration, split, streaming):
         asked.append((name, configuration, split))
-        return load("json", data_files=str(tmp_path / "*.jsonl"), split="train", streaming=streaming)
+        return load(kind, data_files=str(tmp_path / f"*.{kind}"), split="train", streaming=streaming)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     source = Source(hub="owner/name", name="small", text="body")
@@ -140,8 +163,9 @@ def test_a_stream_of_the_hub(tmp_path, monkeypatch):
     assert asked == [("owner/name", "small", "train")]
     assert [document.text for document in everything] == [f"{shard}-{n}" for shard in range(2) for n in range(20)]
     assert everything[25].where == "owner/name:row 25"
-    reader = DocumentReader([source], False)
-    records = iter(reader)
-    taken = [next(records) for _ in range(23)]
-    position = json.loads(json.dumps(reader.position))
-    assert taken + read(source, position=position) == everything
+    for number in (0, 7, 23, 40):
+        reader = DocumentReader([source], False)
+        records = iter(reader)
+        taken = [next(records) for _ in range(number)]
+        position = json.loads(json.dumps(reader.position))
+        assert taken + read(source, position=position) == everything

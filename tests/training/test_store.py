@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 
@@ -78,6 +79,33 @@ def test_refusing_names_file_line_and_remedy(documents):
         prepared(data)
 
 
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (b'{"text": "w1', "broken JSON"),
+        (b'{"text": "w1 \xe9"}', "wrong encoding"),
+        (b'"w1"', "no JSON object"),
+        (b'{"texts": "w1"}', "missing field"),
+        (b'{"text": null}', "missing field"),
+        (b'{"text": 7}', "wrong type"),
+        (b'{"text": [7]}', "wrong type"),
+        (b'{"text": ""}', "empty document"),
+    ],
+)
+def test_every_kind_of_problem_refused_and_skipped(tmp_path, line, kind):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "w1 w2"}\n' + line + b'\n{"text": "w3 w4"}\n')
+    skipping = data_of(path)
+    with pytest.raises(ValueError, match=rf"x.jsonl:2: {kind} .*data.bad_documents=skip"):
+        prepared(skipping.model_copy(update={"bad_documents": "refuse"}))
+    store = prepared(skipping)
+    tokenizer = word_tokenizer(WORDS)
+    assert contents(store) == [[1, *tokenizer(text)["input_ids"], 2] for text in ("w1 w2", "w3 w4")]
+    (problem,) = map(json.loads, (store.folder / "problems.jsonl").read_text().splitlines())
+    assert (problem["where"], problem["kind"]) == (f"{path}:2", kind)
+    assert json.loads((store.folder / "summary.json").read_text())[kind] == 1
+
+
 def test_no_document_left(documents):
     with pytest.raises(ValueError, match="no document is left"):
         prepared(data_of(documents[0]), min_tokens=1_000)
@@ -111,6 +139,49 @@ def test_the_folder_depends_on_what_decides_the_content(documents):
     path.write_text(path.read_text() + "\n" + json.dumps({"text": "w1 w2"}))
     folders.append(folder_of(data, data.sources, tokenizer, min_tokens=2))
     assert len(set(folders)) == 4
+    tokenizer(["w1", "w1 w2"], padding=True, truncation=True, max_length=5)  # which the tokenizer remembers
+    assert folder_of(data, data.sources, tokenizer, min_tokens=2) == folders[-1]
+
+
+def test_a_stream_goes_on_where_its_preparation_was_stopped(documents, monkeypatch):
+    """Parts are bounded by what is read, too; and a stop between two of them loses none and repeats none."""
+    path, _ = documents
+    lines = [line for line in path.read_text().splitlines() if line != '{"text": ']
+    path.write_text("\n".join(lines))  # datasets takes no broken lines
+    load = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **__: load("json", data_files=str(path), split="train", streaming=True)
+    )
+    monkeypatch.setattr(store_module, "PART_DOCUMENTS", 128)
+    data = data_of(path).model_copy(update={"sources": [Source(hub="owner/name")]})
+    write = store_module._write_part
+
+    def stop(target, kept, notes):
+        if target.name == "part-00003.arrow":
+            raise KeyboardInterrupt
+        write(target, kept, notes)
+
+    monkeypatch.setattr(store_module, "_write_part", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(data)
+    monkeypatch.setattr(store_module, "_write_part", write)
+    store = prepared(data)
+    assert contents(store) == contents(prepared(data_of(path)))
+    assert len(store.parts) == 8 and json.loads((store.folder / "summary.json").read_text())["read"] == 999
+
+
+def test_killed_before_the_summary_is_written(documents, monkeypatch, capsys):
+    path, _ = documents
+    whole = prepared(data_of(path))
+    summary, problems = (whole.folder / name for name in ("summary.json", "problems.jsonl"))
+    expected = summary.read_text(), problems.read_text()
+    problems.unlink()
+    summary.write_text(expected[0][:20])
+    prepared(data_of(path))
+    assert (summary.read_text(), problems.read_text()) == expected
+    capsys.readouterr()
+    prepared(data_of(path))
+    assert capsys.readouterr().out == ""
 
 
 SCRIPT = """
@@ -160,7 +231,7 @@ def test_a_killed_preparation_goes_on_with_the_same_documents(documents):
 
 def test_two_processes_prepare_once(documents):
     path, _ = documents
-    processes = [start(path, 0.01) for _ in range(2)]
+    processes = [start(path, 0.3) for _ in range(2)]  # long enough that they meet
     outputs = [process.communicate()[0].decode() for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert sum("documents read" in output for output in outputs) == 1

@@ -1,18 +1,20 @@
 """Documents become sequences: nothing twice, nothing lost, nothing leaking."""
 
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
 from tests.condense.models import tiny_config
-from training.data.documents import Document
 from training.data.examples import collate
 from training.data.store import Tokens
-from training.data.summarization import SummarizationExamples, prompt_frame, summary_encoder
+from training.data.tasks import make_examples
 from training.data.text import TextExamples
+from training.recipe import load_recipe
 from training.small_llama import word_tokenizer
 
 
@@ -38,6 +40,7 @@ def spans(sequence):
 def test_cut_by_hand():
     examples = TextExamples(Documents([3, 10, 25, 9]), 0, 4, "cut", seed=None)
     assert [spans(sequence) for sequence in sequences(examples, 10)] == [[(100, 10)], [(200, 10)], [(210, 10)]]
+    assert examples.left_out(10) == "rests of 17 tokens left out" and examples.left_out(1) == ""
 
 
 def test_pack_by_hand():
@@ -52,6 +55,9 @@ def test_pack_by_hand():
         [(300, 9)],
         [(500, 2)],  # the rests of a single token predict nothing
     ]
+    assert examples.left_out(10) == "rests of 2 tokens left out"
+    full = TextExamples(Documents([3, 7, 4, 6]), 0, 4, "pack", seed=None)
+    assert [spans(sequence) for sequence in sequences(full, 10)] == [[(0, 3), (100, 7)], [(200, 4), (300, 6)]]
 
 
 @pytest.mark.parametrize("total_length", [5, 16, 64])
@@ -115,51 +121,65 @@ def test_reading_on_changes_no_loss():
     assert len(shorter.segment_losses) == 2 and len(longer.segment_losses) == 5
 
 
-SUMMARY_WORDS = "Summarize this text Summary : - a b c d e f"
+RECIPE = """
+model: m
+output: o
+data: {{task: text, fit: {fit}, sources: [{{files: "{files}"}}], prepared: {folder}/prepared}}
+stages: [{{total_length: {total_length}, steps: {steps}}}]
+global_batch: 4
+optimizer: {{warmup_steps: 1}}
+evaluation: {{sequences: {held_out}}}
+"""
 
 
-def test_summaries_by_hand():
-    tokenizer = word_tokenizer([SUMMARY_WORDS])
-    encode = summary_encoder(tokenizer, 18, "drop")
-    documents = [Document("1", "a b c", "d"), Document("2", "a " * 30, "d"), Document("3", "a", "d " * 30)]
-    short, long, impossible = encode(documents)
-    text = tokenizer.convert_ids_to_tokens(short.input_ids)
-    assert text == [
-        "<s>",
-        "Summarize",
-        "this",
-        "text",
-        ":",
-        "a",
-        "b",
-        "c",
-        "-",
-        "-",
-        "-",
-        "-",
-        "Summary",
-        ":",
-        "d",
-        "</s>",
-    ]
-    assert short.num_given == 14
-    assert long == "over 18 tokens" and impossible == "summary too long for 18 tokens"
-    _, cut, _ = summary_encoder(tokenizer, 18, "cut")(documents)
-    assert tokenizer.convert_ids_to_tokens(cut.input_ids)[5:11] == ["a"] * 5 + ["-"] and len(cut.input_ids) == 18
-    before, behind = prompt_frame(tokenizer)
-    assert short.input_ids[:14].tolist() == [*before, *tokenizer("a b c")["input_ids"], *behind]
+def examples_of(folder, tokenizer, **fields):
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, **fields))
+    return make_examples(load_recipe(folder / "recipe.yaml"), tokenizer)
 
 
-def test_only_the_summary_is_asked_for():
-    class Summaries:
-        lengths = np.array([6, 30, 8])
+def test_rests_of_a_single_token_are_no_sequences_to_validate_with(tmp_path):
+    """Documents of four tokens make one sequence of three each, so eight sequences take eight documents."""
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text((json.dumps({"text": "a b"}) + "\n") * 100)
+    tokenizer = word_tokenizer(["a b"])
+    training, held_out = examples_of(
+        tmp_path, tokenizer, fit="pack", files=documents, total_length=3, steps=5, held_out=8
+    )
+    assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 20
 
-        def __getitem__(self, n):
-            return Tokens(100 * n + np.arange(self.lengths[n]), 4)
 
-    examples = SummarizationExamples(Summaries(), 0, 3, seed=None)
-    assert examples.num_sequences(10) == 2
-    (example,) = examples.sequence(1, 10)
-    assert example.input_ids[0] == 200 and example.labels.tolist() == [-100] * 4 + [204, 205, 206, 207]
-    with pytest.raises(ValueError, match="total_length=5"):
-        examples.sequence(0, 5)
+def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path):
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": "a b " * n}) + "\n" for n in (500, 50, 50, 50)))
+    tokenizer = word_tokenizer(["a b"])
+    training, held_out = examples_of(
+        tmp_path, tokenizer, fit="cut", files=documents, total_length=10, steps=5, held_out=2
+    )
+    assert (held_out.first, held_out.last, training.first, training.last) == (0, 1, 1, 3)
+    assert training.num_sequences(10) == 20
+
+
+def test_max_documents_limits_training_and_not_the_validation(tmp_path):
+    for name, words in (("train", "a b " * 20), ("other", "b a " * 5)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": words}) + "\n") * 200)
+    fields = {"fit": "cut", "files": tmp_path / "train.jsonl", "folder": tmp_path, "total_length": 10, "steps": 50}
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(held_out=150, **fields))
+    overrides = ["data.max_documents=2", f"evaluation.sources=[{{files: {tmp_path}/other.jsonl}}]"]
+    training, held_out = make_examples(load_recipe(tmp_path / "recipe.yaml", overrides), word_tokenizer(["a b"]))
+    assert (training.first, training.last, held_out.num_sequences(10)) == (0, 2, 150)
+
+
+def test_a_novel_in_whole_pieces(tmp_path, stories, novel):
+    """A real tokenizer: the pieces are the book's tokens, and only the first has a bos."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    text = novel.read_text(encoding="utf-8")[:60_000]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    training, _ = examples_of(
+        tmp_path, tokenizer, fit="cut", files=tmp_path / "*.txt", total_length=512, steps=2, held_out=1
+    )
+    ids = np.array([1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2])
+    expected = {tuple(piece) for piece in ids[: len(ids) // 512 * 512].reshape(-1, 512).tolist()}
+    pieces = [tuple(sequence[0].input_ids.tolist()) for sequence in sequences(training, 512)]
+    assert set(pieces) == expected and len(pieces) == len(expected) == len(ids) // 512
+    assert [piece[0] for piece in pieces].count(1) == 1

@@ -92,7 +92,9 @@ class _SourceReader:
 def source_files(source: Source) -> list[Path]:
     """The files of a local source, in order. Raises `ValueError` where there are none or of an unknown kind."""
     assert source.files is not None
-    paths = [Path(name) for name in sorted(glob.glob(source.files, recursive=True))]
+    named = Path(source.files)  # also one with brackets in its name
+    found = [named] if named.is_file() else map(Path, sorted(glob.glob(source.files, recursive=True)))
+    paths = [path for path in found if path.is_file()]
     if not paths:
         raise ValueError(f"files={source.files!r} names no file.")
     for path in paths:
@@ -112,7 +114,7 @@ def _text_file(path: Path) -> Iterator[Record]:
         yield str(path), {"text": data.decode("utf-8")}
     except UnicodeDecodeError as error:
         where = f"{path}:{data.count(bytes([10]), 0, error.start) + 1}"
-        yield where, Problem(where, "wrong encoding", f"not UTF-8: {error.reason}")
+        yield where, _wrong_encoding(where, error)
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -124,8 +126,8 @@ def _json_lines(path: Path) -> Iterator[Record]:
             try:
                 fields = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
-                yield where, Problem(where, "wrong encoding", f"not UTF-8: {error.reason}")
-            except ValueError as error:
+                yield where, _wrong_encoding(where, error)
+            except (ValueError, RecursionError) as error:
                 yield where, Problem(where, "broken JSON", str(error))
             else:
                 is_object = isinstance(fields, dict)
@@ -140,12 +142,20 @@ def _parquet_rows(path: Path) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=256):
-                for fields in batch.to_pylist():
-                    yield f"{path}:row {number}", fields
+                for row in range(batch.num_rows):
+                    where = f"{path}:row {number}"
+                    try:
+                        yield where, {name: batch[name][row].as_py() for name in batch.schema.names}
+                    except UnicodeDecodeError as error:  # Parquet does not check text
+                        yield where, _wrong_encoding(where, error)
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         where = f"{path}:row {number}"
         yield where, Problem(where, "unreadable Parquet", str(error).splitlines()[0])
+
+
+def _wrong_encoding(where: str, error: UnicodeError) -> Problem:
+    return Problem(where, "wrong encoding", f"not UTF-8: {error.args[-1]}")
 
 
 def _open_hub(source: Source):
@@ -179,5 +189,9 @@ def _document(
             return Problem(where, "wrong type", f"{name!r} is {type(value).__name__}, not text")
         if not value.strip():
             return Problem(where, "empty document", repr(name))
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair, which no tokenizer takes
+            return _wrong_encoding(where, error)
         values.append(value)
     return Document(where, *values)

@@ -21,14 +21,16 @@ from ..recipe import DocumentData, Source
 from .documents import Document, DocumentReader, Problem, source_files
 
 BATCH = 64  # documents tokenised at once
-PART_TOKENS = 2**24
+PART_TOKENS = 2**24  # of a part, about
+PART_DOCUMENTS = 2**16  # read for a part: where most are dropped, a kill costs no more than that
 
 
 class Tokens(NamedTuple):
-    """A document as tokens; the first `num_given` are not asked for."""
+    """A document as tokens; the first `num_given` are not asked for. A `remark` is counted when it is kept."""
 
     input_ids: np.ndarray
     num_given: int
+    remark: str = ""
 
 
 Encode = Callable[[Sequence[Document]], Sequence[Tokens | str]]  # the tokens, or why the document is dropped
@@ -84,11 +86,13 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
         if source.files is not None
         for path in source_files(source)
     ]
+    # Truncation and padding are what the tokenizer's last call has left there.
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     described = {
         "sources": [source.model_dump() for source in sources],
         "files": files,
         "bad_documents": data.bad_documents,
-        "tokenizer": [tokenizer.backend_tokenizer.to_str(), tokenizer.bos_token_id, tokenizer.eos_token_id],
+        "tokenizer": [backend, tokenizer.bos_token_id, tokenizer.eos_token_id],
         **settings,
     }
     return data.prepared / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
@@ -109,7 +113,7 @@ def prepare(
         if not preparation.finished:
             preparation.run(DocumentReader(sources, with_summaries, store.notes["position"]), encode)
             store = Store(folder)
-            _summarize(store)
+        _summarize(store)
     if not len(store):
         raise ValueError(f"no document is left to train on: {store.notes['counts']}; see {folder / 'summary.json'}.")
     return store
@@ -135,8 +139,8 @@ class _Preparation:
             while not self.finished:
                 kept: list[Tokens] = []
                 problems: list[Problem] = []
-                num_tokens = 0
-                while not self.finished and num_tokens < PART_TOKENS:
+                num_tokens, last = 0, self.counts["read"] + PART_DOCUMENTS
+                while not self.finished and num_tokens < PART_TOKENS and self.counts["read"] < last:
                     batch = list(islice(records, BATCH))
                     self.ended = len(batch) < BATCH
                     problems += _check(batch, self.data.bad_documents)
@@ -159,6 +163,7 @@ class _Preparation:
         kept = [item for item in encoded if not isinstance(item, str)]
         lengths = np.array([len(tokens.input_ids) for tokens in kept], dtype=int)
         self.counts.update(item for item in encoded if isinstance(item, str))
+        self.counts.update(tokens.remark for tokens in kept if tokens.remark)
         self.counts.update(record.kind for record in batch if isinstance(record, Problem))
         self.counts.update({"read": len(batch), "kept": len(kept), "tokens kept": int(lengths.sum())})
         self.num_kept += len(kept)
@@ -196,16 +201,19 @@ def _read_part(path: Path) -> Part:
 
 
 def _summarize(store: Store) -> None:
-    """Writes `summary.json` and `problems.jsonl`, and says what became of the documents."""
-    counts = store.notes["counts"]
+    """Writes `problems.jsonl` and `summary.json`, and says what became of the documents, if that is new."""
+    counts, summary = store.notes["counts"], store.folder / "summary.json"
+    text = json.dumps(counts, indent=2)
+    if summary.exists() and summary.read_text() == text:
+        return
     problems = [problem for part in store.parts for problem in part.notes["problems"]]
     (store.folder / "problems.jsonl").write_text("".join(json.dumps(item) + "\n" for item in problems))
-    (store.folder / "summary.json").write_text(json.dumps(counts, indent=2))
-    dropped = ", ".join(
+    summary.write_text(text)  # last: what is killed before is done again
+    others = ", ".join(
         f"{count:,} {what}" for what, count in counts.items() if what not in ("read", "kept", "tokens kept")
     )
     print(
         f"{store.folder}: {counts['read']:,} documents read, {counts['kept']:,} kept with "
-        f"{counts['tokens kept']:,} tokens" + (f"; {dropped}" if dropped else ""),
+        f"{counts['tokens kept']:,} tokens" + (f"; {others}" if others else ""),
         flush=True,
     )

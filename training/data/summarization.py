@@ -26,6 +26,12 @@ def prompt_frame(tokenizer) -> tuple[list[int], list[int]]:
     return first + before, behind
 
 
+def prompt_ids(tokenizer, document: str) -> list[int]:
+    """What a model goes on from when it is to summarise: the same tokens as in training."""
+    before, behind = prompt_frame(tokenizer)
+    return [*before, *_ids(tokenizer, [document])[0], *behind]
+
+
 def summary_encoder(tokenizer, total_length: int, too_long: Literal["drop", "cut"]):
     """Tokenises documents with their summaries into at most `total_length` tokens."""
     if tokenizer.eos_token_id is None:
@@ -40,7 +46,8 @@ def summary_encoder(tokenizer, total_length: int, too_long: Literal["drop", "cut
         if len(document_ids) > room and too_long == "drop":
             return f"over {total_length} tokens"
         prompt = [*before, *document_ids[:room], *behind]
-        return Tokens(np.array(prompt + answer), len(prompt))
+        remark = f"cut to {total_length} tokens" if len(document_ids) > room else ""
+        return Tokens(np.array(prompt + answer), len(prompt), remark)
 
     def encode(documents: Sequence[Document]) -> list[Tokens | str]:
         texts = _ids(tokenizer, [document.text for document in documents])
@@ -67,6 +74,11 @@ class SummarizationExamples:
 
     def num_sequences(self, total_length: int) -> int:
         return len(self.places(total_length))
+
+    def left_out(self, total_length: int) -> str:
+        """What no sequence of this length holds, in words; nothing where there is nothing."""
+        documents = self.last - self.first - len(self.places(total_length))
+        return f"{documents:,} longer documents left out" if documents else ""
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
         places = self.places(total_length)

@@ -41,7 +41,7 @@ class DocumentTask:
             return Need(np.ones_like, sum(asked.values()))
         tokens = sum(total_length * count for total_length, count in asked.items())
         if self.data.fit == "pack":
-            return Need(lambda lengths: lengths, tokens)
+            return Need(lambda lengths: lengths - (lengths % self.longest == 1), tokens)  # a single token is no rest
         return Need(lambda lengths: lengths // self.longest * self.longest, tokens)
 
     def _prepare(self, sources: Sequence[Source], need: Need) -> Store:
@@ -52,8 +52,11 @@ class DocumentTask:
         else:
             encode = summary_encoder(self.tokenizer, self.longest, self.data.too_long)
             settings = {"total_length": self.longest, "too_long": self.data.too_long}
-        folder = folder_of(self.data, sources, self.tokenizer, task=self.data.task, **settings)
-        return prepare(folder, self.data, sources, encode, need, with_summaries=self.data.task == "summarization")
+        data = self.data
+        if sources is not data.sources:  # max_documents limits what is trained on
+            data = data.model_copy(update={"max_documents": None})
+        folder = folder_of(data, sources, self.tokenizer, task=data.task, **settings)
+        return prepare(folder, data, sources, encode, need, with_summaries=data.task == "summarization")
 
     def _of(self, store: Store, first: int, last: int, seed: int | None) -> TextExamples | SummarizationExamples:
         if isinstance(self.data, TextData):
@@ -61,23 +64,22 @@ class DocumentTask:
         return SummarizationExamples(store, first, last, seed)
 
     def examples(self) -> tuple[Examples, Examples | None]:
-        evaluation, first, held_out = self.recipe.evaluation, 0, None
-        need, need_held_out = self._need(self.asked), self._need({self.longest: self.num_held_out})
-        if evaluation and evaluation.sources:
-            store = self._prepare(evaluation.sources, need_held_out)
-            held_out = self._of(store, 0, need_held_out.prefix(store.lengths), seed=None)
-        else:
-            need = need._replace(amount=need.amount + need_held_out.amount)
+        evaluation, first, held_out, need = self.recipe.evaluation, 0, None, self._need(self.asked)
+        if evaluation:
+            need_held_out = self._need({self.longest: self.num_held_out})
+            store = self._prepare(evaluation.sources or self.data.sources, need_held_out)
+            num_documents = need_held_out.prefix(store.lengths)
+            held_out = self._of(store, 0, num_documents, seed=None)
+            if not evaluation.sources:  # training begins behind them
+                first = num_documents
+                need = need._replace(amount=need.amount + int(need.weigh(store.lengths[:first]).sum()))
         store = self._prepare(self.data.sources, need)
         last = min(need.prefix(store.lengths), self.data.max_documents or len(store))
-        if evaluation and held_out is None:
-            first = need_held_out.prefix(store.lengths)
-            if first >= last:
-                raise ValueError(
-                    f"the {self.num_held_out} sequences of the evaluation take all {last} documents: name others in "
-                    "evaluation.sources, or ask for fewer with evaluation.sequences."
-                )
-            held_out = self._of(store, 0, first, seed=None)
+        if first >= last:
+            raise ValueError(
+                f"the {self.num_held_out} sequences of the evaluation take all {last} documents: name others in "
+                "evaluation.sources, or ask for fewer with evaluation.sequences."
+            )
         if held_out and held_out.num_sequences(self.longest) < self.num_held_out:
             raise ValueError(
                 f"evaluation.sequences={self.num_held_out}, and its documents make only "
@@ -90,9 +92,9 @@ class DocumentTask:
 
     def _describe(self, training: TextExamples | SummarizationExamples) -> None:
         for total_length, asked in self.asked.items():
-            there = training.num_sequences(total_length)
+            there, left_out = training.num_sequences(total_length), training.left_out(total_length)
             print(
                 f"sequences of {total_length} tokens: {asked:,} to train on, {there:,} there: "
-                f"{asked / there:.2f} epochs",
+                f"{asked / there:.2f} epochs" + (f"; {left_out}" if left_out else ""),
                 flush=True,
             )

@@ -53,6 +53,11 @@ class TextExamples:
     def num_sequences(self, total_length: int) -> int:
         return len(self.plan(total_length).firsts) - 1
 
+    def left_out(self, total_length: int) -> str:
+        """What no sequence of this length holds, in words; nothing where there is nothing."""
+        tokens = self.store.lengths[self.first : self.last].sum() - self.plan(total_length).length.sum()
+        return f"rests of {tokens:,} tokens left out" if tokens else ""
+
     def sequence(self, number: int, total_length: int) -> list[Example]:
         plan = self.plan(total_length)
         place = self.epochs.place(number, len(plan.firsts) - 1)
@@ -76,7 +81,7 @@ class TextExamples:
             rest = lengths % total_length
             rested = np.flatnonzero(rest >= 2)  # a single token predicts nothing
             filled = total_length
-            for n, tokens in enumerate(rest[rested], len(document)):
+            for n, tokens in enumerate(rest[rested].tolist(), len(document)):
                 if filled + tokens > total_length:
                     firsts.append(n)
                     filled = 0

@@ -158,11 +158,14 @@ def train(
         raise ValueError(f"--report {report} goes with --dry-run: a run itself writes log.jsonl into its output.")
     from training.launch import launch, local_overrides, num_ranks
     from training.recipe import load_recipe
+    from training.resume import find_checkpoint
 
     given = overrides or []
     if not dry_run:
         resolved = load_recipe(recipe, local_overrides(given))
         resolved.accumulation(ranks or num_ranks())
+        resolved.deepspeed_settings()
+        find_checkpoint(resolved)
         try:
             launch(recipe, given, ranks)
         except subprocess.CalledProcessError as error:

@@ -97,7 +97,9 @@ def main() -> None:
         )  # fmt: skip
         overrides = [f"model={run / 'start'}", f"output={run / 'trained'}", f"seed={options.seed}"]
         if (room := num_ranks() * last * SEGMENT) > recipe.curriculum.tokens_per_step:
-            print(f"curriculum.tokens_per_step={room}: every one of {num_ranks()} ranks needs room for a text of the last length")
+            print(
+                f"curriculum.tokens_per_step={room}: room for a text of the last length on each of {num_ranks()} ranks"
+            )
             overrides += [f"curriculum.tokens_per_step={room}"]
         stage(folder, f"train ({name})", lambda overrides=overrides: launch(RECIPE, [*overrides, *options.overrides]))
         stage(

@@ -1,7 +1,7 @@
 """The micro-batches of a run with stages, by number.
 
-The rows of a step's global batch are numbered; ranks and accumulation only divide them. So a run has the
-same batches on any number of ranks.
+The sequences of a run are numbered, those of each length from 0; ranks and accumulation only divide them.
+So a run has the same batches on any number of ranks.
 
 Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must run equally many segments:
 where texts differ in length, one row of each micro-batch reads on to the full length.
@@ -43,14 +43,21 @@ class StageBatches(Dataset):
         return self.recipe.steps * self.per_step
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        assert self.recipe.stages is not None
-        total_length = self.recipe.stages[self.recipe.stage_at(index // self.per_step)].total_length
-        first = index * self.recipe.micro_batch
+        total_length, before = self._stage_at(index // self.per_step)
+        first = (index - before * self.per_step) * self.recipe.micro_batch
         numbers = range(first, first + self.recipe.micro_batch)
         sequences = [self.examples.sequence(number, total_length) for number in numbers]
         examples = [example for sequence in sequences for example in sequence]
         batch = collate(examples, read_on_to=total_length if self.equal_lengths else 0)
-        return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]}"}
+        return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]} of length {total_length}"}
+
+    def _stage_at(self, step: int) -> tuple[int, int]:
+        """The length of a step's texts, and how many of the steps before it had texts of another length."""
+        assert self.recipe.stages is not None
+        stage = self.recipe.stage_at(step)
+        total_length = self.recipe.stages[stage].total_length
+        earlier = self.recipe.stages[:stage]
+        return total_length, sum(other.steps for other in earlier if other.total_length != total_length)
 
 
 class ValidationBatches(Dataset):

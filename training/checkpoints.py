@@ -2,13 +2,15 @@
 
 Trainer and DeepSpeed write a checkpoint's files in place, so a killed run leaves a folder that looks
 whole. A marker is written last; only folders that have it count, and old ones go only after it is there.
-It lists all files with their sizes, so that a checkpoint which lost something later is refused.
+It lists all files with their sizes, so that a checkpoint which lost something later is refused, and holds
+the recipe, so that a run goes on as it began.
 """
 
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainerCallback
@@ -27,7 +29,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def check(checkpoint: Path) -> dict:
     """What the marker says. Raises `ValueError` for a checkpoint that is missing, incomplete or damaged."""
-    remedy = "Delete the folder to go on from the one before it, or name another with resume=FOLDER."
+    remedy = "Delete the folder to go on from the one before it."
     if not checkpoint.is_dir():
         raise ValueError(f"there is no checkpoint {checkpoint}.")
     try:
@@ -45,6 +47,13 @@ def check(checkpoint: Path) -> dict:
     return marker
 
 
+def remove_incomplete(folder: Path) -> None:
+    """What a killed run was writing: the next one writes it anew, into an empty folder."""
+    for path in _all_checkpoints(folder):
+        if not (path / MARKER).exists():
+            shutil.rmtree(path)
+
+
 def _all_checkpoints(folder: Path) -> list[Path]:
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=_step)
@@ -57,8 +66,8 @@ def _step(path: Path) -> int:
 class CompleteCheckpoints(TrainerCallback):
     """Completes each checkpoint with what `write` adds and the marker, then prunes older ones."""
 
-    def __init__(self, write: Callable[[Path], object] | None, keep: int):
-        self.write, self.keep = write, keep
+    def __init__(self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any]):
+        self.write, self.keep, self.recipe = write, keep, recipe
 
     def on_save(self, args, state, control, **kwargs):
         if dist.is_initialized():
@@ -71,7 +80,8 @@ class CompleteCheckpoints(TrainerCallback):
         partial = folder / f"{MARKER}.partial"
         files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
         zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else None
-        marker = {"step": state.global_step, "ranks": args.world_size, "zero_stage": zero_stage, "files": files}
+        marker = {"step": state.global_step, "ranks": args.world_size, "zero_stage": zero_stage}
+        marker |= {"recipe": self.recipe, "files": files}
         partial.write_text(json.dumps(marker), encoding="utf-8")
         partial.rename(folder / MARKER)
         kept = checkpoints(folder.parent)[-self.keep :]

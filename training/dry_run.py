@@ -1,6 +1,5 @@
 """What `condense train RECIPE --dry-run` says: the resolved recipe, its size, and the memory it needs."""
 
-import json
 from typing import Any
 
 import yaml
@@ -30,7 +29,7 @@ def load_config(recipe: Recipe) -> LlamaConfig:
 def dry_run(recipe: Recipe, ranks: int) -> tuple[dict[str, Any], str]:
     """Figures, and the same as text: for `ranks` ranks, and the memory for 1, 2, 4, ... up to as many."""
     config = load_config(recipe)
-    deepspeed = json.loads(recipe.deepspeed.read_text(encoding="utf-8"))
+    deepspeed = recipe.deepspeed_settings()
     resolved = recipe.model_dump(mode="json", exclude_none=True)
     figures = plan(config, recipe, ranks)
     run_flops = figures["flops"] * (4 / 3 if recipe.gradient_checkpointing else 1)  # a second forward pass

@@ -19,6 +19,7 @@ from condense.loss import MAX_LOGITS
 from .recipe import Recipe
 
 FLOAT32 = 4
+LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient behind it, all in float32
 GIB = 2**30
 
 
@@ -30,8 +31,8 @@ class MemoryEstimate:
     gathered_weights: int  # ZeRO-3: at most so much of all shares is there at a time
     master_weights: int  # the optimizer's own, float32
     moments: int  # Adam's two, float32
-    gradients: int  # as the ZeRO stage keeps them
-    reduce_buckets: int  # through which gradients pass from rank to rank
+    gradients: int  # as the ZeRO stage keeps them, and buffers for them that stay
+    reduce_buckets: int  # through which they pass from rank to rank, once the logits are gone
     summed_gradients: int  # what autograd still sums up, less the activations that are gone by then
     memories: int  # keys and values that segments were given by the segment before
     activations: int  # what autograd keeps besides
@@ -43,7 +44,7 @@ class MemoryEstimate:
     def total(self) -> int:
         """The most that is needed on the device at a time."""
         stays = self.weights + self.gathered_weights + self.master_weights + self.moments + self.gradients
-        in_pass = self.reduce_buckets + self.summed_gradients + self.memories + self.activations + self.loss
+        in_pass = self.summed_gradients + self.memories + self.activations + max(self.loss, self.reduce_buckets)
         return stays + max(in_pass, self.step)
 
     def as_dict(self) -> dict[str, int]:
@@ -87,7 +88,7 @@ def parameter_shapes(config: LlamaConfig) -> list[torch.Size]:
 
 def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
     """One for each length of the recipe's texts; shorter texts of a curriculum come in more rows."""
-    length = recipe.segment_length or getattr(config, "segment_length", CondenseConfig.segment_length)
+    length: int = recipe.segment_length or getattr(config, "segment_length", None) or CondenseConfig.segment_length
     if recipe.curriculum:
         tokens, lengths = recipe.curriculum.tokens_per_step // ranks, recipe.curriculum.lengths
         if tokens < lengths[-1] * length:
@@ -106,52 +107,61 @@ def _segments(recipe: Recipe, length: int, total_length: int) -> list[int]:
 
 
 def _kept_by_autograd(config: LlamaConfig, recipe: Recipe, one: Pass) -> dict[str, int]:
-    layers, width, vocab, size = config.num_hidden_layers, config.hidden_size, config.vocab_size, _element_size(recipe)
-    checkpointing = recipe.gradient_checkpointing
-    normed = (FLOAT32 + 2 * size) * width  # of a token: in float32, normalized, and times the norm's weight
-    # Logits exist as log-softmax, its gradient, and the gradient behind it, all float32.
-    if not recipe.folded:
-        layer, loss = one.rows * _layer(config, recipe, one.tokens // one.rows, 0), 3 * FLOAT32 * vocab * one.tokens
-        if not checkpointing:
-            return {"memories": 0, "activations": layers * layer + one.tokens * normed, "loss": loss}
-        # Layers keep their inputs; the first one is recomputed when the logits are gone.
-        inputs = one.tokens * (layers * width * size + normed)
-        return {"memories": 0, "activations": inputs + max(0, layer - loss), "loss": loss}
+    """The parts `memories`, `activations` and `loss`."""
+    return _kept_by_fold(config, recipe, one) if recipe.folded else _kept_by_llama(config, recipe, one)
 
+
+def _kept_by_llama(config: LlamaConfig, recipe: Recipe, one: Pass) -> dict[str, int]:
+    (length,), layers = one.segments, config.num_hidden_layers
+    layer, gradients = (one.rows * count(config, recipe, length, 0) for count in (_layer, _layer_gradients))
+    loss = LOGIT_COPIES * FLOAT32 * config.vocab_size * one.tokens
+    if recipe.gradient_checkpointing:  # layers keep their inputs, and are recomputed when the logits are gone
+        inputs, later = layers * one.tokens * config.hidden_size * _element_size(recipe), layer + gradients
+    else:
+        inputs, later = layers * layer, gradients
+    activations = inputs + one.tokens * _norm(config, recipe) + max(0, later - loss)
+    return {"memories": 0, "activations": activations, "loss": loss}
+
+
+def _kept_by_fold(config: CondenseConfig | LlamaConfig, recipe: Recipe, one: Pass) -> dict[str, int]:
+    layers, width, vocab, size = config.num_hidden_layers, config.hidden_size, config.vocab_size, _element_size(recipe)
+    checkpointing, last = recipe.gradient_checkpointing, len(one.segments) - 1
     span = recipe.bptt_segments or getattr(config, "bptt_segments", None)
-    # Checkpoints keep memories as they are; without, they are a part of what attention keeps.
+    # Checkpoints keep memories as they are; otherwise they are a part of what attention keeps.
     repeated = recipe.attention == "eager" and not checkpointing
     heads = config.num_attention_heads if repeated else config.num_key_value_heads
-    memories, activations = 0, []
+    memories, activations, memory = 0, [], 0
     for number, tokens in enumerate(one.segments):
-        memory = one.segments[0] if number else 0
-        memories += one.rows * layers * 2 * memory * heads * config.head_dim * size
+        memories += 2 * one.rows * layers * memory * heads * config.head_dim * size
         layer = _layer(config, recipe, tokens, memory)
-        if number < len(one.segments) - 1:  # the norm before the next segment's keys and values
-            layer += tokens * 2 * size * width
-            if size < FLOAT32 and not (
-                span and (number + 1) % span == 0
-            ):  # in float32 it shares the next layer's input
-                layer += tokens * FLOAT32 * width
-        activations.append(one.rows * (layers * layer + tokens * normed))
-    in_segment = one.rows * one.segments[0]
-    chunk = min(in_segment, max(1, MAX_LOGITS // vocab))
-    if checkpointing:  # one segment at a time is there again, with the logits of all its chunks
-        held = in_segment
+        if number < last:  # the norm before the next segment's keys and values
+            layer += 2 * tokens * width * size
+            cut = span is not None and (number + 1) % span == 0
+            if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
+                layer += tokens * width * FLOAT32
+        activations.append(one.rows * (layers * layer + tokens * _norm(config, recipe)))
+        memory = tokens
+    first = one.segments[0]
+    chunk = min(one.rows * first, max(1, MAX_LOGITS // vocab))
+    if checkpointing:  # a whole segment is recomputed, with the logits of all its chunks
+        held = one.rows * first
     else:  # logits are recomputed by chunks, where they are wider than hidden states
         held = chunk if vocab > width else one.tokens
-    loss = FLOAT32 * vocab * (2 * chunk + held)
-    return {
-        "memories": memories,
-        "activations": max(activations) if checkpointing else sum(activations),
-        "loss": loss,
-    }
+    loss = FLOAT32 * vocab * ((LOGIT_COPIES - 1) * chunk + held)
+    later = one.rows * _layer_gradients(config, recipe, first, first if last else 0)
+    kept = max(activations) if checkpointing else sum(activations)
+    return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
+
+
+def _norm(config: LlamaConfig, recipe: Recipe) -> int:
+    """What a norm keeps of a token: its input in float32, normalized, and times its weight."""
+    return (FLOAT32 + 2 * _element_size(recipe)) * config.hidden_size
 
 
 def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
     """What autograd keeps of a layer for one row, without the memory where that is counted for itself."""
     size, heads, keys = _element_size(recipe), config.num_attention_heads, memory + tokens
-    norms = 2 * (FLOAT32 + 2 * size) * config.hidden_size
+    norms = 2 * _norm(config, recipe)
     mlp = 4 * size * config.intermediate_size  # gate, its SiLU, up, and their product
     query_and_output = 2 * size * heads * config.head_dim
     own_keys = keys if recipe.gradient_checkpointing else tokens
@@ -165,6 +175,13 @@ def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int
         keys_and_values = 2 * own_keys * size * config.num_key_value_heads * config.head_dim
         scores = heads * tokens * FLOAT32  # their sums
     return tokens * (norms + mlp + query_and_output) + keys_and_values + scores
+
+
+def _layer_gradients(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
+    """What a layer's own gradients add to what it keeps, for one row: of the MLP's inner states, or of scores."""
+    inner = _element_size(recipe) * tokens * (2 * config.intermediate_size + config.hidden_size)
+    scores = FLOAT32 * tokens * (tokens + memory) * config.num_attention_heads
+    return max(inner, scores if recipe.attention == "eager" else 0)
 
 
 def _summed_gradients(
@@ -183,9 +200,10 @@ def _summed_gradients(
         another = max(0, 2 * size * max(numels) - kept["loss"])
         gone = 0 if recipe.gradient_checkpointing else kept["activations"] // len(one.segments)
         return max(0, whole + another - gone)
-    summed = 0 if leave else whole
-    if config.tie_word_embeddings:  # the head's, the embedding's, and their sum
-        summed += size * max(numels) * (3 if leave else 2)
+    length, tied = one.segments[0], size * max(numels) * config.tie_word_embeddings
+    first_layer = one.rows * sum(part(config, recipe, length, 0) for part in (_layer, _layer_gradients))
+    # The head's gradient waits for the embedding's; in the end there are both, and their sum.
+    summed = (tied if leave else whole) + max(2 * tied, first_layer)
     return max(0, summed - kept["activations"] - kept["loss"])
 
 
@@ -207,9 +225,8 @@ def _kept_by_deepspeed(
         parts["host" if offloads_weights else "weights"] += size * share
         parts["gathered_weights"] = size * min(count, int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
         parts["host" if offloads else "gradients"] += size * share
-        parts["reduce_buckets"] = size * bucket
+        parts["gradients"] += size * bucket
         at_once = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
-        has_master = size < FLOAT32 or offloads  # float32 weights are optimized where they are
     else:
         share, owned = (count, 0) if stage == 0 else _fullest_partition(shapes, ranks)
         at_once = share
@@ -221,9 +238,9 @@ def _kept_by_deepspeed(
         if stage > 0 and zero.get("contiguous_gradients", True):
             parts["reduce_buckets"] = size * bucket * (2 if zero.get("overlap_comm") else 1)
         if offloads:  # buffers for one gradient, the new weights, and gradients of the micro-batches before
-            parts["reduce_buckets"] += size * largest
+            parts["gradients"] += size * largest
             parts["host"] += size * (largest + share + (owned if stage == 2 and accumulates else 0))
-        has_master = size < FLOAT32 or stage > 0
+    has_master = size < FLOAT32 or stage > 0  # ZeRO copies float32 weights too
     master, moments = FLOAT32 * share * has_master, 2 * FLOAT32 * share
     if offloads:
         parts["host"] += master + moments + FLOAT32 * share  # and float32 gradients
@@ -309,7 +326,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `estimates` as text, in GiB a rank; parts that are nowhere needed are left out."""
     names = [name for row in rows for name in row if name not in ("ranks", "error")]
     names = [name for name in dict.fromkeys(names) if any(row.get(name) for row in rows)]
-    names = [name for name in names if name not in ("total", "host")] + [n for n in ("total", "host") if n in names]
+    names.sort(key=lambda name: ("total", "host").index(name) if name in ("total", "host") else -1)
     titles = {name: name.replace("_", " ") for name in names}
     lines = ["  ".join(["ranks", *titles.values()])]
     for row in rows:

@@ -29,16 +29,29 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     ranks = ranks or num_ranks()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, of Trainer's and DeepSpeed's own code
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
+    if not torch.cuda.is_available():
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
         print(f"no GPU: {ranks} ranks on the CPU, with {CPU_CONFIG.name} unless an override names another", flush=True)
-    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    command += ["--num_gpus" if on_gpu else "--num_accelerators", str(ranks), "--master_port", str(_free_port())]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, *_devices(ranks)]
+    command += ["--master_port", str(_free_port())]
     command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *local_overrides(overrides)]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     subprocess.run(command, env=environment, check=True)
+
+
+def _devices(ranks: int) -> list[str]:
+    """The launcher's choice of devices; it ignores CUDA_VISIBLE_DEVICES beside `--num_gpus`."""
+    if not torch.cuda.is_available():
+        return ["--num_accelerators", str(ranks)]
+    if not (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        return ["--num_gpus", str(ranks)]
+    numbers = visible.split(",")
+    if not all(number.strip().isdecimal() for number in numbers) or ranks > len(numbers):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={visible}: {ranks} ranks need as many GPUs, given by number, as the launcher wants."
+        )
+    return ["--include", "localhost:" + ",".join(number.strip() for number in numbers[:ranks])]
 
 
 def _free_port() -> int:

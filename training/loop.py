@@ -230,10 +230,11 @@ class Log(TrainerCallback):
         self.path = path
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Drops what a killed run logged after its last checkpoint: those steps come again."""
+        """Drops what a killed run logged after its last checkpoint, or before its first: those steps come again."""
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
+            done = state.global_step or -1
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(kept), encoding="utf-8")
             partial.replace(self.path)

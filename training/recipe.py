@@ -1,5 +1,6 @@
 """A run as one object: what is trained, on what, how long, and where it goes."""
 
+import json
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -58,6 +59,7 @@ class Source(Section):
     hub: str | None = Field(None, description="OWNER/NAME, streamed")
     name: str | None = Field(None, description="configuration of the hub's data set")
     split: str | None = Field(None, description="of the hub's data set; train where not given")
+    revision: str | None = Field(None, description="branch, tag or commit of the hub's data set")
     text: str = Field("text", description="field that holds the document; a list is joined by spaces")
     summary: str = Field("summary", description="field that holds its summary; of a list, the first")
 
@@ -65,8 +67,8 @@ class Source(Section):
     def _one_place(self):
         if (self.files is None) == (self.hub is None):
             raise ValueError("a source names either files or hub, one of the two")
-        if self.files is not None and (self.name or self.split):
-            raise ValueError("name and split belong to a source of the hub, not to files")
+        if self.files is not None and (self.name or self.split or self.revision):
+            raise ValueError("name, split and revision belong to a source of the hub, not to files")
         return self
 
 
@@ -165,7 +167,9 @@ class Recipe(Section):
     deepspeed: Path = Path("deepspeed_configs/zero2.json")
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints = Checkpoints()
-    resume: Path | None = Field(None, description="a checkpoint to go on from; None: the output's newest, if any")
+    resume: Path | None = Field(
+        None, description="a checkpoint of another output; gone on from where this one has none of its own"
+    )
     log_every: int = Field(10, ge=1)
     max_skipped_steps: int = Field(0, ge=0, description="steps with a gradient that is not finite; more end the run")
     report_to: Literal["tensorboard", "wandb", "trackio", "none"] = "tensorboard"
@@ -201,6 +205,16 @@ class Recipe(Section):
             )
         return self.global_batch // at_once
 
+    def deepspeed_settings(self) -> dict[str, Any]:
+        """What the DeepSpeed configuration says. Raises `ValueError` where it can't be read."""
+        try:
+            settings = json.loads(self.deepspeed.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"deepspeed={self.deepspeed} can't be read as JSON: {error}.") from error
+        if not isinstance(settings, dict) or "stage" not in settings.get("zero_optimization", {}):
+            raise ValueError(f"deepspeed={self.deepspeed} does not say zero_optimization.stage: 0, 1, 2 or 3.")
+        return settings
+
     @model_validator(mode="after")
     def _consistent(self):
         if (self.stages is None) == (self.curriculum is None):
@@ -220,6 +234,20 @@ class Recipe(Section):
             raise ValueError("folded=false is a stock Llama, which has no segment_length and no bptt_segments")
         if self.evaluation and self.evaluation.sources and self.data.task == "passkey":
             raise ValueError("evaluation.sources: passkeys are made, not read")
+        if self.resume and self.resume.parent.resolve() == self.output.resolve():
+            raise ValueError(
+                f"resume={self.resume} lies in this run's own output, whose newest checkpoint is gone on from anyhow: "
+                "leave resume out, and to go on from an earlier checkpoint delete the later ones"
+            )
+        if self.data.task == "text" and self.data.fit == "pack" and self.micro_batch > 1:
+            raise ValueError(
+                f"data.fit=pack goes with micro_batch=1, not {self.micro_batch}: a packed sequence already is several "
+                "rows, and those of two sequences would be padded to each other; or choose data.fit=cut"
+            )
+        if self.data.task == "summarization" and self.data.too_long == "cut":
+            lengths = {stage.total_length for stage in self.stages or ()}
+            if len(lengths) > 1:
+                raise ValueError(f"data.too_long=cut cuts to one length, and the stages have {sorted(lengths)}")
         optimizer = self.optimizer
         if optimizer.warmup_steps + max(1, self.decay_steps) > self.steps:
             raise ValueError(

@@ -4,19 +4,42 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from .checkpoints import check, newest_checkpoint
 from .recipe import Recipe
 
+# What a run may change when it goes on: it alters neither the batches nor what is learned from them.
+FREE = {"output", "resume", "report_to", "deepspeed", "attention", "micro_batch", "gradient_checkpointing"}
+FREE |= {"max_skipped_steps", "checkpoints.keep", "data.prepared"}
+
 
 def find_checkpoint(recipe: Recipe) -> Path | None:
-    """The checkpoint to go on from: the recipe's, or else the newest complete one. Raises `ValueError` for bad ones."""
-    checkpoint = recipe.resume or newest_checkpoint(recipe.output)
+    """The checkpoint to go on from: the output's newest complete one, or else `resume`.
+
+    Raises `ValueError` for a damaged one, and for one that another recipe has written: the optimizer's and the
+    schedule's state would outvote the new values.
+    """
+    checkpoint = newest_checkpoint(recipe.output) or recipe.resume
     if checkpoint is not None:
-        check(checkpoint)
+        before, now = _flat(check(checkpoint)["recipe"]), _flat(recipe.model_dump(mode="json"))
+        changed = [name for name in before | now if name not in FREE and before.get(name) != now.get(name)]
+        if changed:
+            was = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
+            raise ValueError(
+                f"checkpoint {checkpoint} comes from another recipe: {was}. A run goes on as it began: undo the "
+                f"change, or begin another run from these weights with model={checkpoint} output=FOLDER."
+            )
     return checkpoint
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def adapt(checkpoint: Path, ranks: int, zero_stage: int | None) -> bool:

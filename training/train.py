@@ -6,7 +6,6 @@ Started again, it goes on from its last complete checkpoint.
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     LlamaForCausalLM,
     PrinterCallback,
@@ -31,13 +31,15 @@ from transformers.utils import logging
 from condense import CondenseForCausalLM
 from condense.checks import check_tokenizer
 from training.batches import StageBatches, ValidationBatches, check_zero_3
-from training.checkpoints import CompleteCheckpoints
+from training.checkpoints import CompleteCheckpoints, remove_incomplete
 from training.curriculum import CurriculumBatches, CurriculumCallback, LengthSchedule
+from training.data.examples import Examples
 from training.data.passkey import PasskeyTask
 from training.data.tasks import make_examples
 from training.loop import Evaluations, FoldedTrainer, Log, Progress
 from training.recipe import PasskeyData, Recipe, load_recipe
 from training.resume import adapt, find_checkpoint
+from training.shared_buffers import unlink_shared_buffers
 
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
@@ -84,6 +86,17 @@ def load_model(recipe: Recipe):
     )
 
 
+def check_same_documents(examples: Examples, ranks: int) -> None:
+    """Raises `ValueError` where ranks have prepared different documents: a collective call."""
+    fingerprints: list[Any] = [None] * ranks
+    dist.all_gather_object(fingerprints, examples.fingerprint())
+    if len(set(fingerprints)) > 1:
+        raise ValueError(
+            "the machines have prepared different documents: let data.prepared be a folder that all of them share, or "
+            "give each the same files."
+        )
+
+
 def train(recipe: Recipe) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     launched = "LOCAL_RANK" in os.environ
@@ -94,34 +107,38 @@ def train(recipe: Recipe) -> None:
             "or show it one GPU with CUDA_VISIBLE_DEVICES."
         )
     if not launched:
-        print(f"started without the deepspeed launcher: one process, {recipe.deepspeed} is not used", flush=True)
-    recipe.accumulation(ranks)  # refuses what does not divide before anything is read
+        unused = f"{recipe.deepspeed}" + (" and max_skipped_steps are" if recipe.max_skipped_steps else " is")
+        print(f"started without the deepspeed launcher: one process, {unused} not used", flush=True)
+    # What can be refused is refused before documents are prepared.
+    recipe.accumulation(ranks)
+    settings = recipe.deepspeed_settings() if launched else None
+    zero_stage = settings["zero_optimization"]["stage"] if settings else None
+    if zero_stage == 3:
+        check_zero_3(recipe, AutoConfig.from_pretrained(recipe.model).vocab_size)
+    checkpoint = find_checkpoint(recipe)
     recipe.output.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     # Before any rank joins the group: ranks that wait there for one that prepares documents would time out.
     examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer)
-
-    settings = json.loads(recipe.deepspeed.read_text(encoding="utf-8")) if launched else None
-    zero_stage = settings["zero_optimization"]["stage"] if settings else None
-    checkpoint = find_checkpoint(recipe)
-    if checkpoint is not None:
-        if adapt(checkpoint, ranks, zero_stage):
-            assert settings is not None
-            settings["checkpoint"] = {"load_universal": True}
-        if first:
+    if checkpoint is not None and adapt(checkpoint, ranks, zero_stage):
+        assert settings is not None
+        settings["checkpoint"] = {"load_universal": True}
+    if first:
+        if checkpoint is not None:
             print(f"going on from {checkpoint}", flush=True)
+        remove_incomplete(recipe.output)
+        (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
     if launched:
         import deepspeed.comm
 
         deepspeed.comm.init_distributed()  # by DeepSpeed itself: ZeRO-3 asks it for the ranks when a model is loaded
+        unlink_shared_buffers()
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
     arguments = training_arguments(recipe, ranks, settings)
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
     model = load_model(recipe)
     check_tokenizer(model.config, tokenizer)
-    if zero_stage == 3:
-        check_zero_3(recipe, model.config.vocab_size)
 
     callbacks: list[TrainerCallback] = []
     schedule: LengthSchedule | None = None
@@ -135,6 +152,8 @@ def train(recipe: Recipe) -> None:
         batches = CurriculumBatches(recipe, schedule, task, model.config.segment_length, ranks)
         callbacks += [CurriculumCallback(schedule)]
     else:
+        if launched:
+            check_same_documents(examples, ranks)
         batches = StageBatches(recipe, examples, ranks, equal_lengths=zero_stage == 3)
         callbacks += [Evaluations(recipe)] if recipe.evaluation else []
     trainer = FoldedTrainer(
@@ -147,7 +166,9 @@ def train(recipe: Recipe) -> None:
         processing_class=tokenizer,
         callbacks=[
             *callbacks,
-            CompleteCheckpoints(schedule.save if schedule else None, recipe.checkpoints.keep),
+            CompleteCheckpoints(
+                schedule.save if schedule else None, recipe.checkpoints.keep, recipe.model_dump(mode="json")
+            ),
             Log(recipe.output / "log.jsonl"),
             Progress(),
         ],
@@ -157,10 +178,8 @@ def train(recipe: Recipe) -> None:
     # Trainer switches the cache off, and dropout is the run's: neither belongs to the model.
     model.config.use_cache, model.config.attention_dropout = True, 0.0
     trainer.save_model(str(recipe.output))
-    if first:
-        if schedule is not None:
-            schedule.save(recipe.output)
-        (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
+    if first and schedule is not None:
+        schedule.save(recipe.output)
     if dist.is_initialized():
         # A rank that exits with the group's threads alive may abort, and takes the others with it.
         dist.barrier()

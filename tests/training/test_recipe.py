@@ -109,11 +109,27 @@ def test_stages_and_batches(recipe):
         (STAGES, ["evaluation.sources=[{files: x}]"], "passkeys are made, not read"),
         (STAGES, ["evaluation.sources=[{files: x, hub: y}]"], "either files or hub"),
         (STAGES, ["evaluation.sources=[{files: x, split: y}]"], "belong to a source of the hub"),
+        (STAGES, ["evaluation.sources=[{files: x, revision: y}]"], "belong to a source of the hub"),
+        (STAGES, ["micro_batch=2", "data={task: text, sources: [{files: x}]}"], "fit=pack goes with micro_batch=1"),
+        (STAGES, ["data={task: summarization, sources: [{files: x}], too_long: cut}"], "have \\[64, 128\\]"),
+        (STAGES, ["resume=o/checkpoint-3"], "lies in this run's own output"),
     ],
 )
 def test_mistakes_are_named(recipe, lines, overrides, words):
     with pytest.raises(ValueError, match=f"(?s){words}"):
         load_recipe(recipe(lines), overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "can't be read as JSON"), ("{", "can't be read as JSON"), ("{}", "does not say zero_optimization.stage")],
+)
+def test_deepspeed_configurations_that_say_nothing(recipe, tmp_path, text, words):
+    if text is not None:
+        (tmp_path / "zero.json").write_text(text)
+    loaded = load_recipe(recipe(STAGES), [f"deepspeed={tmp_path / 'zero.json'}"])
+    with pytest.raises(ValueError, match=f"zero.json {words}"):
+        loaded.deepspeed_settings()
 
 
 def test_a_missing_recipe_is_named():

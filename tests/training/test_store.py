@@ -192,7 +192,7 @@ from training.data import store
 store.PART_TOKENS = 500
 write = store._write_part
 def slowly(path, kept, notes):
-    write(path, kept, notes); time.sleep(float(sys.argv[2]))
+    write(path, kept, notes); print('wrote', path.name); time.sleep(float(sys.argv[2]))
 store._write_part = slowly
 print(len(t.prepared(t.data_of(Path(sys.argv[1])))))
 """
@@ -235,5 +235,7 @@ def test_two_processes_prepare_once(documents):
     outputs = [process.communicate()[0].decode() for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert sum("documents read" in output for output in outputs) == 1
+    written = [line for output in outputs for line in output.splitlines() if line.startswith("wrote")]
+    assert len(written) == len(set(written)) > 10
     (folder,) = (path.parent / "prepared").iterdir()
     assert len(Store(folder)) == int(outputs[0].split()[-1]) == int(outputs[1].split()[-1])

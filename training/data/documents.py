@@ -161,7 +161,8 @@ def _wrong_encoding(where: str, error: UnicodeError) -> Problem:
 def _open_hub(source: Source):
     from datasets import load_dataset
 
-    return load_dataset(source.hub, source.name, split=source.split or "train", streaming=True)
+    split = source.split or "train"
+    return load_dataset(source.hub, source.name, split=split, revision=source.revision, streaming=True)
 
 
 def _hub_records(source: Source, stream, first: int) -> Iterator[Record]:

@@ -30,6 +30,10 @@ class Examples(Protocol):
         """The `number`-th sequence: one or more documents of together at most `total_length` tokens."""
         ...
 
+    def fingerprint(self) -> str:
+        """The same on all ranks, unless they have prepared different documents."""
+        ...
+
 
 def collate(examples: Sequence[Example], read_on_to: int = 0) -> dict[str, torch.Tensor]:
     """`input_ids`, `labels` and, where lengths differ, `attention_mask` [B, N], padded on the right.

@@ -202,9 +202,12 @@ class PasskeyExamples:
         self.task = PasskeyTask(tokenizer, data.num_keys, data.num_digits)
         self.data, self.seed = data, seed
 
+    def fingerprint(self) -> str:
+        return ""  # nothing was read
+
     def sequence(self, number: int, total_length: int) -> list[Example]:
         """One document. Raises `ValueError` where its frame does not fit into `total_length` tokens."""
-        generator = np.random.default_rng([self.seed, number])
+        generator = np.random.default_rng([self.seed, total_length, number])
         frame = self.task._frame(total_length, generator)
         shortest = max(frame.length, math.ceil(self.data.shortest * total_length))
         row = self.task._fill(frame, int(generator.integers(shortest, total_length + 1)), generator, depth=None)

@@ -72,6 +72,10 @@ class Store:
         start = part.ends[place - 1] if place else 0
         return Tokens(part.values[start : part.ends[place]], int(part.num_given[place]))
 
+    def fingerprint(self, first: int, last: int) -> str:
+        """Of documents `first` to `last - 1`: other documents have other lengths."""
+        return hashlib.sha256(self.lengths[first:last].astype(np.int64).tobytes()).hexdigest()
+
     @property
     def notes(self) -> dict[str, Any]:
         """After the last part: the reader's position, whether the sources have ended, and counts."""

@@ -80,6 +80,9 @@ class SummarizationExamples:
         documents = self.last - self.first - len(self.places(total_length))
         return f"{documents:,} longer documents left out" if documents else ""
 
+    def fingerprint(self) -> str:
+        return self.store.fingerprint(self.first, self.last)
+
     def sequence(self, number: int, total_length: int) -> list[Example]:
         places = self.places(total_length)
         tokens = self.store[self.first + int(places[self.epochs.place(number, len(places))])]

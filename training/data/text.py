@@ -1,8 +1,9 @@
 """Text to predict: documents in pieces of the total length, or packed into sequences of it.
 
 A document longer than the total length is cut into whole pieces. What remains of it, and shorter
-documents, are left out (`cut`) or put together, in order, into sequences of at most the total length
-(`pack`), each as a row of its own: so no memory passes from one document to the next.
+documents, are left out (`cut`) or put together (`pack`), each as a row of its own: so no memory passes
+from one document to the next. Rows of similar length go together, and rows x the longest of them is at
+most the total length: so a packed sequence never needs more memory than a whole piece.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,9 @@ class TextExamples:
         tokens = self.store.lengths[self.first : self.last].sum() - self.plan(total_length).length.sum()
         return f"rests of {tokens:,} tokens left out" if tokens else ""
 
+    def fingerprint(self) -> str:
+        return self.store.fingerprint(self.first, self.last)
+
     def sequence(self, number: int, total_length: int) -> list[Example]:
         plan = self.plan(total_length)
         place = self.epochs.place(number, len(plan.firsts) - 1)
@@ -80,12 +84,11 @@ class TextExamples:
         if self.fit == "pack":
             rest = lengths % total_length
             rested = np.flatnonzero(rest >= 2)  # a single token predicts nothing
-            filled = total_length
-            for n, tokens in enumerate(rest[rested].tolist(), len(document)):
-                if filled + tokens > total_length:
-                    firsts.append(n)
-                    filled = 0
-                filled += tokens
+            rested = rested[np.argsort(-rest[rested], kind="stable")]  # the first row of a sequence is its longest
+            first, last = len(document), len(document) + len(rested)
+            while first < last:
+                firsts.append(first)
+                first += total_length // int(rest[rested[first - len(document)]])
             document = np.concatenate([document, rested])
             start = np.concatenate([start, num_whole[rested] * total_length])
             length = np.concatenate([length, rest[rested]])

@@ -1,0 +1,30 @@
+"""What the launcher is asked for."""
+
+import pytest
+import torch
+
+from training.launch import _devices
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "expected"),
+    [
+        (None, 2, ["--num_gpus", "2"]),
+        ("2,3", 2, ["--include", "localhost:2,3"]),
+        ("5, 3,1", 2, ["--include", "localhost:5,3"]),
+    ],
+)
+def test_visible_gpus_are_the_ones_that_train(monkeypatch, visible, ranks, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _devices(ranks) == expected
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("1", 2), ("GPU-8932f937", 1)])
+def test_gpus_that_the_launcher_can_not_be_told(monkeypatch, visible, ranks):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError, match=f"CUDA_VISIBLE_DEVICES={visible}: {ranks} ranks need"):
+        _devices(ranks)

@@ -90,7 +90,7 @@ def text_document(random: Random) -> dict[str, str]:
 
 
 def summary_document(random: Random) -> dict[str, str]:
-    article, news = story(random, random.randint(150, 600), random.sample(EVENTS, 2))
+    article, news = story(random, random.randint(90, 380), random.sample(EVENTS, 2))
     return {"article": article, "highlights": " ".join(news)}
 
 

@@ -3,11 +3,14 @@
 import json
 import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from training.data.passkey import PasskeyTask
+from training.data.tasks import make_examples
+from training.recipe import load_recipe
 from training.sample_data import ATTRIBUTES, make_documents, write_sample_data
 
 FILES = [f"{kind}/{split}" for kind in ("text", "summaries") for split in ("train", "validation")]
@@ -109,3 +112,20 @@ def test_seeds_and_splits_differ():
     first, other = make_documents(0), make_documents(1)
     stories = [document["text"] for made in (first, other) for name in FILES[:2] for document in made[name]]
     assert len(set(stories)) == len(stories)
+
+
+TINY = sorted((Path(__file__).resolve().parents[2] / "training" / "recipes").glob("*_tiny.yaml"))
+
+
+@pytest.mark.parametrize("path", TINY, ids=lambda path: path.name)
+def test_the_tiny_recipes_find_their_examples(folder, tmp_path, monkeypatch, path):
+    """As they stand, on what `python -m training.sample_data runs/sample` makes."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "sample").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(path)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+    training, held_out = make_examples(recipe, tokenizer)
+    for stage in recipe.stages:
+        assert all(len(training.sequence(number, stage.total_length)) == 1 for number in range(recipe.global_batch))
+    assert held_out is not None

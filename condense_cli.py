@@ -10,10 +10,16 @@ from typing import Annotated
 
 import typer
 
+from eval.cli import attention, evaluations, profile, quiet, report
+
 app = typer.Typer(
     help="A Llama with unbounded memory.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 
+
+app.add_typer(evaluations, name="eval")
+for command in (profile, attention, report):
+    app.command()(command)
 
 DRY_RUN_RANKS = 8  # a node; what is planned is seldom planned where it will run
 
@@ -42,7 +48,7 @@ def convert(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
 ) -> None:
     """Turns a Llama checkpoint into a folded one, or back. Weights stay as they are."""
-    _quiet()
+    quiet()
     from transformers import AutoTokenizer
 
     from condense import CondenseForCausalLM, to_llama
@@ -76,7 +82,7 @@ def generate(
     report: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
 ) -> None:
     """Reads a prompt of any length in constant memory and streams the answer."""
-    _quiet()
+    quiet()
     import torch
     from tqdm import tqdm
     from transformers import AutoTokenizer, TextStreamer
@@ -179,13 +185,6 @@ def train(
     print(text)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
-
-
-def _quiet() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def main() -> None:

@@ -1,157 +1,120 @@
 """One HTML page with the tables and plots of everything that a folder holds.
 
-    python -m eval.report FOLDER
-
-Looks for what the other commands wrote (`passkey.json`, `profile.json`, `log.jsonl`) in the folder and
-below it, and writes FOLDER/report.html, which needs no other file.
+Looks for what the other commands wrote (`passkey.json`, `profile.json`, ...) and for logs of training runs, in
+the folder and below it, and writes FOLDER/report.html, which needs no other file.
 """
 
-import argparse
 import base64
 import json
-import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from .profile import PANELS, hardware
+from .results import Table, picture
 
-PACKAGES = ("torch", "transformers", "deepspeed", "accelerate")
+KINDS = ("passkey", "summarization", "perplexity", "attention", "profile")
+ABOUT = {
+    "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
+    "greedy decoding gives all digits. Prompts are fresh; lengths are in tokens, answer included.",
+    "summarization": "Summaries that the models write, against the references.",
+    "perplexity": "What the memory buys, and how far back: the same tokens, predicted with more and more text before.",
+    "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
+    "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
+    "training": "Logged while training.",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    about: str
+    tables: list[Table]
+    pictures: list[str]  # PNG as base64
+    origin: dict[str, Any]  # command, hardware, versions and date, where known
 
 
 def write_report(folder: Path, title: str = "condense") -> Path:
-    """Writes the page and returns its path."""
+    """Writes the page and returns its path. Raises `ValueError` for a folder that holds no results."""
     import jinja2
 
+    sections = [_measured(path, folder, kind) for kind in KINDS for path in sorted(folder.rglob(f"{kind}.json"))]
+    sections += _training(folder)
+    if not sections:
+        wanted = ", ".join(f"{kind}.json" for kind in KINDS)
+        raise ValueError(f"{folder} holds no {wanted} or log.jsonl: measure something first.")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    runs = [run for path in sorted(folder.rglob("log.jsonl")) if (run := _read_run(path))]
-    passkeys = [_read_passkey(path) for path in sorted(folder.rglob("passkey.json"))]
-    profiles = [_read_profile(path) for path in sorted(folder.rglob("profile.json"))]
-    if not runs + passkeys + profiles:
-        raise ValueError(f"{folder} holds no passkey.json, profile.json or log.jsonl: measure something first.")
-    curves = None
-    if runs:
-        draw_curves(runs, folder / "training.png")
-        curves = _embed(folder / "training.png")
     page = environment.get_template("report.html.j2").render(
-        title=title,
-        date=date.today().isoformat(),
-        hardware=hardware(),
-        versions=_versions(),
-        runs=runs,
-        curves=curves,
-        passkeys=passkeys,
-        comparison=_compare(passkeys),
-        profiles=profiles,
+        title=title, date=date.today().isoformat(), sections=sections
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def draw_curves(runs: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (upper, lower) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-    for run in runs:
-        lines = [line for line in run["lines"] if "loss" in line]
-        steps = [line["step"] for line in lines]
-        upper.plot(steps, [line["loss"] for line in lines], label=run["name"], linewidth=1)
-        if all("segments" in line for line in lines):
-            lower.step(steps, [line["segments"] for line in lines], label=run["name"], where="post")
-    upper.set_yscale("log")
-    upper.set_title("training loss", fontsize=10)
-    lower.set_title("length of the text [segments]", fontsize=10)
-    for axes in (upper, lower):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def _measured(path: Path, folder: Path, kind: str) -> Section:
+    """What a command of this package has written: the module of that name makes its tables."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    module = import_module(f".{kind}", __package__)
+    pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
+    return Section(_title(kind, path, folder), ABOUT[kind], module.tables(results), pictures, results)
 
 
-def _read_run(path: Path) -> dict | None:
+def _training(folder: Path) -> list[Section]:
+    runs = [run for path in sorted(folder.rglob("log.jsonl")) if (run := _read_run(path, folder))]
+    if not runs:
+        return []
+    _draw_curves(runs, folder / "training")
+    columns = ["run", "steps", "longest text [segments]", "loss, mean of the last ten lines", "last validation loss"]
+    rows = [[run["name"], f"{run['steps']:,}", run["segments"], run["loss"], run["validation"]] for run in runs]
+    curves = _embed(folder / "training.png")
+    return [Section("training", ABOUT["training"], [Table("runs", columns, rows)], [curves], {})]
+
+
+def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
     """None where nothing was logged yet."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     losses = [line for line in lines if "loss" in line]
     if not losses:
         return None
+    validation = [line["eval_loss"] for line in lines if "eval_loss" in line]
     return {
-        "name": _name(path),
-        "lines": lines,
+        "name": str(path.parent.relative_to(folder)),
+        "lines": losses,
         "steps": losses[-1]["step"],
-        "loss": sum(line["loss"] for line in losses[-10:]) / len(losses[-10:]),
-        "segments": losses[-1].get("segments"),
-        "seconds": sum(line.get("train_runtime", 0) for line in lines),
+        "loss": f"{sum(line['loss'] for line in losses[-10:]) / len(losses[-10:]):.4f}",
+        "segments": losses[-1].get("segments", ""),
+        "validation": f"{validation[-1]:.4f}" if validation else "",
     }
 
 
-def _read_passkey(path: Path) -> dict:
-    results = json.loads(path.read_text(encoding="utf-8"))
-    lengths = sorted({cell["length"] for cell in results["cells"]})
-    rows = []
-    for length in lengths:
-        cells = [cell for cell in results["cells"] if cell["length"] == length]
-        correct, total = (sum(cell[name] for cell in cells) for name in ("correct", "total"))
-        segments = -(-length // results["segment_length"]) if results["segment_length"] else None
-        rows.append({"length": length, "segments": segments, "correct": correct, "total": total})
-    return {**results, "name": _name(path), "rows": rows, "picture": _embed(path.with_suffix(".png"))}
+def _draw_curves(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
+        for run in runs:
+            steps = [line["step"] for line in run["lines"]]
+            left.plot(steps, [line["loss"] for line in run["lines"]], label=run["name"], linewidth=1)
+            if all("segments" in line for line in run["lines"]):
+                right.step(steps, [line["segments"] for line in run["lines"]], label=run["name"], where="post")
+            else:
+                right.plot(steps, [line["learning_rate"] for line in run["lines"]], label=run["name"])
+        left.set_yscale("log")
+        left.set_title("training loss", fontsize=10)
+        grows = any("segments" in run["lines"][0] for run in runs)
+        right.set_title("length of the text [segments]" if grows else "learning rate", fontsize=10)
+        for axes in (left, right):
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
 
 
-def _read_profile(path: Path) -> dict:
-    results = json.loads(path.read_text(encoding="utf-8"))
-    rows = []
-    for length in sorted({point["length"] for point in results["points"]}):
-        pair = {point["kind"]: point for point in results["points"] if point["length"] == length}
-        cells = [(unit * pair["folded"][name], unit * pair["stock"][name]) for name, _, unit in PANELS]
-        rows.append({"length": length, "cells": [(folded, stock, stock / folded) for folded, stock in cells]})
-    labels = [label for _, label, _ in PANELS]
-    return {**results, "name": _name(path), "rows": rows, "labels": labels, "picture": _embed(path.with_suffix(".png"))}
-
-
-def _compare(passkeys: list[dict]) -> list[dict]:
-    """Accuracy by length, one column per model."""
-    lengths = sorted({row["length"] for results in passkeys for row in results["rows"]})
-    table = []
-    for length in lengths:
-        found = [next((row for row in results["rows"] if row["length"] == length), None) for results in passkeys]
-        segments = next((row["segments"] for row in found if row), None)
-        table.append({"length": length, "segments": segments, "cells": found})
-    return table
-
-
-def _name(path: Path) -> str:
-    """A result's name is the folder that its run lives in."""
-    return path.parent.parent.name
+def _title(kind: str, path: Path, folder: Path) -> str:
+    where = path.parent.relative_to(folder)
+    return kind if str(where) in (".", kind) else f"{kind}: {where}"
 
 
 def _embed(path: Path) -> str:
     return base64.b64encode(path.read_bytes()).decode()
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--title", default="condense")
-    options = parser.parse_args(arguments)
-    print(write_report(options.folder, options.title))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from eval.report import write_report  # noqa: E402
-from training.curriculum import STATE_FILE  # noqa: E402
 from training.launch import launch, num_ranks  # noqa: E402
 from training.recipe import load_recipe  # noqa: E402
 
@@ -30,12 +29,16 @@ MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
 PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
 PROFILE_SHAPE = {"--width": 256, "--layers": 2}
 PROFILE_SEGMENT = 256
-PROFILE_LENGTHS = (1024, 2048, 4096, 8192)
+PROFILE_LENGTHS = "1k,2k,4k,8k"
 
 
 def python(*arguments) -> None:
     environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, check=True)
+
+
+def condense(*arguments) -> None:
+    python("condense_cli.py", *arguments)
 
 
 def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
@@ -50,11 +53,6 @@ def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
     done.parent.mkdir(exist_ok=True)
     done.write_text(f"{time.perf_counter() - start:.1f} s\n")
     print(f"[{name}] {time.perf_counter() - start:.0f} s", flush=True)
-
-
-def longest(run: Path) -> int:
-    """Segments of the longest texts that a run has come to train on."""
-    return json.loads((run / "trained" / STATE_FILE).read_text())["milestones"][-1][1]
 
 
 def claim(folder: Path, settings: dict) -> None:
@@ -90,8 +88,8 @@ def main() -> None:
         stage(
             folder,
             f"fold it ({name})",
-            lambda run=run, source=source: python(
-                "-m", "condense_cli", "convert", llama, run / "start", "--segment-length", SEGMENT,
+            lambda run=run, source=source: condense(
+                "convert", llama, run / "start", "--segment-length", SEGMENT,
                 "--memory-source", source,
             ),
         )  # fmt: skip
@@ -102,24 +100,24 @@ def main() -> None:
             )
             overrides += [f"curriculum.tokens_per_step={room}"]
         stage(folder, f"train ({name})", lambda overrides=overrides: launch(RECIPE, [*overrides, *options.overrides]))
-        stage(
-            folder,
-            f"retrieve passkeys ({name})",
-            lambda run=run, name=name, source=source: python(
-                "-m", "eval.passkey", "--model", run / "trained", "--output", run / "passkey", "--seed", options.seed,
-                "--prompts", PROMPTS_PER_CELL, "--longest-trained", SEGMENT * longest(run),
-                "--title", f"{name}: memory from {source.replace('_', ' ')}", "--lengths", *lengths,
-            ),
-        )  # fmt: skip
-    shape = folder / "profile" / "shape"
+    models = [item for name in MEMORIES for item in ("--model", f"{name}={folder / name / 'trained'}")]
+    stage(
+        folder,
+        "retrieve passkeys",
+        lambda: condense(
+            "eval", "passkey", *models, "--lengths", ",".join(map(str, lengths)), "--prompts", PROMPTS_PER_CELL,
+            "--seed", options.seed, "--output", folder / "passkey",
+        ),
+    )  # fmt: skip
+    shape = folder / "shape"
     stage(
         folder,
         "profile",
         lambda: (
             python("-m", "training.small_llama", shape, *(item for pair in PROFILE_SHAPE.items() for item in pair)),
-            python(
-                "-m", "eval.profile", "--config", shape, "--segment-length", PROFILE_SEGMENT, "--lengths",
-                *PROFILE_LENGTHS, "--gradient-checkpointing", "--output", folder / "profile" / "results",
+            condense(
+                "profile", "--config", shape, "--segments", PROFILE_SEGMENT, "--lengths", PROFILE_LENGTHS,
+                "--modes", "training,decoding", "--checkpointing", "on", "--output", folder / "profile",
             ),
         ),
     )  # fmt: skip

@@ -1,0 +1,229 @@
+"""`condense eval`, `profile`, `attention` and `report`: a command is one function, which prints what it has written."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+evaluations = typer.Typer(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
+
+
+class Preset(str, Enum):
+    table1 = "table1"
+
+
+Models = Annotated[
+    list[str], typer.Option("--model", help="Folder or hub id, or NAME=FOLDER; several times for several models.")
+]
+Output = Annotated[Path, typer.Option(help="Folder for the results. Started again, a measurement goes on there.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
+Attention = Annotated[str, typer.Option(help="eager, sdpa, flash_attention_2 or flex_attention.")]
+
+
+def numbers(text: str) -> list[int]:
+    """Of `2048,4096` or `2k,4k,1m`. Raises `ValueError` for what is no list of positive whole numbers."""
+    factors = {"k": 2**10, "m": 2**20}
+    found = []
+    for part in text.lower().split(","):
+        number, factor = (part[:-1], factors[part[-1]]) if part[-1:] in factors else (part, 1)
+        if not number.strip().isdecimal() or int(number) == 0:
+            raise ValueError(f"{text!r}: {part!r} is no positive whole number; write 2048,4096 or 2k,4k,1m.")
+        found.append(int(number) * factor)
+    return found
+
+
+def quiet() -> None:
+    """Keeps the libraries' notices and bars out of a command's own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def show(results: dict[str, Any], module: Any, output: Path) -> None:
+    """The tables of a result, and where the rest is."""
+    for table in module.tables(results):
+        print(table, end="\n\n")
+    print(f"{output}/{results['kind']}.json, .csv, .png and .svg")
+
+
+def profile(
+    output: Output,
+    config: Annotated[str, typer.Option(help="Folder or hub id of a Llama, whose shape is profiled.")] = "",
+    preset: Annotated[Preset | None, typer.Option(help="table1: the paper's shape, and its grid by default.")] = None,
+    kinds: Annotated[str, typer.Option(help="folded, stock, sliding_window; with commas.")] = "folded,stock",
+    modes: Annotated[str, typer.Option(help="training, prefill, decoding.")] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens; k and m are 1,024 and 1,048,576.")] = "",
+    batches: Annotated[str, typer.Option(help="Texts at once.")] = "",
+    segments: Annotated[str, typer.Option(help="Tokens of a segment.")] = "",
+    attention: Annotated[str, typer.Option(help="eager, sdpa, flash_attention_2, flex_attention.")] = "",
+    checkpointing: Annotated[str, typer.Option(help="Gradient checkpointing: off, on, or off,on.")] = "off",
+    vocabulary: Annotated[int | None, typer.Option(min=2, help="Token types, instead of the shape's own.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32; auto: bfloat16 on CUDA, else float32.")] = "auto",
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    snapshots: Annotated[bool, typer.Option("--snapshots", help="Keep a torch.cuda.memory snapshot of each.")] = False,
+) -> None:
+    """Memory and speed against length, folded against stock, each point in a fresh process (table I, figures 5-7)."""
+    quiet()
+    from . import profile as module
+
+    if (preset is None) == (not config):
+        raise ValueError(f"--config={config!r} and --preset={preset and preset.value}: pass one of the two.")
+    saves = {"off": False, "on": True}
+    if wrong := [item for item in checkpointing.split(",") if item not in saves]:
+        raise ValueError(f"--checkpointing={wrong}: write off, on, or off,on.")
+    results = module.profile(
+        output,
+        config or "table1",
+        kinds.split(","),
+        modes.split(",") if modes else None,
+        numbers(lengths) if lengths else None,
+        numbers(batches) if batches else None,
+        numbers(segments) if segments else None,
+        attention.split(",") if attention else None,
+        [saves[item] for item in checkpointing.split(",")],
+        vocabulary,
+        dtype,
+        repeats,
+        snapshots,
+    )
+    show(results, module, output)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="What it holds, also in folders below, goes on the page.")],
+    title: str = "condense",
+) -> None:
+    """One HTML page with the tables and plots of what a folder holds; needs no other file."""
+    from .report import write_report
+
+    print(write_report(folder, title))
+
+
+@evaluations.command()
+def passkey(
+    model: Models,
+    output: Output,
+    lengths: Annotated[str, typer.Option(help="Tokens, answer included; k and m are 1,024 and 1,048,576.")] = (
+        "2k,4k,8k,16k,32k,64k"
+    ),
+    depths: Annotated[str, typer.Option(help="Percent of the text before the key.")] = "0,25,50,75,100",
+    prompts: Annotated[int, typer.Option(min=1, help="In each cell of the grid.")] = 20,
+    keys: Annotated[int, typer.Option(min=1, help="Keys in a text, one of which is asked for.")] = 1,
+    digits: Annotated[int, typer.Option(min=1, help="Digits of a key.")] = 4,
+    seed: int = 0,
+    longest_trained: Annotated[int | None, typer.Option(help="Tokens; drawn as a border.")] = None,
+    dtype: Dtype = "auto",
+    attention: Attention = "sdpa",
+) -> None:
+    """Retrieval of a number hidden in long text, by length and depth (figure 8)."""
+    quiet()
+    from . import passkey as module
+
+    results = module.passkey(
+        model, output, numbers(lengths), [float(depth) / 100 for depth in depths.split(",")], prompts, keys, digits,
+        seed, longest_trained, dtype, attention,
+    )  # fmt: skip
+    show(results, module, output)
+
+
+@evaluations.command()
+def perplexity(
+    model: Models,
+    output: Output,
+    data: Annotated[list[str], typer.Option(help="Texts: a file or glob pattern, .txt, .jsonl or .parquet.")],
+    text_field: Annotated[str, typer.Option(help="Of .jsonl and .parquet: what holds the text.")] = "text",
+    segments: Annotated[int, typer.Option(min=2, help="In a window; one less is the most text before.")] = 8,
+    segment_length: Annotated[int, typer.Option(min=1, help="Tokens; for stock models, folded have theirs.")] = 512,
+    tokens: Annotated[str, typer.Option(help="Of text, at most; k and m are 1,024 and 1,048,576; or all.")] = "64k",
+    curves: Annotated[str, typer.Option(help="With commas; a stock model has the last.")] = (
+        "folded,layer_input,full_attention"
+    ),
+    batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 8,
+    dtype: Dtype = "auto",
+    attention: Attention = "sdpa",
+) -> None:
+    """What the memory buys, and how far back: loss by number of segments before, and by position in the segment."""
+    quiet()
+    from . import perplexity as module
+
+    results = module.perplexity(
+        model, output, data, segments, segment_length, None if tokens == "all" else numbers(tokens)[0],
+        curves.split(","), batch, text_field, dtype, attention,
+    )  # fmt: skip
+    show(results, module, output)
+
+
+class BadDocuments(str, Enum):
+    refuse = "refuse"
+    skip = "skip"
+
+
+@evaluations.command()
+def summarization(
+    model: Models,
+    output: Output,
+    data: Annotated[str, typer.Option(help="cnn_dailymail, booksum, scitldr, or a .jsonl or .parquet file.")],
+    text_field: Annotated[
+        str | None, typer.Option(help="Of a file: the document; default text.", show_default=False)
+    ] = None,
+    summary_field: Annotated[
+        str | None, typer.Option(help="Of a file: the reference; default summary.", show_default=False)
+    ] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="The first so many; default all.")] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Tokens; documents with a longer prompt are left out and counted.")
+    ] = None,
+    bad_documents: Annotated[
+        BadDocuments, typer.Option(help="Broken lines, missing fields: end with an error, or skip and count them.")
+    ] = BadDocuments.refuse,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.3,
+    new_tokens: Annotated[int, typer.Option(min=1, help="At most, in each summary.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Documents at once.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="For sampling.")] = 0,
+    dtype: Dtype = "auto",
+    attention: Attention = "sdpa",
+) -> None:
+    """ROUGE of summaries, by length of the document (table II, figures 9, 11, 12)."""
+    quiet()
+    from . import summarization as module
+
+    results = module.summarization(
+        model, output, data, text_field, summary_field, documents, longest, bad_documents.value, temperature,
+        new_tokens, batch, seed, dtype, attention,
+    )  # fmt: skip
+    show(results, module, output)
+
+
+def attention(
+    model: Models,
+    output: Output,
+    prompt_file: Annotated[
+        str, typer.Option("--prompt-file", "--data", help="The text: .txt, or the first that is long enough of others.")
+    ],
+    layers: Annotated[str, typer.Option(help="From 0, with commas; the first, the middle and the last.")] = "",
+    segments: Annotated[str, typer.Option(help="Of the queries, from 1; their keys begin in the one before.")] = (
+        "2,4,6"
+    ),
+    heads: Annotated[str, typer.Option(help="From 0: maps of their own, beside the average over all.")] = "",
+    segment_length: Annotated[int, typer.Option(min=1, help="Tokens; for stock models, folded have theirs.")] = 512,
+    text_field: Annotated[str, typer.Option(help="Of .jsonl and .parquet: what holds the text.")] = "text",
+    dtype: Dtype = "auto",
+    attention: Attention = "sdpa",
+) -> None:
+    """Scores before softmax over the memory and the current segment, and how much attention memory gets (figure 10)."""
+    quiet()
+    from . import attention as module
+
+    def places(text: str) -> list[int]:
+        if wrong := [part for part in text.split(",") if not part.strip().isdecimal()]:
+            raise ValueError(f"{text!r}: {wrong[0]!r} is no whole number; write 0,2,5.")
+        return [int(part) for part in text.split(",")]
+
+    results = module.attention(
+        model, output, prompt_file, places(layers) if layers else None, places(segments),
+        places(heads) if heads else [], segment_length, text_field, dtype, attention,
+    )  # fmt: skip
+    show(results, module, output)
+    print(f"{output}/attention_mass.png and .svg")

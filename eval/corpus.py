@@ -1,0 +1,105 @@
+"""Documents with their summaries, read once for all models of an evaluation.
+
+As in training: a list of sentences is joined by spaces, and of several summaries the first is the reference.
+"""
+
+import hashlib
+from collections import Counter
+from typing import Any, Literal, NamedTuple
+
+from tqdm import tqdm
+
+from training.data.documents import Document, DocumentReader, Problem, source_files
+from training.data.summarization import prompt_frame, prompt_ids
+from training.recipe import Source
+
+from .rouge import Rouge
+
+DATA_SETS = {
+    "cnn_dailymail": Source(
+        hub="abisee/cnn_dailymail", name="3.0.0", split="test", text="article", summary="highlights"
+    ),
+    "booksum": Source(hub="kmfoda/booksum", split="test", text="chapter", summary="summary_text"),
+}
+NAMES = (*DATA_SETS, "scitldr")
+
+
+class Corpus(NamedTuple):
+    """The shortest document first; `num_tokens` are those of the documents alone."""
+
+    documents: list[Document]
+    num_tokens: list[int]
+    left_out: dict[str, int]  # by reason
+
+    @property
+    def fingerprint(self) -> str:
+        texts = [[document.text, document.summary] for document in self.documents]
+        return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+
+
+def find_source(data: str, text_field: str | None = None, summary_field: str | None = None) -> Source:
+    """The test split of a known data set, or local files by name or glob pattern (.jsonl, .parquet).
+
+    Raises `ValueError` for what is neither, and for fields of a known data set, which has its own.
+    """
+    if data not in NAMES:
+        source = Source(files=data, text=text_field or "text", summary=summary_field or "summary")
+        try:
+            source_files(source)
+        except ValueError as error:
+            raise ValueError(f"{error} Pass a .jsonl or .parquet file, or one of {', '.join(NAMES)}.") from error
+        return source
+    if text_field or summary_field:
+        raise ValueError(
+            f"{data} has its own fields for text and summary: leave {text_field or summary_field!r} out, "
+            "or pass a file of your own."
+        )
+    if data in DATA_SETS:
+        return DATA_SETS[data]
+    # The hub has SciTLDR as a script, which `datasets` no longer runs, and beside it a Parquet copy.
+    from huggingface_hub import hf_hub_download
+
+    file = hf_hub_download(
+        "allenai/scitldr", "Abstract/test/0000.parquet", repo_type="dataset", revision="refs/convert/parquet"
+    )
+    return Source(files=file, text="source", summary="target")
+
+
+def read_corpus(
+    source: Source,
+    tokenizer: Any,
+    num_documents: int | None = None,
+    longest: int | None = None,
+    bad_documents: Literal["refuse", "skip"] = "refuse",
+) -> Corpus:
+    """The first `num_documents` readable ones (None: all), less those whose prompt has over `longest` tokens.
+
+    Raises `ValueError` for the first broken document unless they are to be skipped, and where none is left.
+    """
+    rouge, num_frame = Rouge(), sum(map(len, prompt_frame(tokenizer)))
+    found, left_out, num_read = list[tuple[int, Document]](), Counter[str](), 0
+    reader = DocumentReader([source], with_summaries=True)
+    for record in tqdm(reader, desc="reading documents", unit=" documents"):
+        if num_read == num_documents:
+            break
+        if isinstance(record, Document) and not rouge.has_words(record.summary):
+            record = Problem(record.where, "summary without words of a-z and 0-9", repr(record.summary[:60]))
+        if isinstance(record, Problem):
+            if bad_documents == "refuse":
+                raise ValueError(
+                    f"{record.where}: {record.kind} ({record.detail}). Mend it, or leave such documents out with "
+                    "--bad-documents skip."
+                )
+            left_out[record.kind] += 1
+            continue
+        num_read += 1
+        num_tokens = len(prompt_ids(tokenizer, record.text))
+        if longest is not None and num_tokens > longest:
+            left_out[f"prompt over {longest:,} tokens"] += 1
+        else:
+            found.append((num_tokens - num_frame, record))
+    if not found:
+        why = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items()) or "it is empty"
+        raise ValueError(f"{source.files or source.hub} has no document to summarise ({why}).")
+    found.sort(key=lambda pair: pair[0])  # stable: equal lengths stay in order
+    return Corpus([document for _, document in found], [tokens for tokens, _ in found], dict(left_out))

@@ -1,0 +1,97 @@
+"""The models of a measurement: folded and stock ones, loaded and asked in the same way."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import condense  # noqa: F401  folded models are known to the Auto classes
+from condense.cache import FoldedCache
+from condense.checks import check_tokenizer
+
+PREFILL_TOKENS = 8192  # read at once: what is held beside the state does not grow with the prompt
+
+
+class Subject(NamedTuple):
+    """A model under a name that tables and plots use."""
+
+    name: str
+    source: str
+    model: Any
+    tokenizer: Any
+
+    @property
+    def segment_length(self) -> int | None:
+        """None for a stock model."""
+        return getattr(self.model.config, "segment_length", None)
+
+    def describe(self) -> dict[str, Any]:
+        config = self.model.config
+        return {
+            "name": self.name,
+            "source": self.source,
+            "model_type": config.model_type,
+            "parameters": self.model.num_parameters(),
+            "segment_length": self.segment_length,
+            "memory_source": getattr(config, "memory_source", None),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            "weights": _fingerprint(self.model),
+        }
+
+
+def _fingerprint(model: Any) -> str:
+    """Of the weights: a model that was trained on in the same folder is another one."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def load_subject(named: str, dtype: str = "auto", attention: str = "sdpa") -> Subject:
+    """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
+
+    Raises `ValueError` for what is no model of a known kind, and for a tokenizer that doesn't fit it.
+    """
+    name, _, source = named.rpartition("=")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"model {source!r} can't be loaded: {first_line} Pass a model's folder or hub id.") from error
+    check_tokenizer(model.config, tokenizer)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Subject(name or Path(source).name, source, model.to(device).eval(), tokenizer)
+
+
+def load_subjects(named: list[str], dtype: str = "auto", attention: str = "sdpa") -> list[Subject]:
+    """Several, each under another name. Raises `ValueError` where two share one."""
+    names = [item.rpartition("=")[0] or Path(item).name for item in named]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two models are called {names}: give them names, as --model NAME=FOLDER.")
+    return [load_subject(item, dtype, attention) for item in named]
+
+
+@torch.no_grad()
+def generate(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> tuple[Any, Any]:
+    """The model's own `generate`: tokens [B, N + new] and the cache. Long prompts are read in chunks."""
+    if input_ids.shape[1] > PREFILL_TOKENS:
+        length = getattr(model.config, "segment_length", 1)
+        options["prefill_chunk_size"] = max(length, PREFILL_TOKENS // length * length)
+    output = model.generate(
+        input_ids.to(model.device),
+        attention_mask=attention_mask.to(model.device),
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output.sequences, output.past_key_values
+
+
+def state_bytes(cache: Any) -> int:
+    """Bytes that a model holds of what it has read."""
+    if isinstance(cache, FoldedCache):
+        return cache.num_bytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)

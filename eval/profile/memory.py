@@ -1,0 +1,52 @@
+"""Peak memory, named for what it is: the allocator's on CUDA, the process's resident one on a CPU."""
+
+import resource
+from pathlib import Path
+
+import torch
+
+
+class CudaMemory:
+    description = "peak of the CUDA allocator"
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+
+class ResidentMemory:
+    """Linux's own accounting; the peak can be restarted there. Raises `OSError` elsewhere."""
+
+    description = "peak resident memory of the process"
+
+    def _read(self, path: str, name: str) -> int:
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+        raise OSError(f"{path} has no {name}: memory can be measured on Linux only.")
+
+    def __init__(self) -> None:
+        # What does not fit is refused by the system as it is asked for, instead of swapping or a killed process.
+        available = self._read("/proc/meminfo", "MemAvailable:")
+        resource.setrlimit(resource.RLIMIT_DATA, (self._read("/proc/self/status", "VmData") + available, -1))
+
+    def now(self) -> int:
+        return self._read("/proc/self/status", "VmRSS")
+
+    def restart(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        return self._read("/proc/self/status", "VmHWM")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """The CPU's allocator raises an ordinary `RuntimeError`."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

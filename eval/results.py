@@ -1,0 +1,103 @@
+"""What a measurement leaves in its folder: JSON, CSV and pictures, and how it was made.
+
+NAME.json holds everything; NAME.csv its records, one a line, for spreadsheets; NAME.png and NAME.svg the
+picture. Tables are for people: the terminal and the report show the same ones.
+"""
+
+import csv
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "lm-eval")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns carry their units in their names; cells are text or numbers as they are to be read."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+
+    def __str__(self) -> str:
+        cells = [self.columns, *([str(cell) for cell in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([self.title, *lines])
+
+
+def circumstances() -> dict[str, Any]:
+    """The command, the hardware and the versions behind a result."""
+    program = Path(sys.argv[0])
+    shown = "condense" if program.name in ("condense", "condense_cli.py") else f"python {program.name}"
+    return {
+        "command": f"{shown} {shlex.join(sys.argv[1:])}".strip(),
+        "hardware": hardware(),
+        "versions": versions(),
+        "date": date.today().isoformat(),
+    }
+
+
+def hardware() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """Writes `path`.json, a line per field, and `path`.csv, without the values that are no single figure."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in results.items())
+    path.with_suffix(".json").write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
+    flat = [{name: value for name, value in record.items() if not isinstance(value, dict)} for record in records]
+    names = list(dict.fromkeys(name for record in flat for name in record))
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=names)
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+@contextmanager
+def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
+    """A figure's axes, saved as `path`.png and `path`.svg."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+    try:
+        yield axes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path.with_suffix(".png"), dpi=150)
+        with matplotlib.rc_context({"svg.hashsalt": "condense"}):
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    finally:
+        plt.close(figure)

@@ -1,0 +1,29 @@
+"""Intervals: how far a figure may be from what it stands for."""
+
+from collections.abc import Sequence
+from math import sqrt
+
+import numpy as np
+
+Z = 1.959963984540054  # two-sided 95 %
+
+
+def wilson(correct: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a share: also right at 0 % and 100 %, where the usual one has no width."""
+    if total < 1 or not 0 <= correct <= total:
+        raise ValueError(f"{correct} correct of {total}: a share needs 0 <= correct <= total and total >= 1.")
+    share, spread = correct / total, Z * Z / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z * sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def bootstrap(values: Sequence[float], samples: int = 1000, seed: int = 0) -> tuple[float, float]:
+    """The 95 % percentile interval of the mean, over resamples of the values."""
+    if not len(values):
+        raise ValueError("there are no values to take the mean of.")
+    observed = np.asarray(values, dtype=np.float64)
+    generator = np.random.default_rng(seed)
+    means = [generator.choice(observed, len(observed)).mean() for _ in range(samples)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)

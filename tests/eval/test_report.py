@@ -1,0 +1,46 @@
+"""The page holds every number, and needs no other file."""
+
+import json
+import re
+
+import pytest
+
+from eval.report import write_report
+from eval.results import circumstances
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Results as the commands write them, made by hand."""
+    folder = tmp_path_factory.mktemp("results")
+    cells = [
+        {"model": "a <b>", "length": length, "depth": depth, "correct": 3, "total": 4, "accuracy": 0.75, "low": 0.3,
+         "high": 0.95, "state_bytes": 2048} for length in (80, 1000) for depth in (0.0, 1.0)
+    ]  # fmt: skip
+    results = {"kind": "passkey", **circumstances(), "models": [{"name": "a <b>"}], "depths": [0.0, 1.0]}
+    results |= {"lengths": [80, 1000], "cells": cells, "longest_trained": {"a <b>": 80}}
+    (folder / "one" / "passkey").mkdir(parents=True)
+    (folder / "one" / "passkey" / "passkey.json").write_text(json.dumps(results))
+    from eval.passkey import draw
+
+    draw(results, folder / "one" / "passkey" / "passkey")
+    (folder / "run" / "trained").mkdir(parents=True)
+    lines = [{"step": 10 * i, "loss": 1 / i, "segments": i} for i in range(1, 5)] + [{"step": 40, "eval_loss": 0.25}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "run" / "trained" / "log.jsonl").write_text(text)
+    return folder
+
+
+def test_the_page_stands_alone(folder):
+    page = write_report(folder, title="a <test>").read_text()
+    assert "a &lt;test&gt;" in page and "a &lt;b&gt;: % correct" in page and page.count("data:image/png;base64,") == 2
+    assert "src=" in page and 'src="http' not in page and re.findall('href="([^#][^"]*)"', page) == []
+    cells = re.findall("<td>([^<]*)", page)
+    for cell in ("1,000", "75.0", "2.0", "run/trained", "0.5208", "0.2500"):
+        assert cell in cells, cell
+    assert circumstances()["hardware"] in page and f"torch {circumstances()['versions']['torch']}" in page
+
+
+def test_an_empty_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no passkey.json, .*log.jsonl"):
+        write_report(tmp_path)

@@ -60,7 +60,7 @@ class HiddenReader:
     def read(self, hidden_RTD: torch.Tensor, piece: Piece) -> torch.Tensor:
         r, _, t = self._places(piece)
         if len(r) == 0:
-            return hidden_RTD[0, :0]
+            return hidden_RTD.new_empty(0, hidden_RTD.shape[-1])  # no view, which would keep the step alive
         return hidden_RTD[r.to(hidden_RTD.device), t.to(hidden_RTD.device)]
 
     def finish(self, pieces: Sequence[Piece], hidden: Sequence[torch.Tensor], before_BD: torch.Tensor) -> torch.Tensor:

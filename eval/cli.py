@@ -227,3 +227,14 @@ def attention(
     )  # fmt: skip
     show(results, module, output)
     print(f"{output}/attention_mass.png and .svg")
+
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@evaluations.command(context_settings=PASSED_ON)
+def harness(context: typer.Context) -> None:
+    """The command line of lm-evaluation-harness, which here knows --model condense."""
+    from .harness import main
+
+    main(context.args)

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from condense import FoldedCache
+from condense.readers import HiddenReader
 
 from .models import random_durations, random_ids, tiny_model
 
@@ -132,6 +133,21 @@ def total_bytes(root) -> int:
 
 
 @torch.no_grad()
+def test_one_call_holds_no_more_hidden_states_than_it_returns(monkeypatch):
+    """Of a text of many segments, read at once, what is kept of each step is what the answer needs."""
+    model, kept, read = tiny_model(segment_length=4), [], HiddenReader.read
+
+    def note(reader, hidden_RTD, piece):
+        kept.append(read(reader, hidden_RTD, piece))
+        return kept[-1]
+
+    monkeypatch.setattr(HiddenReader, "read", note)
+    with torch.no_grad():
+        model(random_ids(1, 80), use_cache=True, logits_to_keep=1)
+    numbers = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept]
+    assert numbers == [0] * 19 + [model.config.hidden_size]
+
+
 def test_two_texts_and_two_models_do_not_meet():
     """The model holds nothing: reading one text, even one broken off, changes nothing for another."""
     model = tiny_model()

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "command": f"{shown} {shlex.join(sys.argv[1:])}".strip(),
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": versions() | commit(),
         "date": date.today().isoformat(),
     }
 
@@ -69,6 +70,16 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def commit() -> dict[str, str]:
+    """Of the checkout that the package runs from; nothing where it was installed without one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:  # no git
+        return {}
+    return {} if found.returncode else {"commit": found.stdout.strip()}
 
 
 def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:

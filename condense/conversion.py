@@ -7,13 +7,13 @@ from .modeling import CondenseForCausalLM
 
 
 def to_llama(model: CondenseForCausalLM) -> LlamaForCausalLM:
-    """The stock Llama with the same weights (shared, not copied), in evaluation mode."""
+    """The stock Llama with the same weights (shared, not copied), device and attention, in evaluation mode."""
     fields = model.config.to_dict()
     for name in [*(set(CondenseConfig.__annotations__)), "model_type", "architectures"]:
         fields.pop(name, None)
-    config = LlamaConfig(**fields)
+    config = LlamaConfig(**fields, attn_implementation=model.config._attn_implementation)
     llama = LlamaForCausalLM(config)
     llama.load_state_dict(model.state_dict(), assign=True)
     llama.tie_weights()
     llama.generation_config = model.generation_config
-    return llama.eval()
+    return llama.to(model.device).eval()  # the rotary tables are no weights

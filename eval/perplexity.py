@@ -152,9 +152,7 @@ def curve_models(subject: Subject, curves: Sequence[str]) -> dict[str, Any]:
 
 def _variant(model: CondenseForCausalLM, curve: str) -> Any:
     if curve == "full_attention":
-        llama = to_llama(model).to(model.device)
-        llama.set_attn_implementation(model.config._attn_implementation)
-        return llama
+        return to_llama(model)
     source = {"folded": "layer_output", "layer_input": "layer_input"}[curve]
     if model.config.memory_source == source:
         return model

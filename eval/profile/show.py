@@ -130,9 +130,9 @@ def _curves(axes: Any, points: list[dict[str, Any]], name: str, unit: float) -> 
         fitting = [point for point in mine if not point["out_of_memory"]]
         color = COLORS[mine[0]["kind"]]
         lengths = sorted({point["segment_length"] for point in points if point["kind"] == mine[0]["kind"]}, key=str)
-        style = ("-", "--", ":", "-.")[lengths.index(mine[0]["segment_length"]) % 4]
+        style, marker = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))[lengths.index(mine[0]["segment_length"]) % 4]
         values = [unit * point[name] for point in fitting]
-        axes.plot([point["length"] for point in fitting], values, style, color=color, marker="o", ms=3, label=text)
+        axes.plot([point["length"] for point in fitting], values, style, color=color, marker=marker, ms=4, label=text)
         if name == "seconds":
             low, high = ([unit * point[field] for point in fitting] for field in ("seconds_low", "seconds_high"))
             axes.fill_between([point["length"] for point in fitting], low, high, color=color, alpha=0.15)
@@ -145,5 +145,5 @@ def _curves(axes: Any, points: list[dict[str, Any]], name: str, unit: float) -> 
     axes.set_xticks(ticks, [f"{tick // 1024} K" if tick % 1024 == 0 else f"{tick:,}" for tick in ticks], fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("tokens", fontsize=8)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max((unit * point[name] for point in points if not point["out_of_memory"]), default=1.0))
     axes.grid(alpha=0.3)

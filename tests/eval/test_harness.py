@@ -344,6 +344,6 @@ def test_the_command_line(folders, tasks, tmp_path, command):
 
 
 def test_the_entry_point_leads_to_the_registered_class():
-    installed = [entry for package in distributions(name="condense-llama") for entry in package.entry_points]
-    (entry,) = (entry for entry in installed if entry.group == "lm_eval.models")
+    packages = distributions(name="condense-llama")  # an editable install is found twice
+    (entry,) = {entry for package in packages for entry in package.entry_points if entry.group == "lm_eval.models"}
     assert entry.name == "condense" and entry.load() is CondenseLM is registry.get_model("condense")

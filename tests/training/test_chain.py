@@ -33,10 +33,10 @@ def nats_by_segment(model, ids_BN, with_memory: bool):
 
 
 @pytest.mark.parametrize(
-    ("pretraining", "passkeys", "gain_above"),
-    [pytest.param(40, 15, 0.0, id="short"), pytest.param(400, 60, 0.05, id="long", marks=pytest.mark.slow)],
+    ("batch", "pretraining", "passkeys", "gain_above"),
+    [pytest.param(8, 40, 15, 0.0, id="short"), pytest.param(16, 400, 60, 0.05, id="long", marks=pytest.mark.slow)],
 )
-def test_pretrain_then_passkeys(stories, novel, tmp_path, pretraining, passkeys, gain_above):
+def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, passkeys, gain_above):
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
     text = [
         f"model={stories}",
@@ -45,6 +45,8 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, pretraining, passkeys,
         f"data.prepared={tmp_path / 'prepared'}",
         f"evaluation={{sequences: 24, sources: [{{files: '{novel.parent}/Eliot_*.txt'}}]}}",
         f"stages=[{{total_length: {LENGTH}, steps: {pretraining}}}]",
+        f"global_batch={batch}",
+        f"micro_batch={batch // 2}",
     ]
     run(RECIPES / "passkey_pretrain_1b_tiny.yaml", pretrained, *text)
     before, *_, after = validation_losses(pretrained)
@@ -66,6 +68,8 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, pretraining, passkeys,
         f"model={pretrained}",
         f"stages=[{{total_length: 384, steps: {passkeys}}}, {{total_length: 768, steps: {passkeys}}}]",
         "evaluation.sequences=24",
+        f"global_batch={batch}",
+        f"micro_batch={batch // 2}",
     ]
     run(RECIPES / "passkey_finetune_1b_tiny.yaml", finetuned, *stages)
     losses = validation_losses(finetuned)

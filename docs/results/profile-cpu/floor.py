@@ -1,0 +1,40 @@
+"""What a training step of the Table I model can't do without on this machine: multiplications and attention, alone."""
+
+import statistics
+import time
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+WIDTH, INTERMEDIATE, LAYERS, HEADS, HEAD_WIDTH, TOKENS = 512, 8192, 4, 32, 64, 8192
+
+
+def seconds(function, repeats):
+    function()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+for rows in (256, 512, 8192):
+    x, weight, gradient = torch.randn(rows, WIDTH), torch.randn(INTERMEDIATE, WIDTH), torch.randn(rows, INTERMEDIATE)
+    work = {"forward": (x, weight.T), "input": (gradient, weight), "weight": (gradient.T, x)}
+    rates = [
+        f"{name} {2 * rows * WIDTH * INTERMEDIATE / seconds(partial(torch.matmul, *factors), 7) / 1e9:.0f}"
+        for name, factors in work.items()
+    ]
+    print(f"{rows} tokens at once [Gflop/s]: {', '.join(rates)}")
+for name, queries, keys in (("folded, segment 256", 256, 512), ("stock", TOKENS, TOKENS)):
+    q = torch.randn(1, HEADS, queries, HEAD_WIDTH, requires_grad=True)
+    k, v = (torch.randn(1, HEADS, keys, HEAD_WIDTH, requires_grad=True) for _ in range(2))
+
+    def step(q=q, k=k, v=v):
+        F.scaled_dot_product_attention(q, k, v, is_causal=q.shape == k.shape).sum().backward()
+
+    total = LAYERS * TOKENS // queries * seconds(step, 3)
+    print(f"attention, {name}, forward and backward, {LAYERS} layers, {TOKENS} tokens: {total:.1f} s")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from eval.cli import attention, evaluations, profile, quiet, report
+from eval.cli import attention, evaluations, probe, profile, quiet, report
 
 app = typer.Typer(
     help="A Llama with unbounded memory.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -18,7 +18,7 @@ app = typer.Typer(
 
 
 app.add_typer(evaluations, name="eval")
-for command in (profile, attention, report):
+for command in (profile, attention, probe, report):
     app.command()(command)
 
 DRY_RUN_RANKS = 8  # a node; what is planned is seldom planned where it will run

@@ -45,7 +45,8 @@ def show(results: dict[str, Any], module: Any, output: Path) -> None:
     """The tables of a result, and where the rest is."""
     for table in module.tables(results):
         print(table, end="\n\n")
-    print(f"{output}/{results['kind']}.json, .csv, .png and .svg")
+    pictures = f"{results['kind']}-*" if results["kind"].startswith("probe_") else ""
+    print(f"{output}/{results['kind']}.json, .csv, {pictures}.png and .svg")
 
 
 def profile(
@@ -227,6 +228,54 @@ def attention(
     )  # fmt: skip
     show(results, module, output)
     print(f"{output}/attention_mass.png and .svg")
+
+
+def probe(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="counting, events, sums, space, boolean, translation, scaling, density, memory, or all of them."
+        ),
+    ],
+    model: Models,
+    output: Output,
+    data: Annotated[
+        Path | None, typer.Option(help="Records in the form of the probe's own; its own.", show_default=False)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The first so many records; all.", show_default=False)
+    ] = None,
+    template: Annotated[str, typer.Option(help="Of counting: sentence, or listed for models that want it.")] = (
+        "sentence"
+    ),
+    position_anchor: Annotated[
+        str | None, typer.Option(help="end or start of a token's interval; end, or the folded model's own.")
+    ] = None,
+    dtype: Dtype = "float32",
+    attention: Annotated[str, typer.Option(help="eager, sdpa, or auto: what the model prefers.")] = "auto",
+    speed: Annotated[bool, typer.Option("--speed", help="Measure also what running factors together saves.")] = False,
+) -> None:
+    """The continuity experiments: fractions of tokens, and what lies between two of them."""
+    quiet()
+    from . import probes
+    from .report import write_report
+
+    options: dict[str, Any] = {
+        "limit": limit,
+        "template": template,
+        "position_anchor": position_anchor,
+        "dtype": dtype,
+        "attention": attention,
+        "timed": speed,
+    }
+    if name == "all":
+        if data is not None:
+            raise ValueError("--data belongs to one probe: leave it out with all.")
+        for results in probes.probe_all(model, output, **options).values():
+            show(results, probes, output)
+        print(write_report(output, "condense probe all"))
+        return
+    show(probes.probe(name, model, output, data, **options), probes, output)
 
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -57,7 +57,9 @@ def load_subject(named: str, dtype: str = "auto", attention: str = "sdpa") -> Su
     """
     name, _, source = named.rpartition("=")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=None if attention == "auto" else attention
+        )
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         first_line = str(error).splitlines()[0]

@@ -40,10 +40,11 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     """Writes the page and returns its path. Raises `ValueError` for a folder that holds no results."""
     import jinja2
 
-    sections = [_measured(path, folder, kind) for kind in KINDS for path in sorted(folder.rglob(f"{kind}.json"))]
+    found = [path for kind in (*KINDS, "probe_*") for path in sorted(folder.rglob(f"{kind}.json"))]
+    sections = [_measured(path, folder) for path in found]
     sections += _training(folder)
     if not sections:
-        wanted = ", ".join(f"{kind}.json" for kind in KINDS)
+        wanted = ", ".join(f"{kind}.json" for kind in (*KINDS, "probe_NAME"))
         raise ValueError(f"{folder} holds no {wanted} or log.jsonl: measure something first.")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
@@ -56,12 +57,15 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     return path
 
 
-def _measured(path: Path, folder: Path, kind: str) -> Section:
+def _measured(path: Path, folder: Path) -> Section:
     """What a command of this package has written: the module of that name makes its tables."""
+    kind = path.stem
     results = json.loads(path.read_text(encoding="utf-8"))
-    module = import_module(f".{kind}", __package__)
+    module = import_module(".probes" if kind.startswith("probe_") else f".{kind}", __package__)
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
-    return Section(_title(kind, path, folder), ABOUT[kind], module.tables(results), pictures, results)
+    return Section(
+        _title(kind, path, folder), results.get("about") or ABOUT[kind], module.tables(results), pictures, results
+    )
 
 
 def _training(folder: Path) -> list[Section]:

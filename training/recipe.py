@@ -100,6 +100,12 @@ class SummarizationData(DocumentData):
     too_long: Literal["drop", "cut"] = Field("drop", description="cut: the document loses its end")
 
 
+class QuestionData(DocumentData):
+    """Answers to predict behind their prompts, which are taken as they stand."""
+
+    task: Literal["questions"]
+
+
 class PasskeyData(Section):
     """Numbers to find in irrelevant text."""
 
@@ -110,7 +116,7 @@ class PasskeyData(Section):
     num_digits: int = Field(4, ge=1, description="of each key")
 
 
-Data = Annotated[TextData | SummarizationData | PasskeyData, Field(discriminator="task")]
+Data = Annotated[TextData | SummarizationData | QuestionData | PasskeyData, Field(discriminator="task")]
 
 
 class Optimizer(Section):

@@ -1,5 +1,19 @@
-"""Continuous inputs: tokens with fractional durations."""
+"""Continuous inputs: sentences as functions of time, for folded models and for any causal language model."""
 
+from .adapter import ContinuousLM
 from .durations import Timeline, durations_from_time_steps
+from .quadrature import quadrature_weights
+from .sentence import Sentence, interpolate
+from .spans import TextSpan, find_spans, span_between
 
-__all__ = ["Timeline", "durations_from_time_steps"]
+__all__ = [
+    "ContinuousLM",
+    "Sentence",
+    "TextSpan",
+    "Timeline",
+    "durations_from_time_steps",
+    "find_spans",
+    "interpolate",
+    "quadrature_weights",
+    "span_between",
+]

@@ -85,7 +85,7 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["curriculum.steps=0"], "steps=0.*greater than or equal to 1"),
         (CURRICULUM, ["steps"], "'steps' is no override: write key=value"),
         (CURRICULUM, ["dtype=float16"], "dtype='float16'.*'bfloat16' or 'float32'"),
-        (CURRICULUM, ["data.task=poems"], "'poems'.*'text', 'summarization', 'passkey'"),
+        (CURRICULUM, ["data.task=poems"], "'poems'.*'text', 'summarization', 'questions', 'passkey'"),
         (CURRICULUM, ["data={task: text}"], "data.sources is missing"),
         (CURRICULUM, ["curriculum.last_segments=1"], "last_segments=1 is below first_segments=2"),
         ("seed: 3\n", [], "model is missing"),

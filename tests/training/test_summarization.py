@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import SHARED
+from training.data.answers import AnswerExamples
 from training.data.documents import Document
 from training.data.store import Tokens
-from training.data.summarization import SummarizationExamples, prompt_frame, prompt_ids, summary_encoder
+from training.data.summarization import prompt_frame, prompt_ids, summary_encoder
 from training.data.tasks import make_examples
 from training.recipe import load_recipe
 from training.small_llama import word_tokenizer
@@ -43,7 +44,7 @@ def test_only_the_summary_is_asked_for():
         def __getitem__(self, n):
             return Tokens(100 * n + np.arange(self.lengths[n]), 4)
 
-    examples = SummarizationExamples(Summaries(), 0, 3, seed=None)
+    examples = AnswerExamples(Summaries(), 0, 3, seed=None)
     assert examples.num_sequences(10) == 2 and examples.left_out(10) == "1 longer documents left out"
     assert examples.left_out(30) == ""
     (example,) = examples.sequence(1, 10)

@@ -1,15 +1,12 @@
 """Summaries to predict behind their documents (appendix D of the paper)."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
 from .documents import Document
-from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example
-from .store import Store, Tokens
+from .store import Tokens
 
 BEFORE = "Summarize this text:\n"
 BEHIND = "\n----\nSummary:\n"
@@ -55,38 +52,3 @@ def summary_encoder(tokenizer, total_length: int, too_long: Literal["drop", "cut
         return [encode_one(*pair) for pair in zip(texts, summaries, strict=True)]
 
     return encode
-
-
-class SummarizationExamples:
-    """A document with its summary a sequence: documents `first` to `last - 1` of a store."""
-
-    def __init__(self, store: Store, first: int, last: int, seed: int | None):
-        self.store, self.first, self.last = store, first, last
-        self.epochs = Epochs(seed)
-        self.places = lru_cache(maxsize=4)(self._places)
-
-    def _places(self, total_length: int) -> np.ndarray:
-        """The documents that fit."""
-        places = np.flatnonzero(self.store.lengths[self.first : self.last] <= total_length)
-        if not len(places):
-            raise ValueError(f"no document with its summary fits into total_length={total_length} tokens: allow more.")
-        return places
-
-    def num_sequences(self, total_length: int) -> int:
-        return len(self.places(total_length))
-
-    def left_out(self, total_length: int) -> str:
-        """What no sequence of this length holds, in words; nothing where there is nothing."""
-        documents = self.last - self.first - len(self.places(total_length))
-        return f"{documents:,} longer documents left out" if documents else ""
-
-    def fingerprint(self) -> str:
-        return self.store.fingerprint(self.first, self.last)
-
-    def sequence(self, number: int, total_length: int) -> list[Example]:
-        places = self.places(total_length)
-        tokens = self.store[self.first + int(places[self.epochs.place(number, len(places))])]
-        input_ids = tokens.input_ids.astype(np.int64)
-        labels = input_ids.copy()
-        labels[: tokens.num_given] = IGNORE_INDEX
-        return [Example(input_ids, labels)]

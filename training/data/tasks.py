@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..recipe import PasskeyData, Recipe, Source, SummarizationData, TextData
+from ..recipe import PasskeyData, QuestionData, Recipe, Source, SummarizationData, TextData
+from .answers import AnswerExamples, question_encoder
 from .examples import Examples
 from .passkey import PasskeyExamples
 from .store import Need, Store, folder_of, prepare
-from .summarization import SummarizationExamples, summary_encoder
+from .summarization import summary_encoder
 from .text import TextExamples, text_encoder
 
 VALIDATION_SEED = 2**40  # added to the run's: passkeys of its own
@@ -27,7 +28,7 @@ def make_examples(recipe: Recipe, tokenizer) -> tuple[Examples, Examples | None]
 class DocumentTask:
     """A recipe's documents: how many are needed, and which are held out."""
 
-    def __init__(self, recipe: Recipe, data: TextData | SummarizationData, tokenizer):
+    def __init__(self, recipe: Recipe, data: TextData | SummarizationData | QuestionData, tokenizer):
         assert recipe.stages is not None and recipe.global_batch is not None
         self.recipe, self.data, self.tokenizer = recipe, data, tokenizer
         self.longest = max(stage.total_length for stage in recipe.stages)
@@ -37,7 +38,7 @@ class DocumentTask:
         self.num_held_out = recipe.evaluation.sequences if recipe.evaluation else 0
 
     def _need(self, asked: dict[int, int]) -> Need:
-        if isinstance(self.data, SummarizationData):
+        if not isinstance(self.data, TextData):
             return Need(np.ones_like, sum(asked.values()))
         tokens = sum(total_length * count for total_length, count in asked.items())
         if self.data.fit == "pack":
@@ -49,6 +50,9 @@ class DocumentTask:
         if isinstance(self.data, TextData):
             encode = text_encoder(self.tokenizer, self.data.min_tokens)
             settings = {"min_tokens": self.data.min_tokens}
+        elif isinstance(self.data, QuestionData):
+            encode = question_encoder(self.tokenizer, self.longest)
+            settings = {"total_length": self.longest}
         else:
             encode = summary_encoder(self.tokenizer, self.longest, self.data.too_long)
             settings = {"total_length": self.longest, "too_long": self.data.too_long}
@@ -56,12 +60,12 @@ class DocumentTask:
         if sources is not data.sources:  # max_documents limits what is trained on
             data = data.model_copy(update={"max_documents": None})
         folder = folder_of(data, sources, self.tokenizer, task=data.task, **settings)
-        return prepare(folder, data, sources, encode, need, with_summaries=data.task == "summarization")
+        return prepare(folder, data, sources, encode, need, with_summaries=data.task != "text")
 
-    def _of(self, store: Store, first: int, last: int, seed: int | None) -> TextExamples | SummarizationExamples:
+    def _of(self, store: Store, first: int, last: int, seed: int | None) -> TextExamples | AnswerExamples:
         if isinstance(self.data, TextData):
             return TextExamples(store, first, last, self.data.fit, seed)
-        return SummarizationExamples(store, first, last, seed)
+        return AnswerExamples(store, first, last, seed)
 
     def examples(self) -> tuple[Examples, Examples | None]:
         evaluation, first, held_out, need = self.recipe.evaluation, 0, None, self._need(self.asked)
@@ -90,7 +94,7 @@ class DocumentTask:
             self._describe(training)
         return training, held_out
 
-    def _describe(self, training: TextExamples | SummarizationExamples) -> None:
+    def _describe(self, training: TextExamples | AnswerExamples) -> None:
         for total_length, asked in self.asked.items():
             there, left_out = training.num_sequences(total_length), training.left_out(total_length)
             print(

@@ -1,0 +1,214 @@
+"""A sentence as a function of time: samples that last, one behind the other, from `integration_start` on.
+
+Sample k holds the value x_k until the time t_k, so it lasts d_k = t_k - t_{k-1}, with t_0 the integration start.
+Tokens of an ordinary sentence last one unit each.
+
+Axes: N samples, D model width.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from .durations import durations_from_time_steps
+
+Span = slice | Sequence[int]
+
+
+class Sentence:
+    """Token ids [N] or embeddings [N, D]; how long each lasts, as durations [N] or as time steps [N]; and the start.
+
+    Without durations and time steps every sample lasts one unit. `positions` [N] are where samples sit, if that is
+    not where their intervals lie (see `densify`); with them a sample still weighs its duration.
+
+    A sentence never changes: every operation returns another. Times are kept in float64 on the host, embeddings
+    where they are.
+
+    Raises `ValueError` for parts that do not fit together, durations that are not positive, and time steps that
+    do not increase strictly.
+    """
+
+    def __init__(
+        self,
+        ids: torch.Tensor | Sequence[int] | None = None,
+        embeddings: torch.Tensor | None = None,
+        durations: torch.Tensor | Sequence[float] | None = None,
+        time_steps: torch.Tensor | Sequence[float] | None = None,
+        integration_start: float = 0.0,
+        positions: torch.Tensor | Sequence[float] | None = None,
+    ):
+        if (ids is None) == (embeddings is None):
+            raise ValueError("a sentence is made of ids or of embeddings: pass one of the two.")
+        if durations is not None and time_steps is not None:
+            raise ValueError("durations and time_steps say the same thing: pass one of the two.")
+        self.ids_N = None if ids is None else torch.as_tensor(ids).cpu()
+        self.embeddings_ND = embeddings
+        if self.ids_N is not None and (self.ids_N.dim() != 1 or self.ids_N.is_floating_point()):
+            raise ValueError(
+                f"ids of shape {tuple(self.ids_N.shape)} and {self.ids_N.dtype}: pass one row of token ids."
+            )
+        if embeddings is not None and (embeddings.dim() != 2 or not embeddings.is_floating_point()):
+            raise ValueError(
+                f"embeddings of shape {tuple(embeddings.shape)} and {embeddings.dtype}: pass one row [N, D] of floats."
+            )
+        if len(self) == 0:
+            raise ValueError("a sentence has at least one sample.")
+        self.integration_start = float(integration_start)
+        if time_steps is not None:
+            times_N = self._numbers(time_steps, "time_steps")
+            durations = durations_from_time_steps(times_N[None], self.integration_start)[0]
+        durations = torch.ones(len(self)) if durations is None else durations
+        self.durations_N = self._numbers(durations, "durations")
+        wrong = (~(torch.isfinite(self.durations_N) & (self.durations_N > 0))).nonzero()
+        if len(wrong):
+            first = int(wrong[0])
+            raise ValueError(
+                f"the duration of sample {first} is {self.durations_N[first].item()}: durations are finite and more "
+                "than 0; leave a sample out that is not to be there."
+            )
+        self.positions_N = None if positions is None else self._numbers(positions, "positions")
+
+    def _numbers(self, values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
+        values_N = torch.as_tensor(values).detach().to("cpu", torch.float64)
+        if values_N.shape != (len(self),):
+            raise ValueError(f"{name} of shape {tuple(values_N.shape)} for {len(self)} samples: give one per sample.")
+        return values_N
+
+    def __len__(self) -> int:
+        values = self.ids_N if self.ids_N is not None else self.embeddings_ND
+        assert values is not None
+        return len(values)
+
+    @property
+    def time_steps_N(self) -> torch.Tensor:
+        """Where each sample's interval ends."""
+        return self.integration_start + self.durations_N.cumsum(0)
+
+    def _with(self, **parts) -> "Sentence":
+        own = {
+            "ids": self.ids_N,
+            "embeddings": self.embeddings_ND,
+            "durations": self.durations_N,
+            "integration_start": self.integration_start,
+            "positions": self.positions_N,
+        }
+        return Sentence(**(own | parts))
+
+    def _need_no_positions(self, operation: str) -> None:
+        if self.positions_N is not None:
+            raise ValueError(f"{operation} moves samples, and these have positions of their own: do it before densify.")
+
+    def with_embeddings(self, embeddings_ND: torch.Tensor) -> "Sentence":
+        return self._with(ids=None, embeddings=embeddings_ND)
+
+    def set_duration(self, span: Span, duration: float) -> "Sentence":
+        """Each sample of the span lasts `duration`; what follows moves along."""
+        self._need_no_positions("set_duration")
+        return self._with(durations=self.durations_N.index_fill(0, self._indices(span), float(duration)))
+
+    def shrink(self, span: Span, factor: float) -> "Sentence":
+        """Each sample of the span lasts `factor` times as long; what follows moves along."""
+        self._need_no_positions("shrink")
+        indices_n = self._indices(span)
+        return self._with(durations=self.durations_N.index_copy(0, indices_n, self.durations_N[indices_n] * factor))
+
+    def scale(self, factor: float) -> "Sentence":
+        """Every sample lasts `factor` times as long: t_k becomes t_0 + factor (t_k - t_0)."""
+        return self.shrink(slice(None), factor)
+
+    def shift(self, amount: float) -> "Sentence":
+        """Everything happens `amount` later, the integration start included: no sample lasts longer."""
+        self._need_no_positions("shift")
+        return self._with(integration_start=self.integration_start + float(amount))
+
+    def _indices(self, span: Span) -> torch.Tensor:
+        everything = range(len(self))
+        indices = list(everything[span]) if isinstance(span, slice) else [int(index) for index in span]
+        if not indices or not all(index in everything for index in indices):
+            raise ValueError(
+                f"span {span}, and the sentence has {len(self)} samples: name some from 0 to {len(self) - 1}."
+            )
+        return torch.tensor(sorted(set(indices)))
+
+    def densify(
+        self,
+        density: int,
+        values: Literal["constant", "linear"] = "constant",
+        positions: Literal["spread", "equal"] = "spread",
+    ) -> "Sentence":
+        """`density` samples for each one, which share its duration equally.
+
+        `values="constant"`: copies, as x(t) holds x_k between t_{k-1} and t_k. `"linear"`: x(t) runs straight from
+        x_{k-1} at t_{k-1} to x_k at t_k, and holds x_1 up to t_1; this needs embeddings.
+
+        `positions="spread"`: each copy sits in its own part of the interval. `"equal"`: all sit where the one sat
+        in the sentence as it was, with the anchor "end".
+        """
+        if density < 1:
+            raise ValueError(f"density={density}: there is at least 1 sample for each one.")
+        self._need_no_positions("densify")
+        parts = {
+            "ids": None if self.ids_N is None else self.ids_N.repeat_interleave(density),
+            "durations": (self.durations_N / density).repeat_interleave(density),
+        }
+        if positions == "equal":
+            parts["positions"] = self.time_steps_N.repeat_interleave(density)
+        elif positions != "spread":
+            raise ValueError(f"positions={positions!r}: choose spread or equal.")
+        if values not in ("constant", "linear"):
+            raise ValueError(f"values={values!r}: choose constant or linear.")
+        if self.embeddings_ND is not None:
+            here_ND = self.embeddings_ND.repeat_interleave(density, dim=0)
+            before_ND = torch.cat([self.embeddings_ND[:1], self.embeddings_ND[:-1]]).repeat_interleave(density, dim=0)
+            share_n = (torch.arange(density) + 1).repeat(len(self)).to(here_ND) / density
+            parts["embeddings"] = here_ND if values == "constant" else before_ND.lerp(here_ND, share_n[:, None])
+        elif values == "linear":
+            raise ValueError("values='linear' lies between embeddings, and this sentence has ids: embed it first.")
+        return self._with(**parts)
+
+
+def interpolate(
+    first: Sentence, second: Sentence, factor: float, how: Literal["linear", "spherical"] = "linear"
+) -> Sentence:
+    """The sentence between two of equally many samples: `first` at factor 0, `second` at 1; times move linearly.
+
+    "linear": (1 - factor) x + factor y. "spherical": the direction turns from that of x to that of y at constant
+    speed along the shortest way, and the length changes linearly.
+
+    Raises `ValueError` for sentences of unequal length, without embeddings, or between opposite directions.
+    """
+    if len(first) != len(second):
+        raise ValueError(
+            f"sentences of {len(first)} and {len(second)} samples have nothing in between: take two of equally many."
+        )
+    if first.embeddings_ND is None or second.embeddings_ND is None:
+        raise ValueError("there is nothing between token ids: embed both sentences first.")
+    if first.positions_N is not None or second.positions_N is not None:
+        raise ValueError("samples with positions of their own can't be interpolated: do it before densify.")
+    if how not in ("linear", "spherical"):
+        raise ValueError(f"how={how!r}: choose linear or spherical.")
+    between = torch.lerp if how == "linear" else _slerp
+    start = first.integration_start + factor * (second.integration_start - first.integration_start)
+    return Sentence(
+        embeddings=between(first.embeddings_ND, second.embeddings_ND, factor),
+        durations=torch.lerp(first.durations_N, second.durations_N, factor),
+        integration_start=start,
+    )
+
+
+def _slerp(first_ND: torch.Tensor, second_ND: torch.Tensor, factor: float) -> torch.Tensor:
+    first, second = first_ND.double(), second_ND.double()
+    length_first_N1, length_second_N1 = first.norm(dim=1, keepdim=True), second.norm(dim=1, keepdim=True)
+    first, second = first / length_first_N1.clamp(min=1e-300), second / length_second_N1.clamp(min=1e-300)
+    first, second = first.where(length_first_N1 > 0, second), second.where(length_second_N1 > 0, first)  # 0: any way
+    # The half angle from chord and sum: exact for small angles, where the arc cosine is not.
+    angle_N1 = 2 * torch.atan2((first - second).norm(dim=1, keepdim=True), (first + second).norm(dim=1, keepdim=True))
+    opposite = (angle_N1 > torch.pi - 1e-6).nonzero()
+    if len(opposite):
+        raise ValueError(f"sample {int(opposite[0, 0])} points into opposite directions: no shortest way lies between.")
+    sine_N1 = angle_N1.sin()
+    turned = torch.sin((1 - factor) * angle_N1) / sine_N1 * first + torch.sin(factor * angle_N1) / sine_N1 * second
+    # In the same direction the straight way is the arc.
+    direction = torch.where(angle_N1 > 1e-9, turned, first.lerp(second, factor))
+    return (direction * length_first_N1.lerp(length_second_N1, factor)).to(first_ND.dtype)

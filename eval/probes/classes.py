@@ -1,0 +1,78 @@
+"""Classes of next tokens, and what probability falls on each.
+
+Axes: F factors, V vocabulary.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+DIGITS = [str(digit) for digit in range(10)]
+SHOWN_FROM = 0.05  # what never reaches this probability is drawn as one class with its like
+
+Classes = dict[str, list[int]]
+
+
+@lru_cache(maxsize=8)
+def vocabulary(tokenizer: Any) -> list[str]:
+    """Every token as text, without white space around it."""
+    return [tokenizer.decode([token]).strip() for token in range(len(tokenizer))]
+
+
+def digit_classes(tokenizer: Any) -> Classes:
+    """The tokens that are one digit."""
+    return word_classes(tokenizer, DIGITS)
+
+
+def first_digit_classes(tokenizer: Any) -> Classes:
+    """The tokens made of digits, by their first: a tokenizer may have one for 37."""
+    numbers = [(n, text) for n, text in enumerate(vocabulary(tokenizer)) if text.isascii() and text.isdecimal()]
+    return _known({digit: [n for n, text in numbers if text[0] == digit] for digit in DIGITS}, tokenizer)
+
+
+def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
+    """The tokens that are one of the words, whatever their capitals; else those that are how it begins."""
+    places = defaultdict(list)
+    for n, text in enumerate(vocabulary(tokenizer)):
+        places[text.lower()].append(n)
+    return _known({word: places.get(word) or places.get(_beginning(tokenizer, word), []) for word in words}, tokenizer)
+
+
+def _beginning(tokenizer: Any, word: str) -> str:
+    """The first token of a word that has none of its own."""
+    names = vocabulary(tokenizer)
+    ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+    return next((names[token].lower() for token in ids if names[token]), "")
+
+
+def _known(classes: Classes, tokenizer: Any) -> Classes:
+    """Raises `ValueError` for a class that no token belongs to, and for two that share one."""
+    tokens = [token for members in classes.values() for token in members]
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(
+            f"{', '.join(classes)} begin with the same token of {type(tokenizer).__name__}: take a model with "
+            "tokens of their own for them."
+        )
+    if missing := [name for name, tokens in classes.items() if not tokens]:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no token for {', '.join(missing)}, which this probe looks for: take "
+            "a model that has."
+        )
+    return classes
+
+
+def likely_tokens(probabilities_FV: torch.Tensor, tokenizer: Any) -> Classes:
+    """The tokens that reach 5 % at some factor; those of the same text are one class."""
+    classes, names = defaultdict(list), vocabulary(tokenizer)
+    for token in (probabilities_FV >= SHOWN_FROM).any(0).nonzero()[:, 0].tolist():
+        name = names[token] if token < len(names) else ""
+        classes[name or repr(tokenizer.decode([token]))].append(token)
+    return dict(classes)
+
+
+def class_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:
+    """The probability of each class at each factor."""
+    return {name: probabilities_FV[:, tokens].sum(1).tolist() for name, tokens in classes.items()}

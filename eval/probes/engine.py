@@ -1,0 +1,117 @@
+"""One item on one model: its sentences, one per factor, and the curves of what comes next.
+
+Axes: F factors, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from condense.continuity import ContinuousLM, Sentence, interpolate
+from condense.continuity.spans import encode_with_places, span_between
+
+from .classes import Classes, class_curves, digit_classes, first_digit_classes, likely_tokens, word_classes
+from .items import Item
+
+WATCHED = {
+    "digits": digit_classes,
+    "first_digits": first_digit_classes,
+    "yes_no": lambda tokenizer: word_classes(tokenizer, ("yes", "no")),
+    "bits": lambda tokenizer: word_classes(tokenizer, ("1", "0")),
+}
+
+
+Record = dict[str, Any]
+
+
+class NotValid(Exception):
+    """An item that this tokenizer can't pose; the message says why."""
+
+
+class Reader(NamedTuple):
+    lm: ContinuousLM
+    tokenizer: Any
+
+    def sentences(self, item: Item) -> list[Sentence]:
+        """One per factor. Raises `NotValid`."""
+        plain = self.sentence(item.text)
+        if item.vary == "shift":
+            return [plain.shift(factor) for factor in item.factors]
+        if item.vary == "scale":
+            return [plain.scale(factor) for factor in item.factors]
+        if item.vary == "densify":
+            return [plain.densify(int(factor), positions=item.positions) for factor in item.factors]
+        if item.vary == "shrink":
+            tokens = self.tokens(item)
+            return [plain.shrink(tokens, factor) for factor in item.factors]
+        assert item.vary == "interpolate"
+        other = self.sentence(item.other)
+        if len(plain) != len(other):
+            raise NotValid(f"{len(plain)} and {len(other)} tokens: nothing lies between them")
+        first, second = self.lm.embed(plain), self.lm.embed(other)
+        return [interpolate(first, second, factor) for factor in item.factors]
+
+    def sentence(self, text: str) -> Sentence:
+        ids, places = encode_with_places(self.tokenizer, text)
+        unknown = self.tokenizer.unk_token_id
+        if unknown is not None and unknown in ids:
+            raise NotValid(f"the tokenizer does not know {text[slice(*places[ids.index(unknown)])]!r}")
+        return Sentence(ids)
+
+    def tokens(self, item: Item) -> list[int]:
+        spans = [span_between(self.tokenizer, item.text, *place) for place in item.places]
+        for place, span in zip(item.places, spans, strict=True):
+            part = item.text[slice(*place)]
+            if not span.exact:
+                raise NotValid(f"{part!r} shares a token with what stands beside it")
+            if item.one_token and not span.is_one_token:
+                raise NotValid(f"{part!r} is {span.end - span.first} tokens, not one")
+        return [token for span in spans for token in span.tokens]
+
+    def probabilities(self, sentences: list[Sentence], **options: Any) -> torch.Tensor:
+        """[F, V] of the next token, in float64."""
+        return self.lm.next_logits(sentences, **options).double().softmax(-1)
+
+    def curves(self, probabilities_FV: torch.Tensor, watched: str) -> dict[str, list[float]]:
+        """Of the classes that are watched; none for `tokens`."""
+        return _short_curves(probabilities_FV, WATCHED[watched](self.tokenizer)) if watched in WATCHED else {}
+
+    def record(self, item: Item) -> Record:
+        """The item's curves; for one that is not valid, the reason.
+
+        `likely`: the tokens that reach 5 %. `distance` and `same_top` compare with the unchanged sentence: half the
+        summed differences of probabilities, and whether the likeliest token is the same.
+        """
+        facts = dict(item.facts)
+        try:
+            sentences = self.sentences(item)
+        except NotValid as reason:
+            return {"name": item.name, "group": item.group, "valid": False, "reason": str(reason)}
+        plain = [] if item.vary == "interpolate" else [self.sentence(item.text)]
+        probabilities_FV = self.probabilities([*sentences, *plain])
+        if plain:
+            probabilities_FV, plain_V = probabilities_FV[:-1], probabilities_FV[-1]
+            facts |= {
+                "distance": [_short(value) for value in ((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()],
+                "same_top": (probabilities_FV.argmax(1) == plain_V.argmax()).tolist(),
+            }
+        likely = likely_tokens(probabilities_FV, self.tokenizer)
+        return {
+            "name": item.name,
+            "group": item.group,
+            "valid": True,
+            "factors": [_short(factor) for factor in item.factors],
+            "curves": self.curves(probabilities_FV, item.watched),
+            "likely": _short_curves(probabilities_FV, likely),
+            **facts,
+        }
+
+
+def _short_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:
+    curves = class_curves(probabilities_FV, classes)
+    return {name: [_short(value) for value in curve] for name, curve in curves.items()}
+
+
+def _short(value: float) -> float:
+    """Six digits, wherever the point is: small probabilities keep their order."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,196 @@
+"""Durations in a folded model's memory: does half a word two segments ago still count as half?
+
+And memory's duration as a dial: all keys in memory at one duration, at the positions they had.
+
+Axes: F factors, N samples, D model width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from condense.cache import FoldedCache
+from condense.continuity import Sentence
+from training.data.passkey import PasskeyTask
+
+from ..results import Table
+from .counts import WORDS
+from .data import load
+from .engine import NotValid, Reader, Record
+from .experiment import Experiment, Options, figure, mean, percent, valid
+from .items import DURATIONS, Item
+from .metrics import likeliest, peak_frequencies
+from .prompts import counting_prompt
+
+DISTANCES = (0, 1, 2, 3)  # segments between the words and the question's end
+DIALS = tuple(np.geomspace(0.01, 100, 41).tolist())
+NUM_WORDS = 20  # items of each distance
+NUM_PASSKEYS = 20
+PASSKEY_SEGMENTS = 4
+MOST_FILLERS = 200
+
+
+def items(options: Options) -> list[Item]:
+    """Where the words stand is settled by the model's segments: see `place`."""
+    records = load("words", options.data)[: NUM_WORDS if options.limit is None else options.limit]
+    words = [(word, 4, category, article) for word, category, article in WORDS]
+    words += [(r["word"], r["repetitions"], r["category"], r["category_with_article"]) for r in records]
+    found = []
+    for distance in DISTANCES:
+        for number, (word, repetitions, category, with_article) in enumerate(words):
+            facts = {
+                "repetitions": repetitions,
+                "distance_in_segments": distance,
+                "prompt": [word, repetitions, category, with_article],
+            }
+            name = f"{number} {word}, {distance} segments before"
+            group = f"{distance} segments before"
+            found.append(Item(name, group, "", "shrink", DURATIONS, "digits", one_token=True, facts=facts))
+            if distance:
+                name = f"{number} {word}, dial, {distance} segments before"
+                found.append(replace(found[-1], name=name, group="dial, counting", factors=DIALS))
+    found += [
+        Item(f"passkey {number}", "dial, passkeys", "", "shrink", DIALS, "tokens", facts={"seed": number})
+        for number in range(NUM_PASSKEYS)
+    ]
+    return found
+
+
+def record(reader: Reader, item: Item) -> Record:
+    """As `Reader.record`, with the words put as many segments before the question's end as the item says."""
+    try:
+        if item.group == "dial, passkeys":
+            return {"name": item.name, "group": item.group, "valid": True, **_dial_passkey(reader, item)}
+        placed = _place(reader, item)
+        if item.group == "dial, counting":
+            return {"name": item.name, "group": item.group, "valid": True, **_dial_counting(reader, placed)}
+    except NotValid as reason:
+        return {"name": item.name, "group": item.group, "valid": False, "reason": str(reason)}
+    return reader.record(placed)
+
+
+def _place(reader: Reader, item: Item) -> Item:
+    """The prompt with as many fillers between the words and the question as bring the two so far apart."""
+    length = reader.lm.model.config.segment_length
+    for num_fillers in range(MOST_FILLERS):
+        text, places = counting_prompt(*item.facts["prompt"], template="apart", num_fillers=num_fillers)
+        placed = replace(item, text=text, places=tuple(places))
+        sentence, tokens = reader.sentence(text), reader.tokens(placed)
+        last = (len(sentence) - 1) // length
+        distance = last - max(tokens) // length
+        if distance == item.facts["distance_in_segments"] and max(tokens) // length == min(tokens) // length:
+            return placed
+        if distance > item.facts["distance_in_segments"]:
+            break
+    raise NotValid(f"no number of fillers puts the words {item.facts['distance_in_segments']} segments before the end")
+
+
+def _dial_counting(reader: Reader, item: Item) -> Record:
+    probabilities_FV = dialled(reader, reader.sentence(item.text), item.factors)[:, -1]
+    curves = reader.curves(probabilities_FV, item.watched)
+    return {
+        "factors": list(item.factors),
+        "curves": curves,
+        "recall": curves[str(item.facts["repetitions"])],
+        **item.facts,
+    }
+
+
+def _dial_passkey(reader: Reader, item: Item) -> Record:
+    """The probability of the key's tokens, one behind the other, and whether each is the likeliest."""
+    length = reader.lm.model.config.segment_length
+    try:
+        task = PasskeyTask(reader.tokenizer)
+        passkeys = task.batch(1, PASSKEY_SEGMENTS * length, np.random.default_rng(item.facts["seed"]), depth=0.0)
+    except ValueError as reason:
+        raise NotValid(str(reason)) from reason
+    answer_A = passkeys.answer_ids_BA[0]
+    ids_N = torch.cat([passkeys.prompt_ids_BN[0], answer_A])
+    if reader.tokenizer.unk_token_id is not None and reader.tokenizer.unk_token_id in ids_N:
+        raise NotValid("the tokenizer does not know the words of a passkey prompt")
+    probabilities_FNV = dialled(reader, Sentence(ids_N[:-1]), item.factors)[:, -len(answer_A) :]
+    recall_F = probabilities_FNV[:, torch.arange(len(answer_A)), answer_A].prod(1)
+    found_F = (probabilities_FNV.argmax(-1) == answer_A).all(1)
+    return {"factors": list(item.factors), "recall": recall_F.tolist(), "found": found_F.tolist(), **item.facts}
+
+
+@torch.no_grad()
+def dialled(reader: Reader, sentence: Sentence, dials: Sequence[float]) -> torch.Tensor:
+    """Probabilities [F, N, V], in float64, behind every sample, with every key in memory at duration `dial`.
+
+    Positions and the durations of the current segment stay: memory weighs more or less, nothing moves.
+    """
+    lm = reader.lm
+    length, cache = lm.model.config.segment_length, FoldedCache(lm.model.config)
+    embedded_ND = lm.embed(sentence).embeddings_ND
+    assert embedded_ND is not None
+    parts = []
+    for part_TD in embedded_ND.split(length):
+        durations_FT = torch.ones(len(dials), len(part_TD))
+        output = lm.model(
+            inputs_embeds=part_TD.expand(len(dials), -1, -1),
+            durations=durations_FT,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        assert cache.timeline is not None
+        cache.timeline.memory_BL = torch.tensor(dials, dtype=torch.float64)[:, None].expand(-1, length).clone()
+        parts.append(output.logits.double().softmax(-1).cpu())
+    return torch.cat(parts, dim=1)
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    found: dict[str, Any] = {"records": len(records), "valid": len(valid(records)), "distances": {}, "dials": {}}
+    for distance in DISTANCES:
+        group = valid([record for record in records if record["group"] == f"{distance} segments before"])
+        frequencies = [peak_frequencies(record["curves"], record["repetitions"]) for record in group]
+        right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in group]
+        names = peak_frequencies({"1": [1.0]}, 1)
+        found["distances"][distance] = {
+            "valid": len(group),
+            "right_at_1": mean(right),
+            **{name: mean([one[name] for one in frequencies]) for name in names},
+        }
+    for name in ("dial, counting", "dial, passkeys"):
+        group = valid([record for record in records if record["group"] == name])
+        if group:
+            recall_F = np.mean([record["recall"] for record in group], axis=0)
+            found["dials"][name] = {"factors": group[0]["factors"], "recall": recall_F.tolist(), "valid": len(group)}
+    return found
+
+
+def tables(models: dict[str, dict[str, Any]]) -> list[Table]:
+    rows, dials = [], []
+    for name, found in models.items():
+        for distance, values in found["distances"].items():
+            measures = [figure(values[f]) for f in ("counterfactual", "observed", "observed_expected")]
+            rows.append([name, distance, values["valid"], percent(values["right_at_1"]), *measures])
+        for what, values in found["dials"].items():
+            at = {
+                dial: np.interp(np.log(dial), np.log(values["factors"]), values["recall"])
+                for dial in (0.01, 0.1, 0.5, 1)
+            }
+            at |= {dial: np.interp(np.log(dial), np.log(values["factors"]), values["recall"]) for dial in (2, 10, 100)}
+            dials.append(
+                [name, what.removeprefix("dial, "), values["valid"], *(percent(float(v)) for v in at.values())]
+            )
+    columns = ["model", "segments before", "valid", "right at 1", "counterfactual", "observed", "observed, expected"]
+    dial_columns = ["model", "recall of", "prompts", *(f"dial {dial}" for dial in (0.01, 0.1, 0.5, 1, 2, 10, 100))]
+    return [
+        Table("words that shrink, so many segments before the question's end", columns, rows),
+        Table("mean probability of the right answer with all memory keys at one duration", dial_columns, dials),
+    ]
+
+
+MEMORY = Experiment(
+    "Folded models only. Words shrink in earlier segments, where only memory tells of them; and all keys in memory get "
+    "one duration, at the positions they had.",
+    items,
+    summary,
+    tables,
+    "duration factor; duration of memory",
+    record,
+)

@@ -1,0 +1,180 @@
+"""Probes as tables and as curves: probability against the factor, in the manner of the papers."""
+
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..results import Table, picture
+from .classes import DIGITS, SHOWN_FROM
+from .experiment import SET, figure
+
+MOST_PANELS = 4  # in a row
+MOST_CURVES = 10  # in a panel
+MOST_DRAWN = 12  # prompts of a group, one by one; more are drawn as their mean
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    experiment = import_module(".run", __package__).EXPERIMENTS[results["kind"].removeprefix("probe_")]
+    found = experiment.tables({model["name"]: model["summary"] for model in results["models"]})
+    speeds = [
+        [model["name"], *(figure(model["speed"][f], 2) for f in ("one_by_one", "together", "speed_up"))]
+        for model in results["models"]
+        if "speed_up" in model.get("speed", {})
+    ]
+    if speeds:
+        columns = ["model", "one pass a factor [s]", "together, beginnings read once [s]", "speed-up"]
+        found.append(Table("time for three items", columns, speeds))
+    reasons = [
+        [model["name"], reason, number]
+        for model in results["models"]
+        for reason, number in _reasons(model["records"]).items()
+    ]
+    if reasons:
+        found.append(Table("records that are not valid", ["model", "because, for example", "records"], reasons[:20]))
+    return found
+
+
+def _reasons(records: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """One example of each kind of reason, which begins with what it is about, in quotes or numbers."""
+    kinds: dict[str, tuple[str, int]] = {}
+    for record in records:
+        if not record["valid"]:
+            words = [word for word in record["reason"].split() if "'" not in word and '"' not in word]
+            kind = " ".join(word for word in words if not word.isdecimal())[-40:]
+            kinds[kind] = (record["reason"], kinds.get(kind, ("", 0))[1] + 1)
+    return dict(kinds.values())
+
+
+def draw(results: dict[str, Any], varied: str, path: Path) -> None:
+    """A picture per group of items, models below each other; and what a whole data set says in one."""
+    groups = dict.fromkeys(record["group"] for model in results["models"] for record in model["records"])
+    for group in groups:
+        panels = [
+            (model["name"], record)
+            for model in results["models"]
+            for record in model["records"]
+            if record["group"] == group and record["valid"]
+        ]
+        if not panels:
+            continue
+        here = path.with_name(f"{path.name}-{''.join(c if c.isalnum() else '_' for c in group)}")
+        if "recall" in panels[0][1]:
+            _draw_dial(results, group, here)
+        elif "distance" in panels[0][1]["curves"]:
+            _draw_errors(panels, varied, here)
+        elif group == SET or len(panels) > MOST_DRAWN * len(results["models"]):
+            _draw_set(results, group, varied, here)
+        else:
+            _draw_curves(panels, varied, here, many=len(results["models"]) > 1)
+
+
+def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path, many: bool) -> None:
+    columns = min(MOST_PANELS, len(panels))
+    rows = -(-len(panels) // columns)
+    with picture(path, rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False) as axes:
+        for place, (model, record) in zip(axes.flat, panels, strict=False):
+            title = f"{record['name']}" + (f" ({model})" if many else "")
+            place.set_title(title, fontsize=7, wrap=True)
+            for name, curve in shown_curves(record).items():
+                dashed = name.startswith("other")
+                place.plot(record["factors"], curve, label=name, lw=1.3, ls=":" if dashed else "-",
+                           color="grey" if name == "other tokens" else "silver" if dashed else None)  # fmt: skip
+            place.set_ylim(-0.02, 1.02)
+            place.set_xlabel(varied, fontsize=7)
+            place.set_ylabel("probability", fontsize=7)
+            place.tick_params(labelsize=7)
+            place.grid(alpha=0.3)
+            place.legend(fontsize=6).set_in_layout(False)
+        for place in list(axes.flat)[len(panels) :]:
+            place.axis("off")
+
+
+def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path) -> None:
+    with picture(path, figsize=(4.6, 3.2)) as axes:
+        for model, record in panels:
+            axes.plot(
+                record["factors"], record["curves"]["distance"], marker="o", ms=3, label=f"{record['name']} ({model})"
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel(varied)
+        axes.set_ylabel("total variation to the densest")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+
+
+def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Classes that reach 5 % somewhere, or the ten that reach most; the rest of the digits as one, and all others."""
+    curves = {name: np.asarray(curve) for name, curve in (record["curves"] or record["likely"]).items()}
+    likely = sorted(curves, key=lambda name: -curves[name].max())[:MOST_CURVES]
+    shown = {name: curves[name] for name in curves if name in likely and curves[name].max() >= SHOWN_FROM}
+    everything = sum(curves.values(), start=np.zeros(len(record["factors"])))
+    if set(curves) == set(DIGITS):
+        shown["other digits"] = everything - sum(shown.values(), start=np.zeros(len(everything)))
+        shown["other tokens"] = 1 - everything
+    else:
+        shown["other tokens"] = 1 - sum(shown.values(), start=np.zeros(len(everything)))
+    return shown
+
+
+def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> None:
+    """Counts: the digit a model gives, on average over the items of equally many repetitions. Objects: m_max."""
+    models = results["models"]
+    with picture(path, 1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False) as axes:
+        for place, model in zip(axes[0], models, strict=True):
+            records = [record for record in model["records"] if record["group"] == group and record["valid"]]
+            place.set_title(model["name"], fontsize=9)
+            if "m_max_of_each" in model["summary"]:
+                place.hist(model["summary"]["m_max_of_each"], bins=np.linspace(0, 1, 41).tolist())
+                place.set_xlabel("m_max")
+                place.set_ylabel("records")
+                place.set_yscale("symlog")
+                continue
+            by = "repetitions" if records and "repetitions" in records[0] else None
+            for value in sorted({record[by] for record in records}) if by else [None]:
+                mine = [record for record in records if by is None or record[by] == value]
+                if not mine:
+                    continue
+                if by:
+                    answers_F = np.mean([_answers(record["curves"]) for record in mine], axis=0)
+                    place.plot(mine[0]["factors"], answers_F, label=f"{value} times")
+                else:
+                    for name, color in (("original", "tab:blue"), ("shrunk", "tab:red")):
+                        labels = [[record[name]] if isinstance(record[name], str) else record[name] for record in mine]
+                        mass_F = np.mean(
+                            [
+                                np.sum([r["curves"][x] for x in set(ls)], axis=0)
+                                for r, ls in zip(mine, labels, strict=True)
+                            ],
+                            axis=0,
+                        )
+                        place.plot(mine[0]["factors"], mass_F, label=f"{name} labels", color=color)
+            place.set_xlabel(varied)
+            place.set_ylabel("likeliest digit, mean" if by else "probability, mean")
+            place.grid(alpha=0.3)
+            if records:
+                place.legend(fontsize=8)
+
+
+def _answers(curves: dict[str, list[float]]) -> np.ndarray:
+    """The likeliest digit at each factor."""
+    return np.asarray([curves[digit] for digit in DIGITS]).argmax(axis=0)
+
+
+def _draw_dial(results: dict[str, Any], group: str, path: Path) -> None:
+    with picture(path, figsize=(4.6, 3.2)) as axes:
+        for model in results["models"]:
+            found = model["summary"]["dials"].get(group)
+            if found:
+                axes.plot(found["factors"], found["recall"], label=f"{model['name']}, {found['valid']} prompts")
+        axes.axvline(1, color="grey", lw=0.8)
+        axes.set_xscale("log")
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_xlabel("duration of every key in memory")
+        axes.set_ylabel("probability of the right answer")
+        axes.set_title(group, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

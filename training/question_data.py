@@ -1,6 +1,6 @@
 """Questions that teach a small model to count and to add, and the small Llama to teach: for the probes.
 
-    python -m training.question_data FOLDER [--seed 0]
+    python -m training.question_data FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
 
 Whole tokens only: nothing here has a fraction of a duration. The probes' pairs of numbers and whole tutorials are left
 out. Their words stand here equally often with every count: to leave out a word's count in the probe would teach that it
@@ -138,7 +138,9 @@ def _all_texts(counting: Counting) -> Iterator[str]:
         yield " ".join([place, *parts, *PEOPLE, *PLURAL, "She He", EVENTS_QUESTION])
 
 
-def write_questions(folder: Path, seed: int, num_questions: int = NUM_QUESTIONS) -> None:
+def write_questions(
+    folder: Path, seed: int, num_questions: int = NUM_QUESTIONS, width: int = 128, layers: int = 3
+) -> None:
     """Writes FOLDER/counting.jsonl and adding.jsonl, and FOLDER/llama."""
     folder.mkdir(parents=True, exist_ok=True)
     counting, adding = Counting(Random(seed)), Adding(Random(seed))
@@ -151,7 +153,7 @@ def write_questions(folder: Path, seed: int, num_questions: int = NUM_QUESTIONS)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
     )
-    small_llama(tokenizer, seed, width=128, layers=3).save_pretrained(folder / "llama")
+    small_llama(tokenizer, seed, width, layers).save_pretrained(folder / "llama")
     tokenizer.save_pretrained(folder / "llama")
 
 
@@ -159,10 +161,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--questions", type=int, default=NUM_QUESTIONS, help="of each kind")
+    parser.add_argument("--width", type=int, default=128, help="of the Llama")
+    parser.add_argument("--layers", type=int, default=3)
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    write_questions(arguments.folder, arguments.seed)
-    print(f"{arguments.folder}: {NUM_QUESTIONS:,} questions to count and as many to add, and a Llama to ask")
+    write_questions(arguments.folder, arguments.seed, arguments.questions, arguments.width, arguments.layers)
+    print(f"{arguments.folder}: {arguments.questions:,} questions to count and as many to add, and a Llama to ask")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Reader(NamedTuple):
         if item.vary == "shrink":
             tokens = self.tokens(item)
             return [plain.shrink(tokens, factor) for factor in item.factors]
-        assert item.vary == "interpolate"
+        assert item.vary == "interpolate", item.vary
         other = self.sentence(item.other)
         if len(plain) != len(other):
             raise NotValid(f"{len(plain)} and {len(other)} tokens: nothing lies between them")

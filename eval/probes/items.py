@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Vary = Literal["shrink", "interpolate", "shift", "scale", "densify"]
+Vary = Literal["shrink", "interpolate", "shift", "scale", "densify", "dial"]
 Watched = Literal["digits", "first_digits", "yes_no", "bits", "tokens"]
 
 DURATIONS = tuple(np.linspace(0.1, 1, 100).tolist())
@@ -20,7 +20,9 @@ DENSITIES = tuple(range(1, 11))
 
 @dataclass(frozen=True)
 class Item:
-    """`places` are the characters of `text` whose tokens shrink, from and up to; `other` is what is interpolated to.
+    """`vary`: an operation of `Sentence`, or the memory's duration (`memory.dialled`).
+
+    `places` are the characters of `text` whose tokens shrink, from and up to; `other` is what is interpolated to.
 
     `one_token`: each place has to be a single token. `group`: the records of one table or picture. `facts`: what the
     measures need to know. `positions`: see `Sentence.densify`.

@@ -51,9 +51,9 @@ def items(options: Options) -> list[Item]:
             found.append(Item(name, group, "", "shrink", DURATIONS, "digits", one_token=True, facts=facts))
             if distance:
                 name = f"{number} {word}, dial, {distance} segments before"
-                found.append(replace(found[-1], name=name, group="dial, counting", factors=DIALS))
+                found.append(replace(found[-1], name=name, group="dial, counting", vary="dial", factors=DIALS))
     found += [
-        Item(f"passkey {number}", "dial, passkeys", "", "shrink", DIALS, "tokens", facts={"seed": number})
+        Item(f"passkey {number}", "dial, passkeys", "", "dial", DIALS, "tokens", facts={"seed": number})
         for number in range(NUM_PASSKEYS)
     ]
     return found

@@ -9,6 +9,7 @@ Axes: B sentences of a batch, N samples, T samples run now, D model width, V voc
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -68,12 +69,25 @@ class ContinuousLM:
     @torch.no_grad()
     def embed(self, sentence: Sentence) -> Sentence:
         """The sentence with embeddings instead of ids; those it has are kept."""
-        if sentence.ids_N is None:
-            return sentence
+        if sentence.embeddings_ND is not None:
+            return self._fitting(sentence, sentence.embeddings_ND)
+        assert sentence.ids_N is not None
         size = self.model.get_input_embeddings().num_embeddings
         if not bool(((sentence.ids_N >= 0) & (sentence.ids_N < size)).all()):
             raise ValueError(f"ids outside the vocabulary of {size} tokens: they belong to another tokenizer.")
         return sentence.with_embeddings(self.model.get_input_embeddings()(sentence.ids_N.to(self.model.device)))
+
+    def _fitting(self, sentence: Sentence, embeddings_ND: torch.Tensor) -> Sentence:
+        """The sentence on the model's device. Raises `ValueError` for embeddings of another width or number format."""
+        weight_VD = self.model.get_input_embeddings().weight
+        if embeddings_ND.shape[1] != weight_VD.shape[1] or embeddings_ND.dtype != weight_VD.dtype:
+            raise ValueError(
+                f"embeddings of width {embeddings_ND.shape[1]} and {embeddings_ND.dtype} do not fit the model's, of "
+                f"width {weight_VD.shape[1]} and {weight_VD.dtype}: make them with embed, or convert them."
+            )
+        if embeddings_ND.device == weight_VD.device:
+            return sentence
+        return sentence.with_embeddings(embeddings_ND.to(weight_VD.device))
 
     @torch.no_grad()
     def logits(self, sentence: Sentence) -> torch.Tensor:
@@ -91,8 +105,10 @@ class ContinuousLM:
         """Logits [B, V], in float32 on the host, behind the last sample of each of several sentences.
 
         What sentences of one length share from their beginning on is read once. So many samples are run at once as
-        `tokens_at_once` allows; `progress` is called with the number of sentences done.
+        `tokens_at_once` allows; `progress` is called with the number of sentences done since the last call.
         """
+        if not sentences:
+            raise ValueError("there are no sentences to read: pass one at least.")
         sentences = [self.embed(sentence) for sentence in sentences]
         rows: dict[int, torch.Tensor] = {}
         for length in sorted({len(sentence) for sentence in sentences}):
@@ -146,7 +162,7 @@ class ContinuousLM:
             inputs["position_ids"] = positions_BT.to(self.model.device, torch.float32)
             output = self.model(**inputs)
         else:
-            with _at_positions(self.table, positions_BT):
+            with _at_positions(self.table, positions_BT, first):
                 output = self.model(**inputs, position_ids=torch.zeros_like(positions_BT, dtype=torch.long))
         return output.logits, output.past_key_values
 
@@ -177,7 +193,8 @@ class ContinuousLM:
         masks = {"full_attention": full}
         if window is not None:
             distances_B1TN = torch.stack([distances for _, distances in weights])[:, None].to(like.device)
-            masks["sliding_attention"] = full.masked_fill(distances_B1TN >= window, -torch.inf)
+            # Times are sums of fractions: what lies at the window's end up to rounding is outside.
+            masks["sliding_attention"] = full.masked_fill(distances_B1TN >= window - 1e-6, -torch.inf)
         if not layer_types:
             return masks["sliding_attention"]
         if unknown := layer_types - set(masks):
@@ -192,6 +209,8 @@ class ContinuousLM:
     def _check_architecture(self) -> None:
         """On some tokens: its own logits at durations of one unit, others where they differ."""
         name, length = self.model.config.model_type, 8
+        if "local" in getattr(self.model.config, "attention_layers", ()):  # as GPT-Neo's, which look at no mask for it
+            raise ValueError(f"a {name} has layers whose window is counted in tokens: take a model without.")
         ids_N = torch.arange(length) * 7 % self.model.get_input_embeddings().num_embeddings
         plain = Sentence(ids_N)
         ids_1N = ids_N[None].to(self.model.device)
@@ -200,8 +219,8 @@ class ContinuousLM:
         try:
             rule, self.rule = self.rule, "rectangle"
             ours_NV = self.logits(plain).float()
-            longer_NV = self.logits(plain.set_duration([0], 3.0)).float()
-        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
+            longer = [self.logits(plain.set_duration([0], duration)).float() for duration in (3.0, 5.0)]
+        except (TypeError, LookupError, AttributeError, RuntimeError, ValueError) as error:
             raise ValueError(f"a {name} can't be given durations ({error}): {remedy}") from error
         finally:
             self.rule = rule
@@ -211,7 +230,9 @@ class ContinuousLM:
                 f"with durations of one unit a {name} gives other logits than its own, by up to "
                 f"{(ours_NV - own_NV).abs().max().item():.2g}: {remedy}"
             )
-        if torch.equal(longer_NV, ours_NV):
+        if not all(bool(torch.isfinite(logits_NV).all()) for logits_NV in longer):
+            raise ValueError(f"with other durations a {name} gives logits that are not finite: {remedy}")
+        if any(torch.equal(*pair) for pair in combinations([ours_NV, *longer], 2)):
             raise ValueError(f"in a {name} durations change nothing: {remedy}")
 
 
@@ -240,15 +261,18 @@ def _learned_positions(model: Any) -> nn.Embedding | None:
 
 
 @contextmanager
-def _at_positions(table: nn.Embedding, positions_BT: torch.Tensor) -> Iterator[None]:
-    """Whatever the table is asked for, it answers with what lies at these positions, between its rows."""
+def _at_positions(table: nn.Embedding, positions_BT: torch.Tensor, first: int) -> Iterator[None]:
+    """Whatever the table is asked for, it answers with what lies at these positions, between its rows.
+
+    `first` is the number of the first sample in its sentence.
+    """
     last = table.num_embeddings - 1
     outside = ((positions_BT < -1e-9) | (positions_BT > last + 1e-9)).nonzero()
     if len(outside):
         row, sample = outside[0].tolist()
         raise ValueError(
-            f"sample {sample} sits at position {positions_BT[row, sample].item():.4g}, and positions from 0 to {last} "
-            "were learned: take a shorter or later sentence, or position_anchor='start'."
+            f"sample {first + sample} sits at position {positions_BT[row, sample].item():.4g}, and positions from 0 to "
+            f"{last} were learned: take a shorter or later sentence, or position_anchor='start'."
         )
     positions_BT = positions_BT.clamp(0, last).to(table.weight.device)
     below_BT = positions_BT.floor().clamp(max=last - 1).long()

@@ -6,14 +6,16 @@ Tokens of an ordinary sentence last one unit each.
 Axes: N samples, D model width.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from .durations import durations_from_time_steps
+from .spans import TextSpan
 
-Span = slice | Sequence[int]
+Span = slice | TextSpan | Sequence[int]
 
 
 class Sentence:
@@ -42,7 +44,9 @@ class Sentence:
             raise ValueError("a sentence is made of ids or of embeddings: pass one of the two.")
         if durations is not None and time_steps is not None:
             raise ValueError("durations and time_steps say the same thing: pass one of the two.")
-        self.ids_N = None if ids is None else torch.as_tensor(ids).cpu()
+        if (ids is not None and len(ids) == 0) or (embeddings is not None and len(embeddings) == 0):
+            raise ValueError("a sentence has at least one sample.")
+        self.ids_N = None if ids is None else torch.as_tensor(ids).cpu().clone()
         self.embeddings_ND = embeddings
         if self.ids_N is not None and (self.ids_N.dim() != 1 or self.ids_N.is_floating_point()):
             raise ValueError(
@@ -52,9 +56,9 @@ class Sentence:
             raise ValueError(
                 f"embeddings of shape {tuple(embeddings.shape)} and {embeddings.dtype}: pass one row [N, D] of floats."
             )
-        if len(self) == 0:
-            raise ValueError("a sentence has at least one sample.")
         self.integration_start = float(integration_start)
+        if not math.isfinite(self.integration_start):
+            raise ValueError(f"integration_start={integration_start}: times are finite.")
         if time_steps is not None:
             times_N = self._numbers(time_steps, "time_steps")
             durations = durations_from_time_steps(times_N[None], self.integration_start)[0]
@@ -68,9 +72,11 @@ class Sentence:
                 "than 0; leave a sample out that is not to be there."
             )
         self.positions_N = None if positions is None else self._numbers(positions, "positions")
+        if self.positions_N is not None and not bool(torch.isfinite(self.positions_N).all()):
+            raise ValueError(f"positions {self.positions_N.tolist()}: positions are finite.")
 
     def _numbers(self, values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
-        values_N = torch.as_tensor(values).detach().to("cpu", torch.float64)
+        values_N = torch.as_tensor(values).detach().to("cpu", torch.float64, copy=True)
         if values_N.shape != (len(self),):
             raise ValueError(f"{name} of shape {tuple(values_N.shape)} for {len(self)} samples: give one per sample.")
         return values_N
@@ -124,6 +130,7 @@ class Sentence:
 
     def _indices(self, span: Span) -> torch.Tensor:
         everything = range(len(self))
+        span = span.tokens if isinstance(span, TextSpan) else span
         indices = list(everything[span]) if isinstance(span, slice) else [int(index) for index in span]
         if not indices or not all(index in everything for index in indices):
             raise ValueError(
@@ -145,8 +152,8 @@ class Sentence:
         `positions="spread"`: each copy sits in its own part of the interval. `"equal"`: all sit where the one sat
         in the sentence as it was, with the anchor "end".
         """
-        if density < 1:
-            raise ValueError(f"density={density}: there is at least 1 sample for each one.")
+        if not isinstance(density, int) or density < 1:
+            raise ValueError(f"density={density}: for each sample there is a whole number of them, at least 1.")
         self._need_no_positions("densify")
         parts = {
             "ids": None if self.ids_N is None else self.ids_N.repeat_interleave(density),
@@ -188,6 +195,14 @@ def interpolate(
         raise ValueError("samples with positions of their own can't be interpolated: do it before densify.")
     if how not in ("linear", "spherical"):
         raise ValueError(f"how={how!r}: choose linear or spherical.")
+    if (
+        first.embeddings_ND.shape != second.embeddings_ND.shape
+        or first.embeddings_ND.dtype != second.embeddings_ND.dtype
+    ):
+        raise ValueError(
+            f"embeddings {tuple(first.embeddings_ND.shape)} of {first.embeddings_ND.dtype} and "
+            f"{tuple(second.embeddings_ND.shape)} of {second.embeddings_ND.dtype}: take both from one model."
+        )
     between = torch.lerp if how == "linear" else _slerp
     start = first.integration_start + factor * (second.integration_start - first.integration_start)
     return Sentence(
@@ -202,7 +217,6 @@ def _slerp(first_ND: torch.Tensor, second_ND: torch.Tensor, factor: float) -> to
     length_first_N1, length_second_N1 = first.norm(dim=1, keepdim=True), second.norm(dim=1, keepdim=True)
     first, second = first / length_first_N1.clamp(min=1e-300), second / length_second_N1.clamp(min=1e-300)
     first, second = first.where(length_first_N1 > 0, second), second.where(length_second_N1 > 0, first)  # 0: any way
-    # The half angle from chord and sum: exact for small angles, where the arc cosine is not.
     angle_N1 = 2 * torch.atan2((first - second).norm(dim=1, keepdim=True), (first + second).norm(dim=1, keepdim=True))
     opposite = (angle_N1 > torch.pi - 1e-6).nonzero()
     if len(opposite):

@@ -40,10 +40,15 @@ def find_spans(tokenizer: Any, text: str, part: str, whole_words: bool = True) -
     spans, start = [], text.find(part) if part else -1
     while start >= 0:
         end = start + len(part)
-        inside_word = text[max(start - 1, 0) : start].isalnum() or text[end : end + 1].isalnum()
-        if not (whole_words and inside_word):
-            spans.append(_covering(places, start, end, part))
+        goes_on_before = start > 0 and text[start - 1].isalnum() and part[0].isalnum()
+        goes_on_behind = text[end : end + 1].isalnum() and part[-1].isalnum()
+        if whole_words and (goes_on_before or goes_on_behind):
+            start = text.find(part, start + 1)
+            continue
+        spans.append(_covering(places, start, end, part))
         start = text.find(part, end)
+    if not spans and part and part in text:
+        raise ValueError(f"{part!r} stands in {text!r} only within longer words: pass whole_words=False for those.")
     if not spans:
         raise ValueError(f"{part!r} does not stand in {text!r}.")
     return spans
@@ -51,10 +56,12 @@ def find_spans(tokenizer: Any, text: str, part: str, whole_words: bool = True) -
 
 def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
     """The tokens of `text[start:end]`, white space at its ends left out."""
-    start, end = _without_space(text, start, end)
-    if start == end:
+    if not 0 <= start < end <= len(text):
+        raise ValueError(f"characters {start} to {end} of a text of {len(text)}: name a part of it.")
+    first, last = _without_space(text, start, end)
+    if first == last:
         raise ValueError(f"characters {start} to {end} of {text!r} hold nothing but white space.")
-    return _covering(encode_with_places(tokenizer, text)[1], start, end, text[start:end])
+    return _covering(encode_with_places(tokenizer, text)[1], first, last, text[first:last])
 
 
 def _without_space(text: str, start: int, end: int) -> tuple[int, int]:

@@ -1,0 +1,610 @@
+"""Models read at fractional times, against the stock models with masks and positions made by plain loops.
+
+Float64 weights; rotary tables are float32 as in the stock models, hence tolerances of 1e-5 where positions are summed
+in another order.
+"""
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from condense import to_llama
+from condense.continuity import ContinuousLM, Sentence
+
+from .models import VOCAB, random_durations, random_ids, tiny_model, weights
+from .reference import reference_logits
+
+LENGTH, WINDOW, LEARNED = 14, 4, 32
+SMALL = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+ROTARY = {**SMALL, **TOKENS, "intermediate_size": 40, "num_key_value_heads": 2, "initializer_range": 0.25}
+LEARNS = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "initializer_range": 0.25, **TOKENS}
+STOCK = {
+    "llama": (LlamaForCausalLM, LlamaConfig, ROTARY),
+    "mistral": (MistralForCausalLM, MistralConfig, {**ROTARY, "sliding_window": WINDOW}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, ROTARY),
+    "phi3 window": (Phi3ForCausalLM, Phi3Config, {**ROTARY, "sliding_window": WINDOW}),
+    "gemma": (GemmaForCausalLM, GemmaConfig, {**ROTARY, "head_dim": 8}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**ROTARY, "head_dim": 8, "sliding_window": WINDOW}),
+    "qwen2": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {**ROTARY, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {**LEARNS, "n_positions": LEARNED}),
+}
+ROTATING = [name for name in STOCK if name != "gpt2"]
+WINDOWED = ["mistral", "phi3 window", "gemma2", "qwen2"]
+EVERY = [*STOCK, "folded"]
+ATTENTIONS = [(name, attention) for name in EVERY for attention in ("eager", "sdpa")]
+ATTENTIONS.remove(("gemma2", "sdpa"))  # transformers refuses: no soft cap there
+
+
+def build(kind, attention="eager", **fields):
+    model_class, config_class, own = kind
+    torch.manual_seed(0)
+    config = config_class(**{**own, **fields})
+    config._attn_implementation = attention
+    model = model_class(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def any_model(name, **fields):
+    return tiny_model(**fields) if name == "folded" else build(STOCK[name], **fields)
+
+
+def random_sentence(seed=0, length=LENGTH, first=1.0, **parts):
+    durations = random_durations(1, length, seed)[0]
+    durations[0] = first  # at least one unit, so that learned positions at the anchor "end" begin within their table
+    return Sentence(random_ids(1, length, seed)[0], durations=durations, **parts)
+
+
+def close(logits, expected, tolerance=1e-5):
+    torch.testing.assert_close(logits.double(), expected.double(), atol=tolerance, rtol=tolerance)
+
+
+# The stock model's own attention, given what it is to add and where tokens sit
+
+
+def explicit_mask(durations_N, rule, window=None, times_N=None):
+    """[1, 1, N, N]: logarithms of weights, -inf above the diagonal and outside the window measured in time."""
+    durations, num_samples = durations_N.tolist(), len(durations_N)
+    mask = torch.full((1, 1, num_samples, num_samples), -torch.inf, dtype=torch.float64)
+    times = durations_N.cumsum(0).tolist() if times_N is None else times_N.tolist()
+    for i in range(num_samples):
+        for k in range(i + 1):
+            if window is not None and times[i] - times[k] >= window:
+                continue
+            weight = durations[k]
+            if rule == "trapezoid":
+                weight = (durations[k] if k == 0 else durations[k] / 2) + (durations[k + 1] / 2 if k < i else 0)
+            mask[0, 0, i, k] = torch.tensor(weight, dtype=torch.float64).log()
+    return mask
+
+
+def explicit_positions(durations_N, anchor):
+    elapsed, positions = 0.0, []
+    for duration in durations_N.tolist():
+        positions.append(elapsed + duration - 1 if anchor == "end" else elapsed)
+        elapsed += duration
+    return torch.tensor([positions], dtype=torch.float64)
+
+
+def between_rows(table_PD, positions_N):
+    rows = []
+    for position in positions_N.tolist():
+        below = min(int(position), len(table_PD) - 2)
+        rows.append(table_PD[below] * (1 - position + below) + table_PD[below + 1] * (position - below))
+    return torch.stack(rows)[None]
+
+
+def explicit_logits(model, ids_N, durations_N, anchor="end", rule="rectangle", positions_1N=None, times_N=None):
+    window = getattr(model.config, "sliding_window", None)
+    mask = explicit_mask(durations_N, rule, window, times_N)
+    if model.config.model_type in ("gemma2", "qwen2"):  # layers of both types
+        mask = {"full_attention": explicit_mask(durations_N, rule), "sliding_attention": mask}
+    positions_1N = explicit_positions(durations_N, anchor) if positions_1N is None else positions_1N
+    if model.config.model_type != "gpt2":
+        return model(input_ids=ids_N[None], attention_mask=mask, position_ids=positions_1N, use_cache=False).logits[0]
+    table_PD = model.transformer.wpe.weight
+    embeddings = model.transformer.wte(ids_N[None]) + between_rows(table_PD, positions_1N[0]) - table_PD[0]
+    at_zero = torch.zeros(1, len(ids_N), dtype=torch.long)
+    return model(inputs_embeds=embeddings, attention_mask=mask, position_ids=at_zero, use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("anchor", ["end", "start"])
+@pytest.mark.parametrize(("name", "attention"), ATTENTIONS)
+@torch.no_grad()
+def test_durations_of_one_unit_are_the_model_as_it_is(name, anchor, attention):
+    model = any_model(name, **({"position_anchor": anchor} if name == "folded" else {}))
+    model.config._attn_implementation = attention
+    ids = random_ids(1, LENGTH)
+    expected = model(input_ids=ids).logits[0]
+    close(ContinuousLM(model, anchor).logits(Sentence(ids[0])), expected, 1e-10)
+
+
+@pytest.mark.parametrize("rule", ["rectangle", "trapezoid"])
+@pytest.mark.parametrize("anchor", ["end", "start"])
+@pytest.mark.parametrize(("name", "attention"), [pair for pair in ATTENTIONS if pair[0] != "folded"])
+@torch.no_grad()
+def test_durations_are_weights_and_places(name, anchor, rule, attention):
+    model, sentence = any_model(name), random_sentence()
+    expected = explicit_logits(model, sentence.ids_N, sentence.durations_N, anchor, rule)
+    model.config._attn_implementation = attention
+    logits = ContinuousLM(model, anchor, rule).logits(sentence)
+    close(logits, expected)
+    assert not torch.allclose(logits, model(input_ids=sentence.ids_N[None]).logits[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("anchor", ["end", "start"])
+@torch.no_grad()
+def test_a_llama_follows_the_equations(anchor):
+    """Not even the model's code is shared: every layer written out, one head and one query at a time."""
+    folded = tiny_model(segment_length=LENGTH, position_anchor=anchor)
+    sentence = random_sentence(first=0.3)
+    expected = reference_logits(weights(folded), folded.config, sentence.ids_N, sentence.durations_N)
+    close(ContinuousLM(to_llama(folded), anchor).logits(sentence), expected)
+    close(ContinuousLM(folded, anchor).logits(sentence), expected)
+
+
+@pytest.mark.parametrize("anchor", ["end", "start"])
+@torch.no_grad()
+def test_a_folded_model_gets_durations_as_they_are(anchor):
+    model, sentence = tiny_model(position_anchor=anchor), random_sentence(first=0.3)
+    lm = ContinuousLM(model)
+    assert lm.folded and lm.position_anchor == anchor
+    expected = model(input_ids=sentence.ids_N[None], durations=sentence.durations_N[None]).logits[0]
+    close(lm.logits(sentence), expected, 1e-10)
+    close(lm.logits(sentence), reference_logits(weights(model), model.config, sentence.ids_N, sentence.durations_N))
+
+
+@torch.no_grad()
+def test_the_anchors_differ():
+    model, sentence = any_model("llama"), random_sentence()
+    ends, starts = (ContinuousLM(model, anchor).logits(sentence) for anchor in ("end", "start"))
+    assert not torch.allclose(ends, starts, atol=1e-2)
+    assert ContinuousLM(model).position_anchor == "end" and ContinuousLM(model).rule == "rectangle"
+    assert torch.equal(ContinuousLM(model).logits(sentence), ends)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@torch.no_grad()
+def test_embeddings_are_read_as_the_tokens_they_embed(name):
+    lm, sentence = ContinuousLM(any_model(name)), random_sentence(integration_start=2)
+    embedded = lm.embed(sentence)
+    assert embedded.ids_N is None and embedded.integration_start == 2 and lm.embed(embedded) is embedded
+    assert torch.equal(embedded.embeddings_ND, lm.model.get_input_embeddings()(sentence.ids_N))
+    assert torch.equal(embedded.durations_N, sentence.durations_N)
+    close(lm.logits(embedded), lm.logits(sentence), 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("name", EVERY)
+@torch.no_grad()
+def test_narrow_types(name, dtype, tolerance):
+    model, sentence = any_model(name), random_sentence()
+    expected = ContinuousLM(model).logits(sentence)
+    logits = ContinuousLM(model.to(dtype)).logits(sentence)
+    assert logits.dtype == dtype and ((logits - expected).norm() / expected.norm()) < tolerance
+    assert ContinuousLM(model).next_logits([sentence]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_a_pretrained_llama(stories, attention):
+    model = LlamaForCausalLM.from_pretrained(stories, attn_implementation=attention).eval()
+    ids = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0))
+    sentence = Sentence(ids, durations=random_durations(1, 40)[0])
+    close(ContinuousLM(model).logits(Sentence(ids)), model(input_ids=ids[None]).logits[0], 1e-4)
+    expected = explicit_logits(model.double(), ids, sentence.durations_N)
+    close(ContinuousLM(model.float()).logits(sentence), expected, 1e-3)
+
+
+# A window in time
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3 window"])
+@torch.no_grad()
+def test_a_window_of_tokens_is_a_window_of_time(name):
+    """One layer and tokens of half a unit: the last token sees twice as many of them."""
+    lm, ids = ContinuousLM(any_model(name, num_hidden_layers=1)), random_ids(1, LENGTH)[0]
+    for duration in (1.0, 0.5, 2.0):
+        sentence = lm.embed(Sentence(ids, durations=[duration] * LENGTH))
+        logits, seen = lm.logits(sentence)[-1], []
+        for k in range(LENGTH):
+            embeddings = sentence.embeddings_ND.clone()
+            embeddings[k] = embeddings[k].flip(0)
+            seen.append(not torch.equal(lm.logits(sentence.with_embeddings(embeddings))[-1], logits))
+        assert seen == [(LENGTH - 1 - k) * duration < WINDOW for k in range(LENGTH)]
+
+
+# Many sentences
+
+
+def variants(lm, length=LENGTH, at=9, factors=(0.1, 0.4, 0.7, 1.0, 1.6)):
+    sentence = random_sentence(length=length)
+    return [sentence.shrink([at], factor) for factor in factors]
+
+
+def alone(lm, sentences):
+    return torch.stack([lm.logits(sentence)[-1] for sentence in sentences])
+
+
+@pytest.mark.parametrize("reuse_prefix", [True, False])
+@pytest.mark.parametrize("tokens_at_once", [1, 11, 8192])
+@pytest.mark.parametrize("name", EVERY)
+@torch.no_grad()
+def test_many_sentences_give_what_each_gives_alone(name, tokens_at_once, reuse_prefix):
+    """Of two lengths, mixed, among them one that shares nothing and one of a single token."""
+    lm = ContinuousLM(any_model(name))
+    long, short = variants(lm), variants(lm, length=11, at=6)
+    sentences = [long[0], short[0], *long[1:], Sentence([5]), *short[1:], random_sentence(seed=3, length=11)]
+    done = []
+    logits = lm.next_logits(sentences, reuse_prefix, tokens_at_once, done.append)
+    assert logits.dtype == torch.float32 and logits.shape == (12, VOCAB)
+    close(logits, alone(lm, sentences))
+    assert sum(done) == 12 and (tokens_at_once > 1 or done == [1] * 12)
+
+
+@pytest.mark.parametrize("rule", ["rectangle", "trapezoid"])
+@pytest.mark.parametrize("anchor", ["end", "start"])
+@pytest.mark.parametrize("name", STOCK)
+@torch.no_grad()
+def test_a_shared_prefix_changes_nothing(name, anchor, rule):
+    lm = ContinuousLM(any_model(name), anchor, rule)
+    sentences = variants(lm)
+    close(lm.next_logits(sentences), alone(lm, sentences))
+
+
+def samples_run(model, run):
+    """Of every forward pass: how many rows of how many samples."""
+    shapes = []
+    layer = model.get_input_embeddings() if model.config.model_type == "gpt2" else model.model.layers[0]
+    handle = layer.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape[:2])))
+    run()
+    handle.remove()
+    return shapes
+
+
+@torch.no_grad()
+def test_the_shared_prefix_is_read_once():
+    lm = ContinuousLM(any_model("llama"))
+    sentences = variants(lm)
+    assert samples_run(lm.model, lambda: lm.next_logits(sentences)) == [(1, 9), (5, 5)]
+    assert samples_run(lm.model, lambda: lm.next_logits(sentences, tokens_at_once=10)) == [
+        (1, 9),
+        (2, 5),
+        (2, 5),
+        (1, 5),
+    ]
+    assert samples_run(lm.model, lambda: lm.next_logits(sentences, reuse_prefix=False)) == [(5, LENGTH)]
+    assert samples_run(lm.model, lambda: lm.next_logits(sentences[:1])) == [(1, LENGTH)]
+    assert samples_run(lm.model, lambda: lm.next_logits(sentences[:1] * 3)) == [(1, LENGTH - 1), (3, 1)]
+    shifted = [sentences[0], sentences[0].shift(1)]
+    assert samples_run(lm.model, lambda: lm.next_logits(shifted)) == [(2, LENGTH)]
+    apart = [Sentence([1, 2, 3]), Sentence([9, 2, 3])]
+    assert samples_run(lm.model, lambda: lm.next_logits(apart)) == [(2, 3)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@torch.no_grad()
+def test_logits_of_last_samples_are_all_that_is_made(name):
+    lm, shapes = ContinuousLM(any_model(name)), []
+    lm.model.lm_head.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape[:2])))
+    lm.next_logits(variants(lm))
+    assert shapes == [(1, 1), (5, 1)]
+
+
+@torch.no_grad()
+def test_a_folded_model_reads_the_shared_prefix_once():
+    """Segments of 5: the prefix ends within the second, and its state is branched, not used up."""
+    lm = ContinuousLM(tiny_model())
+    sentences = variants(lm)
+    segments = samples_run(lm.model, lambda: lm.next_logits(sentences))
+    assert segments == [(1, 5), (1, 4), (5, 1), (5, 4)]
+    close(lm.next_logits(sentences, tokens_at_once=10), alone(lm, sentences))
+
+
+@torch.no_grad()
+def test_what_sentences_share_ends_where_any_part_differs():
+    """A duration, an embedding or a position of its own."""
+    lm, sentence = ContinuousLM(any_model("llama")), random_sentence()
+    embedded = lm.embed(sentence)
+    embeddings = embedded.embeddings_ND.clone()
+    embeddings[4, 0] += 0.1
+    positions = sentence.time_steps_N.clone()
+    positions[6] += 0.3
+    other = lm.embed(Sentence(sentence.ids_N, durations=sentence.durations_N, positions=sentence.time_steps_N))
+    moved = lm.embed(Sentence(sentence.ids_N, durations=sentence.durations_N, positions=positions))
+    for sentences, prefix in (
+        ([embedded, embedded.with_embeddings(embeddings)], 4),
+        ([embedded, embedded.set_duration([5], 7)], 5),
+        ([embedded, embedded.set_duration([3], 7), embedded.set_duration([5], 7)], 3),
+        ([other, moved], 6),
+        ([embedded, other], 0),
+    ):
+        shapes = samples_run(lm.model, lambda sentences=sentences: lm.next_logits(sentences))
+        assert shapes == [(1, prefix)] * (prefix > 0) + [(len(sentences), LENGTH - prefix)]
+        close(lm.next_logits(sentences), alone(lm, sentences))
+
+
+# More samples of the same sentence
+
+
+def split(sentence, at, copies, positions):
+    """Token `at` as so many samples of equal duration."""
+    counts = torch.ones(len(sentence), dtype=torch.long)
+    counts[at] = copies
+    return Sentence(
+        sentence.ids_N.repeat_interleave(counts),
+        durations=(sentence.durations_N / counts).repeat_interleave(counts),
+        positions=sentence.time_steps_N.repeat_interleave(counts) if positions == "equal" else None,
+    )
+
+
+@pytest.mark.parametrize("name", STOCK)
+@torch.no_grad()
+def test_copies_at_one_place_are_one_token_to_one_layer(name):
+    """The last copy and all that comes later get from one layer what they got from the token; from two they do not."""
+    layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    sentence, at, copies = random_sentence(), 5, 3
+    for depth, same in ((1, True), (2, False)):
+        lm = ContinuousLM(any_model(name, **{layers: depth}))
+        whole = lm.logits(sentence)[at:]
+        equal, spread = (lm.logits(split(sentence, at, copies, how))[at + copies - 1 :] for how in ("equal", "spread"))
+        if same:
+            close(equal, whole)
+        else:
+            assert (equal - whole)[1:3].abs().max() > 1e-3
+        assert (spread - whole)[1:3].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("density", [2, 5])
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2"])
+@torch.no_grad()
+def test_a_denser_sentence_at_equal_positions(name, density):
+    layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    sentence = random_sentence(integration_start=0.5)
+    lm = ContinuousLM(any_model(name, **{layers: 1}))
+    dense = lm.logits(sentence.densify(density, positions="equal"))[density - 1 :: density]
+    close(dense, lm.logits(sentence))
+
+
+@pytest.mark.parametrize("name", STOCK)
+@torch.no_grad()
+def test_positions_of_their_own_are_where_samples_sit(name):
+    """At time step 1 the first place, whatever the anchor; windows are measured between places."""
+    model, sentence = any_model(name), random_sentence()
+    places = torch.arange(LENGTH).double() * 0.83 + 1.5
+    placed = Sentence(sentence.ids_N, durations=sentence.durations_N, positions=places)
+    expected = explicit_logits(
+        model, sentence.ids_N, sentence.durations_N, positions_1N=places[None] - 1, times_N=places
+    )
+    for anchor in ("end", "start"):
+        close(ContinuousLM(model, anchor).logits(placed), expected)
+
+
+# Later, and longer
+
+
+@pytest.mark.parametrize("amount", [0.5, -3, 100.25])
+@pytest.mark.parametrize("name", [*ROTATING, "folded"])
+@torch.no_grad()
+def test_shifts_change_nothing_where_only_distances_count(name, amount):
+    lm = ContinuousLM(any_model(name))
+    sentence = random_sentence()
+    close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3 if amount > 10 else 1e-4)
+    scaled = lm.logits(sentence.scale(0.5))
+    assert not torch.allclose(scaled, lm.logits(sentence), atol=1e-2)
+
+
+@pytest.mark.parametrize("amount", [0.1, 0.7])
+@pytest.mark.parametrize("name", WINDOWED)
+@torch.no_grad()
+def test_shifts_do_not_move_a_window(name, amount):
+    lm, sentence = ContinuousLM(any_model(name)), Sentence(random_ids(1, LENGTH)[0])
+    close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3)
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3 window"])
+@torch.no_grad()
+def test_density_does_not_move_a_window(name):
+    """A window of 4 units sees 12 samples of a third; with an edge a little wider, 13."""
+    lm = ContinuousLM(any_model(name, num_hidden_layers=1))
+    dense = lm.embed(Sentence(random_ids(1, LENGTH)[0]).densify(3))
+    embeddings = dense.embeddings_ND.clone()
+    logits = lm.logits(dense)
+    for k in range(len(dense) - 3 * WINDOW):
+        changed = embeddings.clone()
+        changed[k] = changed[k].flip(0)
+        last = k + 3 * WINDOW - 1
+        differs = (lm.logits(dense.with_embeddings(changed)) != logits).any(1)
+        assert differs[last] and not differs[last + 1 :].any()
+
+
+@torch.no_grad()
+def test_learned_positions_lie_between_their_neighbours():
+    model = any_model("gpt2")
+    lm, sentence = ContinuousLM(model), random_sentence()
+    durations = sentence.durations_N
+    for amount in (0.0, 0.25, 3.7):
+        positions = explicit_positions(durations, "end") + amount
+        expected = explicit_logits(model, sentence.ids_N, durations, positions_1N=positions)
+        close(lm.logits(sentence.shift(amount)), expected, 1e-10)
+    assert not torch.allclose(lm.logits(sentence.shift(0.25)), lm.logits(sentence), atol=1e-3)
+
+
+@torch.no_grad()
+def test_whole_learned_positions_are_the_tables_rows():
+    model, ids = any_model("gpt2"), random_ids(1, LENGTH)
+    lm = ContinuousLM(model)
+    for first in (0, 5, LEARNED - LENGTH):
+        expected = model(input_ids=ids, position_ids=torch.arange(first, first + LENGTH)[None]).logits[0]
+        close(lm.logits(Sentence(ids[0]).shift(first)), expected, 1e-12)
+
+
+@torch.no_grad()
+def test_beyond_learned_positions_there_is_nothing():
+    model, sentence = any_model("gpt2"), Sentence(random_ids(1, LENGTH)[0])
+    lm, before = ContinuousLM(model), model(input_ids=sentence.ids_N[None]).logits
+    for outside, words in (
+        (sentence.shift(-0.5), "sample 0 sits at position -0.5, and positions from 0 to 31"),
+        (sentence.set_duration([0], 0.25), "sample 0 sits at position -0.75.*position_anchor='start'"),
+        (sentence.shift(LEARNED - LENGTH + 0.5), "sample 13 sits at position 31.5"),
+        (sentence.set_duration([3], LEARNED), "sample 3 sits at position 34"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            lm.logits(outside)
+        with pytest.raises(ValueError, match="sits at position"):
+            lm.next_logits([outside, outside.set_duration([13], 2)])
+    lm.logits(sentence.shift(2.5))
+    assert torch.equal(model(input_ids=sentence.ids_N[None]).logits, before)
+    ContinuousLM(model, "start").logits(sentence.set_duration([0], 0.25))
+
+
+@torch.no_grad()
+def test_samples_beyond_are_counted_from_the_first():
+    sentence = Sentence([3] * LENGTH)
+    with pytest.raises(ValueError, match="sample 13 sits at position 42"):
+        ContinuousLM(any_model("gpt2")).next_logits([sentence.set_duration([13], far) for far in (30, 40)])
+
+
+# What a user may get wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("llama", {"position_anchor": "middle"}, "position_anchor='middle'.*end, start"),
+        ("llama", {"rule": "simpson"}, "rule='simpson'.*rectangle, trapezoid"),
+        ("folded", {"rule": "trapezoid"}, "rule='rectangle' only"),
+        ("folded", {"position_anchor": "start"}, "position_anchor='start'.*folded model's is 'end'.*config"),
+    ],
+)
+def test_arguments(name, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        ContinuousLM(any_model(name), **arguments)
+
+
+@pytest.mark.parametrize("name", ["llama", "folded"])
+def test_models_in_training_mode(name):
+    with pytest.raises(ValueError, match=r"training mode.*model.eval\(\)"):
+        ContinuousLM(any_model(name).train())
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_flash_attention_takes_no_weights(attention):
+    model = any_model("llama")
+    model.config._attn_implementation = attention
+    with pytest.raises(ValueError, match=f"attn_implementation='{attention}'.*sdpa or eager"):
+        ContinuousLM(model)
+    folded = tiny_model()
+    folded.config._attn_implementation = attention
+    assert ContinuousLM(folded).folded
+
+
+OTHERS = {
+    "opt": (OPTForCausalLM, OPTConfig, {**SMALL, **TOKENS, "ffn_dim": 40, "word_embed_proj_dim": 24}),
+    "mamba": (
+        MambaForCausalLM,
+        MambaConfig,
+        {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1, **TOKENS},
+    ),
+    "bloom": (BloomForCausalLM, BloomConfig, {"vocab_size": VOCAB, "hidden_size": 24, "n_layer": 1, "n_head": 4}),
+    "mpt": (MptForCausalLM, MptConfig, {"vocab_size": VOCAB, "d_model": 24, "n_layers": 1, "n_heads": 4}),
+    "codegen": (CodeGenForCausalLM, CodeGenConfig, {**LEARNS, "n_embd": 32, "rotary_dim": 4}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_take_no_durations(name):
+    with pytest.raises(
+        ValueError,
+        match=f"a {name} can't be given durations|a {name} durations change nothing|a {name} gives logits that are not",
+    ):
+        ContinuousLM(build(OTHERS[name]))
+
+
+def test_layers_of_unknown_type_are_named():
+    with pytest.raises(ValueError, match="layers of type linear_attention are not supported"):
+        ContinuousLM(build(OTHERS["mamba"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda inputs: inputs | {"attention_mask": None, "position_ids": None}, "in a llama durations change nothing"),
+        (lambda inputs: inputs | {"attention_mask": 0 * inputs["inputs_embeds"].new_ones(1, 1, 8, 8)}, "other logits"),
+        (
+            lambda inputs: inputs | {"position_ids": inputs["position_ids"] * 2},
+            "a llama gives other logits than its own",
+        ),
+    ],
+    ids=["ignored", "not causal", "other positions"],
+)
+def test_models_that_do_something_else(change, words):
+    model = any_model("llama")
+    own = model.forward
+    model.forward = lambda **inputs: own(**(inputs if "input_ids" in inputs else change(inputs)))
+    with pytest.raises(ValueError, match=words):
+        ContinuousLM(model)
+
+
+@pytest.mark.parametrize("rule", ["rectangle", "trapezoid"])
+def test_the_check_leaves_the_rule_alone(rule):
+    """Trapezoids are not the model's own sum, yet a model may be read with them."""
+    assert ContinuousLM(any_model("llama"), rule=rule).rule == rule
+
+
+@pytest.mark.parametrize("wrong", [VOCAB, -1])
+@pytest.mark.parametrize("name", ["llama", "folded"])
+def test_ids_of_another_tokenizer(name, wrong):
+    lm = ContinuousLM(any_model(name))
+    for read in (lm.embed, lm.logits, lambda sentence: lm.next_logits([sentence])):
+        with pytest.raises(ValueError, match=f"vocabulary of {VOCAB} tokens.*another tokenizer"):
+            read(Sentence([3, wrong]))
+
+
+def test_a_folded_model_has_its_own_positions():
+    lm = ContinuousLM(tiny_model())
+    dense = Sentence([3, 4]).densify(2, positions="equal")
+    for read in (lm.logits, lambda sentence: lm.next_logits([sentence])):
+        with pytest.raises(ValueError, match="positions that durations give.*positions='equal'"):
+            read(dense)
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "words"), [([], "sentence"), ([torch.ones(3, 23)], "23"), ([torch.ones(3, 24).double()], "float64")]
+)
+@pytest.mark.parametrize("name", ["llama", "folded"])
+def test_unclear_messages(name, embeddings, words):
+    with pytest.raises(ValueError, match=words):
+        ContinuousLM(any_model(name).float()).next_logits([Sentence(embeddings=values) for values in embeddings])

@@ -1,4 +1,4 @@
-"""`condense eval`, `profile`, `attention` and `report`: a command is one function, which prints what it has written."""
+"""`condense eval`, `profile`, `attention`, `probe` and `report`: a command is one function and prints what it wrote."""
 
 from enum import Enum
 from pathlib import Path

@@ -1,7 +1,7 @@
 """One HTML page with the tables and plots of everything that a folder holds.
 
-Looks for what the other commands wrote (`passkey.json`, `profile.json`, ...) and for logs of training runs, in
-the folder and below it, and writes FOLDER/report.html, which needs no other file.
+Looks for what the other commands wrote (`passkey.json`, `profile.json`, `probe_NAME.json`, ...) and for logs of
+training runs, in the folder and below it, and writes FOLDER/report.html, which needs no other file.
 """
 
 import base64

@@ -2,9 +2,9 @@
 
     python -m training.question_data FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
 
-Whole tokens only: nothing here has a fraction of a duration. The probes' pairs of numbers and whole tutorials are left
-out. Their words stand here equally often with every count: to leave out a word's count in the probe would teach that it
-is any other.
+Whole tokens only: nothing here has a fraction of a duration. The probes' pairs of numbers, their passages and their
+whole tutorials are left out. Their words stand here equally often with every count: to leave out a word's count in the
+probe would teach that it is any other.
 """
 
 import argparse
@@ -21,12 +21,14 @@ from eval.probes.prompts import (
     BOOLEAN,
     EVENTS_QUESTION,
     FILLER,
+    PAIRS,
     SUM,
     counting_prompt,
     step_places,
     sum_prompt,
     tutorial,
 )
+from eval.probes.prompts import PASSAGES as PROBED
 
 from .data.passkey import PASSKEY_TEXTS
 from .small_llama import small_llama, word_tokenizer
@@ -64,6 +66,7 @@ class Counting:
     def __init__(self, random: Random):
         self.random = random
         self.words = load("words")
+        self.passages = [set(events) for _, events, _ in PROBED.values()]
         self.tutorials = [_parts(record["sentence"]) for record in load("tutorials")]
 
     def question(self) -> Question:
@@ -88,6 +91,8 @@ class Counting:
         event, asked, things = PASSAGES[place]
         name, who = self.random.choice([*PEOPLE.items(), PLURAL])
         some = self.random.sample(things.split(","), self.random.randint(1, MOST))
+        if {event.format(who=who, what=what) for what in some} in self.passages:
+            return self.events_question()
         passage = " ".join([f"{name} {place}.", *(event.format(who=who, what=what) for what in some)])
         return _question(EVENTS_QUESTION.format(passage=passage, question=asked.format(name=name)), len(some))
 
@@ -99,7 +104,8 @@ class Adding:
         self.random = random
         self.records = load("sums")
         pairs = [(record["fields"]["item_1"], record["fields"]["item_2"]) for record in self.records]
-        self.asked = {frozenset(pair) for pair in pairs}
+        turned = [(first, int(str(second)[::-1])) for first, second in PAIRS]
+        self.asked = {frozenset(pair) for pair in (*pairs, *PAIRS, *turned)}
 
     def question(self) -> Question:
         first, second = self.random.choice(NUMBERS), self.random.choice(NUMBERS)

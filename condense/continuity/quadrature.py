@@ -19,15 +19,18 @@ Rule = Literal["rectangle", "trapezoid"]
 RULES = ("rectangle", "trapezoid")
 
 
-def quadrature_weights(durations_N: torch.Tensor, rule: Rule = "rectangle") -> torch.Tensor:
-    """w [N, N] of every query i and sample k; 0 for samples behind the query. A row sums to the time up to t_i."""
-    num_samples = len(durations_N)
+def quadrature_weights(durations_N: torch.Tensor, rule: Rule = "rectangle", first: int = 0) -> torch.Tensor:
+    """w [N - first, N] of queries i from `first` on and all samples k; 0 for samples behind the query.
+
+    A row sums to the time up to t_i.
+    """
+    num_queries = len(durations_N) - first
     if rule == "rectangle":
-        return durations_N.expand(num_samples, -1).tril()
+        return durations_N.expand(num_queries, -1).tril(first)
     if rule != "trapezoid":
         raise ValueError(f"rule={rule!r}: choose one of {', '.join(RULES)}.")
     half_N = durations_N / 2
     start_N = half_N.clone()  # the half of its own interval; the first sample has all of it
     start_N[0] = durations_N[0]
     rest_N = torch.cat([half_N[1:], half_N.new_zeros(1)])  # the half of the next interval, once it is complete
-    return start_N.expand(num_samples, -1).tril() + rest_N.expand(num_samples, -1).tril(-1)
+    return start_N.expand(num_queries, -1).tril(first) + rest_N.expand(num_queries, -1).tril(first - 1)

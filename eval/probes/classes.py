@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .items import NotValid, Watched
+
 DIGITS = [str(digit) for digit in range(10)]
 SHOWN_FROM = 0.05  # what never reaches this probability is drawn as one class with its like
 
@@ -35,33 +37,39 @@ def first_digit_classes(tokenizer: Any) -> Classes:
 
 def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
     """The tokens that are one of the words, whatever their capitals; else those that are how it begins."""
-    places = defaultdict(list)
+    places: dict[str | None, list[int]] = defaultdict(list)
     for n, text in enumerate(vocabulary(tokenizer)):
         places[text.lower()].append(n)
     return _known({word: places.get(word) or places.get(_beginning(tokenizer, word), []) for word in words}, tokenizer)
 
 
-def _beginning(tokenizer: Any, word: str) -> str:
-    """The first token of a word that has none of its own."""
+def _beginning(tokenizer: Any, word: str) -> str | None:
+    """The first token of a word that has none of its own; None where the tokenizer does not know it."""
     names = vocabulary(tokenizer)
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
-    return next((names[token].lower() for token in ids if names[token]), "")
+    known = [token for token in ids if names[token] and token not in tokenizer.all_special_ids]
+    return names[known[0]].lower() if known else None
 
 
 def _known(classes: Classes, tokenizer: Any) -> Classes:
-    """Raises `ValueError` for a class that no token belongs to, and for two that share one."""
+    """Raises `NotValid` for a class that no token belongs to, and for two that share one."""
+    if missing := [name for name, tokens in classes.items() if not tokens]:
+        raise NotValid(f"the tokenizer has no token for {', '.join(missing)}")
     tokens = [token for members in classes.values() for token in members]
     if len(set(tokens)) < len(tokens):
-        raise ValueError(
-            f"{', '.join(classes)} begin with the same token of {type(tokenizer).__name__}: take a model with "
-            "tokens of their own for them."
-        )
-    if missing := [name for name, tokens in classes.items() if not tokens]:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no token for {', '.join(missing)}, which this probe looks for: take "
-            "a model that has."
-        )
+        raise NotValid(f"{', '.join(classes)} begin with the same token")
     return classes
+
+
+@lru_cache(maxsize=32)
+def watched_classes(tokenizer: Any, watched: Watched) -> Classes:
+    """What an item watches; nothing for `tokens`."""
+    if watched == "digits":
+        return digit_classes(tokenizer)
+    if watched == "first_digits":
+        return first_digit_classes(tokenizer)
+    words = {"yes_no": ("yes", "no"), "bits": ("1", "0"), "tokens": ()}[watched]
+    return word_classes(tokenizer, words)
 
 
 def likely_tokens(probabilities_FV: torch.Tensor, tokenizer: Any) -> Classes:

@@ -9,7 +9,7 @@ from .engine import Record
 from .experiment import SET, Experiment, Options, figure, in_set, mean, percent, valid
 from .items import DURATIONS, EVENT_DURATIONS, Item
 from .metrics import likeliest, peak_frequencies
-from .prompts import EVENTS_QUESTION, Place, counting_prompt, places_of, step_places
+from .prompts import EVENTS_QUESTION, PASSAGES, Place, counting_prompt, places_of, step_places
 
 # Valid share (table 1); counterfactual, observed and ratio, of all peaks (tables 2, 4) and of expected ones (3, 5).
 PAPER: dict[str, dict[str, Any]] = {
@@ -25,28 +25,6 @@ PAPER: dict[str, dict[str, Any]] = {
     },
 }
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
-PASSAGES = {
-    "shop": (
-        "Alice goes to the shop.",
-        ("She buys a carton of milk.", "She buys an apple.", "She buys a potato.", "She buys a loaf of bread."),
-        "How many items did Alice buy?",
-    ),
-    "zoo": (
-        "The class went to the zoo.",
-        ("They saw a lion.", "They saw an elephant.", "They saw a giraffe.", "They saw a penguin."),
-        "How many animals did the class see?",
-    ),
-    "beach": (
-        "Emily went to the beach.",
-        (
-            "She found a seashell.",
-            "She found a starfish.",
-            "She found a smooth stone.",
-            "She found a piece of seaweed.",
-        ),
-        "How many things did Emily find?",
-    ),
-}
 
 
 def _item(name: str, group: str, text: str, places: Sequence[Place], repetitions: int, words: bool) -> Item:

@@ -11,8 +11,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "sums": {"template": str, "fields": dict, "shrink_1": bool},
     "objects": {"options": list, "questions": dict},
 }
-QUESTIONS = ("both", "neither", "first", "second")
-NUM_PAIRS = 50  # of objects, as in the paper; its file has some more
+KINDS = ("both", "neither", "first", "second")
 
 
 def load(name: str, path: Path | None = None) -> list[dict[str, Any]]:
@@ -28,7 +27,7 @@ def load(name: str, path: Path | None = None) -> list[dict[str, Any]]:
         problem = _problem(name, record)
         if problem:
             raise ValueError(f"{source}, record {number}: {problem}.")
-    return records[:NUM_PAIRS] if name == "objects" else records
+    return records
 
 
 def _problem(name: str, record: Any) -> str | None:
@@ -36,9 +35,13 @@ def _problem(name: str, record: Any) -> str | None:
         found = record.get(field) if isinstance(record, dict) else None
         if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
             return f"{field!r} is {found!r} and should be a {kind.__name__}"
+    for field in ("repetitions", "num_sentences"):
+        if field in FIELDS[name] and not 1 <= record[field] <= 9:
+            return f"{field!r} is {record[field]} and should be 1 to 9: the answer is one digit"
     if name == "sums":
-        if not {"item_1", "item_2"} <= record["fields"].keys():
-            return f"fields are {sorted(record['fields'])} and should have item_1 and item_2"
+        numbers = [record["fields"].get(field) for field in ("item_1", "item_2")]
+        if not all(isinstance(number, int) for number in numbers):
+            return f"item_1 and item_2 are {numbers} and should be whole numbers"
         try:
             record["template"].format(**record["fields"])
         except (KeyError, IndexError) as missing:
@@ -47,8 +50,8 @@ def _problem(name: str, record: Any) -> str | None:
             return "the template has no {item_1} or no {item_2}"
     if name == "objects":
         questions = record["questions"]
-        if set(questions) != set(QUESTIONS) or not all("{}" in question for question in questions.values()):
-            return f"questions are {questions} and should be {', '.join(QUESTIONS)}, each with {{}} for the object"
+        if set(questions) != set(KINDS) or not all("{}" in question for question in questions.values()):
+            return f"questions are {questions} and should be {', '.join(KINDS)}, each with {{}} for the object"
         if len(record["options"]) != 2:
             return f"options are {record['options']} and should be two"
     if name == "tutorials" and "\n- " not in record["sentence"]:

@@ -8,24 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.continuity import ContinuousLM, Sentence, interpolate
+from condense.continuity.adapter import OutsideTable
 from condense.continuity.spans import encode_with_places, span_between
 
-from .classes import Classes, class_curves, digit_classes, first_digit_classes, likely_tokens, word_classes
-from .items import Item
-
-WATCHED = {
-    "digits": digit_classes,
-    "first_digits": first_digit_classes,
-    "yes_no": lambda tokenizer: word_classes(tokenizer, ("yes", "no")),
-    "bits": lambda tokenizer: word_classes(tokenizer, ("1", "0")),
-}
-
+from .classes import Classes, class_curves, likely_tokens, watched_classes
+from .items import Item, NotValid, Watched
 
 Record = dict[str, Any]
-
-
-class NotValid(Exception):
-    """An item that this tokenizer can't pose; the message says why."""
 
 
 class Reader(NamedTuple):
@@ -40,6 +29,8 @@ class Reader(NamedTuple):
         if item.vary == "scale":
             return [plain.scale(factor) for factor in item.factors]
         if item.vary == "densify":
+            if self.lm.folded and item.positions == "equal":
+                raise NotValid("a folded model knows no positions but those that durations give")
             return [plain.densify(int(factor), positions=item.positions) for factor in item.factors]
         if item.vary == "shrink":
             tokens = self.tokens(item)
@@ -53,9 +44,9 @@ class Reader(NamedTuple):
 
     def sentence(self, text: str) -> Sentence:
         ids, places = encode_with_places(self.tokenizer, text)
-        unknown = self.tokenizer.unk_token_id
-        if unknown is not None and unknown in ids:
-            raise NotValid(f"the tokenizer does not know {text[slice(*places[ids.index(unknown)])]!r}")
+        for token, (start, end) in zip(ids, places, strict=True):
+            if token == self.tokenizer.unk_token_id and start < end:  # in front it may be a bos as well
+                raise NotValid(f"the tokenizer does not know {text[start:end]!r}")
         return Sentence(ids)
 
     def tokens(self, item: Item) -> list[int]:
@@ -72,9 +63,9 @@ class Reader(NamedTuple):
         """[F, V] of the next token, in float64."""
         return self.lm.next_logits(sentences, **options).double().softmax(-1)
 
-    def curves(self, probabilities_FV: torch.Tensor, watched: str) -> dict[str, list[float]]:
-        """Of the classes that are watched; none for `tokens`."""
-        return _short_curves(probabilities_FV, WATCHED[watched](self.tokenizer)) if watched in WATCHED else {}
+    def curves(self, probabilities_FV: torch.Tensor, watched: Watched) -> dict[str, list[float]]:
+        """Of the classes that are watched; none for `tokens`. Raises `NotValid`."""
+        return _short_curves(probabilities_FV, watched_classes(self.tokenizer, watched))
 
     def record(self, item: Item) -> Record:
         """The item's curves; for one that is not valid, the reason.
@@ -82,11 +73,15 @@ class Reader(NamedTuple):
         `likely`: the tokens that reach 5 %. `distance` and `same_top` compare with the unchanged sentence: half the
         summed differences of probabilities, and whether the likeliest token is the same.
         """
-        facts = dict(item.facts)
+        named = {"name": item.name, "group": item.group}
         try:
-            sentences = self.sentences(item)
-        except NotValid as reason:
-            return {"name": item.name, "group": item.group, "valid": False, "reason": str(reason)}
+            return named | {"valid": True} | self._curves_of(item)
+        except (NotValid, OutsideTable) as reason:
+            return named | {"valid": False, "reason": str(reason)}
+
+    def _curves_of(self, item: Item) -> Record:
+        sentences, facts = self.sentences(item), dict(item.facts)
+        watched_classes(self.tokenizer, item.watched)
         plain = [] if item.vary == "interpolate" else [self.sentence(item.text)]
         probabilities_FV = self.probabilities([*sentences, *plain])
         if plain:
@@ -95,14 +90,10 @@ class Reader(NamedTuple):
                 "distance": [_short(value) for value in ((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()],
                 "same_top": (probabilities_FV.argmax(1) == plain_V.argmax()).tolist(),
             }
-        likely = likely_tokens(probabilities_FV, self.tokenizer)
         return {
-            "name": item.name,
-            "group": item.group,
-            "valid": True,
             "factors": [_short(factor) for factor in item.factors],
             "curves": self.curves(probabilities_FV, item.watched),
-            "likely": _short_curves(probabilities_FV, likely),
+            "likely": _short_curves(probabilities_FV, likely_tokens(probabilities_FV, self.tokenizer)),
             **facts,
         }
 

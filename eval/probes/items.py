@@ -18,6 +18,10 @@ SCALES = tuple(np.linspace(0.05, 2, 100).tolist())
 DENSITIES = tuple(range(1, 11))
 
 
+class NotValid(Exception):
+    """An item that a model's tokenizer, or the model, can't pose; the message says why."""
+
+
 @dataclass(frozen=True)
 class Item:
     """`vary`: an operation of `Sentence`, or the memory's duration (`memory.dialled`).

@@ -14,27 +14,28 @@ import torch
 
 from condense.cache import FoldedCache
 from condense.continuity import Sentence
+from condense.continuity.adapter import TOKENS_AT_ONCE
 from training.data.passkey import PasskeyTask
 
 from ..results import Table
 from .counts import WORDS
 from .data import load
-from .engine import NotValid, Reader, Record
+from .engine import Reader, Record
 from .experiment import Experiment, Options, figure, mean, percent, valid
-from .items import DURATIONS, Item
+from .items import DURATIONS, Item, NotValid
 from .metrics import likeliest, peak_frequencies
-from .prompts import counting_prompt
+from .prompts import FILLER, counting_prompt
 
 DISTANCES = (0, 1, 2, 3)  # segments between the words and the question's end
-DIALS = tuple(np.geomspace(0.01, 100, 41).tolist())
+DIALS = tuple(sorted({*np.geomspace(0.01, 100, 41).round(6).tolist(), 0.5, 2.0}))
+SHOWN_DIALS = (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)
 NUM_WORDS = 20  # items of each distance
 NUM_PASSKEYS = 20
 PASSKEY_SEGMENTS = 4
-MOST_FILLERS = 200
 
 
 def items(options: Options) -> list[Item]:
-    """Where the words stand is settled by the model's segments: see `place`."""
+    """Where the words stand is settled by the model's segments: see `_place`."""
     records = load("words", options.data)[: NUM_WORDS if options.limit is None else options.limit]
     words = [(word, 4, category, article) for word, category, article in WORDS]
     words += [(r["word"], r["repetitions"], r["category"], r["category_with_article"]) for r in records]
@@ -54,7 +55,7 @@ def items(options: Options) -> list[Item]:
                 found.append(replace(found[-1], name=name, group="dial, counting", vary="dial", factors=DIALS))
     found += [
         Item(f"passkey {number}", "dial, passkeys", "", "dial", DIALS, "tokens", facts={"seed": number})
-        for number in range(NUM_PASSKEYS)
+        for number in range(min(options.limit or NUM_PASSKEYS, NUM_PASSKEYS))
     ]
     return found
 
@@ -74,22 +75,19 @@ def record(reader: Reader, item: Item) -> Record:
 
 def _place(reader: Reader, item: Item) -> Item:
     """The prompt with as many fillers between the words and the question as bring the two so far apart."""
-    length = reader.lm.model.config.segment_length
-    for num_fillers in range(MOST_FILLERS):
+    length, wanted = reader.lm.model.config.segment_length, item.facts["distance_in_segments"]
+    room = len(reader.sentence(FILLER))
+    for num_fillers in range(max(0, (wanted - 1) * length // room - 2), (wanted + 1) * length // room + 2):
         text, places = counting_prompt(*item.facts["prompt"], template="apart", num_fillers=num_fillers)
         placed = replace(item, text=text, places=tuple(places))
-        sentence, tokens = reader.sentence(text), reader.tokens(placed)
-        last = (len(sentence) - 1) // length
-        distance = last - max(tokens) // length
-        if distance == item.facts["distance_in_segments"] and max(tokens) // length == min(tokens) // length:
+        segments = [token // length for token in reader.tokens(placed)]
+        if len(set(segments)) == 1 and (len(reader.sentence(text)) - 1) // length - segments[0] == wanted:
             return placed
-        if distance > item.facts["distance_in_segments"]:
-            break
-    raise NotValid(f"no number of fillers puts the words {item.facts['distance_in_segments']} segments before the end")
+    raise NotValid(f"no number of fillers puts the words {wanted} segments before the end, all into one")
 
 
 def _dial_counting(reader: Reader, item: Item) -> Record:
-    probabilities_FV = dialled(reader, reader.sentence(item.text), item.factors)[:, -1]
+    probabilities_FV = dialled(reader, reader.sentence(item.text), item.factors, keep=1)[:, 0]
     curves = reader.curves(probabilities_FV, item.watched)
     return {
         "factors": list(item.factors),
@@ -109,36 +107,46 @@ def _dial_passkey(reader: Reader, item: Item) -> Record:
         raise NotValid(str(reason)) from reason
     answer_A = passkeys.answer_ids_BA[0]
     ids_N = torch.cat([passkeys.prompt_ids_BN[0], answer_A])
-    if reader.tokenizer.unk_token_id is not None and reader.tokenizer.unk_token_id in ids_N:
+    unknown = reader.tokenizer.unk_token_id
+    if unknown is not None and unknown in ids_N[1:]:  # in front it may be a bos as well
         raise NotValid("the tokenizer does not know the words of a passkey prompt")
-    probabilities_FNV = dialled(reader, Sentence(ids_N[:-1]), item.factors)[:, -len(answer_A) :]
-    recall_F = probabilities_FNV[:, torch.arange(len(answer_A)), answer_A].prod(1)
-    found_F = (probabilities_FNV.argmax(-1) == answer_A).all(1)
+    probabilities_FAV = dialled(reader, Sentence(ids_N[:-1]), item.factors, keep=len(answer_A))
+    recall_F = probabilities_FAV[:, torch.arange(len(answer_A)), answer_A].prod(1)
+    found_F = (probabilities_FAV.argmax(-1) == answer_A).all(1)
     return {"factors": list(item.factors), "recall": recall_F.tolist(), "found": found_F.tolist(), **item.facts}
 
 
 @torch.no_grad()
-def dialled(reader: Reader, sentence: Sentence, dials: Sequence[float]) -> torch.Tensor:
-    """Probabilities [F, N, V], in float64, behind every sample, with every key in memory at duration `dial`.
+def dialled(reader: Reader, sentence: Sentence, dials: Sequence[float], keep: int) -> torch.Tensor:
+    """Probabilities [F, keep, V], in float64, behind the last samples, with every key in memory at duration `dial`.
 
     Positions and the durations of the current segment stay: memory weighs more or less, nothing moves.
     """
     lm = reader.lm
-    length, cache = lm.model.config.segment_length, FoldedCache(lm.model.config)
+    length = lm.model.config.segment_length
     embedded_ND = lm.embed(sentence).embeddings_ND
     assert embedded_ND is not None
-    parts = []
+    at_once = max(1, TOKENS_AT_ONCE // (3 * length))
+    return torch.cat(
+        [_dialled(lm.model, embedded_ND, dials[n : n + at_once], length, keep) for n in range(0, len(dials), at_once)]
+    )
+
+
+def _dialled(model: Any, embedded_ND: torch.Tensor, dials: Sequence[float], length: int, keep: int) -> torch.Tensor:
+    cache, parts, behind = FoldedCache(model.config), [], len(embedded_ND)
     for part_TD in embedded_ND.split(length):
-        durations_FT = torch.ones(len(dials), len(part_TD))
-        output = lm.model(
+        behind -= len(part_TD)
+        output = model(
             inputs_embeds=part_TD.expand(len(dials), -1, -1),
-            durations=durations_FT,
+            durations=torch.ones(len(dials), len(part_TD)),
             past_key_values=cache,
             use_cache=True,
+            logits_to_keep=min(len(part_TD), max(1, keep - behind)),
         )
         assert cache.timeline is not None
         cache.timeline.memory_BL = torch.tensor(dials, dtype=torch.float64)[:, None].expand(-1, length).clone()
-        parts.append(output.logits.double().softmax(-1).cpu())
+        if behind < keep:
+            parts.append(output.logits.float().cpu().double().softmax(-1))
     return torch.cat(parts, dim=1)
 
 
@@ -169,16 +177,10 @@ def tables(models: dict[str, dict[str, Any]]) -> list[Table]:
             measures = [figure(values[f]) for f in ("counterfactual", "observed", "observed_expected")]
             rows.append([name, distance, values["valid"], percent(values["right_at_1"]), *measures])
         for what, values in found["dials"].items():
-            at = {
-                dial: np.interp(np.log(dial), np.log(values["factors"]), values["recall"])
-                for dial in (0.01, 0.1, 0.5, 1)
-            }
-            at |= {dial: np.interp(np.log(dial), np.log(values["factors"]), values["recall"]) for dial in (2, 10, 100)}
-            dials.append(
-                [name, what.removeprefix("dial, "), values["valid"], *(percent(float(v)) for v in at.values())]
-            )
+            recalls = [values["recall"][values["factors"].index(dial)] for dial in SHOWN_DIALS]
+            dials.append([name, what.removeprefix("dial, "), values["valid"], *map(percent, recalls)])
     columns = ["model", "segments before", "valid", "right at 1", "counterfactual", "observed", "observed, expected"]
-    dial_columns = ["model", "recall of", "prompts", *(f"dial {dial}" for dial in (0.01, 0.1, 0.5, 1, 2, 10, 100))]
+    dial_columns = ["model", "recall of", "prompts", *(f"dial {dial:g}" for dial in SHOWN_DIALS)]
     return [
         Table("words that shrink, so many segments before the question's end", columns, rows),
         Table("mean probability of the right answer with all memory keys at one duration", dial_columns, dials),

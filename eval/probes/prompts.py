@@ -19,6 +19,29 @@ EVENTS_QUESTION = "Question: {passage} {question} Reply with a single-digit numb
 SUM = "The sum of {first} and {second} is "
 YES_OR_NO = "Question: {question} (yes/no)\nAnswer:"
 BOOLEAN = "Question: What is {left} {operator} {right}? Reply with 0 or 1\nAnswer: "
+PAIRS = ((24, 13), (32, 56), (13, 74), (52, 31), (14, 23), (16, 42), (82, 14), (38, 51))
+PASSAGES = {
+    "shop": (
+        "Alice goes to the shop.",
+        ("She buys a carton of milk.", "She buys an apple.", "She buys a potato.", "She buys a loaf of bread."),
+        "How many items did Alice buy?",
+    ),
+    "zoo": (
+        "The class went to the zoo.",
+        ("They saw a lion.", "They saw an elephant.", "They saw a giraffe.", "They saw a penguin."),
+        "How many animals did the class see?",
+    ),
+    "beach": (
+        "Emily went to the beach.",
+        (
+            "She found a seashell.",
+            "She found a starfish.",
+            "She found a smooth stone.",
+            "She found a piece of seaweed.",
+        ),
+        "How many things did Emily find?",
+    ),
+}
 
 
 class Prompt(NamedTuple):

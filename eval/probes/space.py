@@ -20,6 +20,7 @@ PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_ma
     "Gemma 2 9b": (0.84, 5.402, 0.0178, 0.0952),
 }
 FAR_OUTSIDE = 0.05
+NUM_PAIRS = 50  # as in the paper, whose file has some more
 QUESTIONS = {
     ("apples", "bananas"): ("Are {} red?", "Are {} fruits?"),
     ("cats", "dogs"): ("Are {} animals?", "Do {} meow?"),
@@ -48,7 +49,7 @@ def space_items(options: Options) -> list[Item]:
                 name = f"{frame.format('★')}, ★ from {first} to {second}"
                 texts = [sentence.replace("{}", word) for word in (first, second)]
                 found.append(_between(name, group, texts, INTERPOLATIONS, watched))
-    for number, record in enumerate(load("objects", options.data)[: options.limit]):
+    for number, record in enumerate(load("objects", options.data)[: options.limit or NUM_PAIRS]):
         for kind, question in record["questions"].items():
             texts = [YES_OR_NO.format(question=question.replace("{}", word)) for word in record["options"]]
             found.append(_between(f"{number} {kind}", SET, texts, SPACE_INTERPOLATIONS, "yes_no"))

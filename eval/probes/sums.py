@@ -10,9 +10,9 @@ from ..results import Table
 from .data import load
 from .engine import Record
 from .experiment import SET, Experiment, Options, in_set, mean, percent, valid
-from .items import DENSITIES, DURATIONS, INTERPOLATIONS, SHIFTS, Item
+from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
 from .metrics import shrunk_labels, sum_properties
-from .prompts import SUM, sum_prompt
+from .prompts import PAIRS, SUM, sum_prompt
 
 PAPER = {  # valid share (table 6); P1, P2 and P3 (table 7)
     "Llama 3 8b": (0.60, 0.2917, 0.2583, 0.2583),
@@ -20,8 +20,6 @@ PAPER = {  # valid share (table 6); P1, P2 and P3 (table 7)
     "Gemma 1 7b": (0.945, 0.9788, 0.9735, 0.9048),
     "Gemma 2 9b": (0.95, 0.9579, 0.9579, 0.8947),
 }
-PAIRS = ((24, 13), (32, 56), (13, 74), (52, 31), (14, 23), (16, 42), (82, 14), (38, 51))
-UNIT_SHIFTS = tuple(shift for shift in SHIFTS if shift <= 1)
 SMALL_SCALES = tuple(0.05 + 0.95 * step / 99 for step in range(100))
 
 
@@ -34,7 +32,7 @@ def items(options: Options) -> list[Item]:
         found += [
             Item(name, "duration", text, "shrink", DURATIONS, "first_digits", places),
             Item(name, "embedding", text, "interpolate", INTERPOLATIONS, "first_digits", other=other),
-            Item(name, "translation", text, "shift", UNIT_SHIFTS, "first_digits"),
+            Item(name, "translation", text, "shift", INTERPOLATIONS, "first_digits"),
             Item(name, "scaling", text, "scale", SMALL_SCALES, "first_digits"),
             Item(name, "density", text, "densify", DENSITIES, "first_digits"),
         ]

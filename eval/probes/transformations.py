@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from condense.continuity import ContinuousLM
+from condense.continuity.adapter import OutsideTable
 from condense.continuity.quadrature import RULES
 
 from ..results import Table
-from .engine import NotValid, Reader, Record
+from .engine import Reader, Record
 from .experiment import Experiment, Options, percent, valid
-from .items import DENSITIES, SCALES, SHIFTS, Item
+from .items import DENSITIES, SCALES, SHIFTS, Item, NotValid
 
 RESAMPLED = (1, 2, 4, 8, 16, 32)
 DENSEST = 128
@@ -46,23 +46,23 @@ def quadrature_items(options: Options) -> list[Item]:
     ]
 
 
-def quadrature_record(reader: Reader, item: Item) -> Record:
-    """Of a sentence that runs straight from embedding to embedding, sampled ever more densely: the total variation
-    to the densest, by trapezoids where the model knows them."""
+def density_record(reader: Reader, item: Item) -> Record:
+    """Of items with a rule: sentences that run straight from embedding to embedding, sampled ever more densely, and
+    their total variation to the densest, by trapezoids where the model knows them."""
     if "rule" not in item.facts:
         return reader.record(item)
     named = {"name": item.name, "group": item.group}
+    rule = item.facts["rule"]
     try:
-        model, anchor = reader.lm.model, reader.lm.position_anchor
-        if reader.lm.folded and item.facts["rule"] == "trapezoid":
+        if reader.lm.folded and rule == "trapezoid":
             raise NotValid("a folded model knows rectangles only")
         straight = reader.lm.embed(reader.sentence(item.text))
-        best = reader.lm if reader.lm.folded else ContinuousLM(model, anchor, "trapezoid")
-        ruled = reader._replace(lm=ContinuousLM(model, anchor, item.facts["rule"]))
-    except NotValid as reason:
+        sentences = [straight.densify(int(density), values="linear") for density in item.factors]
+        probabilities_FV = reader._replace(lm=reader.lm.with_rule(rule)).probabilities(sentences)
+        best = reader.lm if reader.lm.folded else reader.lm.with_rule("trapezoid")
+        densest_V = reader._replace(lm=best).probabilities([straight.densify(DENSEST, values="linear")])[0]
+    except (NotValid, OutsideTable) as reason:
         return named | {"valid": False, "reason": str(reason)}
-    probabilities_FV = ruled.probabilities([straight.densify(int(k), values="linear") for k in item.factors])
-    densest_V = reader._replace(lm=best).probabilities([straight.densify(DENSEST, values="linear")])[0]
     distances = ((probabilities_FV - densest_V).abs().sum(1) / 2).tolist()
     return named | {"valid": True, "factors": list(item.factors), "curves": {"distance": distances}, **item.facts}
 
@@ -100,8 +100,8 @@ def _tables(title: str, last: str):
 
 
 TRANSLATION = Experiment(
-    "All times, the integration start included, are shifted. Total variation: half the summed differences to the next "
-    "token's probabilities behind the unchanged sentence, 0 to 1.",
+    "All times, the integration start included, are shifted; a folded model sees differences of times alone. Total "
+    "variation: half the summed differences to the next token's probabilities behind the unchanged sentence, 0 to 1.",
     translation_items,
     summary,
     _tables("shifted by 0 to 10 units", "at a shift of 10"),
@@ -135,5 +135,5 @@ DENSITY = Experiment(
     density_summary,
     density_tables,
     "samples per token",
-    quadrature_record,
+    density_record,
 )

@@ -299,7 +299,7 @@ def test_the_shared_prefix_is_read_once():
     lm = ContinuousLM(any_model("llama"))
     sentences = variants(lm)
     assert samples_run(lm.model, lambda: lm.next_logits(sentences)) == [(1, 9), (5, 5)]
-    assert samples_run(lm.model, lambda: lm.next_logits(sentences, tokens_at_once=10)) == [
+    assert samples_run(lm.model, lambda: lm.next_logits(sentences, tokens_at_once=2 * 14)) == [
         (1, 9),
         (2, 5),
         (2, 5),

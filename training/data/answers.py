@@ -12,22 +12,27 @@ from .store import Store, Tokens
 
 
 def question_encoder(tokenizer, total_length: int):
-    """Tokenises prompts as they stand, with their answers, into at most `total_length` tokens."""
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    """Tokenises prompts as they stand, with their answers and an eos, into at most `total_length` tokens.
+
+    Prompt and answer are one text to the tokenizer, which puts in front what it always does: so what stands behind
+    a prompt is what a model that is asked will meet. Tokens that reach into the answer belong to it.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} does not tell where an answer begins: load a fast tokenizer.")
     last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
+    def encode_one(prompt: str, ids: list[int], places: list[tuple[int, int]]) -> Tokens | str:
+        num_given = sum(end <= len(prompt) for _, end in places)
+        ids = ids if ids[-1:] == last else ids + last
+        if len(ids) > total_length:
+            return f"over {total_length} tokens"
+        return Tokens(np.array(ids), num_given) if num_given else "no token before the answer"
+
     def encode(documents: Sequence[Document]) -> list[Tokens | str]:
-        prompts, answers = (
-            tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            for texts in ([document.text for document in documents], [document.summary for document in documents])
-        )
-        pairs = [([*first, *prompt], [*answer, *last]) for prompt, answer in zip(prompts, answers, strict=True)]
-        return [
-            Tokens(np.array(prompt + answer), len(prompt))
-            if len(prompt) + len(answer) <= total_length
-            else f"over {total_length} tokens"
-            for prompt, answer in pairs
-        ]
+        texts = [document.text + document.summary for document in documents]
+        encoded = tokenizer(texts, return_offsets_mapping=True, verbose=False)
+        columns = zip(documents, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [encode_one(document.text, ids, places) for document, ids, places in columns]
 
     return encode
 

@@ -193,6 +193,6 @@ MEMORY = Experiment(
     items,
     summary,
     tables,
-    "duration factor; duration of memory",
+    "duration factor",
     record,
 )

@@ -11,6 +11,7 @@ from ..results import Table, picture
 from .classes import DIGITS, SHOWN_FROM
 from .experiment import SET, figure
 
+COLORS = {digit: f"C{digit}" for digit in DIGITS}  # the same in every panel
 MOST_PANELS = 4  # in a row
 MOST_CURVES = 10  # in a panel
 MOST_DRAWN = 12  # prompts of a group, one by one; more are drawn as their mean
@@ -56,7 +57,7 @@ def draw(results: dict[str, Any], varied: str, path: Path) -> None:
             (model["name"], record)
             for model in results["models"]
             for record in model["records"]
-            if record["group"] == group and record["valid"]
+            if _belongs(record, group)
         ]
         if not panels:
             continue
@@ -65,10 +66,14 @@ def draw(results: dict[str, Any], varied: str, path: Path) -> None:
             _draw_dial(results, group, here)
         elif "distance" in panels[0][1]["curves"]:
             _draw_errors(panels, varied, here)
-        elif group == SET or len(panels) > MOST_DRAWN * len(results["models"]):
+        elif group == SET or len(panels) > MOST_DRAWN * len({model for model, _ in panels}):
             _draw_set(results, group, varied, here)
         else:
             _draw_curves(panels, varied, here, many=len(results["models"]) > 1)
+
+
+def _belongs(record: dict[str, Any], group: str) -> bool:
+    return record["group"] == group and record["valid"]
 
 
 def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path, many: bool) -> None:
@@ -81,7 +86,7 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
             for name, curve in shown_curves(record).items():
                 dashed = name.startswith("other")
                 place.plot(record["factors"], curve, label=name, lw=1.3, ls=":" if dashed else "-",
-                           color="grey" if name == "other tokens" else "silver" if dashed else None)  # fmt: skip
+                           color="grey" if name == "other tokens" else "silver" if dashed else COLORS.get(name))  # fmt: skip
             place.set_ylim(-0.02, 1.02)
             place.set_xlabel(varied, fontsize=7)
             place.set_ylabel("probability", fontsize=7)
@@ -122,10 +127,10 @@ def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> None:
     """Counts: the digit a model gives, on average over the items of equally many repetitions. Objects: m_max."""
-    models = results["models"]
+    models = [model for model in results["models"] if any(_belongs(record, group) for record in model["records"])]
     with picture(path, 1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False) as axes:
         for place, model in zip(axes[0], models, strict=True):
-            records = [record for record in model["records"] if record["group"] == group and record["valid"]]
+            records = [record for record in model["records"] if _belongs(record, group)]
             place.set_title(model["name"], fontsize=9)
             if "m_max_of_each" in model["summary"]:
                 place.hist(model["summary"]["m_max_of_each"], bins=np.linspace(0, 1, 41).tolist())

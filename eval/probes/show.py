@@ -84,9 +84,9 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
             title = f"{record['name']}" + (f" ({model})" if many else "")
             place.set_title(title, fontsize=7, wrap=True)
             for name, curve in shown_curves(record).items():
-                dashed = name.startswith("other")
-                place.plot(record["factors"], curve, label=name, lw=1.3, ls=":" if dashed else "-",
-                           color="grey" if name == "other tokens" else "silver" if dashed else COLORS.get(name))  # fmt: skip
+                color = {"other tokens": "grey", "other digits": "silver"}.get(name) or COLORS.get(name)
+                style = ":" if name.startswith("other") else "-"
+                place.plot(record["factors"], curve, label=name, linewidth=1.3, linestyle=style, color=color)
             place.set_ylim(-0.02, 1.02)
             place.set_xlabel(varied, fontsize=7)
             place.set_ylabel("probability", fontsize=7)

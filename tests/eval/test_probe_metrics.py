@@ -1,0 +1,681 @@
+"""Measures by hand and by loops; classes of next tokens; prompts and the places in them; data sets and items."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from eval.probes import EXPERIMENTS, counts, memory, space, sums, transformations
+from eval.probes.classes import (
+    DIGITS,
+    class_curves,
+    digit_classes,
+    first_digit_classes,
+    likely_tokens,
+    watched_classes,
+    word_classes,
+)
+from eval.probes.data import load
+from eval.probes.experiment import SET, Options
+from eval.probes.items import NotValid
+from eval.probes.metrics import (
+    likeliest,
+    normalised_max_derivative,
+    outside_ends,
+    peak_frequencies,
+    shrunk_labels,
+    sum_properties,
+    unique_peaks,
+)
+from eval.probes.prompts import (
+    FILLER,
+    PASSAGES,
+    counting_prompt,
+    places_of,
+    step_places,
+    sum_prompt,
+    tutorial,
+)
+from tests.conftest import SHARED
+from training.small_llama import word_tokenizer
+
+AUTHORS = {
+    "words": "words_with_repetitions.json",
+    "tutorials": "counting_events_seq.json",
+    "sums": "sums.json",
+    "objects": "embedding_filtered.json",
+}
+SIZES = {"words": 200, "tutorials": 200, "sums": 200, "objects": 50}
+
+
+def digit_curves(*tops, **others):
+    """All ten digits: at each factor one has 0.5, the others 0.01; `d3=[...]` gives a digit's curve."""
+    curves = {digit: [0.5 if digit == top else 0.01 for top in tops] for digit in DIGITS}
+    return curves | {name[1:]: curve for name, curve in others.items()}
+
+
+# Peaks
+
+
+def test_peaks_as_the_paper_counts_them():
+    """The top turns 1, 2, 1 again, 3."""
+    assert unique_peaks(digit_curves("1", "2", "1", "3")) == {"1", "2", "3"}
+    assert unique_peaks(digit_curves("4", "4", "4")) == {"4"}
+
+
+def test_of_equals_all_are_peaks():
+    assert unique_peaks({"1": [0.5, 0.1], "2": [0.5, 0.2], "3": [0.4, 0.2]}) == {"1", "2", "3"}
+    assert unique_peaks({"1": [0.5, 0.3], "2": [0.5, 0.2], "3": [0.4, 0.2]}) == {"1", "2"}
+
+
+def test_the_likeliest_class_at_a_factor():
+    curves = digit_curves("1", "2", "7")
+    assert (likeliest(curves), likeliest(curves, 0), likeliest(curves, 1)) == ("7", "1", "2")
+
+
+def test_peak_frequencies_by_hand():
+    """Four repetitions; 0, 1 and 4 are on top at some duration, and 0 is not expected."""
+    found = peak_frequencies(digit_curves("0", "1", "4", "4"), 4)
+    assert found == {
+        "counterfactual": 1 / 4,
+        "observed": 3 / 4,
+        "observed_expected": 2 / 4,
+        "ratio": 3.0,
+        "ratio_expected": 2.0,
+    }
+    assert found["ratio"] == found["observed"] / found["counterfactual"]
+    beyond = peak_frequencies(digit_curves("3", "4", "5"), 3)
+    assert (beyond["observed"], beyond["observed_expected"], beyond["ratio_expected"]) == (1.0, 1 / 3, 1.0)
+
+
+# Sums
+
+
+def test_shrunk_labels():
+    assert shrunk_labels(24, 37) == {"2", "3"}  # 24 + 3 = 27, 24 + 7 = 31
+    assert shrunk_labels(37, 24) == {"3", "4"}  # 39 and 41
+    assert shrunk_labels(98, 25) == {"1"}  # 100 and 103
+    assert shrunk_labels(24, 50) == {"2"}  # 29 and 24
+
+
+PROPERTIES = ("valid", "P1", "P2", "P3")
+
+
+@pytest.mark.parametrize(
+    ("holding", "others"),
+    [
+        # 6 is right, 2 and 3 are shrunk labels; the unchanged sentence is the last of three factors.
+        ((True, True, True, True), {"d6": [0.2, 0.4, 0.6], "d2": [0.5, 0.3, 0.1]}),
+        # together only
+        ((True, True, True, True), {"d6": [0.3, 0.4, 0.6], "d2": [0.2, 0.1, 0.1], "d3": [0.2, 0.1, 0.1]}),
+        ((False, True, True, True), {"d6": [0.6, 0.2, 0.2], "d2": [0.2, 0.5, 0.3]}),
+        # never above the right one, at most equal to it
+        ((True, False, False, False), {"d6": [0.5, 0.5, 0.5], "d2": [0.25, 0.1, 0.1], "d3": [0.25, 0.1, 0.1]}),
+        # above it where 9 is above both
+        ((True, True, False, False), {"d6": [0.2, 0.4, 0.6], "d2": [0.3, 0.1, 0.1], "d9": [0.4, 0.1, 0.1]}),
+        # above the right one at the first factor, above 9 at the second alone
+        ((True, True, False, False), {"d6": [0.1, 0.5, 0.6], "d2": [0.3, 0.3, 0.1], "d9": [0.4, 0.1, 0.1]}),
+        # above both at the first factor, and 9 is on top at another
+        ((True, True, True, False), {"d6": [0.2, 0.1, 0.6], "d2": [0.5, 0.1, 0.1], "d9": [0.1, 0.4, 0.1]}),
+        # 9 is on top as well as the right one
+        ((True, True, True, False), {"d6": [0.2, 0.4, 0.6], "d2": [0.5, 0.1, 0.1], "d9": [0.1, 0.4, 0.1]}),
+        # 9 is above each shrunk label and below both: on top, so P3 fails alone
+        ((True, True, True, False), {"d6": [0.1, 0.4, 0.6], "d2": [0.25] * 3, "d3": [0.25] * 3, "d9": [0.3, 0, 0]}),
+        # wrong at the end by another digit: neither valid nor P3
+        ((False, True, True, False), {"d6": [0.2, 0.4, 0.3], "d2": [0.5, 0.1, 0.1], "d9": [0.1, 0.1, 0.4]}),
+    ],
+)
+def test_properties_of_sums_one_by_one(holding, others):
+    found = sum_properties(digit_curves(*"...", **others), "6", {"2", "3"})
+    assert tuple(found[name] for name in PROPERTIES) == holding
+
+
+def test_a_label_that_is_right_and_shrunk_counts_as_right():
+    """Of 2 and 6, 2 alone is left; and of 6 alone nothing, which is never above."""
+    curves = digit_curves(*"..", d6=[0.4, 0.6], d2=[0.3, 0.1])
+    assert not sum_properties(curves, "6", {"2", "6"})["P1"]
+    assert sum_properties(curves | {"2": [0.5, 0.1]}, "6", {"2", "6"})["P3"]
+    assert tuple(sum_properties(curves, "6", {"6"}).values()) == (True, False, False, False)
+
+
+def naive_properties(curves, original, shrunk):
+    shrunk = [label for label in shrunk if label != original]
+    others = [label for label in curves if label != original and label not in shrunk]
+    p1 = p2 = topped = False
+    factors = range(len(curves["0"]))
+    for n in factors:
+        together = 0.0
+        for label in shrunk:
+            together += curves[label][n]
+        if together > curves[original][n]:
+            p1 = True
+            if all(together > curves[label][n] for label in others):
+                p2 = True
+        if any(all(curves[label][n] >= curves[every][n] for every in curves) for label in others):
+            topped = True
+    first = max(curves[label][-1] for label in curves)
+    return {"valid": curves[original][-1] == first, "P1": p1, "P2": p2, "P3": p2 and not topped}
+
+
+def test_properties_of_sums_against_a_loop():
+    random, seen = np.random.default_rng(0), set()
+    for _ in range(400):
+        values = random.dirichlet(np.full(10, 0.3), 3)
+        favoured = random.choice(10, 3, replace=False)
+        values[:, favoured] += random.random() * random.random((3, 3))
+        curves = {digit: values[:, n].tolist() for n, digit in enumerate(DIGITS)}
+        original, *shrunk = (str(digit) for digit in favoured)
+        shrunk = set(shrunk) | ({original} if random.random() < 0.2 else set())
+        found = sum_properties(curves, original, shrunk)
+        assert found == naive_properties(curves, original, shrunk)
+        seen.add(tuple(found[name] for name in PROPERTIES))
+    assert len(seen) == 8  # P3 implies P2, and P2 implies P1
+
+
+# Curves between two words
+
+
+def naive_derivative(factors, curve):
+    slopes = []
+    for n in range(len(curve)):
+        before, behind = max(n - 1, 0), min(n + 1, len(curve) - 1)
+        slopes.append(abs((curve[behind] - curve[before]) / (factors[behind] - factors[before])))
+    return max(slopes) / (max(curve) - min(curve))
+
+
+def test_derivative_against_a_loop():
+    factors = np.linspace(0, 1, 40)
+    for seed in range(20):
+        curve = np.random.default_rng(seed).random(40)
+        assert normalised_max_derivative(factors, curve) == pytest.approx(naive_derivative(factors, curve))
+
+
+def test_derivative_by_hand():
+    assert normalised_max_derivative([0, 1, 2], [0, 4, 6]) == pytest.approx(4 / 6)  # 4 at the end, 3 inside, 2
+    assert normalised_max_derivative([0, 0.5, 1, 1.5], [0.2, 0.2, 0.1, 0.1]) == pytest.approx(1.0)  # falling counts
+    assert normalised_max_derivative([0, 1], [2, 3]) == 1
+    assert normalised_max_derivative([0, 0.5, 1], [0.3, 0.3, 0.3]) is None
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_distance_to_the_range_between_the_ends(turned):
+    def outside(*curve):
+        return outside_ends(curve[::-1] if turned else curve)
+
+    assert outside(0.2, 0.9, 0.5, 0.6) == pytest.approx(0.3)
+    assert outside(0.2, 0.05, 0.3, 0.6) == pytest.approx(0.15)
+    assert outside(0.2, 0.05, 0.7, 0.6) == pytest.approx(0.15)  # below by more than above
+    assert outside(0.2, 0.3, 0.5, 0.6) == 0
+    assert outside(0.4, 0.4) == 0
+
+
+def test_the_formula_as_printed_means_something_else():
+    curve = [0.2, 0.61, 0.6]
+    printed = max(abs(value + 0.6) for value in curve if value > 0.6)
+    assert printed == pytest.approx(1.21) and outside_ends(curve) == pytest.approx(0.01)
+
+
+# Classes
+
+
+def tokens_as(texts, **special):
+    """A tokenizer with exactly these tokens, which splits a text into them from the left, longest first."""
+    tokenizer = Tokenizer(models.WordLevel({text: n for n, text in enumerate(texts)}, unk_token=special.get("unk")))
+    longest = sorted((text for text in texts if text.strip()), key=len, reverse=True)
+    pattern = "|".join(text.replace(".", r"\.") for text in longest)
+    from tokenizers import Regex
+
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{f"{key}_token": one for key, one in special.items()})
+
+
+def test_classes_of_digits():
+    texts = ["a", *DIGITS, " 3", "37", "3.", "x3", "٣", "³", " 45 "]
+    tokenizer = tokens_as(texts)
+    found = digit_classes(tokenizer)
+    assert list(found) == DIGITS
+    assert found["3"] == [4, 11] and found["4"] == [5]
+    found = first_digit_classes(tokenizer)
+    assert found["3"] == [4, 11, 12] and found["4"] == [5, 17] and found["7"] == [8]
+
+
+def test_classes_of_words():
+    texts = ["Yes", " yes", "YES", "yesterday", "no", "No ", "know", "y"]
+    found = word_classes(tokens_as(texts), ("yes", "no"))
+    assert found == {"yes": [0, 1, 2], "no": [4, 5]}
+
+
+def test_a_word_without_a_token_is_known_by_its_beginning():
+    tokenizer = tokens_as(["Y", "y", "e", "s", "n", "o", "N"])
+    assert word_classes(tokenizer, ("yes", "no")) == {"yes": [0, 1], "no": [4, 6]}
+    assert watched_classes(tokenizer, "yes_no") == {"yes": [0, 1], "no": [4, 6]}
+    with pytest.raises(NotValid, match="yes, yet begin with the same token"):
+        word_classes(tokenizer, ("yes", "yet"))
+
+
+def test_words_that_nothing_stands_for():
+    with pytest.raises(NotValid, match=r"no token for 0, 1, 2, .*9"):
+        digit_classes(tokens_as(["a", "b", "?"], unk="?"))
+    with pytest.raises(NotValid, match="no token for 7$"):
+        first_digit_classes(tokens_as([digit for digit in DIGITS if digit != "7"]))
+    tokenizer = tokens_as(["yes", "?"], unk="?")
+    with pytest.raises(NotValid, match="no token for no$"):
+        word_classes(tokenizer, ("yes", "no"))
+
+
+def test_classes_of_a_real_vocabulary_of_pieces(stories):
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    found = watched_classes(tokenizer, "yes_no")
+    beginnings = {name: {tokenizer.decode([n]).strip().lower() for n in members} for name, members in found.items()}
+    assert beginnings == {"yes": {"y"}, "no": {"no"}} or beginnings == {"yes": {"y"}, "no": {"n"}}
+    digits = digit_classes(tokenizer)
+    assert all(tokenizer.decode(members).strip(" ") == digit for digit, members in digits.items())
+
+
+def test_what_is_watched():
+    tokenizer = word_tokenizer(["Yes no"])
+    bits = watched_classes(tokenizer, "bits")
+    assert {name: tokenizer.convert_ids_to_tokens(members) for name, members in bits.items()} == {
+        "0": ["0"],
+        "1": ["1"],
+    }
+    assert watched_classes(tokenizer, "tokens") == {}
+    assert watched_classes(tokenizer, "digits") == watched_classes(tokenizer, "first_digits") == digit_classes(tokenizer)
+
+
+def test_likely_tokens_of_the_same_text_are_one():
+    tokenizer = tokens_as(["cat", " cat", "dog", "cow", " ", "  "])
+    probabilities_FV = torch.tensor(
+        [[0.50, 0.06, 0.049, 0.0, 0.0, 0.05, 0.05], [0.80, 0.00, 0.04, 0.05, 0.06, 0.0, 0.0]], dtype=torch.float64
+    )
+    found = likely_tokens(probabilities_FV, tokenizer)
+    assert found == {"cat": [0, 1], "cow": [3], "' '": [4], "'  '": [5], "''": [6]}  # the last has no text: padding
+    curves = class_curves(probabilities_FV, found)
+    assert curves["cat"] == pytest.approx([0.56, 0.80]) and curves["cow"] == [0.0, 0.05]
+
+
+# Prompts and places
+
+
+def parts(text, places):
+    return [text[start:end] for start, end in places]
+
+
+@pytest.mark.parametrize("template", ["sentence", "listed", "apart"])
+def test_places_of_a_counted_word(template):
+    """Also of one that stands in the question, within itself or within its own category."""
+    for word, category in (("apple", "fruit"), ("time", "sentence"), ("a", "animal"), ("cat", "cat"), ("aa", "aa")):
+        text, places = counting_prompt(word, 3, category, f"a {category}", template, num_fillers=2)
+        assert parts(text, places) == [word] * 3
+        quoted = text.split('"')[1]
+        assert quoted == " ".join([word] * 3)
+        start = text.index(quoted)
+        assert places == [(start + n * (len(word) + 1), start + n * (len(word) + 1) + len(word)) for n in range(3)]
+        assert text.endswith("Answer: ") and text.count(FILLER) == (2 if template == "apart" else 0)
+        assert (f"{category}s are listed" if template == "listed" else f"a {category} mentioned") in text
+
+
+def test_the_papers_own_counting_prompt():
+    assert counting_prompt("apple", 4, "fruit", "a fruit").text == (
+        'Question: In the sentence "apple apple apple apple", how many times is a fruit mentioned? '
+        "Reply with a single-digit number\nAnswer: "
+    )
+    assert counting_prompt("rose", 2, "flower", "a flower", "listed").text == (
+        'Question: How many flowers are listed in the sentence "rose rose"? Reply with a single-digit number\nAnswer: '
+    )
+
+
+def test_places_between_two_characters():
+    assert places_of("abcabcabc", "bc") == [(1, 3), (4, 6), (7, 9)]
+    assert places_of("abcabcabc", "bc", 2, 8) == [(4, 6)]
+    assert places_of("aaaa", "aa") == [(0, 2), (2, 4)]
+    assert places_of("abc", "x") == []
+
+
+def test_places_of_steps():
+    text = tutorial("How to - wait", ["Sit down.", "Wait - long.", "Get up."])
+    assert parts(text, step_places(text)) == ["- Sit down.", "- Wait - long.", "- Get up."]
+    assert text == (
+        "Tutorial: How to - wait\n\n- Sit down.\n- Wait - long.\n- Get up.\n\nQuestion: How many steps are necessary "
+        "to complete the tutorial? Reply with a single-digit number\nAnswer: It takes "
+    )
+    assert parts("- a\n-b\n - c\n- d", step_places("- a\n-b\n - c\n- d")) == ["- a", "- d"]
+
+
+def test_places_of_numbers():
+    template = "{name} has {item_1} of {item_2}, said {name} 82: "
+    fields = {"name": "82", "item_1": 82, "item_2": 8}
+    assert sum_prompt(template, fields, "item_1") == ("82 has 82 of 8, said 82 82: ", [(7, 9)])
+    assert sum_prompt(template, fields, "item_2").places == [(13, 14)]
+
+
+def test_items_point_at_what_shrinks():
+    """Every place of every item is a repeated word, a step, an event or a number."""
+    for item in counts.counting_items(Options()):
+        words = set(parts(item.text, item.places))
+        assert len(words) == 1 and len(item.places) == item.facts["repetitions"] and item.one_token
+    for item in counts.events_items(Options()):
+        found = parts(item.text, item.places)
+        assert len(found) == item.facts["repetitions"] and not item.one_token
+        if item.group == SET:
+            assert all(part.startswith("- ") for part in found) and item.text.count("\n- ") == len(found)
+        else:
+            assert tuple(found) == PASSAGES[item.name][1] and item.text.startswith("Question: ")
+    for item in sums.items(Options()):
+        assert len(item.places) == (1 if item.vary == "shrink" else 0)
+        assert all(part.isdecimal() and len(part) == 2 for part in parts(item.text, item.places))
+
+
+# Data
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_shipped_data(name):
+    assert len(load(name)) == SIZES[name]
+
+
+def test_shipped_records_are_all_different():
+    assert len({record["word"] for record in load("words")}) == 200
+    assert len({record["sentence"] for record in load("tutorials")}) == 200
+    assert len({json.dumps(record) for record in load("sums")}) == 200
+    assert len({frozenset(record["options"]) for record in load("objects")}) == 50
+
+
+def test_shipped_words_and_objects():
+    for record in load("words"):
+        assert record["word"].isalpha() and record["word"].islower() and 1 <= record["repetitions"] <= 9
+        assert record["category_with_article"] in (f"a {record['category']}", f"an {record['category']}")
+        assert record["category_with_article"].startswith("an ") == (record["category"][0] in "aeiou")
+    for record in load("objects"):
+        assert list(record["questions"]) == ["both", "neither", "first", "second"]
+        assert all(question.count("{}") == 1 and question.endswith("?") for question in record["questions"].values())
+
+
+def test_shipped_tutorials_count_their_steps():
+    for record in load("tutorials"):
+        steps = parts(record["sentence"], step_places(record["sentence"]))
+        assert len(steps) == record["num_sentences"] == record["sentence"].count("\n- ")
+        title = record["sentence"].split("\n")[0].removeprefix("Tutorial: ")
+        assert record["sentence"] == tutorial(title, [step.removeprefix("- ") for step in steps])
+
+
+def test_shipped_sums_can_tell_a_shrunk_number():
+    """Two-digit numbers, each shrunk once; the right first digit is none of the shrunk ones."""
+    by_question = {}
+    for record in load("sums"):
+        first, second = record["fields"]["item_1"], record["fields"]["item_2"]
+        shrunk, rest = (first, second) if record["shrink_1"] else (second, first)
+        assert 10 <= first <= 99 and 10 <= second <= 99
+        assert str(first + second)[0] not in shrunk_labels(rest, shrunk)
+        question = record["template"].format(**record["fields"])
+        assert [int(word) for word in question.split() if word.isdecimal()] == [first, second]
+        by_question.setdefault(question, []).append(record["shrink_1"])
+    assert len(by_question) == 100 and all(sorted(both) == [False, True] for both in by_question.values())
+
+
+@pytest.mark.parametrize("name", AUTHORS)
+def test_the_authors_own_files(name):
+    path = SHARED / "data" / "cct" / AUTHORS[name]
+    if not path.exists():
+        pytest.skip("needs ../shared/data/cct beside the checkout")
+    records = load(name, path)
+    assert len(records) == (54 if name == "objects" else 200)
+    probe = {"words": "counting", "tutorials": "events", "sums": "sums", "objects": "space"}[name]
+    items = [item for item in EXPERIMENTS[probe].items(Options(path)) if item.group == SET]
+    assert len(items) == 200  # the first 50 pairs of objects
+    if name == "objects":
+        assert len([item for item in EXPERIMENTS[probe].items(Options(path, limit=54)) if item.group == SET]) == 216
+    for item, record in zip(items, records, strict=False):
+        if name == "words":
+            assert parts(item.text, item.places) == [record["word"]] * record["repetitions"]
+        if name == "tutorials":
+            assert len(item.places) == record["num_sentences"] and item.text == record["sentence"]
+        if name == "sums":
+            number = record["fields"]["item_1" if record["shrink_1"] else "item_2"]
+            assert parts(item.text, item.places) == [str(number)]
+
+
+WORD = {"word": "cat", "category": "animal", "category_with_article": "an animal", "repetitions": 3}
+TUTORIAL = {"sentence": "How\n\n- a\n- b", "num_sentences": 2}
+SUM = {"template": "{item_1} and {item_2} is ", "fields": {"item_1": 24, "item_2": 37}, "shrink_1": True}
+OBJECTS = {"options": ["a", "b"], "questions": {kind: "Is {}?" for kind in ("both", "neither", "first", "second")}}
+GOOD = {"words": WORD, "tutorials": TUTORIAL, "sums": SUM, "objects": OBJECTS}
+
+
+def without(record, field):
+    return {name: value for name, value in record.items() if name != field}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("words", without(WORD, "word"), "'word' is None and should be a str"),
+        ("words", WORD | {"word": 3}, "'word' is 3 and should be a str"),
+        ("words", WORD | {"repetitions": "3"}, "'repetitions' is '3' and should be a int"),
+        ("words", WORD | {"repetitions": True}, "'repetitions' is True and should be a int"),
+        ("words", WORD | {"repetitions": 10}, "'repetitions' is 10 and should be 1 to 9"),
+        ("words", WORD | {"repetitions": 0}, "'repetitions' is 0 and should be 1 to 9"),
+        ("words", "cat", "'word' is None"),
+        ("tutorials", without(TUTORIAL, "num_sentences"), "'num_sentences' is None"),
+        ("tutorials", TUTORIAL | {"sentence": "How\n\n* a\n* b"}, "begins with '- '"),
+        ("tutorials", TUTORIAL | {"num_sentences": 12}, "'num_sentences' is 12"),
+        ("sums", without(SUM, "shrink_1"), "'shrink_1' is None"),
+        ("sums", SUM | {"fields": {"item_1": 24}}, r"\[24, None\] and should be whole numbers"),
+        ("sums", SUM | {"fields": {"item_1": 24, "item_2": "37"}}, r"\[24, '37'\] and should be whole numbers"),
+        ("sums", SUM | {"template": "{name}: {item_1} and {item_2}"}, "asks for 'name'"),
+        ("sums", SUM | {"template": "{item_1} and {item_1}"}, "has no {item_1} or no {item_2}"),
+        ("sums", SUM | {"template": "{item_2} and {item_2}"}, "has no {item_1} or no {item_2}"),
+        ("objects", OBJECTS | {"options": ["a", "b", "c"]}, r"\['a', 'b', 'c'\] and should be two"),
+        ("objects", OBJECTS | {"options": "ab"}, "'options' is 'ab' and should be a list"),
+        ("objects", OBJECTS | {"questions": OBJECTS["questions"] | {"first": "Is it?"}}, "each with {} for the object"),
+        ("objects", OBJECTS | {"questions": without(OBJECTS["questions"], "first")}, "should be both, neither, first"),
+    ],
+)
+def test_a_malformed_record_is_named(name, wrong, message, tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps([GOOD[name]]))
+    assert load(name, path) == [GOOD[name]]
+    path.write_text(json.dumps([GOOD[name], GOOD[name], wrong]))
+    with pytest.raises(ValueError, match=rf"own\.json, record 2: .*{message}"):
+        load(name, path)
+
+
+@pytest.mark.parametrize("text", ["", "[{", "[]", "{}", "3", "null", json.dumps(WORD), "\udcff"])
+def test_a_file_that_is_no_list_of_records_is_named(text, tmp_path):
+    path = tmp_path / "own.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"own\.json (can't be read as JSON|is no list of records)"):
+        load("words", path)
+    with pytest.raises(ValueError, match=r"nowhere\.json can't be read"):
+        load("words", tmp_path / "nowhere.json")
+
+
+# Items
+
+
+def test_how_many_items_there_are():
+    found = {name: len(experiment.items(Options())) for name, experiment in EXPERIMENTS.items()}
+    assert found == {
+        "counting": 203,
+        "events": 203,
+        "sums": 5 * 8 + 200,
+        "space": 6 + 7 + 4 + 200,
+        "boolean": 4 * 4,
+        "translation": 4,
+        "scaling": 4,
+        "density": 2 * 4 + 2 * 4,
+        "memory": (4 + 3) * (3 + 20) + 20,
+    }
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_two_items_are_kept_under_one_key(name):
+    items = EXPERIMENTS[name].items(Options())
+    assert len({(item.name, item.group) for item in items}) == len(items)
+
+
+def test_limits_take_the_first_records():
+    for name in ("counting", "events", "sums"):
+        every, some = (EXPERIMENTS[name].items(Options(limit=limit)) for limit in (None, 7))
+        assert [item for item in every if item.group == SET][:7] == [item for item in some if item.group == SET]
+    assert len(space.space_items(Options(limit=3))) == 17 + 12
+    assert len(memory.items(Options(limit=2))) == (4 + 3) * 5 + 2
+    assert len(memory.items(Options(limit=200))) == (4 + 3) * 203 + 20
+
+
+def test_factors_of_the_papers():
+    def ends(items):
+        return {(len(item.factors), round(item.factors[0], 9), round(item.factors[-1], 9)) for item in items}
+
+    assert ends(counts.counting_items(Options())) == {(100, 0.1, 1)}
+    passages, tutorials = counts.events_items(Options())[:3], counts.events_items(Options())[3:]
+    assert ends(passages) == {(100, 0.1, 1)} and ends(tutorials) == {(40, 0.1, 1)}
+    of_sums = {item.group: item for item in sums.items(Options())}
+    assert {group: next(iter(ends([item]))) for group, item in of_sums.items()} == {
+        "duration": (100, 0.1, 1),
+        "embedding": (100, 0, 1),
+        "translation": (100, 0, 1),
+        "scaling": (100, 0.05, 1),
+        "density": (10, 1, 10),
+        SET: (100, 0.1, 1),
+    }
+    between = space.space_items(Options(limit=1))
+    assert ends(between[:17]) == {(100, 0, 1)} and ends(between[17:]) == {(40, 0, 1)}
+    assert ends(space.boolean_items(Options())) == {(100, 0, 1)}
+    assert ends(transformations.translation_items(Options())) == {(100, 0, 10)}
+    assert ends(transformations.scaling_items(Options())) == {(100, 0.05, 2)}
+    assert ends(transformations.density_items(Options())) == {(10, 1, 10)}
+
+
+def test_what_turns_into_what():
+    items = {item.name: item for item in space.space_items(Options(limit=1))}
+    red = items["Are ★ red?, ★ from apples to bananas"]
+    assert red.text == "Question: Are apples red? (yes/no)\nAnswer:" and red.watched == "yes_no"
+    assert red.other == "Question: Are bananas red? (yes/no)\nAnswer:"
+    bought = items["Alice bought some ★ at the, ★ from apples to bananas"]
+    assert (bought.text, bought.other) == ("Alice bought some apples at the", "Alice bought some bananas at the")
+    assert bought.watched == "tokens"
+    record = load("objects")[0]
+    for kind, question in record["questions"].items():
+        first, second = (question.replace("{}", option) for option in record["options"])
+        item = items[f"0 {kind}"]
+        assert (item.text, item.other) == (f"Question: {first} (yes/no)\nAnswer:", f"Question: {second} (yes/no)\nAnswer:")
+    operators = {item.name: item for item in space.boolean_items(Options())}
+    item = operators["0 AND to XOR 1"]
+    assert item.text == "Question: What is 0 AND 1? Reply with 0 or 1\nAnswer: " and "What is 0 XOR 1?" in item.other
+    turned = {item.group: item for item in sums.items(Options()) if item.name == "24 + 13"}
+    assert turned["embedding"].other == "The sum of 24 and 31 is " and turned["embedding"].text.endswith("24 and 13 is ")
+
+
+def test_labels_of_sums(tmp_path):
+    records = [SUM, SUM | {"shrink_1": False}]
+    (tmp_path / "own.json").write_text(json.dumps(records))
+    first, second = (item for item in sums.items(Options(tmp_path / "own.json")) if item.group == SET)
+    assert first.facts == {"original": "6", "shrunk": ["3", "4"]} and parts(first.text, first.places) == ["24"]
+    assert second.facts == {"original": "6", "shrunk": ["2", "3"]} and parts(second.text, second.places) == ["37"]
+
+
+# Summaries
+
+
+def record_of(group=SET, valid=True, **fields):
+    return {"name": "x", "group": group, "valid": valid, "factors": [0.5, 1.0], **fields}
+
+
+def test_summary_of_counts():
+    """Of the set, and of what could be posed: means over records, not over all peaks."""
+    records = [
+        record_of(curves=digit_curves("1", "2", "4"), repetitions=4),
+        record_of(curves=digit_curves("0", "3", "3"), repetitions=2),
+        record_of(curves=digit_curves("9", "9", "9"), repetitions=9, group="words"),
+        record_of(valid=False, reason="no"),
+    ]
+    assert counts.summary(records) == {
+        "records": 3,
+        "valid": 2,
+        "right_at_1": 0.5,
+        "counterfactual": (1 / 4 + 1 / 2) / 2,
+        "observed": (3 / 4 + 2 / 2) / 2,
+        "observed_expected": (3 / 4 + 0) / 2,
+        "ratio": (3 + 2) / 2,
+        "ratio_expected": (3 + 0) / 2,
+    }
+    nothing = counts.summary([record_of(valid=False, reason="no")])
+    assert (nothing["records"], nothing["valid"], nothing["ratio"], nothing["right_at_1"]) == (1, 0, None, None)
+
+
+def test_summary_of_sums():
+    """Properties are counted among records that are right at durations of one."""
+    good = digit_curves(*"..", d6=[0.2, 0.6], d2=[0.5, 0.1])
+    plain = digit_curves(*"..", d6=[0.6, 0.6])
+    third = digit_curves(*"..", d6=[0.2, 0.6], d2=[0.3, 0.1], d9=[0.4, 0.1])
+    wrong = digit_curves(*"..", d6=[0.2, 0.2], d2=[0.5, 0.5])
+    records = [record_of(curves=curves, original="6", shrunk=["2", "3"]) for curves in (good, plain, third, wrong)]
+    records += [record_of(valid=False, reason="no"), record_of(group="duration", curves=wrong)]
+    assert sums.summary(records) == {"records": 5, "posed": 4, "valid": 3, "P1": 2 / 3, "P2": 1 / 3, "P3": 1 / 3}
+
+
+def test_summary_of_space():
+    records = [
+        record_of(factors=[0, 0.5, 1], curves={"yes": [0.2, 0.5, 0.4], "no": [0.6, 0.6, 0.6]}),  # 0.1 above
+        record_of(factors=[0, 0.5, 1], curves={"yes": [0.2, 0.21, 0.2], "no": [0.2, 0.15, 0.3]}),  # 0.05 below
+        record_of(factors=[0, 0.5, 1], curves={"yes": [0.0, 0.5, 1.0], "no": [0.7, 0.65, 0.6]}),
+        record_of(group="questions", factors=[0, 1], curves={"yes": [0, 1], "no": [0, 1]}),
+        record_of(valid=False, reason="no"),
+    ]
+    found = space.space_summary(records)
+    assert (found["records"], found["valid"], found["constant_curves"]) == (4, 3, 1)
+    assert found["m_max_of_each"] == pytest.approx([0.1, 0.05, 0]) and found["m_max"] == pytest.approx(0.05)
+    slopes = [0.6 / 0.3, 0.02 / 0.01, 0.3 / 0.15, 1, 1]
+    assert found["derivative"] == pytest.approx(np.mean(slopes))
+    assert space.FAR_OUTSIDE == 0.05
+    edge = [record_of(factors=[0, 0.5, 1], curves={"yes": [0, value, 0], "no": [0, 0, 0]}) for value in (0.05, 0.0499)]
+    assert space.space_summary(edge)["far_outside"] == 0.5
+
+
+def test_summary_of_boolean():
+    curves = {"1": [0.2, 0.6, 0.6], "0": [0.2, 0.2, 0.4]}
+    found = space.boolean_summary([record_of(curves=curves), record_of(valid=False, reason="no")])
+    truth = found["truth"].pop("x")
+    assert found == {"records": 2, "valid": 1, "truth": {}}
+    assert truth == pytest.approx({"first": 0.5, "half": 0.75, "second": 0.6, "outside": 0.15, "on_bits": 2.2 / 3})
+
+
+def test_summary_of_transformations():
+    records = [
+        record_of(group="spread", distance=[0.1, 0.4, 0.2], same_top=[True, False, True]),
+        record_of(group="trapezoids", curves={"distance": [0.3, 0.1]}) | {"name": "rule"},
+        record_of(valid=False, reason="no") | {"name": "not"},
+    ]
+    found = transformations.density_summary(records)
+    assert found == {
+        "records": 2,
+        "valid": 1,
+        "sentences": {"x": {"most": 0.4, "last": 0.2, "same_top": 2 / 3}},
+        "rules": {"rule": [0.3, 0.1]},
+    }
+
+
+def test_summary_of_memory():
+    records = [
+        record_of("1 segments before", curves=digit_curves("2", "3"), repetitions=3),
+        record_of("1 segments before", curves=digit_curves("0", "1"), repetitions=2),
+        record_of("3 segments before", curves=digit_curves("4", "4"), repetitions=4),
+        record_of("3 segments before", valid=False, reason="no"),
+        record_of("dial, counting", recall=[0.2, 0.4]),
+        record_of("dial, counting", recall=[0.4, 0.8]),
+    ]
+    found = memory.summary(records)
+    assert (found["records"], found["valid"]) == (6, 5)
+    one = found["distances"][1]
+    assert (one["valid"], one["right_at_1"], one["observed"]) == (2, 0.5, (2 / 3 + 2 / 2) / 2)
+    assert (one["observed_expected"], one["counterfactual"]) == ((2 / 3 + 1 / 2) / 2, (1 / 3 + 1 / 2) / 2)
+    assert found["distances"][0]["valid"] == 0 and found["distances"][0]["observed"] is None
+    assert found["distances"][3]["right_at_1"] == 1
+    assert list(found["dials"]) == ["dial, counting"]
+    assert found["dials"]["dial, counting"]["recall"] == pytest.approx([0.3, 0.6])
+    assert found["dials"]["dial, counting"]["valid"] == 2 and set(memory.SHOWN_DIALS) <= set(memory.DIALS)

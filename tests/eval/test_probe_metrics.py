@@ -1,11 +1,12 @@
 """Measures by hand and by loops; classes of next tokens; prompts and the places in them; data sets and items."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eval.probes import EXPERIMENTS, counts, memory, space, sums, transformations
@@ -225,10 +226,8 @@ def tokens_as(texts, **special):
     """A tokenizer with exactly these tokens, which splits a text into them from the left, longest first."""
     tokenizer = Tokenizer(models.WordLevel({text: n for n, text in enumerate(texts)}, unk_token=special.get("unk")))
     longest = sorted((text for text in texts if text.strip()), key=len, reverse=True)
-    pattern = "|".join(text.replace(".", r"\.") for text in longest)
-    from tokenizers import Regex
-
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    pattern = Regex("|".join(map(re.escape, longest)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{f"{key}_token": one for key, one in special.items()})
 
@@ -250,7 +249,7 @@ def test_classes_of_words():
 
 
 def test_a_word_without_a_token_is_known_by_its_beginning():
-    tokenizer = tokens_as(["Y", "y", "e", "s", "n", "o", "N"])
+    tokenizer = tokens_as(["Y", "y", "e", "s", "n", "o", "N", "t"])
     assert word_classes(tokenizer, ("yes", "no")) == {"yes": [0, 1], "no": [4, 6]}
     assert watched_classes(tokenizer, "yes_no") == {"yes": [0, 1], "no": [4, 6]}
     with pytest.raises(NotValid, match="yes, yet begin with the same token"):
@@ -269,11 +268,13 @@ def test_words_that_nothing_stands_for():
 
 def test_classes_of_a_real_vocabulary_of_pieces(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    found = watched_classes(tokenizer, "yes_no")
-    beginnings = {name: {tokenizer.decode([n]).strip().lower() for n in members} for name, members in found.items()}
-    assert beginnings == {"yes": {"y"}, "no": {"no"}} or beginnings == {"yes": {"y"}, "no": {"n"}}
-    digits = digit_classes(tokenizer)
-    assert all(tokenizer.decode(members).strip(" ") == digit for digit, members in digits.items())
+    found = {
+        name: set(tokenizer.convert_ids_to_tokens(ids)) for name, ids in watched_classes(tokenizer, "yes_no").items()
+    }
+    assert {"Y", "y"} < found["yes"] < {"Y", "y", "▁Y", "▁y", "<0x59>", "<0x79>"}
+    assert {"N", "n"} < found["no"] < {"N", "n", "▁N", "▁n", "<0x4E>", "<0x6E>"}
+    for digit, ids in digit_classes(tokenizer).items():
+        assert tokenizer.convert_ids_to_tokens(ids) == [f"<0x3{digit}>", digit]
 
 
 def test_what_is_watched():
@@ -284,7 +285,9 @@ def test_what_is_watched():
         "1": ["1"],
     }
     assert watched_classes(tokenizer, "tokens") == {}
-    assert watched_classes(tokenizer, "digits") == watched_classes(tokenizer, "first_digits") == digit_classes(tokenizer)
+    assert (
+        watched_classes(tokenizer, "digits") == watched_classes(tokenizer, "first_digits") == digit_classes(tokenizer)
+    )
 
 
 def test_likely_tokens_of_the_same_text_are_one():
@@ -379,7 +382,7 @@ def test_shipped_data(name):
 
 
 def test_shipped_records_are_all_different():
-    assert len({record["word"] for record in load("words")}) == 200
+    assert len({(record["word"], record["repetitions"]) for record in load("words")}) == 200
     assert len({record["sentence"] for record in load("tutorials")}) == 200
     assert len({json.dumps(record) for record in load("sums")}) == 200
     assert len({frozenset(record["options"]) for record in load("objects")}) == 50
@@ -389,7 +392,6 @@ def test_shipped_words_and_objects():
     for record in load("words"):
         assert record["word"].isalpha() and record["word"].islower() and 1 <= record["repetitions"] <= 9
         assert record["category_with_article"] in (f"a {record['category']}", f"an {record['category']}")
-        assert record["category_with_article"].startswith("an ") == (record["category"][0] in "aeiou")
     for record in load("objects"):
         assert list(record["questions"]) == ["both", "neither", "first", "second"]
         assert all(question.count("{}") == 1 and question.endswith("?") for question in record["questions"].values())
@@ -442,7 +444,7 @@ def test_the_authors_own_files(name):
 WORD = {"word": "cat", "category": "animal", "category_with_article": "an animal", "repetitions": 3}
 TUTORIAL = {"sentence": "How\n\n- a\n- b", "num_sentences": 2}
 SUM = {"template": "{item_1} and {item_2} is ", "fields": {"item_1": 24, "item_2": 37}, "shrink_1": True}
-OBJECTS = {"options": ["a", "b"], "questions": {kind: "Is {}?" for kind in ("both", "neither", "first", "second")}}
+OBJECTS = {"options": ["a", "b"], "questions": dict.fromkeys(("both", "neither", "first", "second"), "Is {}?")}
 GOOD = {"words": WORD, "tutorials": TUTORIAL, "sums": SUM, "objects": OBJECTS}
 
 
@@ -563,12 +565,17 @@ def test_what_turns_into_what():
     for kind, question in record["questions"].items():
         first, second = (question.replace("{}", option) for option in record["options"])
         item = items[f"0 {kind}"]
-        assert (item.text, item.other) == (f"Question: {first} (yes/no)\nAnswer:", f"Question: {second} (yes/no)\nAnswer:")
+        assert (item.text, item.other) == (
+            f"Question: {first} (yes/no)\nAnswer:",
+            f"Question: {second} (yes/no)\nAnswer:",
+        )
     operators = {item.name: item for item in space.boolean_items(Options())}
     item = operators["0 AND to XOR 1"]
     assert item.text == "Question: What is 0 AND 1? Reply with 0 or 1\nAnswer: " and "What is 0 XOR 1?" in item.other
     turned = {item.group: item for item in sums.items(Options()) if item.name == "24 + 13"}
-    assert turned["embedding"].other == "The sum of 24 and 31 is " and turned["embedding"].text.endswith("24 and 13 is ")
+    assert turned["embedding"].other == "The sum of 24 and 31 is " and turned["embedding"].text.endswith(
+        "24 and 13 is "
+    )
 
 
 def test_labels_of_sums(tmp_path):

@@ -149,23 +149,43 @@ def test_the_dial_at_one_is_the_model(models):
     torch.testing.assert_close(alone_FNV[0, 0], dialled_FNV[1, -1], rtol=1e-4, atol=1e-9)
 
 
-def test_all_probes_on_models_side_by_side(models, tmp_path):
-    named = [item for name in ("llama", "folded", "gpt2") for item in ("--model", models / name)]
-    shown = condense("probe", "all", *named, "--limit", 2, "--output", tmp_path, "--speed")
+def check_files(folder, name, names):
+    """JSON, CSV with the same figures, pictures."""
+    results = json.loads((folder / f"probe_{name}.json").read_text())
+    assert [model["name"] for model in results["models"]] == names
+    lines = list(csv.DictReader((folder / f"probe_{name}.csv").open()))
+    first = next(record for record in results["models"][0]["records"] if record["valid"])
+    line = next(line for line in lines if (line["item"], line["group"]) == (first["name"], first["group"]))
+    assert float(line["factor"]) == first["factors"][0]
+    for label, curve in first.get("curves", {}).items():
+        assert float(line[f"p({label})"]) == curve[0]
+    pictures = list(folder.glob(f"probe_{name}-*.png"))
+    assert pictures and all(path.with_suffix(".svg").exists() for path in pictures)
+
+
+def test_all_probes(models, tmp_path):
+    shown = condense("probe", "all", "--model", models / "folded", "--limit", 2, "--output", tmp_path, "--speed")
     assert shown.exit_code == 0 and "speed-up" in shown.output
+    page = (tmp_path / "report.html").read_text()
     for name in EXPERIMENTS:
-        results = json.loads((tmp_path / f"probe_{name}.json").read_text())
-        names = ["folded"] if name == "memory" else ["llama", "folded", "gpt2"]
-        assert [model["name"] for model in results["models"]] == names
-        lines = list(csv.DictReader((tmp_path / f"probe_{name}.csv").open()))
-        first = next(record for record in results["models"][0]["records"] if record["valid"])
-        line = next(line for line in lines if (line["item"], line["group"]) == (first["name"], first["group"]))
-        assert float(line["factor"]) == first["factors"][0]
-        for label, curve in first.get("curves", {}).items():
-            assert float(line[f"p({label})"]) == curve[0]
-        pictures = list(tmp_path.glob(f"probe_{name}-*.png"))
-        assert pictures and all(path.with_suffix(".svg").exists() for path in pictures)
-        assert f"probe_{name}" in (tmp_path / "report.html").read_text()
+        check_files(tmp_path, name, ["folded"])
+        assert f"probe_{name}" in page
+
+
+@pytest.mark.parametrize("name", ["counting", "translation", "density"])
+def test_models_side_by_side(models, tmp_path, name):
+    named = [item for kind in ("llama", "gpt2") for item in ("--model", models / kind)]
+    limit = ["--limit", 2] if name == "counting" else []
+    shown = condense("probe", name, *named, *limit, "--output", tmp_path)
+    assert shown.exit_code == 0 and all(kind in shown.output for kind in ("llama", "gpt2"))
+    check_files(tmp_path, name, ["llama", "gpt2"])
+    reasons = [
+        record["reason"]
+        for model in json.loads((tmp_path / f"probe_{name}.json").read_text())["models"]
+        for record in model["records"]
+        if not record["valid"] and "position_anchor='start'" in record["reason"]
+    ]
+    assert bool(reasons) == (name == "density")  # half of GPT-2's first token ends before its first position
 
 
 def test_a_stopped_probe_goes_on(models, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 from ..results import Table
 from .data import load
 from .engine import Record
-from .experiment import SET, Experiment, Options, figure, in_set, mean, percent, valid
+from .experiment import SET, Experiment, Options, figure, in_set, mean, percent, valid, with_global
 from .items import DURATIONS, EVENT_DURATIONS, Item
 from .metrics import likeliest, peak_frequencies
 from .prompts import EVENTS_QUESTION, PASSAGES, Place, counting_prompt, places_of, step_places
@@ -83,6 +83,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def tables(models: dict[str, dict[str, Any]], name: str, numbers: tuple[str, str, str]) -> list[Table]:
+    models = with_global(models, ("right_at_1", *peak_frequencies({"1": [1.0]}, 1)))
     rows_valid, rows_all, rows_expected = [], [], []
     for model, found in models.items():
         share = found["valid"] / found["records"] if found["records"] else None

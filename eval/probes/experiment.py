@@ -43,6 +43,18 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def with_global(models: dict[str, dict[str, Any]], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The models and, of several, a row `Global`: all records together, figures weighted by the valid ones."""
+    if len(models) < 2:
+        return models
+    total: dict[str, Any] = {name: sum(found[name] for found in models.values()) for name in ("records", "valid")}
+    for field in fields:
+        known = [(found[field], found["valid"]) for found in models.values() if found[field] is not None]
+        weight = sum(number for _, number in known)
+        total[field] = sum(value * number for value, number in known) / weight if weight else None
+    return models | {"Global": total}
+
+
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2f} %"
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..results import Table
 from .data import load
 from .engine import Record
-from .experiment import SET, Experiment, Options, figure, in_set, mean, percent, valid
+from .experiment import SET, Experiment, Options, figure, in_set, mean, percent, valid, with_global
 from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
 from .metrics import normalised_max_derivative, outside_ends
 from .prompts import BOOLEAN, YES_OR_NO
@@ -79,6 +79,7 @@ def space_summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def space_tables(models: dict[str, dict[str, Any]]) -> list[Table]:
+    models = with_global(models, ("derivative", "m_max", "far_outside"))
     rows = [
         [
             name,

@@ -9,7 +9,7 @@ from typing import Any
 from ..results import Table
 from .data import load
 from .engine import Record
-from .experiment import SET, Experiment, Options, in_set, mean, percent, valid
+from .experiment import SET, Experiment, Options, in_set, mean, percent, valid, with_global
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
 from .metrics import shrunk_labels, sum_properties
 from .prompts import PAIRS, SUM, sum_prompt
@@ -61,6 +61,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def tables(models: dict[str, dict[str, Any]]) -> list[Table]:
+    models = with_global(models, ("P1", "P2", "P3"))
     shares = {name: found["valid"] / found["records"] if found["records"] else None for name, found in models.items()}
     rates = [[name, percent(shares[name]), f"{found['valid']} of {found['records']}"] for name, found in models.items()]
     rates += [[f"{name} (paper)", percent(share), ""] for name, (share, *_) in PAPER.items()]

@@ -14,7 +14,7 @@ from condense.continuity import ContinuousLM, find_spans
 from eval.probes import EXPERIMENTS, probe
 from eval.probes.data import load
 from eval.probes.engine import Reader
-from eval.probes.experiment import Options
+from eval.probes.experiment import Options, with_global
 from eval.probes.items import Item, NotValid
 from eval.probes.memory import dialled
 from eval.probes.metrics import normalised_max_derivative, outside_ends, peak_frequencies, shrunk_labels, sum_properties
@@ -74,6 +74,15 @@ def test_sums_by_hand(six, two, three, nine, expected):
     assert shrunk_labels(24, 37) == {"2", "3"}
     found = sum_properties({"6": six, "2": two, "3": three, "9": nine}, "6", {"2", "3", "6"})
     assert tuple(found[name] for name in ("valid", "P1", "P2", "P3")) == expected
+
+
+def test_the_global_row_by_hand():
+    """Three valid records of one model and one of another; a model without any has no figure."""
+    one, other = {"records": 4, "valid": 3, "P1": 0.2}, {"records": 4, "valid": 1, "P1": 1.0}
+    none = {"records": 4, "valid": 0, "P1": None}
+    assert with_global({"a": one}, ["P1"]) == {"a": one}
+    found = with_global({"a": one, "b": other, "c": none}, ["P1"])["Global"]
+    assert found == {"records": 12, "valid": 4, "P1": pytest.approx(0.4)}
 
 
 def test_curves_by_hand():

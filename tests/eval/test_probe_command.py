@@ -19,7 +19,7 @@ from eval.probes.items import Item, NotValid
 from eval.probes.memory import dialled
 from eval.probes.metrics import normalised_max_derivative, outside_ends, peak_frequencies, shrunk_labels, sum_properties
 from eval.probes.prompts import counting_prompt
-from training.question_data import write_questions
+from eval.probes.questions import write_questions
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from eval.probes.classes import DIGITS
 from eval.probes.data import load
 from eval.probes.experiment import SET, Options
 from eval.probes.prompts import counting_prompt
+from eval.probes.questions import write_questions
 from eval.probes.show import shown_curves
-from training.question_data import write_questions
 from training.small_llama import word_tokenizer
 
 from .test_probe_engine import gpt2_reader, llama, with_bos

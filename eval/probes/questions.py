@@ -1,6 +1,6 @@
 """Questions that teach a small model to count and to add, and the small Llama to teach: for the probes.
 
-    python -m training.question_data FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
+    python -m eval.probes.questions FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
 
 Whole tokens only: nothing here has a fraction of a duration. The probes' pairs of numbers, their passages and their
 whole tutorials are left out. Their words stand here equally often with every count: to leave out a word's count in the
@@ -16,8 +16,11 @@ from random import Random
 from tokenizers.processors import TemplateProcessing
 from transformers.utils import logging
 
-from eval.probes.data import load
-from eval.probes.prompts import (
+from training.data.passkey import PASSKEY_TEXTS
+from training.small_llama import small_llama, word_tokenizer
+
+from .data import load
+from .prompts import (
     BOOLEAN,
     EVENTS_QUESTION,
     FILLER,
@@ -28,10 +31,7 @@ from eval.probes.prompts import (
     sum_prompt,
     tutorial,
 )
-from eval.probes.prompts import PASSAGES as PROBED
-
-from .data.passkey import PASSKEY_TEXTS
-from .small_llama import small_llama, word_tokenizer
+from .prompts import PASSAGES as PROBED
 
 NUM_QUESTIONS = 100_000
 MOST = 9  # the answer is one digit

@@ -8,14 +8,13 @@ from random import Random
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.probes import EXPERIMENTS
+from eval.probes import EXPERIMENTS, questions
 from eval.probes.data import load
 from eval.probes.experiment import Options
 from eval.probes.prompts import FILLER, PAIRS
 from eval.probes.prompts import PASSAGES as PROBED
-from training import question_data
+from eval.probes.questions import Adding, Counting, write_questions
 from training.data.passkey import PASSKEY_TEXTS
-from training.question_data import Adding, Counting, write_questions
 from training.recipe import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "training" / "recipes"
@@ -52,7 +51,7 @@ def counted(prompt):
     first, *events, asked, rest = (sentence.strip() for sentence in [*sentences, prompt.rsplit("?", 1)[1]])
     assert asked.startswith("How many ") and asked.endswith("?") and rest.startswith("Reply")
     who = first.split()[0]
-    pronoun = "They" if who == "The" else question_data.PEOPLE[who]
+    pronoun = "They" if who == "The" else questions.PEOPLE[who]
     assert all(event.startswith(f"{pronoun} ") for event in events) and len(set(events)) == len(events)
     assert "the class" in asked.lower() if who == "The" else f" {who} " in asked
     return "events", len(events), events
@@ -105,7 +104,7 @@ def test_the_probes_own_sums_are_left_out(folder, monkeypatch):
         assert frozenset(map(int, re.findall(r"\d+", question["prompt"]))) not in own
     record = load("sums")[0]["fields"]
     for first, second in ((24, 13), (24, 31), (record["item_1"], record["item_2"])):
-        monkeypatch.setattr(question_data, "NUMBERS", (first, second))
+        monkeypatch.setattr(questions, "NUMBERS", (first, second))
         adding = Adding(Random(0))
         found = [sorted(map(int, re.findall(r"\d+", adding.question()["prompt"]))) for _ in range(40)]
         assert {tuple(pair) for pair in found} == {(first, first), (second, second)}
@@ -116,10 +115,10 @@ def test_the_probes_own_passages_are_left_out(folder, monkeypatch):
     for question in read(folder, "counting"):
         kind, _, events = counted(question["prompt"])
         assert kind != "events" or set(events) not in own
-    event, asked, _ = question_data.PASSAGES["went to the zoo"]
+    event, asked, _ = questions.PASSAGES["went to the zoo"]
     things = "a lion,an elephant,a giraffe,a penguin"
-    monkeypatch.setattr(question_data, "PASSAGES", {"went to the zoo": (event, asked, things)})
-    monkeypatch.setattr(question_data, "MOST", 4)
+    monkeypatch.setattr(questions, "PASSAGES", {"went to the zoo": (event, asked, things)})
+    monkeypatch.setattr(questions, "MOST", 4)
     counting = Counting(Random(0))
     counts = {}
     for _ in range(300):
@@ -159,8 +158,8 @@ def test_the_llama_fits_its_tokenizer(folder, tokenizer):
 
 def test_the_same_for_a_seed(folder, tmp_path, monkeypatch, capsys):
     arguments = ["--seed", "1", "--questions", "200", "--width", "16", "--layers", "1"]
-    monkeypatch.setattr("sys.argv", ["question_data", str(tmp_path / "same"), *arguments])
-    question_data.main()
+    monkeypatch.setattr("sys.argv", ["questions", str(tmp_path / "same"), *arguments])
+    questions.main()
     assert "200 questions to count and as many to add" in capsys.readouterr().out
     write_questions(tmp_path / "other", seed=2, num_questions=200, width=16, layers=1)
     for name in ("counting", "adding"):

@@ -233,7 +233,7 @@ def tokens_as(texts, **special):
 
 
 def test_classes_of_digits():
-    texts = ["a", *DIGITS, " 3", "37", "3.", "x3", "٣", "³", " 45 "]
+    texts = ["a", *DIGITS, " 3", "37", "3.", "x3", "٣", "³", " 45 ", "3٣"]
     tokenizer = tokens_as(texts)
     found = digit_classes(tokenizer)
     assert list(found) == DIGITS
@@ -645,11 +645,11 @@ def test_summary_of_space():
 
 
 def test_summary_of_boolean():
-    curves = {"1": [0.2, 0.6, 0.6], "0": [0.2, 0.2, 0.4]}
+    curves = {"1": [0.2, 0.4, 0.6, 0.5, 0.6], "0": [0.2, 0.4, 0.2, 0.5, 0.4]}
     found = space.boolean_summary([record_of(curves=curves), record_of(valid=False, reason="no")])
     truth = found["truth"].pop("x")
     assert found == {"records": 2, "valid": 1, "truth": {}}
-    assert truth == pytest.approx({"first": 0.5, "half": 0.75, "second": 0.6, "outside": 0.15, "on_bits": 2.2 / 3})
+    assert truth == pytest.approx({"first": 0.5, "half": 0.75, "second": 0.6, "outside": 0.15, "on_bits": 4.0 / 5})
 
 
 def test_summary_of_transformations():

@@ -295,20 +295,20 @@ def memory_reader(segment_length):
     return folded_reader(with_bos(word_tokenizer(texts)), segment_length)
 
 
-@pytest.mark.parametrize("segment_length", [6, 9, 16, 23, 48])  # of 6, a border is between the words
+@pytest.mark.parametrize("segment_length", [4, 7, 9, 16, 23, 48])  # of 7, a border is between the words
 def test_words_stand_so_many_segments_before_the_end(segment_length):
     """Against every number of fillers: not valid is what none of them brings there."""
     reader = memory_reader(segment_length)
     prompt = ["apple", 4, "fruit", "a fruit"]
     possible = set()
-    for num_fillers in range(30):
+    for num_fillers in range(99):
         ids = reader.tokenizer(counting_prompt(*prompt, "apart", num_fillers).text)["input_ids"]
         places = [n for n, token in enumerate(reader.tokenizer.convert_ids_to_tokens(ids)) if token == "apple"]
         segments = {place // segment_length for place in places}
         if len(segments) == 1:
             possible.add((len(ids) - 1) // segment_length - min(segments))
-    assert len(possible & set(range(7))) >= 3 if segment_length > 6 else not possible
-    for distance in range(7):
+    assert len(possible & set(range(24))) >= 3 if segment_length != 7 else not possible
+    for distance in range(24):
         facts = {"repetitions": 4, "distance_in_segments": distance, "prompt": prompt}
         item = Item("n", "g", "", "shrink", (1.0,), "digits", one_token=True, facts=facts)
         if distance not in possible:

@@ -447,3 +447,7 @@ def test_curves_that_are_drawn():
     likely = {"cat": [0.5, 0.1], "dog": [0.3, 0.7]}
     shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely})
     assert list(shown) == ["cat", "dog", "other tokens"] and shown["other tokens"] == pytest.approx([0.2, 0.2])
+    likely = {f"word {n}": [0.05 + 0.001 * n, 0.0] for n in range(12)}  # the ten that reach most
+    shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely})
+    assert list(shown) == [*list(likely)[2:], "other tokens"]
+    assert shown["other tokens"] == pytest.approx([1 - sum(0.05 + 0.001 * n for n in range(2, 12)), 1])

@@ -45,9 +45,7 @@ class FoldedCacheLayer(CacheLayerMixin):
 
         For a uniform piece those are views that end with the step's own tokens; otherwise whole buffers.
         """
-        if not self.is_initialized:
-            all_rows = (piece.batch_size, -1, -1, -1)
-            self.lazy_initialization(key_RGTE[:1].expand(all_rows), value_RGTE[:1].expand(all_rows))
+        self._make_room(key_RGTE, value_RGTE, piece)
         self.keys = _write(self.keys, key_RGTE, piece, self.segment_length)
         self.values = _write(self.values, value_RGTE, piece, self.segment_length)
         visible = piece.visible_keys if piece.uniform else slice(None)
@@ -55,8 +53,20 @@ class FoldedCacheLayer(CacheLayerMixin):
             (buffer if piece.all_rows else buffer[piece.rows])[:, :, visible] for buffer in (self.keys, self.values)
         )
 
+    def _make_room(self, key_RGTE, value_RGTE, piece: Piece) -> None:
+        if not self.is_initialized:
+            all_rows = (piece.batch_size, -1, -1, -1)
+            self.lazy_initialization(key_RGTE[:1].expand(all_rows), value_RGTE[:1].expand(all_rows))
+
+    def memory(self, piece: Piece) -> Memory | None:
+        if not self.is_initialized or piece.memory_lengths[0] == 0:
+            return None
+        rows = slice(None) if piece.all_rows else piece.rows
+        return Memory(*(buffer[rows, :, : self.segment_length] for buffer in (self.keys, self.values)))
+
     def remember(self, memory: Memory, piece: Piece) -> None:
         """Stores what the step's tokens will be in the next memory, and rolls rows over that are complete."""
+        self._make_room(*memory, piece)
         self.next_keys = _write(self.next_keys, memory.key_RGKE, piece)
         self.next_values = _write(self.next_values, memory.value_RGKE, piece)
         if piece.completed:

@@ -3,7 +3,7 @@
 from transformers import LlamaConfig
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
-SCHEDULES = ("auto", "sequential")
+SCHEDULES = ("auto", "sequential", "wavefront")
 POSITION_ANCHORS = ("end", "start")
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 
@@ -16,7 +16,8 @@ class CondenseConfig(LlamaConfig):
         or its input (`"layer_input"`, Transformer-XL, for comparison).
     bptt_segments: None lets gradients cross every segment border; `k` detaches the memory after
         segments k, 2k, 3k ..., so that a graph spans k segments.
-    schedule: the order in which (layer, segment) cells are run; `"auto"` chooses.
+    schedule: the order in which (layer, segment) cells are run: `"sequential"`, all layers of a segment and
+        then the next segment; `"wavefront"`, all cells of a diagonal at once; `"auto"` chooses by size.
     position_anchor: where in its interval a token of fractional duration sits.
 
     Raises `ValueError` for a value outside these, and for a checkpoint that is no Llama.

@@ -9,6 +9,7 @@ travels on as keys and values. Parameters are those of a Llama, under the same n
 Axes: R rows, T tokens of a step, D model width, H query heads, G key/value heads, E head width.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,10 @@ class Step:
     remembers: bool
     cut_R: tuple[bool, ...]
 
+    def views(self, past: Past | None) -> Iterator[tuple[slice, Visibility, Past | None]]:
+        """Rows that attend in the same way, what they may see, and where from."""
+        yield slice(None), self.visibility, past
+
 
 class CondenseAttention(nn.Module):
     def __init__(self, config: CondenseConfig):
@@ -63,15 +68,20 @@ class CondenseAttention(nn.Module):
         query_RHTE = _rotate(self._heads(self.q_proj(normed_RTD)), step.rotary)
         key_RGTE = _rotate(self._heads(self.k_proj(normed_RTD)), step.rotary)
         value_RGTE = self._heads(self.v_proj(normed_RTD))
+        attended = [
+            self._attend(query_RHTE[rows], key_RGTE[rows], value_RGTE[rows], visibility, rows_past, step.piece)
+            for rows, visibility, rows_past in step.views(past)
+        ]
+        return self.o_proj(attended[0] if len(attended) == 1 else torch.cat(attended))
+
+    def _attend(self, query_RHTE, key_RGTE, value_RGTE, visibility: Visibility, past: Past | None, piece: Piece):
         if past is None:
             key_RGKE, value_RGKE = key_RGTE, value_RGTE
         else:
-            key_RGKE, value_RGKE = past.extend(key_RGTE, value_RGTE, step.piece)
+            key_RGKE, value_RGKE = past.extend(key_RGTE, value_RGTE, piece)
         dropout = self.config.attention_dropout if self.training else 0.0
-        output_RTx = attend(
-            self.config._attn_implementation, query_RHTE, key_RGKE, value_RGKE, step.visibility, self.scale, dropout
-        )
-        return self.o_proj(output_RTx)
+        implementation = self.config._attn_implementation
+        return attend(implementation, query_RHTE, key_RGKE, value_RGKE, visibility, self.scale, dropout)
 
 
 def _rotate(tensor_RHTE: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -22,6 +22,10 @@ class Past(Protocol):
         """Keys and values [R, G, K, E] of everything the step's queries may see."""
         ...
 
+    def memory(self, piece: Piece) -> "Memory | None":
+        """What the piece's rows, all at the beginning of a segment, remember of the one before."""
+        ...
+
 
 class Memory(NamedTuple):
     """Keys and values of a layer's memory, each [R, G, K, E]: plain tensors that travel with the graph."""
@@ -31,6 +35,16 @@ class Memory(NamedTuple):
 
     def extend(self, key_RGTE, value_RGTE, piece):
         return torch.cat([self.key_RGKE, key_RGTE], dim=2), torch.cat([self.value_RGKE, value_RGTE], dim=2)
+
+    def memory(self, piece):
+        return self
+
+    def rows(self, first: int, end: int | None) -> "Memory":
+        return Memory(self.key_RGKE[first:end], self.value_RGKE[first:end])
+
+    def followed_by(self, other: "Memory") -> "Memory":
+        """With the other's rows behind its own."""
+        return Memory(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
 
 
 class TransientMemory:

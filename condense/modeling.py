@@ -22,7 +22,7 @@ from .continuity import Timeline
 from .layers import CondenseDecoderLayer, Step
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
-from .schedule import run_sequential
+from .schedule import RUNS
 from .segmentation import Alignment
 
 
@@ -211,7 +211,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             return [reader and reader.read(normed_RTD, step.piece) for reader in (loss_reader, hidden_reader)]
 
         steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
-        run = run_sequential(
+        run = RUNS[self.config.schedule](
             self.model.layers,
             steps,
             state,

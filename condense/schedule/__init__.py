@@ -1,5 +1,8 @@
 """The order in which (layer, segment) cells are run."""
 
 from .sequential import run_sequential
+from .wavefront import run_wavefront
 
-__all__ = ["run_sequential"]
+RUNS = {"auto": run_sequential, "sequential": run_sequential, "wavefront": run_wavefront}
+
+__all__ = ["RUNS"]

@@ -1,0 +1,301 @@
+"""The wavefront computes the cells of the sequential order, and of the plain loop."""
+
+import copy
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from condense import CondenseForCausalLM, FoldedCache, to_llama
+from condense.schedule import stacking, wavefront
+
+from .models import random_durations, random_ids, tiny_model, weights
+from .reference import reference_logits
+from .test_gradients import assert_same, gradients, reference_gradients
+
+LENGTHS = (3, 5, 10, 15, 23, 40, 43)  # of segments of 5: none whole, one, several, more than layers, with rests
+
+
+def waved(model: CondenseForCausalLM) -> CondenseForCausalLM:
+    other = copy.deepcopy(model)
+    other.config.schedule = "wavefront"
+    return other
+
+
+@pytest.fixture
+def bands(monkeypatch):
+    """The (first, end) of every band of layers that is run."""
+    taken = []
+    band = stacking.Stack.band
+
+    def noted(self, first, end):
+        taken.append((first, end))
+        return band(self, first, end)
+
+    monkeypatch.setattr(stacking.Stack, "band", noted)
+    return taken
+
+
+@pytest.mark.parametrize("durations", [False, True], ids=["unit", "durations"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"memory_source": "layer_input"},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": 6, "num_key_value_heads": 4},
+        {"position_anchor": "start", "attn_implementation": "eager"},
+        {"bptt_segments": 1},
+        {"bptt_segments": 3, "num_hidden_layers": 5},
+    ],
+    ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()) or "plain",
+)
+def test_same_logits_losses_and_gradients(fields, durations):
+    model = tiny_model(**fields)
+    other = waved(model)
+    for num_tokens in LENGTHS:
+        ids = random_ids(2, num_tokens)
+        inputs = {"durations": random_durations(2, num_tokens)} if durations else {}
+        for mode in ("train", "eval"):
+            one, two = (getattr(m, mode)()(ids, labels=ids, logits_to_keep=0, **inputs) for m in (model, other))
+            for name in ("loss", "logits", "segment_losses"):
+                torch.testing.assert_close(two[name], one[name], atol=1e-10, rtol=1e-10, msg=f"{name}, {num_tokens}")
+            assert two.segment_targets.tolist() == one.segment_targets.tolist()
+        assert_same(gradients(other, ids, **inputs), gradients(model, ids, **inputs), 1e-10)
+
+
+@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+def test_logits_and_gradients_of_the_plain_loop(memory_source):
+    model = tiny_model(memory_source=memory_source, num_hidden_layers=4)
+    model.config.schedule = "wavefront"
+    ids = random_ids(1, 38)
+    logits = model(ids, use_cache=False).logits
+    torch.testing.assert_close(logits[0], reference_logits(weights(model), model.config, ids[0]), atol=1e-5, rtol=1e-5)
+    assert_same(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+
+
+@pytest.mark.parametrize(("segments", "layers"), [(1, 3), (2, 4), (4, 2), (7, 3), (3, 1)])
+def test_steps_are_diagonals_and_cells_are_run_once(bands, segments, layers):
+    model = tiny_model(num_hidden_layers=layers)
+    model.config.schedule = "wavefront"
+    model(random_ids(1, 5 * segments), use_cache=False)
+    assert len(bands) == segments + layers - 1
+    cells = Counter(layer for first, end in bands for layer in range(first, end))
+    assert cells == dict.fromkeys(range(layers), segments)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_implementations(implementation):
+    model = tiny_model(torch.float32, attn_implementation=implementation)
+    ids = random_ids(2, 33)
+    torch.testing.assert_close(waved(model)(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("bptt_segments", [None, 2])
+def test_padded_batches_and_checkpointing(checkpointing, bptt_segments):
+    """Rows of 4, 8 and 2 segments, begun anywhere: waves of three rows, then of two, then of one."""
+    model = tiny_model(bptt_segments=bptt_segments)
+    other = waved(model)
+    ids, mask = random_ids(3, 41), torch.ones(3, 41, dtype=torch.long)
+    mask[0, :21] = 0
+    mask[2, 4:11] = mask[2, 20:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    for m in (model, other):
+        m.train()
+        if checkpointing:
+            m.activation_checkpointing_enable() if hasattr(m, "activation_checkpointing_enable") else (
+                m.gradient_checkpointing_enable()
+            )
+        m(ids, attention_mask=mask, labels=labels).loss.backward()
+    for (name, expected), actual in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, atol=1e-10, rtol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("durations", [False, True], ids=["unit", "durations"])
+@torch.no_grad()
+def test_state_across_calls(durations):
+    """Chunks that begin and end inside segments and at borders, then single tokens: the same state."""
+    model = tiny_model()
+    other = waved(model)
+    ids = random_ids(2, 90)
+    one, two, start = FoldedCache(model.config), FoldedCache(other.config), 0
+    for size in (15, 5, 7, 23, 10, 1, 1, 20, 8):
+        part = slice(start, start + size)
+        inputs = {"durations": random_durations(2, size, seed=start)} if durations else {}
+        expected = model(ids[:, part], past_key_values=one, **inputs).logits
+        actual = other(ids[:, part], past_key_values=two, **inputs).logits
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+        start += size
+        seen = slice(0, 5 + one.cursor.filled[0])
+        for a, b in zip(one.layers, two.layers, strict=True):
+            torch.testing.assert_close(b.keys[:, :, seen], a.keys[:, :, seen], atol=1e-10, rtol=1e-10)
+            torch.testing.assert_close(b.values[:, :, seen], a.values[:, :, seen], atol=1e-10, rtol=1e-10)
+        assert two.num_bytes == one.num_bytes and two.cursor.segments == one.cursor.segments
+    assert start == 90
+
+
+@torch.no_grad()
+def test_generation_after_padded_prompts():
+    model = tiny_model()
+    ids, mask = random_ids(3, 27), torch.ones(3, 27, dtype=torch.long)
+    mask[0, :11] = mask[1, :2] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(waved(model).generate(**inputs), model.generate(**inputs))
+
+
+def test_gradients_through_the_cache():
+    model = tiny_model()
+    other, ids, results = waved(model), random_ids(1, 40), []
+    for m in (model, other):
+        cache = FoldedCache(m.config)
+        parts = [m(part, past_key_values=cache).logits for part in ids.split(20, dim=1)]
+        torch.cat(parts, dim=1).square().sum().backward()
+        results.append([parameter.grad for parameter in m.parameters()])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(two, one, atol=1e-8, rtol=1e-8)
+
+
+def test_bfloat16():
+    model = tiny_model(torch.bfloat16, hidden_size=32, initializer_range=0.1)
+    ids = random_ids(2, 40)
+    one, two = gradients(model, ids), gradients(waved(model), ids)
+    exact = gradients(model.double(), ids)
+    for name, gradient in exact[1].items():
+        errors = [(found[1][name].double() - gradient).norm() / gradient.norm() for found in (one, two)]
+        assert errors[1] < 1.5 * errors[0] + 0.01, name
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(backend):
+    model = tiny_model(torch.float32, num_hidden_layers=2)
+    model.config.schedule = "wavefront"
+    ids = random_ids(2, 20)
+    expected = gradients(model, ids)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    model.zero_grad()
+    loss = compiled(ids, labels=ids).loss
+    loss.backward()
+    found = loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_same(found, expected, 1e-4)
+    torch._dynamo.reset()
+
+
+def storage_bytes(model: nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
+def test_parameters_are_moved_and_not_copied(tmp_path):
+    model = tiny_model(num_hidden_layers=4, tie_word_embeddings=True)
+    ids, size, names = random_ids(1, 30), storage_bytes(model), list(model.state_dict())
+    expected, identities = model(ids).logits, [id(parameter) for parameter in model.parameters()]
+    model.config.schedule = "wavefront"
+    model(ids)
+    assert storage_bytes(model) == size and list(model.state_dict()) == names
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    stacks = {layer.mlp.up_proj.weight.untyped_storage().data_ptr() for layer in model.model.layers}
+    assert len(stacks) == 1
+
+    model.save_pretrained(tmp_path)  # storages that parameters share are written once each
+    again = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.1 * size + 10_000
+    assert (tmp_path / "state.pt").stat().st_size < 1.1 * size + 30_000
+    for other in (again, copy.deepcopy(model), copy.deepcopy(model).float().double()):
+        torch.testing.assert_close(other(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(to_llama(model)(ids[:, :5]).logits, expected[:, :5], atol=1e-5, rtol=1e-5)
+
+
+def test_a_pass_without_gradients_leaves_trainable_parameters():
+    model = tiny_model()
+    model.config.schedule = "wavefront"
+    with torch.inference_mode():
+        model(random_ids(1, 30))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss, ids = [], random_ids(1, 30)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss.append(model(ids, labels=ids).loss)
+        loss[-1].backward()
+        optimizer.step()
+    assert loss[2] < loss[0]
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+def test_parameters_in_a_storage_of_someone_else(even):
+    """As ZeRO keeps them, all behind each other: they stay there, and the wave takes them as they lie."""
+    model = tiny_model()
+    ids = random_ids(1, 30)
+    expected = gradients(model, ids)
+    parameters = list(model.parameters())
+    flat = torch.empty(sum(p.numel() for p in parameters) + 3, dtype=torch.float64)
+    place = 0
+    for number, parameter in enumerate(parameters):
+        if not even and number == len(parameters) // 2:
+            place += 3
+        flat[place : place + parameter.numel()] = parameter.detach().flatten()
+        parameter.data = flat[place : place + parameter.numel()].view_as(parameter)
+        place += parameter.numel()
+    model.config.schedule = "wavefront"
+    assert_same(gradients(model, ids), expected, 1e-10)
+    start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
+    assert all(start <= parameter.data_ptr() < end for parameter in model.parameters())
+    weights_of = [layer.mlp.gate_proj.weight for layer in model.model.layers]
+    assert (stacking._distance(weights_of) is not None) == even
+
+
+def test_what_cannot_run_together_is_refused():
+    ids = random_ids(1, 20)
+    for spoil, message in (
+        (lambda m: m.model.layers[1].register_forward_hook(lambda *_: None), "layer 1 has hooks"),
+        (lambda m: m.model.layers[2].mlp.act_fn.register_forward_pre_hook(lambda *_: None), "hooks at 'mlp.act_fn'"),
+        (lambda m: setattr(m.model.layers[1].mlp, "up_proj", nn.Bilinear(2, 2, 2)), "a Bilinear at 'mlp.up_proj'"),
+        (lambda m: m.model.layers[2].mlp.float(), "of layer 2 is .*float32"),
+        (lambda m: setattr(m.model.layers[0].mlp.up_proj.weight, "data", torch.empty(0)), "of layer 1|kept elsewhere"),
+    ):
+        model = tiny_model()
+        model.config.schedule = "wavefront"
+        spoil(model)
+        with pytest.raises(ValueError, match=message) as error:
+            model(ids)
+        assert "schedule='sequential'" in str(error.value)
+
+
+def test_dropout_is_there():
+    """Random numbers come in another order; what is dropped is dropped in the same places of the layer."""
+    model = waved(tiny_model(attention_dropout=0.5)).train()
+    ids = random_ids(1, 40)
+    first, second = (model(ids, labels=ids).loss for _ in range(2))
+    assert first != second
+    assert model.eval()(ids, labels=ids).loss == model.eval()(ids, labels=ids).loss
+
+
+def test_checkpointing_repeats_dropout():
+    model, results = waved(tiny_model(attention_dropout=0.3)), []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
+        torch.manual_seed(0)
+        results.append(gradients(model, random_ids(1, 40)))
+    assert_same(results[1], results[0], 1e-12)
+
+
+def test_a_diagonal_sees_the_first_segment_without_a_memory(monkeypatch):
+    model = tiny_model()
+    seen, together = [], wavefront._together
+
+    def noted(flight, num_remembering):
+        seen.append((len(flight), num_remembering))
+        return together(flight, num_remembering)
+
+    monkeypatch.setattr(wavefront, "_together", noted)
+    waved(model)(random_ids(1, 25), use_cache=False)
+    # 5 segments, 3 layers: the oldest segment in flight has no memory while it is the text's first.
+    assert seen == [(1, 0), (2, 1), (3, 2), (3, 3), (3, 3), (2, 2), (1, 1)]

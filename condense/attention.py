@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from .segmentation import Piece
+from .segmentation import Piece, on_device
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Visibility:
         queries_T1 = torch.arange(num_queries, device=device)[:, None]
         if self.lower_right:
             return keys_K <= queries_T1 + (num_keys - num_queries)
-        first_R11 = self.first_key_R.to(device)[:, None, None]
-        own_R11 = self.own_key_R.to(device)[:, None, None]
+        first_R11 = on_device(self.first_key_R, device)[:, None, None]
+        own_R11 = on_device(self.own_key_R, device)[:, None, None]
         return ((keys_K >= first_R11) & (keys_K <= own_R11 + queries_T1))[:, None]
 
     def bias(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout)
     elif visibility.lower_right:
         block_mask = _lower_right_block_mask(num_queries, num_keys, device)
     else:
-        first_key_R, own_key_R = visibility.first_key_R.to(device), visibility.own_key_R.to(device)
+        first_key_R, own_key_R = (on_device(keys, device) for keys in (visibility.first_key_R, visibility.own_key_R))
 
         def visible(row, head, query, key):
             return (key >= first_key_R[row]) & (key <= own_key_R[row] + query)
@@ -180,15 +180,15 @@ def flash_attention(query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout
         return output_RTHE.transpose(1, 2)[..., :head_width]
 
     piece, device = visibility.piece, query_RHTE.device
-    row_q, token_q = (index.to(device) for index in piece.valid)
+    row_q, token_q = (on_device(index, device) for index in piece.valid)
     key_counts = [
         memory + filled + count
         for memory, filled, count in zip(piece.memory_lengths, piece.filled, piece.counts, strict=True)
     ]
     offsets_K = torch.arange(max(key_counts))
     row_k, offset_k = (offsets_K < torch.tensor(key_counts)[:, None]).nonzero(as_tuple=True)
-    key_k = (visibility.first_key_R[row_k] + offset_k).to(device)
-    row_k = row_k.to(device)
+    key_k = on_device(visibility.first_key_R[row_k] + offset_k, device)
+    row_k = on_device(row_k, device)
     packed_qHE = kernels.flash_attn_varlen_func(
         query_RTHE[row_q, token_q],
         key_RKGE[row_k, key_k],
@@ -216,7 +216,7 @@ def flash_attention_kernels():
 
 
 def _boundaries(counts: list[int], device: torch.device) -> torch.Tensor:
-    return F.pad(torch.tensor(counts).cumsum(0), (1, 0)).to(device, torch.int32)
+    return on_device(F.pad(torch.tensor(counts).cumsum(0), (1, 0)).int(), device)
 
 
 def _durations_as_channels(query_RHTE, key_RGKE, value_RGKE, log_duration_RK, scale):

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .configuration import CondenseConfig
 from .continuity import Timeline
 from .memory import Memory
-from .segmentation import Cursor, Piece
+from .segmentation import Cursor, Piece, on_device
 
 
 class FoldedCacheLayer(CacheLayerMixin):
@@ -148,11 +148,11 @@ class FoldedCache(Cache):
             self.last_hidden_BD = hidden_RTD[:, -1].clone()
             return
         device = hidden_RTD.device
-        last_R = torch.tensor(piece.counts, device=device) - 1
+        last_R = on_device(torch.tensor(piece.counts) - 1, device)
         last_RD = hidden_RTD[torch.arange(len(last_R), device=device), last_R]
         if self.last_hidden_BD is None:
             self.last_hidden_BD = hidden_RTD.new_zeros(piece.batch_size, hidden_RTD.shape[-1])
-        self.last_hidden_BD = self.last_hidden_BD.index_copy(0, torch.tensor(piece.rows, device=device), last_RD)
+        self.last_hidden_BD = self.last_hidden_BD.index_copy(0, on_device(torch.tensor(piece.rows), device), last_RD)
 
     @property
     def num_bytes(self) -> int:
@@ -215,7 +215,11 @@ def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, piece: Piece, o
         written[:, :, first : first + piece.width] = values_RGTE
     else:
         device = buffer_BGKE.device
-        row_n, token_n = (index.to(device) for index in piece.valid)
-        position_n = offset + torch.tensor(piece.filled, device=device)[row_n] + token_n
-        written[torch.tensor(piece.rows, device=device)[row_n], :, position_n] = values_RGTE[row_n, :, token_n]
+        row_n, token_n = piece.valid
+        position_n = offset + torch.tensor(piece.filled)[row_n] + token_n
+        own_row_n = torch.tensor(piece.rows)[row_n]
+        own_row_n, position_n, row_n, token_n = (
+            on_device(index, device) for index in (own_row_n, position_n, row_n, token_n)
+        )
+        written[own_row_n, :, position_n] = values_RGTE[row_n, :, token_n]
     return written

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 from .attention import Visibility, attend
 from .configuration import CondenseConfig
 from .memory import Memory, Past
-from .segmentation import Piece
+from .segmentation import Piece, on_device
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,6 @@ class CondenseDecoderLayer(nn.Module):
         if all(step.cut_R):
             source_RTD = source_RTD.detach()
         elif any(step.cut_R):
-            cut_R11 = torch.tensor(step.cut_R, device=source_RTD.device)[:, None, None]
+            cut_R11 = on_device(torch.tensor(step.cut_R), source_RTD.device)[:, None, None]
             source_RTD = source_RTD.detach().where(cut_R11, source_RTD)
         return output_RTD, self.self_attn.remember(self.input_layernorm(source_RTD), step)

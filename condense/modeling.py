@@ -23,7 +23,7 @@ from .layers import CondenseDecoderLayer, Step
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
 from .schedule import RUNS
-from .segmentation import Alignment
+from .segmentation import Alignment, on_device
 
 
 @dataclass
@@ -61,10 +61,10 @@ class CondenseModel(nn.Module):
 
         def rotary(coordinates_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if timeline is not None or len(coordinates_RT) > 1:
-                return self.rotary_emb(like, coordinates_RT.to(like.device))
+                return self.rotary_emb(like, on_device(coordinates_RT, like.device))
             place = coordinates_RT[0, 0].item(), coordinates_RT.shape[1]
             if place not in tables:  # most segments begin at the same coordinate
-                tables[place] = self.rotary_emb(like, coordinates_RT.to(like.device))
+                tables[place] = self.rotary_emb(like, on_device(coordinates_RT, like.device))
             return tables[place]
 
         for piece in state.cursor.pieces(alignment.lengths):
@@ -79,7 +79,8 @@ class CondenseModel(nn.Module):
                 log_duration_RK = timeline.log_durations(piece.rows)
                 if piece.uniform:
                     log_duration_RK = log_duration_RK[:, piece.visible_keys]
-                log_duration_RK = log_duration_RK.to(like.device, torch.promote_types(like.dtype, torch.float32))
+                accurate = torch.promote_types(like.dtype, torch.float32)
+                log_duration_RK = on_device(log_duration_RK.to(accurate), like.device)
                 timeline.roll([piece.rows[r] for r in piece.completed])
             yield Step(
                 piece=piece,

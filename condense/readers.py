@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .loss import cross_entropy_sum
-from .segmentation import Alignment, Piece
+from .segmentation import Alignment, Piece, on_device
 
 IGNORE_INDEX = -100
 
@@ -20,18 +20,21 @@ class LossReader:
     def __init__(self, head: Callable, vocab_size: int, alignment: Alignment, labels_BN: torch.Tensor, recompute: bool):
         self.head, self.vocab_size, self.alignment, self.recompute = head, vocab_size, alignment, recompute
         self.targets_BN = alignment.next_labels(labels_BN.cpu(), IGNORE_INDEX)
+        self.targets_on_device_BN: torch.Tensor | None = None  # once a device is known
         self.num_targets = int((self.targets_BN != IGNORE_INDEX).sum())
 
     def read(self, hidden_RTD: torch.Tensor, piece: Piece) -> torch.Tensor:
+        device = hidden_RTD.device
+        if self.targets_on_device_BN is None:
+            self.targets_on_device_BN = on_device(self.targets_BN, device)
+        target_RT = self.alignment.take(self.targets_on_device_BN, piece)
         row_n, token_n = piece.valid
-        target_n = self.alignment.take(self.targets_BN, piece)[row_n, token_n]
-        counted = target_n != IGNORE_INDEX
-        target_n = target_n[counted].to(hidden_RTD.device)
+        counted = self.alignment.take(self.targets_BN, piece)[row_n, token_n] != IGNORE_INDEX
         if bool(counted.all()) and piece.rectangular:
-            hidden_nD = hidden_RTD.flatten(0, 1)
+            hidden_nD, target_n = hidden_RTD.flatten(0, 1), target_RT.flatten()
         else:
-            device = hidden_RTD.device
-            hidden_nD = hidden_RTD[row_n[counted].to(device), token_n[counted].to(device)]
+            places = on_device(row_n[counted], device), on_device(token_n[counted], device)
+            hidden_nD, target_n = hidden_RTD[places], target_RT[places]
         return cross_entropy_sum(self.head, hidden_nD, target_n, self.vocab_size, self.recompute)
 
     def num_targets_of(self, piece: Piece) -> int:
@@ -50,6 +53,7 @@ class HiddenReader:
 
     def __init__(self, alignment: Alignment, num_kept: int):
         self.token_BK = alignment.last_token()[:, -num_kept:]
+        self.first_token = alignment.num_columns - num_kept if alignment.mask_BN is None else None
 
     def _places(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(r, k, t): kept column k of the step's row r is its token t."""
@@ -61,7 +65,9 @@ class HiddenReader:
         r, _, t = self._places(piece)
         if len(r) == 0:
             return hidden_RTD.new_empty(0, hidden_RTD.shape[-1])  # no view, which would keep the step alive
-        return hidden_RTD[r.to(hidden_RTD.device), t.to(hidden_RTD.device)]
+        if self.first_token is not None and piece.all_rows and piece.rectangular and len(set(piece.starts)) == 1:
+            return hidden_RTD[:, max(self.first_token - piece.starts[0], 0) :].flatten(0, 1)
+        return hidden_RTD[on_device(r, hidden_RTD.device), on_device(t, hidden_RTD.device)]
 
     def finish(self, pieces: Sequence[Piece], hidden: Sequence[torch.Tensor], before_BD: torch.Tensor) -> torch.Tensor:
         """[B, K, D]; columns before a row's first token of this input show `before_BD`."""
@@ -72,5 +78,5 @@ class HiddenReader:
             for piece in pieces:
                 r, k, _ = self._places(piece)
                 places.append(torch.tensor(piece.rows)[r] * num_kept + k)
-            kept_nD = kept_nD.index_copy(0, torch.cat(places).to(kept_nD.device), torch.cat(list(hidden)))
+            kept_nD = kept_nD.index_copy(0, on_device(torch.cat(places), kept_nD.device), torch.cat(list(hidden)))
         return kept_nD.unflatten(0, (batch_size, num_kept))

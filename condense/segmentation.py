@@ -13,6 +13,11 @@ from functools import cached_property
 import torch
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of what was counted on the host; the host does not wait for the device to take it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class Piece:
     """What one step takes: `counts[r]` tokens of row `rows[r]`, from its `starts[r]`-th real token on.
@@ -129,7 +134,7 @@ class Alignment:
         columns_RT = columns_RT.clamp(max=self.num_columns - 1)
         if self.mask_BN is not None:
             columns_RT = self.columns_BN[rows_R1, columns_RT]
-        return tensor_BN[rows_R1.to(tensor_BN.device), columns_RT.to(tensor_BN.device)]
+        return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]
 
     def last_token(self) -> torch.Tensor:
         """[B, N]: which of its row's real tokens is the last one up to each column; -1 where none is."""

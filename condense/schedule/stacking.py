@@ -101,25 +101,21 @@ class _View(torch.autograd.Function):
         return None, *gradient.unbind(0)
 
 
-def _stacked(parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-    distance = _distance(parameters)
-    return None if distance is None else _View.apply(distance, *parameters)
-
-
 class StackedLinear(nn.Module):
     """n linear maps, [n * R, T, I] to [n * R, T, O]: one product, or one each where weights lie unevenly."""
 
     def __init__(self, linears: list[nn.Linear]):
         super().__init__()
         self.linears = linears  # a plain list: these modules are registered elsewhere
+        self.weights = [linear.weight for linear in linears]
+        self.distance = _distance(self.weights)
 
     def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
-        num_layers = len(self.linears)
-        input_nRTI = input_RTI.unflatten(0, (num_layers, -1))
-        weight_nOI = _stacked([linear.weight for linear in self.linears])
-        if weight_nOI is None:
+        input_nRTI = input_RTI.unflatten(0, (len(self.linears), -1))
+        if self.distance is None:
             parts = [F.linear(part, one.weight, one.bias) for part, one in zip(input_nRTI, self.linears, strict=True)]
             return torch.cat(parts)
+        weight_nOI = _View.apply(self.distance, *self.weights)
         output_nxO = torch.bmm(input_nRTI.flatten(1, 2), weight_nOI.transpose(1, 2))
         if self.linears[0].bias is not None:
             output_nxO = output_nxO + torch.stack([linear.bias for linear in self.linears])[:, None]

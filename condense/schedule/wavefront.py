@@ -42,12 +42,13 @@ def run_wavefront(
     With `checkpoint` a diagonal keeps the memories and the hidden states it was given: more than a
     sequential step does, by the hidden states of every layer.
     """
-    stack = Stack(layers)
+    stack: Stack | None = None
     kept: list[tuple[Piece, Any]] = []
     for rows, run in groupby(steps, lambda step: whole_rows(step.piece)):
         if rows is None:
             kept += run_sequential(layers, run, state, embed, consume, checkpoint)
         else:
+            stack = stack or Stack(layers)
             kept += _wave(stack, run, state, embed, consume, checkpoint)
     return kept
 

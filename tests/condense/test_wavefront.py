@@ -299,3 +299,12 @@ def test_a_diagonal_sees_the_first_segment_without_a_memory(monkeypatch):
     waved(model)(random_ids(1, 25), use_cache=False)
     # 5 segments, 3 layers: the oldest segment in flight has no memory while it is the text's first.
     assert seen == [(1, 0), (2, 1), (3, 2), (3, 3), (3, 3), (2, 2), (1, 1)]
+
+
+def test_no_plan_is_made_where_no_wave_runs(monkeypatch):
+    model = tiny_model()
+    model.config.schedule = "wavefront"
+    cache = FoldedCache(model.config)
+    model(random_ids(1, 17), past_key_values=cache)
+    monkeypatch.setattr(stacking, "check_stackable", lambda layers: pytest.fail("a single token makes no wave"))
+    model(random_ids(1, 1), past_key_values=cache)

@@ -66,7 +66,7 @@ class HiddenReader:
         if len(r) == 0:
             return hidden_RTD.new_empty(0, hidden_RTD.shape[-1])  # no view, which would keep the step alive
         if self.first_token is not None and piece.all_rows and piece.rectangular and len(set(piece.starts)) == 1:
-            return hidden_RTD[:, max(self.first_token - piece.starts[0], 0) :].flatten(0, 1)
+            return hidden_RTD[:, max(self.first_token - piece.starts[0], 0) :].clone().flatten(0, 1)
         return hidden_RTD[on_device(r, hidden_RTD.device), on_device(t, hidden_RTD.device)]
 
     def finish(self, pieces: Sequence[Piece], hidden: Sequence[torch.Tensor], before_BD: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ Axes: n layers of a band, R rows, T tokens, I and O the widths of a product, D m
 
 import copy
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +18,44 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class Stack:
-    """The layers of a model, any consecutive ones of which can be had as one."""
+    """The layers of a model, any consecutive ones of which can be had as one: see `stack_of`."""
 
     def __init__(self, layers: nn.ModuleList):
-        """Moves parameters that have a storage each into a common one. Raises `ValueError` as `check_stackable`."""
-        check_stackable(layers)
-        self.layers = layers
+        self.layers = list(layers)  # and not the list that they are registered in, whose life ends the stack's
         self._bands: dict[tuple[int, int], nn.Module] = {}
         for name, _ in layers[0].named_parameters():
             _bring_together([layer.get_parameter(name) for layer in layers])
+        self.arrangement = _arrangement(layers)
 
     def band(self, first: int, end: int) -> nn.Module:
         """Layers first ... end - 1; its input is theirs [n * R, T, D], one layer's rows after the other's."""
         if (first, end) not in self._bands:
-            self._bands[first, end] = _band(list(self.layers[first:end]))
+            self._bands[first, end] = _band(self.layers[first:end])
         return self._bands[first, end]
+
+
+_stacks: WeakKeyDictionary[nn.ModuleList, Stack] = WeakKeyDictionary()
+
+
+def stack_of(layers: nn.ModuleList) -> Stack:
+    """The layers' stack, made anew when modules, hooks or parameters are no longer the same.
+
+    Moves parameters that have a storage each into a common one. Raises `ValueError` as `check_stackable`.
+    """
+    stack = _stacks.get(layers)
+    if stack is None or stack.arrangement != _arrangement(layers):
+        check_stackable(layers)
+        stack = _stacks[layers] = Stack(layers)
+    return stack
+
+
+def _arrangement(layers: nn.ModuleList) -> list[tuple]:
+    modules: list[tuple] = [(id(module), module.training, _has_hooks(module)) for module in layers.modules()]
+    return modules + [(id(parameter), parameter.data_ptr(), parameter.dtype) for parameter in layers.parameters()]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def check_stackable(layers: nn.ModuleList) -> None:
@@ -39,7 +63,7 @@ def check_stackable(layers: nn.ModuleList) -> None:
     remedy = "set schedule='sequential' (or 'auto')"
     for number, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            if _has_hooks(module):
                 raise ValueError(
                     f"layer {number} has hooks at {name or 'itself'!r}, and a wavefront calls many layers at once: "
                     f"{remedy}."

@@ -26,7 +26,7 @@ from ..layers import Step
 from ..memory import Memory
 from ..segmentation import Piece
 from .sequential import State, run_sequential
-from .stacking import Stack
+from .stacking import Stack, stack_of
 
 
 def run_wavefront(
@@ -42,14 +42,12 @@ def run_wavefront(
     With `checkpoint` a diagonal keeps the memories and the hidden states it was given: more than a
     sequential step does, by the hidden states of every layer.
     """
-    stack: Stack | None = None
     kept: list[tuple[Piece, Any]] = []
     for rows, run in groupby(steps, lambda step: whole_rows(step.piece)):
         if rows is None:
             kept += run_sequential(layers, run, state, embed, consume, checkpoint)
         else:
-            stack = stack or Stack(layers)
-            kept += _wave(stack, run, state, embed, consume, checkpoint)
+            kept += _wave(stack_of(layers), run, state, embed, consume, checkpoint)
     return kept
 
 

@@ -1,6 +1,8 @@
 """The wavefront computes the cells of the sequential order, and of the plain loop."""
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from functools import partial
 
@@ -306,5 +308,27 @@ def test_no_plan_is_made_where_no_wave_runs(monkeypatch):
     model.config.schedule = "wavefront"
     cache = FoldedCache(model.config)
     model(random_ids(1, 17), past_key_values=cache)
-    monkeypatch.setattr(stacking, "check_stackable", lambda layers: pytest.fail("a single token makes no wave"))
+    monkeypatch.setattr(wavefront, "stack_of", lambda layers: pytest.fail("a single token makes no wave"))
     model(random_ids(1, 1), past_key_values=cache)
+
+
+def test_a_stack_serves_until_something_changes(monkeypatch):
+    model, ids, made = tiny_model(), random_ids(1, 20), []
+    model.config.schedule = "wavefront"
+    check = stacking.check_stackable
+    monkeypatch.setattr(stacking, "check_stackable", lambda layers: made.append(check(layers)))
+    model(ids), model(ids)
+    assert len(made) == 1
+    projection = model.model.layers[1].mlp.up_proj
+    projection.weight = nn.Parameter(projection.weight.detach())  # another parameter at the same place
+    model(ids, labels=ids).loss.backward()
+    assert len(made) == 2 and projection.weight.grad is not None
+    model.model.layers[0].mlp.up_proj.weight.data = 2 * model.model.layers[0].mlp.up_proj.weight.data
+    changed = model(ids).logits
+    assert len(made) == 3
+    model.config.schedule = "sequential"
+    torch.testing.assert_close(changed, model(ids).logits, atol=1e-10, rtol=1e-10)
+    layers = weakref.ref(model.model.layers)
+    del model
+    gc.collect()
+    assert layers() is None

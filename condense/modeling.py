@@ -22,7 +22,7 @@ from .continuity import Timeline
 from .layers import CondenseDecoderLayer, Step
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
-from .schedule import RUNS
+from .schedule import RUNS, choose_schedule
 from .segmentation import Alignment, on_device
 
 
@@ -212,7 +212,11 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             return [reader and reader.read(normed_RTD, step.piece) for reader in (loss_reader, hidden_reader)]
 
         steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
-        run = RUNS[self.config.schedule](
+        schedule = self.config.schedule
+        if schedule == "auto":
+            layers = self.model.layers
+            schedule = choose_schedule(self.config, layers, alignment.lengths, state.cursor, checkpointing)
+        run = RUNS[schedule](
             self.model.layers,
             steps,
             state,

@@ -1,8 +1,9 @@
 """The order in which (layer, segment) cells are run."""
 
+from .choice import choose_schedule
 from .sequential import run_sequential
 from .wavefront import run_wavefront
 
-RUNS = {"auto": run_sequential, "sequential": run_sequential, "wavefront": run_wavefront}
+RUNS = {"sequential": run_sequential, "wavefront": run_wavefront}
 
-__all__ = ["RUNS"]
+__all__ = ["RUNS", "choose_schedule"]

@@ -1,0 +1,88 @@
+"""What `schedule="auto"` takes, and that it is what runs."""
+
+import pytest
+import torch
+
+import condense.modeling
+from condense import FoldedCache
+from condense.schedule import RUNS, choice, choose_schedule
+from condense.schedule.choice import faster_as_wave, longest_wave
+from condense.segmentation import Cursor
+
+from .models import random_ids, tiny_model
+from .test_gradients import torch_checkpoint
+
+
+def cursor(filled, segments):
+    made = Cursor(len(filled), 5)
+    made.filled, made.segments = filled, segments
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lengths", "filled", "segments", "expected"),
+    [
+        ([23], [0], [0], (4, 1)),
+        ([4], [0], [0], (0, 1)),
+        ([23, 23], [0, 0], [0, 0], (4, 2)),
+        ([23, 60], [0, 0], [0, 0], (8, 1)),  # 4 segments of both rows, then 8 of the longer one
+        ([60, 23, 21], [0, 0, 0], [0, 0, 0], (8, 1)),
+        ([50, 47, 48], [0, 0, 0], [0, 0, 0], (9, 3)),
+        ([23], [2], [3], (4, 1)),  # 3 tokens to the border, then 20
+        ([22], [2], [3], (3, 1)),
+        ([2], [2], [3], (0, 1)),
+        ([50, 50], [2, 0], [1, 1], (0, 0)),  # rows at different places
+        ([50, 50], [0, 0], [1, 0], (0, 0)),
+    ],
+)
+def test_the_longest_wave(lengths, filled, segments, expected):
+    assert longest_wave(lengths, cursor(filled, segments)) == expected
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    names = []
+    for name, run in list(RUNS.items()):
+        monkeypatch.setitem(RUNS, name, lambda *args, name=name, run=run: (names.append(name), run(*args))[1])
+    return names
+
+
+def test_what_runs_is_what_was_chosen(taken, monkeypatch):
+    model, ids = tiny_model(), random_ids(2, 100)
+    model(ids)
+    model(ids[:, :10])
+    cache = FoldedCache(model.config)
+    for part in ids.split([50, 1, 49], dim=1):
+        model(part, past_key_values=cache)
+    assert taken == ["wavefront", "sequential", "wavefront", "sequential", "wavefront"]
+    del taken[:]
+    model.config.schedule = "sequential"
+    model(ids)
+    monkeypatch.setattr(condense.modeling, "choose_schedule", lambda *_: pytest.fail("nothing is left to choose"))
+    model.config.schedule = "wavefront"
+    model(ids[:, :10])
+    assert taken == ["sequential", "wavefront"]
+
+
+@pytest.mark.parametrize("why", ["hooks", "checkpointing", "autocast", "one layer", "wide"])
+def test_auto_goes_one_by_one(taken, why):
+    model = tiny_model(torch.float32, num_hidden_layers=1 if why == "one layer" else 3)
+    if why == "hooks":
+        model.model.layers[1].register_forward_hook(lambda *_: None)
+    if why == "checkpointing":
+        model.train()._set_gradient_checkpointing(True, torch_checkpoint())
+    rows = 5000 if why == "wide" else 1
+    with torch.autocast("cpu", enabled=why == "autocast"):
+        model(random_ids(1, 100).expand(rows, -1), use_cache=False, logits_to_keep=1)
+    assert taken == ["sequential"]
+
+
+def test_the_rule_grows_with_segments_and_falls_with_width():
+    model = tiny_model()
+    config = model.config  # 3 layers, segments of 5, 40 wide
+    assert [faster_as_wave(config, segments, 1, "cpu", 4) for segments in (1, 6, 7, 100)] == [False, False, True, True]
+    most = choice.CPU_BAND_BYTES // (3 * 5 * 40 * 4)
+    assert [faster_as_wave(config, 100, rows, "cpu", 4) for rows in (most, most + 1)] == [True, False]
+    most = choice.CUDA_CELL_TOKENS // 5
+    assert [faster_as_wave(config, 100, rows, "cuda", 4) for rows in (most, most + 1)] == [True, False]
+    assert choose_schedule(config, model.model.layers, [100], cursor([0], [0]), False) == "wavefront"

@@ -79,6 +79,9 @@ def generate(
     segment_length: Annotated[int | None, typer.Option(help="For a Llama that has none; default 512.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
     attention: Annotated[str, typer.Option(help="eager, sdpa, flash_attention_2 or flex_attention.")] = "sdpa",
+    fixed_decoding: Annotated[
+        bool, typer.Option("--fixed-decoding", help="Write by a step that never changes: on CUDA a replayed graph.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
 ) -> None:
     """Reads a prompt of any length in constant memory and streams the answer."""
@@ -98,6 +101,7 @@ def generate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = CondenseForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention, **fields)
     loaded = loaded.to(device).eval()
+    loaded.fixed_decoding = fixed_decoding
     tokenizer = AutoTokenizer.from_pretrained(model)
     check_tokenizer(loaded.config, tokenizer)
     input_ids = encode(tokenizer, text)

@@ -69,6 +69,10 @@ class FoldedCacheLayer(CacheLayerMixin):
         self._make_room(*memory, piece)
         self.next_keys = _write(self.next_keys, memory.key_RGKE, piece)
         self.next_values = _write(self.next_values, memory.value_RGKE, piece)
+        self.roll(piece)
+
+    def roll(self, piece: Piece) -> None:
+        """What the piece's complete rows were to remember becomes their memory."""
         if piece.completed:
             self.keys = self._roll(self.keys, self.next_keys, piece)
             self.values = self._roll(self.values, self.next_values, piece)
@@ -123,6 +127,7 @@ class FoldedCache(Cache):
         # Final hidden state of each row's last token: what a column of padding after it answers with.
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
+        self.fixed_step: object | None = None  # see condense.decoding
 
     def start(self, batch_size: int) -> "FoldedCache":
         """Makes room for a batch, or checks that it is the one being read."""
@@ -186,6 +191,7 @@ class FoldedCache(Cache):
         rows_B = torch.as_tensor(indices).cpu()
         rows_B = rows_B.nonzero()[:, 0] if rows_B.dtype == torch.bool else rows_B
         self.cursor.select(rows_B.tolist())
+        self.fixed_step = None  # it would keep the old rows' buffers alive
         for layer in self.layers:
             layer.select(rows_B)
         if self.timeline is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
@@ -42,6 +43,16 @@ class Step:
     def views(self, past: Past | None) -> Iterator[tuple[slice, Visibility, Past | None]]:
         """Rows that attend in the same way, what they may see, and where from."""
         yield slice(None), self.visibility, past
+
+
+class RMSNorm(LlamaRMSNorm):
+    """A Llama's norm; on CUDA as one kernel, which keeps for the backward pass nothing but its input."""
+
+    def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
+        return self.fused(hidden_RTD) if hidden_RTD.is_cuda else super().forward(hidden_RTD)
+
+    def fused(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden_RTD, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class CondenseAttention(nn.Module):
@@ -96,8 +107,8 @@ class CondenseDecoderLayer(nn.Module):
         self.remembers_output = config.memory_source == "layer_output"
         self.self_attn = CondenseAttention(config)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, input_RTD: torch.Tensor, past: Past | None, step: Step) -> tuple[torch.Tensor, Memory | None]:
         """The layer's output [R, T, D] and, where the step remembers, its share of the next memory."""

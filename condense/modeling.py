@@ -6,20 +6,22 @@ D model width, S steps, V vocabulary.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import Visibility
 from .cache import FoldedCache
 from .checks import check_input, real_tokens
 from .configuration import ATTENTION_IMPLEMENTATIONS, CondenseConfig
 from .continuity import Timeline
-from .layers import CondenseDecoderLayer, Step
+from .decoding import can_decode, decode
+from .layers import CondenseDecoderLayer, RMSNorm, Step
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
 from .schedule import RUNS, choose_schedule
@@ -44,7 +46,7 @@ class CondenseModel(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(CondenseDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
 
     def steps(
@@ -109,11 +111,17 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     Any Llama checkpoint loads as it is:
 
         model = CondenseForCausalLM.from_pretrained(llama, segment_length=512)
+
+    Gradient checkpointing works by the segment: what waits for the backward pass are the memories. For very long
+    texts they can wait on the host:
+
+        model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _is_stateful = True  # the state cannot roll back, so methods of generation that undo tokens refuse
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
+    fixed_decoding = False  # True reads new tokens by a step that never changes, on CUDA a graph: see decoding.py
 
     def __init__(self, config: CondenseConfig):
         super().__init__(config)
@@ -181,6 +189,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             raise ValueError("gradient checkpointing runs segments twice, a cache reads them once: use one of the two.")
 
         alignment = Alignment(batch_size, num_columns, real_tokens(attention_mask, num_columns))
+        fixed = self.fixed_decoding and labels is None and durations is None
+        if fixed and input_ids is not None and cache is not None and can_decode(self, cache, alignment):
+            output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
+            return output if return_dict else output.to_tuple()
         state = TransientMemory(batch_size, self.config) if cache is None else cache.start(batch_size)
         if durations is not None and state.timeline is None:
             state.timeline = Timeline(state.cursor, self.config.position_anchor)
@@ -255,4 +267,16 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
                 "use_reentrant=True would report a gradient once per use of a weight, here once per segment: pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
+        if getattr(gradient_checkpointing_func, "keywords", {}).get("offload_memories") is not None:
+            keywords = dict(gradient_checkpointing_func.keywords)
+            offload = keywords.pop("offload_memories")
+            gradient_checkpointing_func = partial(gradient_checkpointing_func.func, **keywords)
+            if offload:
+                gradient_checkpointing_func = partial(_checkpoint_on_host, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+
+def _checkpoint_on_host(checkpoint, function, *arguments):
+    """What a segment was given, its memories, waits for the backward pass in the host's memory."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *arguments)

@@ -58,7 +58,7 @@ def test_every_part_runs_and_is_written(rehearsal):
     names = {line.split()[0] for line in listed if line} - {"tests"}
     assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(names, "done")
     assert {point["part"] for point in results["points"]} == set(MEASURED)
-    assert {check["part"] for check in results["checks"]} == {"correctness", "kernels", "flex"}
+    assert {check["part"] for check in results["checks"]} == {"correctness", "kernels", "graph", "flex"}
     assert results["smoke"] and "rehearsal" in (rehearsal / "gpu.txt").read_text()
     assert {"torch", "transformers"} <= results["versions"].keys() and results["hardware"]
     assert sorted(path.name for path in rehearsal.iterdir()) == ["gpu.csv", "gpu.json", "gpu.txt"]
@@ -79,6 +79,17 @@ def test_correctness_asks_for_every_attention_schedule_and_text(rehearsal):
                         on_cpu = attention == "flex_attention" and results["device"] == "cpu"
                         assert asked == (not (on_cpu and figure == "gradients"))
                 assert f"tiny, {attention}, {schedule}, {dtype}: token by token" in names
+
+
+def test_decoding_races_with_and_without_a_graph(rehearsal):
+    results = read(rehearsal)
+    checks = {check["name"]: check["passed"] for check in results["checks"] if check["part"] == "graph"}
+    assert len(checks) == 8 and all(checks.values())
+    for batch, longest in ((1, 256), (2, 64)):
+        for row, fixed in ((f"decoding, batch {batch}", False), (f"decoding, graph, batch {batch}", True)):
+            points = [point for point in results["points"] if point["row"] == row and point["kind"] == "folded"]
+            assert [point["length"] for point in points] == [32, longest]
+            assert {point["fixed_decoding"] for point in points} == {fixed}
 
 
 def test_the_ratios_are_those_of_the_points(rehearsal):

@@ -130,9 +130,9 @@ def _kept_by_fold(config: CondenseConfig | LlamaConfig, recipe: Recipe, one: Pas
     # Checkpoints keep memories as they are; otherwise they are a part of what attention keeps.
     repeated = recipe.attention == "eager" and not checkpointing
     heads = config.num_attention_heads if repeated else config.num_key_value_heads
-    memories, activations, memory = 0, [], 0
+    kept_memories, activations, memory = [], [], 0
     for number, tokens in enumerate(one.segments):
-        memories += 2 * one.rows * layers * memory * heads * config.head_dim * size
+        kept_memories.append(2 * one.rows * layers * memory * heads * config.head_dim * size)
         layer = _layer(config, recipe, tokens, memory)
         if number < last:  # the norm before the next segment's keys and values
             layer += 2 * tokens * width * size
@@ -150,6 +150,8 @@ def _kept_by_fold(config: CondenseConfig | LlamaConfig, recipe: Recipe, one: Pas
     loss = FLOAT32 * vocab * ((LOGIT_COPIES - 1) * chunk + held)
     later = one.rows * _layer_gradients(config, recipe, first, first if last else 0)
     kept = max(activations) if checkpointing else sum(activations)
+    # On the host, all wait but those of the segment that is computed.
+    memories = max(kept_memories) if recipe.offload_memories else sum(kept_memories)
     return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
 
 

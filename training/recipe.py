@@ -169,7 +169,9 @@ class Recipe(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
     attention_dropout: float = Field(0.0, ge=0, lt=1)
+    schedule: Literal["auto", "sequential", "wavefront"] = "auto"
     gradient_checkpointing: bool = False
+    offload_memories: bool = Field(False, description="checkpoints wait for the backward pass in the host's memory")
     deepspeed: Path = Path("deepspeed_configs/zero2.json")
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints = Checkpoints()
@@ -238,6 +240,10 @@ class Recipe(Section):
                 raise ValueError("a curriculum counts segments: leave out folded=false, or write stages")
         if not self.folded and (self.segment_length or self.bptt_segments):
             raise ValueError("folded=false is a stock Llama, which has no segment_length and no bptt_segments")
+        if not self.folded and (self.schedule != "auto" or self.offload_memories):
+            raise ValueError("folded=false is a stock Llama, which has no schedule and no memories to offload")
+        if self.offload_memories and not self.gradient_checkpointing:
+            raise ValueError("offload_memories=true moves what checkpoints keep: set gradient_checkpointing=true too")
         if self.evaluation and self.evaluation.sources and self.data.task == "passkey":
             raise ValueError("evaluation.sources: passkeys are made, not read")
         if self.resume and self.resume.parent.resolve() == self.output.resolve():

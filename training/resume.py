@@ -12,7 +12,8 @@ from .checkpoints import check, newest_checkpoint
 from .recipe import Recipe
 
 # What a run may change when it goes on: it alters neither the batches nor what is learned from them.
-FREE = {"output", "resume", "report_to", "deepspeed", "attention", "micro_batch", "gradient_checkpointing"}
+FREE = {"output", "resume", "report_to", "deepspeed", "attention", "schedule", "micro_batch"}
+FREE |= {"gradient_checkpointing", "offload_memories"}
 FREE |= {"max_skipped_steps", "checkpoints.keep", "data.prepared"}
 
 

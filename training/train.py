@@ -6,6 +6,7 @@ Started again, it goes on from its last complete checkpoint.
 """
 
 import argparse
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -63,7 +64,8 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
         use_cpu=not torch.cuda.is_available(),
         deepspeed=deepspeed,
         gradient_checkpointing=recipe.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        gradient_checkpointing_kwargs={"use_reentrant": False}
+        | ({"offload_memories": True} if recipe.offload_memories else {}),
         logging_steps=recipe.log_every,
         logging_nan_inf_filter=False,
         save_steps=recipe.checkpoints.every,
@@ -138,6 +140,9 @@ def train(recipe: Recipe) -> None:
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
     model = load_model(recipe)
+    own_schedule = getattr(model.config, "schedule", None)
+    if recipe.folded:
+        model.config.schedule = recipe.schedule
     check_tokenizer(model.config, tokenizer)
 
     callbacks: list[TrainerCallback] = []
@@ -175,13 +180,15 @@ def train(recipe: Recipe) -> None:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    # Trainer switches the cache off, and dropout is the run's: neither belongs to the model.
+    # Trainer switches the cache off, dropout and schedule are the run's: none of them belongs to the model.
     model.config.use_cache, model.config.attention_dropout = True, 0.0
+    if recipe.folded:
+        model.config.schedule = own_schedule
     trainer.save_model(str(recipe.output))
     if first and schedule is not None:
         schedule.save(recipe.output)
     if dist.is_initialized():
-        # A rank that exits with the group's threads alive may abort, and takes the others with it.
+        # A rank that leaves with the group's threads alive may abort, and takes the others with it.
         dist.barrier()
         dist.destroy_process_group()
 
@@ -203,6 +210,12 @@ def main() -> None:
     except ValueError as error:  # for the user: the message is the answer
         sys.exit(f"train: {error}")
     train(recipe)
+    if "LOCAL_RANK" in os.environ:
+        # Everything is written. DeepSpeed may still hold threads, whose destructors would abort the rank now and then.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -39,16 +39,26 @@ def run_sequential(
     kept = []
     for step in steps:
         pasts = state.read(step.piece)
-        run = partial(_run_step, layers, step, embed, consume)
-        # The tables tell the checkpoint on which device to keep the state of random numbers, for dropout.
-        consumed, remembered = run(pasts) if checkpoint is None else checkpoint(run, pasts, step.rotary)
+        if checkpoint is None:
+            consumed, remembered = _run_step(layers, step, embed, consume, pasts)
+        else:
+            run = partial(_run_checkpointed, layers, step, embed, consume)
+            memories_RGKE = [tensor for past in pasts if isinstance(past, Memory) for tensor in past]
+            # The tables tell the checkpoint on which device to keep the state of random numbers, for dropout.
+            consumed, remembered = checkpoint(run, step.rotary, *memories_RGKE)
         kept.append((step.piece, consumed))
         if step.remembers:
             state.write(remembered, step.piece)
     return kept
 
 
-def _run_step(layers, step: Step, embed, consume, pasts, _tables=None):
+def _run_checkpointed(layers, step: Step, embed, consume, _tables, *memories_RGKE):
+    """Memories come one tensor after the other, so that hooks on what is saved see them."""
+    pasts = [Memory(*pair) for pair in zip(memories_RGKE[::2], memories_RGKE[1::2], strict=True)]
+    return _run_step(layers, step, embed, consume, pasts or [None] * len(layers))
+
+
+def _run_step(layers, step: Step, embed, consume, pasts):
     hidden_RTD = embed(step)
     remembered = []
     for layer, past in zip(layers, pasts, strict=True):

@@ -9,19 +9,19 @@ Axes: n layers of a band, R rows, T tokens, I and O the widths of a product, D m
 
 import copy
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ..layers import RMSNorm
 
 
 class Stack:
     """The layers of a model, any consecutive ones of which can be had as one: see `stack_of`."""
 
     def __init__(self, layers: nn.ModuleList):
-        self.layers = list(layers)  # and not the list that they are registered in, whose life ends the stack's
+        self.layers = list(layers)
         self._bands: dict[tuple[int, int], nn.Module] = {}
         for name, _ in layers[0].named_parameters():
             _bring_together([layer.get_parameter(name) for layer in layers])
@@ -33,8 +33,8 @@ class Stack:
             self._bands[first, end] = _band(self.layers[first:end])
         return self._bands[first, end]
 
-
-_stacks: WeakKeyDictionary[nn.ModuleList, Stack] = WeakKeyDictionary()
+    def __reduce__(self):
+        return type(None), ()  # a copy of the model makes its own
 
 
 def stack_of(layers: nn.ModuleList) -> Stack:
@@ -42,10 +42,10 @@ def stack_of(layers: nn.ModuleList) -> Stack:
 
     Moves parameters that have a storage each into a common one. Raises `ValueError` as `check_stackable`.
     """
-    stack = _stacks.get(layers)
+    stack = layers.__dict__.get("_stack")  # which lives as long as they do
     if stack is None or stack.arrangement != _arrangement(layers):
         check_stackable(layers)
-        stack = _stacks[layers] = Stack(layers)
+        stack = layers.__dict__["_stack"] = Stack(layers)
     return stack
 
 
@@ -146,10 +146,10 @@ class StackedLinear(nn.Module):
         return output_nxO.unflatten(1, input_nRTI.shape[1:3]).flatten(0, 1)
 
 
-class StackedNorm(LlamaRMSNorm):
-    """n norms over [n * R, T, D]: the Llama's own, with a weight that has an axis of layers."""
+class StackedNorm(RMSNorm):
+    """n norms over [n * R, T, D]: the layers' own, with a weight that has an axis of layers."""
 
-    def __init__(self, norms: list[LlamaRMSNorm]):
+    def __init__(self, norms: list[RMSNorm]):
         nn.Module.__init__(self)
         self.norms = norms
         self.variance_epsilon = norms[0].variance_epsilon
@@ -158,8 +158,11 @@ class StackedNorm(LlamaRMSNorm):
         self.weight = torch.stack([norm.weight for norm in self.norms])[:, None, None]
         return super().forward(hidden_RTD.unflatten(0, (len(self.norms), -1))).flatten(0, 1)
 
+    def fused(self, hidden_nRTD: torch.Tensor) -> torch.Tensor:
+        return self.weight * F.rms_norm(hidden_nRTD, hidden_nRTD.shape[-1:], None, self.variance_epsilon)
 
-_STACKED: dict[type, Callable[[list], nn.Module]] = {nn.Linear: StackedLinear, LlamaRMSNorm: StackedNorm}
+
+_STACKED: dict[type, Callable[[list], nn.Module]] = {nn.Linear: StackedLinear, RMSNorm: StackedNorm}
 
 
 def _band(modules: list[nn.Module]) -> nn.Module:

@@ -103,7 +103,7 @@ def _wave(stack: Stack, run: Iterator[Step], state: State, embed, consume, check
         leaving = flight.pop() if high == num_layers - 1 else None
         diagonal = partial(_run_diagonal, stack.band(low, high + 1), step, entering, leaving, embed, consume)
         # The tables tell the checkpoint on which device to keep the state of random numbers, for dropout.
-        arguments = hidden, memory, step.rotary
+        arguments = step.rotary, hidden, *(memory or (None, None))
         hidden, consumed, memory = diagonal(*arguments) if checkpoint is None else checkpoint(diagonal, *arguments)
         if leaving is not None:
             kept.append((leaving.piece, consumed))
@@ -113,7 +113,8 @@ def _wave(stack: Stack, run: Iterator[Step], state: State, embed, consume, check
     return kept
 
 
-def _run_diagonal(band, step: BandStep, entering: Step | None, leaving: Step | None, embed, consume, hidden, memory, _):
+def _run_diagonal(band, step, entering: Step | None, leaving: Step | None, embed, consume, _tables, hidden, key, value):
+    memory = None if key is None else Memory(key, value)
     if entering is not None:
         new_RTD = embed(entering)
         hidden = new_RTD if hidden is None else torch.cat([new_RTD, hidden])

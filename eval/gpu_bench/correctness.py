@@ -68,6 +68,40 @@ def flex(bench: Bench) -> None:
             return
 
 
+def graph(bench: Bench) -> None:
+    """New tokens by `fixed_decoding` against ordinary ones, over two segment borders, rows at different places."""
+    torch.set_float32_matmul_precision("highest")
+    for shape_name, (shape, segment) in bench.sizes.checked.items():
+        reference = reference_model(shape, segment)
+        text = next(text for text in _texts(shape["vocab_size"], segment) if text.name == "padded")
+        for dtype, limits in LIMITS.items():
+            model = cast(copy.deepcopy(reference).to(bench.device), dtype)
+            for implementation in ("sdpa", "eager"):
+                name = f"{shape_name}, {implementation}, {str(dtype).removeprefix('torch.')}"
+                with _noted(bench, name):
+                    pair = []
+                    for fixed in (False, True):
+                        configure(model, Variant("folded", implementation, segment, "auto", fixed_decoding=fixed))
+                        pair.append(_continued(model, text, segment))
+                    (theirs_BNV, _), (ours_BNV, step) = pair
+                    _judge(bench, f"{name}: logits", ours_BNV, theirs_BNV, limits["logits"])
+                    replayed = step is not None and (step.replay is not None or bench.device.type != "cuda")
+                    bench.check(f"{name}: the steps were fixed ones, on CUDA a graph", replayed, "")
+
+
+@torch.no_grad()
+def _continued(model: Any, text: Text, segment: int) -> tuple[torch.Tensor, Any]:
+    """Logits of new tokens, one by one, over two borders of each row; and the step that was fixed, if one was."""
+    model.eval()
+    assert text.mask_BN is not None
+    first, end = segment - DECODED, 2 * segment + segment // 2 + 2 * DECODED
+    given = Text("", text.ids_BN[:, :first], text.mask_BN[:, :first], None).on(model.device)
+    cache = model(**given, use_cache=True).past_key_values
+    columns = text.ids_BN[:, first:end].to(model.device).split(1, dim=1)
+    logits = [model(input_ids=column_B1, past_key_values=cache).logits for column_B1 in columns]
+    return torch.cat(logits, dim=1).double().cpu(), cache.fixed_step
+
+
 def _compare(bench: Bench, implementations: Sequence[str], gradients: bool = True) -> Iterator[str]:
     """Makes the checks, and yields the name of each text and model after its own."""
     for shape_name, (shape, segment) in bench.sizes.checked.items():

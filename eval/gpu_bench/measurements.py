@@ -3,6 +3,8 @@
 Axes: B rows, N tokens.
 """
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,8 +58,10 @@ def decoding(bench: Bench) -> None:
     """New tokens one at a time, behind short and long contexts in turn; the text before is read once.
 
     The tokens lie around a segment's border, so that the rolling of the memory is among them, at all lengths.
+    Folded models race twice: with ordinary steps and, unless that was found to be wrong, with a replayed graph.
     """
     sizes, models = bench.sizes, build_models(bench, bench.sizes.large)
+    graphs = all(check["passed"] for check in bench.checks if check["part"] == "graph")
     for batch, longest in sizes.decode_long.items():
         contexts = [("folded", sizes.decode_short), ("folded", longest), ("stock", sizes.stock_decode[batch])]
         contexts += [("stock", sizes.decode_short)] if sizes.stock_decode[batch] != sizes.decode_short else []
@@ -66,12 +70,18 @@ def decoding(bench: Bench) -> None:
             segment, schedule = (sizes.segment, "auto") if kind == "folded" else (None, None)
             point = {"row": f"decoding, batch {batch}", "mode": "decoding", "length": length, "batch": batch}
             context_BN = bench.random_ids(models[kind], batch, length - sizes.new_tokens // 2)
-            entrants.append(_decoder(bench, models[kind], Variant(kind, "sdpa", segment, schedule), context_BN, point))
+            variant = Variant(kind, "sdpa", segment, schedule)
+            cache = _read(bench, models[kind], variant, context_BN, point)
+            entrants.append(_decoder(models[kind], variant, cache, context_BN[:, -1:], point))
+            if kind == "folded" and graphs:
+                twin = replace(variant, fixed_decoding=True), copy.deepcopy(cache)
+                graph_point = point | {"row": f"decoding, graph, batch {batch}"}
+                entrants.append(_decoder(models[kind], *twin, context_BN[:, -1:], graph_point))
         race(bench, entrants, sizes.new_tokens, WARM_UP_TOKENS)
 
 
-def _decoder(bench: Bench, model: Any, variant: Variant, context_BN: torch.Tensor, point: dict[str, Any]) -> Entrant:
-    """Reads a context, and is ready to add tokens to it."""
+def _read(bench: Bench, model: Any, variant: Variant, context_BN: torch.Tensor, point: dict[str, Any]) -> Any:
+    """The state after a context."""
 
     def watch(_segments: int) -> None:
         if bench.left() < 0:
@@ -84,8 +94,10 @@ def _decoder(bench: Bench, model: Any, variant: Variant, context_BN: torch.Tenso
     else:
         cache = prefill(model, context_BN).past_key_values
         point["state_bytes"] = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    next_B1 = context_BN[:, -1:]
+    return cache
 
+
+def _decoder(model: Any, variant: Variant, cache: Any, next_B1: torch.Tensor, point: dict[str, Any]) -> Entrant:
     @torch.no_grad()
     def step() -> None:
         nonlocal next_B1

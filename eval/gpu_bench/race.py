@@ -61,6 +61,7 @@ class Variant:
     segment_length: int | None = None
     schedule: str | None = None
     checkpointing: bool = False
+    fixed_decoding: bool = False
 
 
 @dataclass
@@ -136,6 +137,7 @@ def configure(model: Any, variant: Variant) -> None:
     if variant.kind == "folded":
         model.config.segment_length = variant.segment_length
         model.config.schedule = variant.schedule
+        model.fixed_decoding = variant.fixed_decoding
     if variant.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:

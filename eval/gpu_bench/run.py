@@ -17,7 +17,7 @@ import torch
 
 from ..results import circumstances, write_results
 from .bars import judge, schedule_ratios, table
-from .correctness import correctness, flex
+from .correctness import correctness, flex, graph
 from .kernels import kernels
 from .longest import longest
 from .measurements import decoding, prefills, schedule_table, training
@@ -51,6 +51,7 @@ PARTS = {
     "kernels": Part(kernels, "FlashAttention's kernel, and waits of the host by segments", 15),
     "training": Part(training, "memory and time of a training step, Table I shape", 40),
     "prefill": Part(prefills, "long prompts, 1.2 B shape", 40),
+    "graph": Part(graph, "new tokens by a replayed graph against ordinary ones", 15),
     "decoding": Part(decoding, "time per token behind short and long contexts, 1.2 B shape", 60),
     "schedules": Part(schedule_table, "sequential and wavefront over shapes, segments and lengths", 40),
     "flex": Part(flex, "FlexAttention, compiled, against float64", 30),

@@ -110,6 +110,33 @@ def test_checkpointing_keeps_memories_only():
     assert kept[1] - kept[0] < 0.1 * plain
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_memories_wait_on_the_host(schedule, monkeypatch):
+    """What `save_on_cpu` takes are the memories of every segment (and a wave's hidden states); the gradients stay."""
+    model, ids = tiny_model(schedule=schedule), random_ids(2, 40)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, moved = gradients(model, ids), []
+    save_on_cpu = torch.autograd.graph.save_on_cpu
+
+    class Noted(save_on_cpu):
+        def __init__(self, pin_memory):
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (moved.append(tensor.shape), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
+    assert_same(gradients(model, ids), expected, 1e-12)
+    config = model.config
+    cells = sum(shape[0] for shape in moved if len(shape) == 4) / 2  # rows of keys and of values
+    assert all(shape[1:] == (config.num_key_value_heads, 5, config.head_dim) for shape in moved if len(shape) == 4)
+    assert cells == 2 * 2 * 7 * config.num_hidden_layers / 2  # two rows, all segments but the first
+    moved.clear()
+    model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": False})
+    assert_same(gradients(model, ids), expected, 1e-12)
+    assert not moved
+
+
 def torch_checkpoint():
     from functools import partial
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseForCausalLM, FoldedCache, to_llama
+from condense.layers import RMSNorm
 from condense.schedule import stacking, wavefront
 
 from .models import random_durations, random_ids, tiny_model, weights
@@ -328,7 +329,26 @@ def test_a_stack_serves_until_something_changes(monkeypatch):
     assert len(made) == 3
     model.config.schedule = "sequential"
     torch.testing.assert_close(changed, model(ids).logits, atol=1e-10, rtol=1e-10)
+    assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
     layers = weakref.ref(model.model.layers)
-    del model
+    model.model.layers[2].mlp.up_proj.weight.register_hook(lambda gradient, model=model: gradient)  # as engines do
+    del model, changed
     gc.collect()
     assert layers() is None
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_norms_as_one_kernel_are_the_same(schedule, monkeypatch):
+    """What CUDA runs, here by torch's own fallback."""
+    model, ids = tiny_model(schedule=schedule), random_ids(2, 23)
+    expected = gradients(model, ids)
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, hidden: self.fused(hidden))
+    monkeypatch.setattr(
+        stacking.StackedNorm,
+        "forward",
+        lambda self, hidden: (
+            setattr(self, "weight", torch.stack([norm.weight for norm in self.norms])[:, None, None]),
+            self.fused(hidden.unflatten(0, (len(self.norms), -1))).flatten(0, 1),
+        )[1],
+    )
+    assert_same(gradients(model, ids), expected, 1e-5)  # the Llama's norm goes through float32

@@ -81,7 +81,9 @@ def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, in
     fields = {key: value for key, value in config.to_dict().items() if key != "model_type"}
     with torch.device(device):
         if trained.folded:
-            shape = CondenseConfig(**fields | {key: value for key, value in given.items() if value})
+            shape = CondenseConfig(
+                schedule="sequential", **fields | {key: value for key, value in given.items() if value}
+            )
             model = CondenseForCausalLM._from_config(shape, attn_implementation=trained.attention)
         else:
             model = LlamaForCausalLM._from_config(config, attn_implementation=trained.attention)
@@ -246,7 +248,7 @@ def test_flops_are_those_of_the_operations():
     config = LlamaConfig(**SMALL | {"tie_word_embeddings": True})
     for trained in (recipe(128, segment_length=32, attention="eager"), recipe(64, folded=False, attention="eager")):
         if trained.folded:
-            shape = CondenseConfig(**SMALL, segment_length=32)
+            shape = CondenseConfig(**SMALL, segment_length=32, schedule="sequential")
             model = CondenseForCausalLM._from_config(shape, attn_implementation="eager")
         else:
             model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
@@ -361,7 +363,7 @@ def measure_engine(setting) -> dict[str, int]:
     import deepspeed
 
     trained, config = engine_recipe(setting), zero_of(setting)
-    model = CondenseForCausalLM(CondenseConfig(**ENGINE, segment_length=32)).train()
+    model = CondenseForCausalLM(CondenseConfig(**ENGINE, segment_length=32, schedule="sequential")).train()
     if trained.gradient_checkpointing:
         model._set_gradient_checkpointing(True, _checkpoint)
     groups = [[p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]

@@ -106,6 +106,8 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["data={task: text, sources: [{files: x}]}"], "goes with the passkey task"),
         (CURRICULUM, ["evaluation.every=4"], "leave out evaluation"),
         (STAGES, ["folded=false", "segment_length=4"], "has no segment_length"),
+        (STAGES, ["folded=false", "schedule=wavefront"], "has no schedule"),
+        (STAGES, ["offload_memories=true"], "set gradient_checkpointing=true too"),
         (STAGES, ["evaluation.sources=[{files: x}]"], "passkeys are made, not read"),
         (STAGES, ["evaluation.sources=[{files: x, hub: y}]"], "either files or hub"),
         (STAGES, ["evaluation.sources=[{files: x, split: y}]"], "belong to a source of the hub"),

@@ -108,6 +108,36 @@ def test_the_same_with_checkpointing_and_validation(stages, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["schedule=wavefront"], marks=pytest.mark.slow),
+        ["schedule=wavefront", "gradient_checkpointing=true", "offload_memories=true"],
+    ],
+    ids=["waves", "checkpointed waves"],
+)
+def test_waves_train_as_one_plain_process(stages, tmp_path, overrides):
+    run(stages, tmp_path, *overrides)
+    assert_same_training(stages, tmp_path)
+    assert CondenseForCausalLM.from_pretrained(tmp_path).config.schedule == "auto"  # as the model had it
+
+
+@pytest.mark.slow
+def test_waves_in_bfloat16(stages, tmp_path):
+    """The first losses are those of the sequential order; later ones drift apart by rounding."""
+    losses = [
+        run(stages, tmp_path / name, "dtype=bfloat16", f"schedule={name}")[0] for name in ("sequential", "wavefront")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-2)
+    assert losses[1][0] == pytest.approx(losses[0][0], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_zero_3_refuses_waves(stages, tmp_path):
+    overrides = ["schedule=wavefront", "deepspeed=deepspeed_configs/zero3.json"]
+    assert "schedule='sequential' (or 'auto')" in fails(stages, tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
     "config",
     ["zero3", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2_offload", marks=pytest.mark.slow)],
 )

@@ -1,4 +1,4 @@
-"""Reading a long text into a state, a few segments at a time."""
+"""Reading a long text into a state, some segments at a time."""
 
 import re
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from .cache import FoldedCache
 from .modeling import CondenseForCausalLM
 
 TOKENS_PER_CALL = 4096  # enough to fill a device; a call's memory does not depend on the text's length
+SEGMENTS_PER_CALL = 64  # enough for a wave to spend most of its steps at full width
 CHARACTERS_PER_BLOCK = 2**16  # tokenizers hold hundreds of bytes for every token of a call
 
 
@@ -26,7 +27,8 @@ def read(
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length
-    for chunk in input_ids.split(length * max(1, TOKENS_PER_CALL // (length * len(input_ids))), dim=1):
+    num_segments = max(SEGMENTS_PER_CALL, TOKENS_PER_CALL // (length * len(input_ids)))
+    for chunk in input_ids.split(length * num_segments, dim=1):
         model(chunk.to(model.device), past_key_values=cache, logits_to_keep=1)
         progress(-(-chunk.shape[1] // length))
     # `generate` slices its input by the columns a cache has seen, and copies a mask as long for every token.

@@ -127,10 +127,16 @@ class FoldedCache(Cache):
         # Final hidden state of each row's last token: what a column of padding after it answers with.
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
+        self.in_a_wave = False  # for ever where it was interrupted
         self.fixed_step: object | None = None  # see condense.decoding
 
     def start(self, batch_size: int) -> "FoldedCache":
         """Makes room for a batch, or checks that it is the one being read."""
+        if self.in_a_wave:
+            raise ValueError(
+                "a call that read into this cache was interrupted, and its layers stand at different places: begin "
+                "anew with FoldedCache(config) or reset(), or take a copy.deepcopy before a call that may fail."
+            )
         if self.batch_size == 0:
             self.cursor = Cursor(batch_size, self.config.segment_length)
         elif self.batch_size != batch_size:

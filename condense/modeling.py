@@ -224,18 +224,23 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             return [reader and reader.read(normed_RTD, step.piece) for reader in (loss_reader, hidden_reader)]
 
         steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
+        self.config.check()  # fields may have been set since
         schedule = self.config.schedule
+        sharded = any(base.__name__ == "FSDPModule" for base in (*type(self).__mro__, *type(self.model).__mro__))
+        if sharded and schedule == "wavefront":
+            raise ValueError(
+                "FSDP gathers a layer's weights when it is called, and a wavefront calls many layers at once: set "
+                "schedule='sequential' (or 'auto')."
+            )
         if schedule == "auto":
             layers = self.model.layers
-            schedule = choose_schedule(self.config, layers, alignment.lengths, state.cursor, checkpointing)
-        run = RUNS[schedule](
-            self.model.layers,
-            steps,
-            state,
-            embed,
-            consume,
-            self._gradient_checkpointing_func if checkpointing else None,
-        )
+            schedule = choose_schedule(self.config, layers, alignment.lengths, state.cursor, checkpointing or sharded)
+        checkpoint = self._gradient_checkpointing_func if checkpointing else None
+        if cache is not None:
+            cache.in_a_wave = schedule == "wavefront"
+        run = RUNS[schedule](self.model.layers, steps, state, embed, consume, checkpoint)
+        if cache is not None:
+            cache.in_a_wave = False
         pieces = [piece for piece, _ in run]
         if cache is not None:
             cache.num_columns += num_columns

@@ -53,7 +53,9 @@ def profile(
     output: Output,
     config: Annotated[str, typer.Option(help="Folder or hub id of a Llama, whose shape is profiled.")] = "",
     preset: Annotated[Preset | None, typer.Option(help="table1: the paper's shape, and its grid by default.")] = None,
-    kinds: Annotated[str, typer.Option(help="folded, stock, sliding_window; with commas.")] = "folded,stock",
+    kinds: Annotated[
+        str, typer.Option(help="folded, stock, sliding_window; with commas. Default: the first two.")
+    ] = "",
     modes: Annotated[str, typer.Option(help="training, prefill, decoding.")] = "",
     lengths: Annotated[str, typer.Option(help="Tokens; k and m are 1,024 and 1,048,576.")] = "",
     batches: Annotated[str, typer.Option(help="Texts at once.")] = "",
@@ -64,8 +66,15 @@ def profile(
     dtype: Annotated[str, typer.Option(help="bfloat16, float32; auto: bfloat16 on CUDA, else float32.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     snapshots: Annotated[bool, typer.Option("--snapshots", help="Keep a torch.cuda.memory snapshot of each.")] = False,
+    schedules: Annotated[
+        bool,
+        typer.Option("--schedules", help="Instead: a folded model's two schedules in turn, and whether auto is right."),
+    ] = False,
 ) -> None:
-    """Memory and speed against length, folded against stock, each point in a fresh process (table I, figures 5-7)."""
+    """Memory and speed against length, folded against stock, each point in a fresh process (table I, figures 5-7).
+
+    With --schedules: a folded model's schedules against each other, and which of them "auto" takes.
+    """
     quiet()
     from . import profile as module
 
@@ -74,15 +83,33 @@ def profile(
     saves = {"off": False, "on": True}
     if wrong := [item for item in checkpointing.split(",") if item not in saves]:
         raise ValueError(f"--checkpointing={wrong}: write off, on, or off,on.")
+    shape = config or "table1"
+    modes_given = modes.split(",") if modes else None
+    lengths_given = numbers(lengths) if lengths else None
+    batches_given = numbers(batches) if batches else None
+    segments_given = numbers(segments) if segments else None
+    attentions = attention.split(",") if attention else None
+    if schedules:
+        given = {"--kinds": kinds, "--checkpointing": checkpointing != "off", "--snapshots": snapshots}
+        if wrong := [name for name, value in given.items() if value]:
+            raise ValueError(f"--schedules compares a folded model with itself: leave out {', '.join(wrong)}.")
+        from .profile import schedules as side_by_side
+
+        found = side_by_side.schedules(
+            output, shape, modes_given, lengths_given, batches_given, segments_given, attentions, vocabulary, dtype,
+            repeats,
+        )  # fmt: skip
+        show(found, side_by_side, output)
+        return
     results = module.profile(
         output,
-        config or "table1",
-        kinds.split(","),
-        modes.split(",") if modes else None,
-        numbers(lengths) if lengths else None,
-        numbers(batches) if batches else None,
-        numbers(segments) if segments else None,
-        attention.split(",") if attention else None,
+        shape,
+        kinds.split(",") if kinds else ("folded", "stock"),
+        modes_given,
+        lengths_given,
+        batches_given,
+        segments_given,
+        attentions,
         [saves[item] for item in checkpointing.split(",")],
         vocabulary,
         dtype,

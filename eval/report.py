@@ -15,7 +15,8 @@ from typing import Any
 
 from .results import Table, picture
 
-KINDS = ("passkey", "summarization", "perplexity", "attention", "profile")
+KINDS = ("passkey", "summarization", "perplexity", "attention", "profile", "schedules")
+MODULES = {"schedules": "profile.schedules"}  # where a kind's module has not its name
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
     "greedy decoding gives all digits. Prompts are fresh; lengths are in tokens, answer included.",
@@ -23,6 +24,8 @@ ABOUT = {
     "perplexity": "What the memory buys, and how far back: the same tokens, predicted with more and more text before.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
     "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
+    "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
+    "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
     "training": "Logged while training.",
 }
 
@@ -61,7 +64,8 @@ def _measured(path: Path, folder: Path) -> Section:
     """What a command of this package has written: the module of that name makes its tables."""
     kind = path.stem
     results = json.loads(path.read_text(encoding="utf-8"))
-    module = import_module(".probes" if kind.startswith("probe_") else f".{kind}", __package__)
+    name = "probes" if kind.startswith("probe_") else MODULES.get(kind, kind)
+    module = import_module(f".{name}", __package__)
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
     return Section(
         _title(kind, path, folder), results.get("about") or ABOUT[kind], module.tables(results), pictures, results

@@ -72,8 +72,8 @@ def test_generate_streams_what_the_model_answers(llama, tmp_path):
 
 def test_sampling_has_a_seed(llama):
     runs = [
-        condense("generate", "--model", llama, "--prompt", "The", "--temperature", 1, "--seed", seed).stdout
-        for seed in (1, 1, 2)
+        condense("generate", "--model", llama, "--prompt", "The", "--temperature", 1, "--seed", seed, *options).stdout
+        for seed, *options in ((1,), (1, "--fixed-decoding"), (2,))
     ]
     assert runs[0] == runs[1] != runs[2]
 

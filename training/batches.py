@@ -19,7 +19,12 @@ from .recipe import Recipe
 
 
 def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
-    """Raises `ValueError` for what ZeRO-3 would hang on: a loss that ranks take in unequally many chunks of logits."""
+    """Raises `ValueError` for what ZeRO-3 can't run: waves, and losses that ranks take in unequally many chunks."""
+    if recipe.schedule == "wavefront":
+        raise ValueError(
+            "schedule='wavefront' calls many layers at once, and ZeRO-3 gathers one layer's weights when it is called: "
+            "set schedule='sequential' (or 'auto'), or use ZeRO-2."
+        )
     if recipe.curriculum:
         raise ValueError("a curriculum gives ranks texts of unequal lengths, which ZeRO-3 can't run: use ZeRO-2.")
     assert recipe.stages is not None

@@ -1,20 +1,24 @@
 """Several layers as one, whose rows are [layer, row]: what a layer computes row by row stays its own code.
 
 Only the leaves that hold weights differ: a product with one weight becomes a batched product with a
-stack of them. The stack is a view of the parameters, which lie in one storage at even distances; they
-keep their names, and no second copy exists.
+stack of them. The stack and the parameters are the same memory, and parameters keep their names.
 
-Axes: n layers of a band, R rows, T tokens, I and O the widths of a product, D model width.
+Axes: N layers of a model, n layers of a band, R rows, T tokens, I and O the widths of a product, D model width.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ..layers import RMSNorm
+from ..layers import CondenseAttention, CondenseDecoderLayer, RMSNorm
+
+CONTAINERS = (CondenseDecoderLayer, CondenseAttention, LlamaMLP)  # what their code is known to do row by row
+REMEDY = "set schedule='sequential' (or 'auto')"
 
 
 class Stack:
@@ -22,25 +26,42 @@ class Stack:
 
     def __init__(self, layers: nn.ModuleList):
         self.layers = list(layers)
-        self._bands: dict[tuple[int, int], nn.Module] = {}
-        for name, _ in layers[0].named_parameters():
-            _bring_together([layer.get_parameter(name) for layer in layers])
+        self.weights_NOI = {
+            name: _common_memory([layer.get_parameter(name) for layer in layers])
+            for name, parameter in layers[0].named_parameters()
+            if parameter.dim() == 2
+        }
         self.arrangement = _arrangement(layers)
+        self._bands: dict[tuple[int, int], nn.Module] = {}
 
     def band(self, first: int, end: int) -> nn.Module:
         """Layers first ... end - 1; its input is theirs [n * R, T, D], one layer's rows after the other's."""
         if (first, end) not in self._bands:
-            self._bands[first, end] = _band(self.layers[first:end])
+            self._bands[first, end] = self._together(list(self.layers[first:end]), first, "")
         return self._bands[first, end]
+
+    def _together(self, modules: list[Any], first: int, prefix: str) -> nn.Module:
+        """One module in place of several alike: the first's own code over stacked leaves."""
+        if type(modules[0]) is RMSNorm:
+            return StackedNorm(modules)
+        if type(modules[0]) is nn.Linear:
+            weight_NOI = self.weights_NOI[f"{prefix}weight"]
+            return StackedLinear(modules, None if weight_NOI is None else weight_NOI[first : first + len(modules)])
+        together = copy.copy(modules[0])
+        together._modules = {
+            name: self._together([module.get_submodule(name) for module in modules], first, f"{prefix}{name}.")
+            for name, _ in modules[0].named_children()
+        }
+        return together
 
     def __reduce__(self):
         return type(None), ()  # a copy of the model makes its own
 
 
 def stack_of(layers: nn.ModuleList) -> Stack:
-    """The layers' stack, made anew when modules, hooks or parameters are no longer the same.
+    """The layers' stack, made anew when modules, their settings, hooks or parameters are no longer the same.
 
-    Moves parameters that have a storage each into a common one. Raises `ValueError` as `check_stackable`.
+    Moves parameters that have a memory each into a common one. Raises `ValueError` as `check_stackable`.
     """
     stack = layers.__dict__.get("_stack")  # which lives as long as they do
     if stack is None or stack.arrangement != _arrangement(layers):
@@ -49,52 +70,96 @@ def stack_of(layers: nn.ModuleList) -> Stack:
     return stack
 
 
-def _arrangement(layers: nn.ModuleList) -> list[tuple]:
-    modules: list[tuple] = [(id(module), module.training, _has_hooks(module)) for module in layers.modules()]
-    return modules + [(id(parameter), parameter.data_ptr(), parameter.dtype) for parameter in layers.parameters()]
+def check_stackable(layers: nn.ModuleList) -> None:
+    """Raises `ValueError` where calling the layers together might not be what calling each does."""
+    alike = [_described(module) for module in layers[0].modules()]
+    for number, layer in enumerate(layers):
+        if [name for name, _ in layer.named_modules()] != [name for name, _ in layers[0].named_modules()]:
+            raise ValueError(
+                f"layer {number} has other parts than layer 0, and a wavefront runs them as one: {REMEDY}."
+            )
+        for (name, module), (_, first), expected in zip(
+            layer.named_modules(), layers[0].named_modules(), alike, strict=True
+        ):
+            where = f"layer {number} at {name or 'its top'!r}"
+            _check_module(module, where)
+            if _described(module) != expected:
+                raise ValueError(f"{where} is not set as in layer 0, and a wavefront runs them as one: {REMEDY}.")
+            _check_parameters(module, first, where)
+
+
+def _check_module(module: nn.Module, where: str) -> None:
+    if _has_hooks(module) or "forward" in module.__dict__:
+        raise ValueError(f"{where} has hooks or a forward of its own; a wavefront calls many layers at once: {REMEDY}.")
+    leaf = type(module) in (nn.Linear, RMSNorm)
+    holds = any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
+    known = leaf or (not holds and (type(module) in CONTAINERS or not module._modules))
+    if not known or module._buffers:
+        raise ValueError(
+            f"{where} is a {type(module).__name__}, of which a wavefront knows no stack: {REMEDY}, or merge the "
+            "adapter into the model first."
+        )
+    if leaf and not isinstance(module._parameters.get("weight"), torch.Tensor):
+        raise ValueError(f"{where} has no weight of its own (a replica, or kept elsewhere): {REMEDY}.")
+
+
+def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
+    for name, parameter in module._parameters.items():
+        other = first._parameters.get(name)
+        if parameter is None and other is None:
+            continue
+        if type(parameter) is not nn.Parameter or type(other) is not nn.Parameter or parameter.is_inference():
+            raise ValueError(f"{name} of {where} is no plain parameter that can be moved: {REMEDY}.")
+        if parameter.numel() == 0:
+            raise ValueError(f"{name} of {where} is kept elsewhere (ZeRO-3, FSDP): {REMEDY}.")
+        if (parameter.shape, parameter.dtype, parameter.device) != (other.shape, other.dtype, other.device):
+            raise ValueError(
+                f"{name} of {where} is {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}, of layer 0 "
+                f"{tuple(other.shape)}, {other.dtype} on {other.device}; a wavefront runs layers that are alike and on "
+                f"one device: {REMEDY}."
+            )
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
-def check_stackable(layers: nn.ModuleList) -> None:
-    """Raises `ValueError` where calling the layers together would not be what calling each does."""
-    remedy = "set schedule='sequential' (or 'auto')"
-    for number, layer in enumerate(layers):
-        for name, module in layer.named_modules():
-            if _has_hooks(module):
-                raise ValueError(
-                    f"layer {number} has hooks at {name or 'itself'!r}, and a wavefront calls many layers at once: "
-                    f"{remedy}."
-                )
-            leaf = not next(module.children(), None)
-            if leaf and next(module.parameters(), None) is not None and type(module) not in _STACKED:
-                raise ValueError(
-                    f"layer {number} has a {type(module).__name__} at {name!r}, of which a wavefront knows no stack: "
-                    f"{remedy}, or merge the adapter into the model first."
-                )
-        for name, parameter in layer.named_parameters():
-            first = layers[0].get_parameter(name)
-            if (parameter.shape, parameter.dtype, parameter.device) != (first.shape, first.dtype, first.device):
-                raise ValueError(
-                    f"{name} of layer {number} is {tuple(parameter.shape)}, {parameter.dtype} on {parameter.device}, "
-                    f"of layer 0 {tuple(first.shape)}, {first.dtype} on {first.device}; a wavefront runs layers that "
-                    f"are alike and on one device: {remedy}."
-                )
-            if parameter.numel() == 0:
-                raise ValueError(f"{name} of layer {number} is kept elsewhere (ZeRO-3, FSDP): {remedy}.")
+def _described(module: nn.Module) -> tuple:
+    """A module's type, what it holds, and its settings: numbers and names by value, all else by identity."""
+    settings = sorted((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))
+    plain = (bool, int, float, str, type(None))
+    described = [(name, value if isinstance(value, plain) else id(value)) for name, value in settings]
+    return type(module), list(module._parameters), list(module._buffers), described
 
 
-def _bring_together(parameters: list[nn.Parameter]) -> None:
-    """Into one storage, unless a storage holds more than its parameter: then it is someone else's to arrange."""
-    if _distance(parameters) is not None:
-        return
-    if any(p.untyped_storage().nbytes() != p.numel() * p.element_size() or not p.is_contiguous() for p in parameters):
-        return
+def _arrangement(layers: nn.ModuleList) -> list[tuple]:
+    """Whatever a stack depends on."""
+    modules: list[tuple] = [(id(module), _has_hooks(module), *_described(module)) for module in layers.modules()]
+    plain = [parameter for parameter in layers.parameters() if type(parameter) is nn.Parameter]
+    return modules + [(id(parameter), parameter.data_ptr(), parameter.dtype) for parameter in plain]
+
+
+def _common_memory(parameters: list[nn.Parameter]) -> torch.Tensor | None:
+    """The parameters as one [N, ...] that is their memory; None where they lie apart and can't be moved.
+
+    A parameter that fills its storage is moved, and gets a storage of its own over its part of the common
+    memory: whoever saves or shares parameters by storage sees each alone. One in a larger storage is
+    someone else's to arrange (ZeRO), and so is one that other processes share.
+    """
+    first = parameters[0]
+    if (distance := _distance(parameters)) is not None:
+        return first.detach().as_strided((len(parameters), *first.shape), (distance, *first.stride()))
+    for parameter in parameters:
+        fills = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+        shared = parameter.device.type == "cpu" and parameter.is_shared()
+        if not fills or shared or not parameter.is_contiguous():
+            return None
     with torch.inference_mode(False), torch.no_grad():
-        for parameter, place in zip(parameters, torch.stack(list(parameters)), strict=True):
-            parameter.data = place
+        together = torch.stack(list(parameters))
+        for parameter, place in zip(parameters, together, strict=True):
+            parameter.data = place if place.is_meta else torch.from_dlpack(place)
+    return together
 
 
 def _distance(tensors: Sequence[torch.Tensor]) -> int | None:
@@ -112,66 +177,62 @@ def _distance(tensors: Sequence[torch.Tensor]) -> int | None:
     return distance if even and distance >= first.numel() else None
 
 
-class _View(torch.autograd.Function):
-    """Tensors at even distances of a storage as one [n, ...], without a copy."""
+class _Together(torch.autograd.Function):
+    """The stack [n, ...] of parameters whose memory it is: gradients of it are theirs."""
 
     @staticmethod
-    def forward(ctx, distance, *tensors):
-        first = tensors[0]
-        return first.detach().as_strided((len(tensors), *first.shape), (distance, *first.stride()))
+    def forward(ctx, stack, *parameters):
+        ctx.save_for_backward(*parameters)  # so that autograd notices where one is changed before the backward pass
+        return stack.view_as(stack)
 
     @staticmethod
     def backward(ctx, gradient):
+        assert len(ctx.saved_tensors) == len(gradient)
         return None, *gradient.unbind(0)
 
 
 class StackedLinear(nn.Module):
     """n linear maps, [n * R, T, I] to [n * R, T, O]: one product, or one each where weights lie unevenly."""
 
-    def __init__(self, linears: list[nn.Linear]):
+    def __init__(self, linears: list[nn.Linear], weight_nOI: torch.Tensor | None):
         super().__init__()
         self.linears = linears  # a plain list: these modules are registered elsewhere
-        self.weights = [linear.weight for linear in linears]
-        self.distance = _distance(self.weights)
+        self.weight_nOI = weight_nOI
 
     def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
         input_nRTI = input_RTI.unflatten(0, (len(self.linears), -1))
-        if self.distance is None:
+        if self.weight_nOI is None:
             parts = [F.linear(part, one.weight, one.bias) for part, one in zip(input_nRTI, self.linears, strict=True)]
             return torch.cat(parts)
-        weight_nOI = _View.apply(self.distance, *self.weights)
+        weight_nOI = _Together.apply(self.weight_nOI, *(linear.weight for linear in self.linears))
         output_nxO = torch.bmm(input_nRTI.flatten(1, 2), weight_nOI.transpose(1, 2))
         if self.linears[0].bias is not None:
-            output_nxO = output_nxO + torch.stack([linear.bias for linear in self.linears])[:, None]
+            bias_n1O = torch.stack([linear.bias for linear in self.linears])[:, None]
+            output_nxO = output_nxO + bias_n1O.to(output_nxO.dtype)  # not the same under autocast
         return output_nxO.unflatten(1, input_nRTI.shape[1:3]).flatten(0, 1)
 
 
-class StackedNorm(RMSNorm):
-    """n norms over [n * R, T, D]: the layers' own, with a weight that has an axis of layers."""
+class _Norm(NamedTuple):
+    """What a Llama's norm reads of itself."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+
+class StackedNorm(nn.Module):
+    """n norms over [n * R, T, D], with a weight that has an axis of layers."""
 
     def __init__(self, norms: list[RMSNorm]):
-        nn.Module.__init__(self)
+        super().__init__()
         self.norms = norms
-        self.variance_epsilon = norms[0].variance_epsilon
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        self.weight = torch.stack([norm.weight for norm in self.norms])[:, None, None]
-        return super().forward(hidden_RTD.unflatten(0, (len(self.norms), -1))).flatten(0, 1)
+        hidden_nRTD = hidden_RTD.unflatten(0, (len(self.norms), -1))
+        weight_n11D = torch.stack([norm.weight for norm in self.norms])[:, None, None]
+        return self.normalize(hidden_nRTD, _Norm(weight_n11D, self.norms[0].variance_epsilon)).flatten(0, 1)
 
-    def fused(self, hidden_nRTD: torch.Tensor) -> torch.Tensor:
-        return self.weight * F.rms_norm(hidden_nRTD, hidden_nRTD.shape[-1:], None, self.variance_epsilon)
+    def normalize(self, hidden_nRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        return self.fused(hidden_nRTD, norm) if hidden_nRTD.is_cuda else LlamaRMSNorm.forward(norm, hidden_nRTD)
 
-
-_STACKED: dict[type, Callable[[list], nn.Module]] = {nn.Linear: StackedLinear, RMSNorm: StackedNorm}
-
-
-def _band(modules: list[nn.Module]) -> nn.Module:
-    """One module in place of several alike: the first's own code over stacked leaves."""
-    first = modules[0]
-    if type(first) in _STACKED:
-        return _STACKED[type(first)](modules)
-    together = copy.copy(first)
-    together._modules = {
-        name: _band([module.get_submodule(name) for module in modules]) for name, _ in first.named_children()
-    }
-    return together
+    def fused(self, hidden_nRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        return norm.weight * F.rms_norm(hidden_nRTD, hidden_nRTD.shape[-1:], None, norm.variance_epsilon)

@@ -45,6 +45,10 @@ class ResidentMemory:
         return self._read("/proc/self/status", "VmHWM")
 
 
+def memory_of(device: str) -> CudaMemory | ResidentMemory:
+    return CudaMemory() if device == "cuda" else ResidentMemory()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """The CPU's allocator raises an ordinary `RuntimeError`."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (

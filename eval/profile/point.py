@@ -50,12 +50,11 @@ def measure(point: Point, setting: Setting) -> dict[str, Any]:
     """
     import torch
 
-    from .memory import CudaMemory, ResidentMemory, is_out_of_memory
+    from .memory import is_out_of_memory, memory_of
     from .shapes import build
 
-    on_cuda = torch.cuda.is_available()
-    dtype = {"auto": "bfloat16" if on_cuda else "float32"}.get(setting.dtype, setting.dtype)
-    memory = CudaMemory() if on_cuda else ResidentMemory()
+    device, dtype = place(setting)
+    memory = memory_of(device)
     figures: dict[str, Any] = {"memory_is": memory.description, "dtype": dtype, "out_of_memory": False}
     torch.manual_seed(0)
     model = build(point.kind, setting.shape, point.segment_length, point.attention)
@@ -63,7 +62,7 @@ def measure(point: Point, setting: Setting) -> dict[str, Any]:
     if setting.snapshots:
         torch.cuda.memory._record_memory_history()
     try:
-        model = model.to("cuda" if on_cuda else "cpu", getattr(torch, dtype))
+        model = model.to(device, getattr(torch, dtype))
         figures["before_bytes"] = memory.now()
         memory.restart()
         figures |= {"training": _training, "prefill": _prefill, "decoding": _decoding}[point.mode](
@@ -81,7 +80,16 @@ def measure(point: Point, setting: Setting) -> dict[str, Any]:
     return figures
 
 
-def _training(model: Any, point: Point, repeats: int) -> dict[str, Any]:
+def place(setting: Setting) -> tuple[str, str]:
+    """The device, and the number format there."""
+    import torch
+
+    on_cuda = torch.cuda.is_available()
+    dtype = {"auto": "bfloat16" if on_cuda else "float32"}.get(setting.dtype, setting.dtype)
+    return "cuda" if on_cuda else "cpu", dtype
+
+
+def training_step(model: Any, point: Point) -> Callable[[], None]:
     """A forward and a backward pass. Checkpointing is by layer in stock models, by segment in a folded one."""
     import torch
 
@@ -94,24 +102,33 @@ def _training(model: Any, point: Point, repeats: int) -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         model(input_ids=ids_BN, labels=ids_BN).loss.backward()
 
-    step()
-    return _times([_timed(step) for _ in range(repeats)])
+    return step
 
 
-def _prefill(model: Any, point: Point, repeats: int) -> dict[str, Any]:
-    """Reading a prompt into a state, in one call, up to the next token's logits."""
+def prefill(model: Any, point: Point) -> Callable[[], Any]:
+    """Reading a prompt into the state that is returned, in one call, up to the next token's logits."""
     import torch
 
     model.eval()
     ids_BN = torch.randint(0, model.config.vocab_size, (point.batch, point.length), device=model.device)
-    held: list[int] = []
 
     @torch.no_grad()
-    def read() -> None:
-        held.append(_state_bytes(model(input_ids=ids_BN, use_cache=True, logits_to_keep=1).past_key_values))
+    def read() -> Any:
+        return model(input_ids=ids_BN, use_cache=True, logits_to_keep=1).past_key_values
 
-    read()
-    return _times([_timed(read) for _ in range(repeats)]) | {"state_bytes": held[-1]}
+    return read
+
+
+def _training(model: Any, point: Point, repeats: int) -> dict[str, Any]:
+    step = training_step(model, point)
+    step()
+    return times([timed(step) for _ in range(repeats)])
+
+
+def _prefill(model: Any, point: Point, repeats: int) -> dict[str, Any]:
+    read = prefill(model, point)
+    state_bytes = _state_bytes(read())
+    return times([timed(read) for _ in range(repeats)]) | {"state_bytes": state_bytes}
 
 
 def _decoding(model: Any, point: Point, repeats: int) -> dict[str, Any]:
@@ -133,7 +150,7 @@ def _decoding(model: Any, point: Point, repeats: int) -> dict[str, Any]:
 
         for _ in range(WARM_UP_TOKENS):
             step()
-        return _times([_timed(step) for _ in range(repeats * NEW_TOKENS)]) | {"state_bytes": _state_bytes(cache)}
+        return times([timed(step) for _ in range(repeats * NEW_TOKENS)]) | {"state_bytes": _state_bytes(cache)}
 
 
 def _state_bytes(cache: Any) -> int:
@@ -142,7 +159,7 @@ def _state_bytes(cache: Any) -> int:
     return state_bytes(cache)
 
 
-def _times(seconds: list[float]) -> dict[str, Any]:
+def times(seconds: list[float]) -> dict[str, Any]:
     return {
         "seconds": statistics.median(seconds),
         "seconds_low": min(seconds),
@@ -151,7 +168,7 @@ def _times(seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def _timed(function: Callable[[], object]) -> float:
+def timed(function: Callable[[], object]) -> float:
     import torch
 
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -162,7 +179,7 @@ def _timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(measure: Callable[[Point, Setting], dict[str, Any]]) -> None:
     """Measures what the command line asks for, and prints it as JSON."""
     point, setting = json.loads(sys.argv[1])
     print(json.dumps(measure(Point(**point), Setting(**setting))))

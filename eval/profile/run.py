@@ -90,7 +90,7 @@ def profile(
     for point in bar:
         key = asdict(point)
         bar.set_postfix_str(f"{point.kind} {point.mode} {point.length:,}")
-        measured.append({**key, **records.get(key, lambda point=point: _in_a_process(point, setting))})
+        measured.append({**key, **records.get(key, lambda point=point: in_a_process("point", point, setting))})
     if shape == "table1" and vocab_size is None:
         assert {point["parameters"] for point in measured} == {TABLE_1_PARAMETERS}
     results = {"kind": "profile", **circumstances(), **settings, "points": measured}
@@ -123,9 +123,11 @@ def grid(
             yield point
 
 
-def _in_a_process(point: Point, setting: Setting) -> dict[str, Any]:
+def in_a_process(module: str, point: Point, setting: Setting) -> dict[str, Any]:
+    """What `measure` of a module of this package returns in a fresh process."""
     given = json.dumps([asdict(point), asdict(setting)])
-    command = [sys.executable, "-c", "from eval.profile.point import main; main()", given]
+    code = f"from eval.profile import {module}, point; point.main({module}.measure)"
+    command = [sys.executable, "-c", code, given]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if run.returncode == -9:  # the system's last resort
         return {"out_of_memory": True, "parameters": None}

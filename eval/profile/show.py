@@ -140,10 +140,14 @@ def _curves(axes: Any, points: list[dict[str, Any]], name: str, unit: float) -> 
             if point["out_of_memory"]:
                 axes.annotate("OOM", (point["length"], 1), xycoords=("data", "axes fraction"), color=color, fontsize=7,
                               ha="center", va="bottom")  # fmt: skip
+    token_axis(axes, points)
+    axes.set_ylim(0, 1.08 * max((unit * point[name] for point in points if not point["out_of_memory"]), default=1.0))
+    axes.grid(alpha=0.3)
+
+
+def token_axis(axes: Any, points: list[dict[str, Any]]) -> None:
     ticks = sorted({point["length"] for point in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick // 1024} K" if tick % 1024 == 0 else f"{tick:,}" for tick in ticks], fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("tokens", fontsize=8)
-    axes.set_ylim(0, 1.08 * max((unit * point[name] for point in points if not point["out_of_memory"]), default=1.0))
-    axes.grid(alpha=0.3)

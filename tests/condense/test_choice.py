@@ -80,7 +80,7 @@ def test_auto_goes_one_by_one(taken, why):
 def test_the_rule_grows_with_segments_and_falls_with_width():
     model = tiny_model()
     config = model.config  # 3 layers, segments of 5, 40 wide
-    assert [faster_as_wave(config, segments, 1, "cpu", 4) for segments in (1, 6, 7, 100)] == [False, False, True, True]
+    assert [faster_as_wave(config, segments, 1, "cpu", 4) for segments in (1, 3, 4, 100)] == [False, False, True, True]
     most = choice.CPU_BAND_BYTES // (3 * 5 * 40 * 4)
     assert [faster_as_wave(config, 100, rows, "cpu", 4) for rows in (most, most + 1)] == [True, False]
     most = choice.CUDA_CELL_TOKENS // 5

@@ -5,15 +5,19 @@ import gc
 import weakref
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
+import safetensors
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseForCausalLM, FoldedCache, to_llama
 from condense.layers import RMSNorm
-from condense.schedule import stacking, wavefront
+from condense.schedule import choose_schedule, stacking, wavefront
+from condense.segmentation import Cursor
 
 from .models import random_durations, random_ids, tiny_model, weights
 from .reference import reference_logits
@@ -203,8 +207,14 @@ def test_parameters_are_moved_and_not_copied(tmp_path):
     model(ids)
     assert storage_bytes(model) == size and list(model.state_dict()) == names
     assert [id(parameter) for parameter in model.parameters()] == identities
-    stacks = {layer.mlp.up_proj.weight.untyped_storage().data_ptr() for layer in model.model.layers}
-    assert len(stacks) == 1
+    weights_of = [layer.mlp.up_proj.weight for layer in model.model.layers]
+    places = [weight.data_ptr() for weight in weights_of]
+    assert {after - before for before, after in pairwise(places)} == {weights_of[0].nbytes}  # one behind the other
+    assert len({weight.untyped_storage()._cdata for weight in weights_of}) == 4  # and each to be saved alone
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights_of)
+    safetensors.torch.save_model(model, tmp_path / "whole.safetensors")
+    with safetensors.safe_open(tmp_path / "whole.safetensors", "pt") as file:
+        assert len(file.keys()) == len(names) - 1  # the head is the embedding
 
     model.save_pretrained(tmp_path)  # storages that parameters share are written once each
     again = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -250,25 +260,187 @@ def test_parameters_in_a_storage_of_someone_else(even):
     assert_same(gradients(model, ids), expected, 1e-10)
     start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
     assert all(start <= parameter.data_ptr() < end for parameter in model.parameters())
-    weights_of = [layer.mlp.gate_proj.weight for layer in model.model.layers]
-    assert (stacking._distance(weights_of) is not None) == even
+    stack = stacking.stack_of(model.model.layers)
+    assert (stack.weights_NOI["mlp.gate_proj.weight"] is not None) == even
 
 
-def test_what_cannot_run_together_is_refused():
-    ids = random_ids(1, 20)
-    for spoil, message in (
-        (lambda m: m.model.layers[1].register_forward_hook(lambda *_: None), "layer 1 has hooks"),
-        (lambda m: m.model.layers[2].mlp.act_fn.register_forward_pre_hook(lambda *_: None), "hooks at 'mlp.act_fn'"),
-        (lambda m: setattr(m.model.layers[1].mlp, "up_proj", nn.Bilinear(2, 2, 2)), "a Bilinear at 'mlp.up_proj'"),
-        (lambda m: m.model.layers[2].mlp.float(), "of layer 2 is .*float32"),
-        (lambda m: setattr(m.model.layers[0].mlp.up_proj.weight, "data", torch.empty(0)), "of layer 1|kept elsewhere"),
-    ):
-        model = tiny_model()
-        model.config.schedule = "wavefront"
-        spoil(model)
-        with pytest.raises(ValueError, match=message) as error:
-            model(ids)
-        assert "schedule='sequential'" in str(error.value)
+def scaled(layer):
+    layer.self_attn.scale *= 2
+
+
+def own_forward(layer):
+    layer.mlp.forward = lambda hidden: hidden
+
+
+def frozen_copy(layer):
+    layer.mlp.up_proj.weight.data = torch.empty(0)
+
+
+class Adapter(nn.Module):
+    """As LoRA: a linear map, and something of its own beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(base.in_features, 2)
+
+    def forward(self, hidden):
+        return self.base(hidden) + self.down(hidden).sum(-1, keepdim=True)
+
+
+def adapted(layer):
+    layer.mlp.up_proj = Adapter(layer.mlp.up_proj).double()
+
+
+def with_parameter(layer):
+    layer.mlp.extra = nn.Parameter(torch.zeros(3).double())
+
+
+def with_buffer(layer):
+    layer.mlp.up_proj.register_buffer("extra", torch.zeros(3))
+
+
+def dropping(layer):
+    layer.train()
+
+
+SPOILED = {
+    "a hook": (lambda layer: layer.register_forward_hook(lambda *_: None), "has hooks"),
+    "a hook inside": (
+        lambda layer: layer.mlp.act_fn.register_forward_pre_hook(lambda *_: None),
+        "'mlp.act_fn' has hooks",
+    ),
+    "a backward hook": (lambda layer: layer.mlp.register_full_backward_pre_hook(lambda *_: None), "'mlp' has hooks"),
+    "a forward of its own": (own_forward, "a forward of its own"),
+    "an unknown module": (lambda layer: setattr(layer.mlp, "up_proj", nn.Bilinear(2, 2, 2)), "a Bilinear|not set as"),
+    "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "not set as in layer 0"),
+    "an adapter": (adapted, "other parts than"),
+    "a parameter beside a module": (with_parameter, "a LlamaMLP, of which"),
+    "a buffer": (with_buffer, "a Linear, of which"),
+    "another dtype": (lambda layer: layer.mlp.float(), "float32"),
+    "weights elsewhere": (frozen_copy, "kept elsewhere"),
+    "another scale": (scaled, "not set as in layer 0"),
+    "another epsilon": (lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1), "not set as"),
+    "another mode": (dropping, "not set as in layer 0"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("after_a_wave", [False, True])
+def test_what_cannot_run_together_is_refused(spoil, after_a_wave):
+    """By name where a wave is asked for; `auto` takes the sequential order."""
+    model, ids = tiny_model(), random_ids(1, 60)
+    change, message = SPOILED[spoil]
+    if after_a_wave:
+        model(ids)
+    change(model.model.layers[2])
+    model.config.schedule = "wavefront"
+    with pytest.raises(ValueError, match=message) as error:
+        model(ids)
+    assert "schedule='sequential'" in str(error.value)
+    if spoil not in ("an unknown module", "another dtype", "weights elsewhere"):
+        results = []
+        for model.config.schedule in ("auto", "sequential"):
+            results.append(model(ids, labels=ids).loss)
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("change", [scaled, own_forward, adapted, dropping], ids=lambda change: change.__name__)
+def test_changes_of_all_layers_are_seen(change):
+    """After a first wave: all layers alike, but no longer what they were."""
+    model, ids = tiny_model(), random_ids(1, 60)
+    model(ids)
+    for layer in model.model.layers:
+        change(layer)
+    results = []
+    for model.config.schedule in ("auto", "sequential"):
+        results.append(model(ids).logits)
+    torch.testing.assert_close(*results, atol=1e-10, rtol=1e-10)
+
+
+def test_weights_that_are_no_parameters():
+    """As `functional_call` and replicas have them: `auto` takes them as they are."""
+    model, ids = tiny_model(), random_ids(1, 60)
+    expected = model(ids).logits
+    values = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    logits = torch.func.functional_call(model, values, (ids,)).logits
+    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)
+    logits.sum().backward()
+    assert values["model.layers.1.mlp.up_proj.weight"].grad is not None
+    with torch.inference_mode():
+        born = tiny_model()
+        torch.testing.assert_close(born(ids).logits, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_parameters_that_processes_share_stay_shared():
+    model, ids = tiny_model(), random_ids(1, 60)
+    expected = model(ids[:, :50]).logits
+    model = tiny_model().share_memory()
+    model.config.schedule = "wavefront"
+    torch.testing.assert_close(model(ids[:, :50]).logits, expected, atol=1e-10, rtol=1e-10)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+
+
+def test_weights_changed_before_the_backward_pass_are_noticed():
+    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 60)
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_partly_frozen_models_go_one_by_one():
+    model, ids = tiny_model(), random_ids(1, 60)
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    assert choose_schedule(model.config, model.model.layers, [60], Cursor(1, 5), False) == "sequential"
+    with torch.no_grad():
+        assert choose_schedule(model.config, model.model.layers, [60], Cursor(1, 5), False) == "wavefront"
+    model.config.schedule = "wavefront"
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is None
+    assert model.model.layers[2].mlp.up_proj.weight.grad is not None
+
+
+def test_autocast_with_biases():
+    """Keys and values in the state are of autocast's type in both orders."""
+    ids, types = random_ids(1, 60), []
+    for schedule in ("sequential", "wavefront"):
+        model = tiny_model(torch.float32, attention_bias=True, schedule=schedule)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            cache = model(ids).past_key_values
+        types.append([(layer.keys.dtype, layer.values.dtype) for layer in cache.layers])
+    assert types[0] == types[1] == [(torch.bfloat16, torch.bfloat16)] * 3
+
+
+@torch.no_grad()
+def test_an_interrupted_wave_leaves_no_cache_to_go_on_with(monkeypatch):
+    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 60)
+    cache, calls = FoldedCache(model.config), []
+    norm = type(model.model.norm).forward
+
+    def interrupted(self, hidden):
+        calls.append(self is model.model.norm)
+        if sum(calls) == 3:
+            raise KeyboardInterrupt
+        return norm(self, hidden)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.model.norm), "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="was interrupted.*reset"):
+        model(ids, past_key_values=cache)
+    cache.reset()
+    expected = tiny_model(schedule="sequential")(ids).logits
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_a_schedule_that_does_not_exist():
+    model = tiny_model()
+    model.config.schedule = "wave"
+    with pytest.raises(ValueError, match="schedule='wave' is not known"):
+        model(random_ids(1, 5))
 
 
 def test_dropout_is_there():
@@ -343,12 +515,5 @@ def test_norms_as_one_kernel_are_the_same(schedule, monkeypatch):
     model, ids = tiny_model(schedule=schedule), random_ids(2, 23)
     expected = gradients(model, ids)
     monkeypatch.setattr(RMSNorm, "forward", lambda self, hidden: self.fused(hidden))
-    monkeypatch.setattr(
-        stacking.StackedNorm,
-        "forward",
-        lambda self, hidden: (
-            setattr(self, "weight", torch.stack([norm.weight for norm in self.norms])[:, None, None]),
-            self.fused(hidden.unflatten(0, (len(self.norms), -1))).flatten(0, 1),
-        )[1],
-    )
+    monkeypatch.setattr(stacking.StackedNorm, "normalize", stacking.StackedNorm.fused)
     assert_same(gradients(model, ids), expected, 1e-5)  # the Llama's norm goes through float32

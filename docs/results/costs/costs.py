@@ -119,7 +119,8 @@ class Launches(TorchDispatchMode):
 
 def launches() -> None:
     """On the meta device norms and attention fall into many operations that are one kernel each on CUDA."""
-    RMSNorm.forward = StackedNorm.forward = lambda norm, hidden_RTD: hidden_RTD.clone()
+    RMSNorm.forward = lambda norm, hidden_RTD: hidden_RTD.clone()
+    StackedNorm.normalize = lambda norm, hidden_nRTD, stacked: hidden_nRTD.clone() * stacked.weight
     IMPLEMENTATIONS["sdpa"] = lambda query_RHTE, *_: query_RHTE.clone()
     print("Launches of a prefill of the 1.2 B shape")
     shape = LLAMA_1B | {"vocab_size": 1000}
@@ -145,7 +146,36 @@ def launches() -> None:
         )
 
 
+def kept_activations() -> None:
+    print("Kept for the backward pass, on a CPU in float32, wavefront over sequential")
+    for width, intermediate, layers, segment, segments in (
+        (64, 176, 2, 40, 16), (128, 2048, 4, 32, 8), (256, 688, 6, 32, 8), (512, 1408, 8, 64, 8)
+    ):  # fmt: skip
+        kept = []
+        for schedule in ("sequential", "wavefront"):
+            config = CondenseConfig(
+                vocab_size=500, hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers,
+                num_attention_heads=8, num_key_value_heads=4, segment_length=segment, schedule=schedule,
+            )  # fmt: skip
+            model, storages = CondenseForCausalLM(config).train(), {}
+            ids_BN = torch.randint(0, 500, (1, segment * segments))
+
+            def note(tensor, storages=storages):
+                storages[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other takes its place
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                loss = model(input_ids=ids_BN, labels=ids_BN).loss
+            assert loss.requires_grad
+            own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+            memory = {place: tensor for place, tensor in storages.items() if place not in own}
+            kept.append(sum(tensor.untyped_storage().nbytes() for tensor in memory.values()))
+        print(f"{layers} layers of width {width}, {segments} segments of {segment}: {kept[1] / kept[0]:.3f}")
+    print()
+
+
 if __name__ == "__main__":
     texts()
     borders()
+    kept_activations()
     launches()

@@ -1,0 +1,153 @@
+"""Both schedules are timed in turn, and what "auto" is said to take is what runs."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import condense_cli
+from condense.schedule import RUNS
+from eval.profile import run as running
+from eval.profile import schedules as module
+from eval.profile.point import Point
+from eval.profile.shapes import build, shape_of
+from eval.report import write_report
+from training.small_llama import save_small_llama
+
+# Two layers: a wave saves a launch per segment but the first, so 5 segments are too few for it and 20 enough.
+ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segments", "20", "--repeats", "3"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save_small_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(llama, tmp_path_factory):
+    output = tmp_path_factory.mktemp("schedules")
+    arguments = ["profile", "--schedules", "--config", str(llama), *ARGUMENTS, "--output", str(output)]
+    done = CliRunner().invoke(condense_cli.app, arguments)
+    assert done.exit_code == 0, done.output
+    return json.loads((output / "schedules.json").read_text()), done.output, output
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The schedules that models run, as they come."""
+    seen = []
+    for name, run in dict(RUNS).items():
+        monkeypatch.setitem(RUNS, name, lambda *args, name=name, run=run: seen.append(name) or run(*args))
+    return seen
+
+
+def model_of(llama, point):
+    torch.manual_seed(0)
+    return build("folded", shape_of(str(llama)), point.segment_length, point.attention)
+
+
+def test_points(measured):
+    results, _, output = measured
+    points = results["points"]
+    assert [(point["mode"], point["length"]) for point in points] == [("training", 100), ("training", 400)]
+    for point in points:
+        assert point["parameters"] == 102_208 and point["dtype"] == "float32" and not point["out_of_memory"]
+        for schedule, seconds in point["times"].items():
+            low, middle, high = sorted(seconds)
+            assert 0 < low == point[f"{schedule}_seconds_low"] and point[f"{schedule}_seconds_high"] == high
+            assert point[f"{schedule}_seconds"] == middle
+    assert [point["auto"] for point in points] == ["sequential", "wavefront"]
+    with (output / "schedules.csv").open() as file:
+        assert [float(line["wavefront_seconds"]) for line in csv.DictReader(file)] == [
+            point["wavefront_seconds"] for point in points
+        ]
+
+
+def test_ratios_are_those_of_the_raw_times(measured):
+    results, printed, output = measured
+    (table,) = module.tables(results)
+    right = 0
+    for row, point in zip(table.rows, results["points"], strict=True):
+        sequential, wavefront = (sorted(point["times"][name])[1] for name in ("sequential", "wavefront"))
+        taken = {"sequential": sequential, "wavefront": wavefront}[point["auto"]] / min(sequential, wavefront)
+        assert row[:4] == [str(point["length"]), 20, 1, point["mode"]]
+        assert row[6:] == [f"{sequential / wavefront:.2f}", point["auto"], f"{taken:.2f}"]
+        assert row[5].startswith(f"{1000 * wavefront:,.1f} (")
+        right += taken <= 1.05
+    assert f"within 5% of the better one in {right} of 2 points" in table.title and str(table) in printed
+    assert (output / "schedules.png").stat().st_size > 20_000 and (output / "schedules.svg").exists()
+    page = write_report(output).read_text()
+    assert table.title.replace("'", "&#39;") in page and "the rule by which a model chooses" in page
+
+
+def test_what_auto_is_said_to_take_is_what_runs(llama, measured, ran):
+    said = [point["auto"] for point in measured[0]["points"]]
+    for mode in module.CALLS:
+        for length in (100, 400):
+            point = Point("folded", mode, length, 1, 20, "sdpa", False)
+            model = model_of(llama, point)
+            assert model.config.schedule == "auto"
+            module.CALLS[mode](model, point)()
+            assert ran == [module.taken_by_auto(model, point)] == [said[length == 400]]
+            ran.clear()
+
+
+def test_the_schedules_run_in_turn(llama, ran):
+    for mode in module.CALLS:
+        point = Point("folded", mode, 100, 2, 20, "sdpa", False)
+        raced = module.race(model_of(llama, point), point, repeats=2)
+        assert ran == ["sequential", "wavefront"] * 3  # a warm-up and two repeats
+        assert {name: len(seconds) for name, seconds in raced["times"].items()} == {"sequential": 2, "wavefront": 2}
+        ran.clear()
+
+
+def test_a_stopped_measurement_goes_on(llama, measured, monkeypatch):
+    before, _, output = measured
+    path = output / "schedules.records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:50])
+    started = []
+    real = subprocess.run
+    monkeypatch.setattr(
+        running.subprocess, "run", lambda command, **options: started.append(command) or real(command, **options)
+    )
+    again = module.schedules(output, str(llama), ["training"], lengths=[100, 400], segments=[20])
+    points = [command for command in started if command[0] == sys.executable]  # the others ask git for the commit
+    assert len(points) == 1 and again["points"][:-1] == before["points"][:-1]
+    with pytest.raises(ValueError, match="repeats was 3 and is 5"):
+        module.schedules(output, str(llama), lengths=[100, 400], segments=[20], repeats=5)
+
+
+def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    real = subprocess.run
+    monkeypatch.setattr(
+        running.subprocess,
+        "run",
+        lambda command, **options: killed if command[0] == sys.executable else real(command, **options),
+    )
+    (table,) = module.tables(module.schedules(tmp_path, str(llama), lengths=[100], segments=[20], batches=[1, 2]))
+    assert [row[4] for row in table.rows] == ["OOM"] * 4 and "in 0 of 0 points" in table.title
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kinds", "folded"], "--schedules compares a folded model with itself: leave out --kinds"),
+        (["--checkpointing", "on", "--snapshots"], "leave out --checkpointing, --snapshots"),
+        (["--modes", "prefill,decoding"], r"modes=\['decoding'\]: .* choose from training, prefill"),
+        (["--segments", "0"], "'0' is no positive whole number"),
+    ],
+)
+def test_mistakes_are_named(llama, tmp_path, options, words):
+    arguments = ["profile", "--schedules", "--config", str(llama), "--output", str(tmp_path), *options]
+    done = CliRunner().invoke(condense_cli.app, arguments)
+    with pytest.raises(ValueError, match=words):
+        raise done.exception
+    assert not list(tmp_path.iterdir())

@@ -152,6 +152,8 @@ def _kept_by_fold(config: CondenseConfig | LlamaConfig, recipe: Recipe, one: Pas
     kept = max(activations) if checkpointing else sum(activations)
     # On the host, all wait but those of the segment that is computed.
     memories = max(kept_memories) if recipe.offload_memories else sum(kept_memories)
+    if checkpointing and recipe.schedule == "wavefront":  # every diagonal keeps the hidden states it was given
+        kept += one.tokens * layers * width * size
     return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
 
 

@@ -21,20 +21,24 @@ def seconds(function, repeats):
 
 
 print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-for rows in (256, 512, 8192):
-    x, weight, gradient = torch.randn(rows, WIDTH), torch.randn(INTERMEDIATE, WIDTH), torch.randn(rows, INTERMEDIATE)
-    work = {"forward": (x, weight.T), "input": (gradient, weight), "weight": (gradient.T, x)}
-    rates = [
-        f"{name} {2 * rows * WIDTH * INTERMEDIATE / seconds(partial(torch.matmul, *factors), 7) / 1e9:.0f}"
-        for name, factors in work.items()
-    ]
-    print(f"{rows} tokens at once [Gflop/s]: {', '.join(rates)}")
-for name, queries, keys in (("folded, segment 256", 256, 512), ("stock", TOKENS, TOKENS)):
-    q = torch.randn(1, HEADS, queries, HEAD_WIDTH, requires_grad=True)
-    k, v = (torch.randn(1, HEADS, keys, HEAD_WIDTH, requires_grad=True) for _ in range(2))
+for dtype in (torch.float32, torch.bfloat16):
+    name = str(dtype).removeprefix("torch.")
+    for rows in (256, 512, 8192):
+        x, weight, gradient = (
+            torch.randn(shape, dtype=dtype) for shape in ((rows, WIDTH), (INTERMEDIATE, WIDTH), (rows, INTERMEDIATE))
+        )
+        work = {"forward": (x, weight.T), "input": (gradient, weight), "weight": (gradient.T, x)}
+        rates = [
+            f"{kind} {2 * rows * WIDTH * INTERMEDIATE / seconds(partial(torch.matmul, *factors), 7) / 1e9:.0f}"
+            for kind, factors in work.items()
+        ]
+        print(f"{name}, {rows} tokens at once [Gflop/s]: {', '.join(rates)}")
+    for kind, queries, keys in (("folded, segment 256", 256, 512), ("stock", TOKENS, TOKENS)):
+        q = torch.randn(1, HEADS, queries, HEAD_WIDTH, dtype=dtype, requires_grad=True)
+        k, v = (torch.randn(1, HEADS, keys, HEAD_WIDTH, dtype=dtype, requires_grad=True) for _ in range(2))
 
-    def step(q=q, k=k, v=v):
-        F.scaled_dot_product_attention(q, k, v, is_causal=q.shape == k.shape).sum().backward()
+        def step(q=q, k=k, v=v):
+            F.scaled_dot_product_attention(q, k, v, is_causal=q.shape == k.shape).sum().backward()
 
-    total = LAYERS * TOKENS // queries * seconds(step, 3)
-    print(f"attention, {name}, forward and backward, {LAYERS} layers, {TOKENS} tokens: {total:.1f} s")
+        total = LAYERS * TOKENS // queries * seconds(step, 3)
+        print(f"{name}, attention, {kind}, forward and backward, {LAYERS} layers, {TOKENS} tokens: {total:.1f} s")

@@ -130,6 +130,15 @@ class FoldedCache(Cache):
         self.in_a_wave = False  # for ever where it was interrupted
         self.fixed_step: object | None = None  # see condense.decoding
 
+    def detach(self) -> None:
+        """Lets no gradient of what follows reach what has been read; its graph can go."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                for name in ("keys", "values", "next_keys", "next_values"):
+                    setattr(layer, name, getattr(layer, name).detach())
+        if self.last_hidden_BD is not None:
+            self.last_hidden_BD = self.last_hidden_BD.detach()
+
     def start(self, batch_size: int) -> "FoldedCache":
         """Makes room for a batch, or checks that it is the one being read."""
         if self.in_a_wave:

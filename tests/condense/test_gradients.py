@@ -170,6 +170,30 @@ def test_gradients_cross_calls_through_the_cache():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_a_long_text_in_parts(schedule):
+    """A backward pass a part, in memory that does not grow: the gradients of parts behind a text read without any."""
+    model, ids = tiny_model(schedule=schedule).train(), random_ids(2, 60)
+    cache, held = FoldedCache(model.config), []
+    model.zero_grad()
+    for part in ids.split(20, dim=1):
+        model(part, labels=part, past_key_values=cache).loss.backward()
+        cache.detach()
+        held.append(cache.num_bytes)
+    assert len(set(held)) == 1
+    gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for start in (0, 20, 40):
+        cache = FoldedCache(model.config)
+        if start:
+            with torch.no_grad():
+                model(ids[:, :start], past_key_values=cache)
+        part = ids[:, start : start + 20]
+        model(part, labels=part, past_key_values=cache).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad, atol=1e-9, rtol=1e-9, msg=name)
+
+
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that any operation makes."""
 

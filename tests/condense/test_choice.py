@@ -71,7 +71,7 @@ def test_auto_goes_one_by_one(taken, why):
         model.model.layers[1].register_forward_hook(lambda *_: None)
     if why == "checkpointing":
         model.train()._set_gradient_checkpointing(True, torch_checkpoint())
-    rows = 5000 if why == "wide" else 1
+    rows = 8000 if why == "wide" else 1
     with torch.autocast("cpu", enabled=why == "autocast"):
         model(random_ids(1, 100).expand(rows, -1), use_cache=False, logits_to_keep=1)
     assert taken == ["sequential"]

@@ -87,7 +87,7 @@ def random_sentence(seed=0, length=LENGTH, first=1.0, **parts):
     return Sentence(random_ids(1, length, seed)[0], durations=durations, **parts)
 
 
-def close(logits, expected, tolerance=1e-5):
+def assert_close(logits, expected, tolerance=1e-5):
     torch.testing.assert_close(logits.double(), expected.double(), atol=tolerance, rtol=tolerance)
 
 
@@ -148,7 +148,7 @@ def test_durations_of_one_unit_are_the_model_as_it_is(name, anchor, attention):
     model.config._attn_implementation = attention
     ids = random_ids(1, LENGTH)
     expected = model(input_ids=ids).logits[0]
-    close(ContinuousLM(model, anchor).logits(Sentence(ids[0])), expected, 1e-10)
+    assert_close(ContinuousLM(model, anchor).logits(Sentence(ids[0])), expected, 1e-10)
 
 
 @pytest.mark.parametrize("rule", ["rectangle", "trapezoid"])
@@ -160,7 +160,7 @@ def test_durations_are_weights_and_places(name, anchor, rule, attention):
     expected = explicit_logits(model, sentence.ids_N, sentence.durations_N, anchor, rule)
     model.config._attn_implementation = attention
     logits = ContinuousLM(model, anchor, rule).logits(sentence)
-    close(logits, expected)
+    assert_close(logits, expected)
     assert not torch.allclose(logits, model(input_ids=sentence.ids_N[None]).logits[0], atol=1e-2)
 
 
@@ -171,8 +171,8 @@ def test_a_llama_follows_the_equations(anchor):
     folded = tiny_model(segment_length=LENGTH, position_anchor=anchor)
     sentence = random_sentence(first=0.3)
     expected = reference_logits(weights(folded), folded.config, sentence.ids_N, sentence.durations_N)
-    close(ContinuousLM(to_llama(folded), anchor).logits(sentence), expected)
-    close(ContinuousLM(folded, anchor).logits(sentence), expected)
+    assert_close(ContinuousLM(to_llama(folded), anchor).logits(sentence), expected)
+    assert_close(ContinuousLM(folded, anchor).logits(sentence), expected)
 
 
 @pytest.mark.parametrize("anchor", ["end", "start"])
@@ -182,8 +182,8 @@ def test_a_folded_model_gets_durations_as_they_are(anchor):
     lm = ContinuousLM(model)
     assert lm.folded and lm.position_anchor == anchor
     expected = model(input_ids=sentence.ids_N[None], durations=sentence.durations_N[None]).logits[0]
-    close(lm.logits(sentence), expected, 1e-10)
-    close(lm.logits(sentence), reference_logits(weights(model), model.config, sentence.ids_N, sentence.durations_N))
+    assert_close(lm.logits(sentence), expected, 1e-10)
+    assert_close(lm.logits(sentence), reference_logits(weights(model), model.config, sentence.ids_N, sentence.durations_N))
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def test_embeddings_are_read_as_the_tokens_they_embed(name):
     assert embedded.ids_N is None and embedded.integration_start == 2 and lm.embed(embedded) is embedded
     assert torch.equal(embedded.embeddings_ND, lm.model.get_input_embeddings()(sentence.ids_N))
     assert torch.equal(embedded.durations_N, sentence.durations_N)
-    close(lm.logits(embedded), lm.logits(sentence), 1e-12)
+    assert_close(lm.logits(embedded), lm.logits(sentence), 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
@@ -223,9 +223,9 @@ def test_a_pretrained_llama(stories, attention):
     model = LlamaForCausalLM.from_pretrained(stories, attn_implementation=attention).eval()
     ids = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0))
     sentence = Sentence(ids, durations=random_durations(1, 40)[0])
-    close(ContinuousLM(model).logits(Sentence(ids)), model(input_ids=ids[None]).logits[0], 1e-4)
+    assert_close(ContinuousLM(model).logits(Sentence(ids)), model(input_ids=ids[None]).logits[0], 1e-4)
     expected = explicit_logits(model.double(), ids, sentence.durations_N)
-    close(ContinuousLM(model.float()).logits(sentence), expected, 1e-3)
+    assert_close(ContinuousLM(model.float()).logits(sentence), expected, 1e-3)
 
 
 # A window in time
@@ -270,7 +270,7 @@ def test_many_sentences_give_what_each_gives_alone(name, tokens_at_once, reuse_p
     done = []
     logits = lm.next_logits(sentences, reuse_prefix, tokens_at_once, done.append)
     assert logits.dtype == torch.float32 and logits.shape == (12, VOCAB)
-    close(logits, alone(lm, sentences))
+    assert_close(logits, alone(lm, sentences))
     assert sum(done) == 12 and (tokens_at_once > 1 or done == [1] * 12)
 
 
@@ -281,7 +281,7 @@ def test_many_sentences_give_what_each_gives_alone(name, tokens_at_once, reuse_p
 def test_a_shared_prefix_changes_nothing(name, anchor, rule):
     lm = ContinuousLM(any_model(name), anchor, rule)
     sentences = variants(lm)
-    close(lm.next_logits(sentences), alone(lm, sentences))
+    assert_close(lm.next_logits(sentences), alone(lm, sentences))
 
 
 def samples_run(model, run):
@@ -330,7 +330,7 @@ def test_a_folded_model_reads_the_shared_prefix_once():
     sentences = variants(lm)
     segments = samples_run(lm.model, lambda: lm.next_logits(sentences))
     assert segments == [(1, 5), (1, 4), (5, 1), (5, 4)]
-    close(lm.next_logits(sentences, tokens_at_once=10), alone(lm, sentences))
+    assert_close(lm.next_logits(sentences, tokens_at_once=10), alone(lm, sentences))
 
 
 @torch.no_grad()
@@ -353,7 +353,7 @@ def test_what_sentences_share_ends_where_any_part_differs():
     ):
         shapes = samples_run(lm.model, lambda sentences=sentences: lm.next_logits(sentences))
         assert shapes == [(1, prefix)] * (prefix > 0) + [(len(sentences), LENGTH - prefix)]
-        close(lm.next_logits(sentences), alone(lm, sentences))
+        assert_close(lm.next_logits(sentences), alone(lm, sentences))
 
 
 # More samples of the same sentence
@@ -381,7 +381,7 @@ def test_copies_at_one_place_are_one_token_to_one_layer(name):
         whole = lm.logits(sentence)[at:]
         equal, spread = (lm.logits(split(sentence, at, copies, how))[at + copies - 1 :] for how in ("equal", "spread"))
         if same:
-            close(equal, whole)
+            assert_close(equal, whole)
         else:
             assert (equal - whole)[1:3].abs().max() > 1e-3
         assert (spread - whole)[1:3].abs().max() > 1e-3
@@ -395,7 +395,7 @@ def test_a_denser_sentence_at_equal_positions(name, density):
     sentence = random_sentence(integration_start=0.5)
     lm = ContinuousLM(any_model(name, **{layers: 1}))
     dense = lm.logits(sentence.densify(density, positions="equal"))[density - 1 :: density]
-    close(dense, lm.logits(sentence))
+    assert_close(dense, lm.logits(sentence))
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -409,7 +409,7 @@ def test_positions_of_their_own_are_where_samples_sit(name):
         model, sentence.ids_N, sentence.durations_N, positions_1N=places[None] - 1, times_N=places
     )
     for anchor in ("end", "start"):
-        close(ContinuousLM(model, anchor).logits(placed), expected)
+        assert_close(ContinuousLM(model, anchor).logits(placed), expected)
 
 
 # Later, and longer
@@ -421,7 +421,7 @@ def test_positions_of_their_own_are_where_samples_sit(name):
 def test_shifts_change_nothing_where_only_distances_count(name, amount):
     lm = ContinuousLM(any_model(name))
     sentence = random_sentence()
-    close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3 if amount > 10 else 1e-4)
+    assert_close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3 if amount > 10 else 1e-4)
     scaled = lm.logits(sentence.scale(0.5))
     assert not torch.allclose(scaled, lm.logits(sentence), atol=1e-2)
 
@@ -431,7 +431,7 @@ def test_shifts_change_nothing_where_only_distances_count(name, amount):
 @torch.no_grad()
 def test_shifts_do_not_move_a_window(name, amount):
     lm, sentence = ContinuousLM(any_model(name)), Sentence(random_ids(1, LENGTH)[0])
-    close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3)
+    assert_close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3)
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3 window"])
@@ -458,7 +458,7 @@ def test_learned_positions_lie_between_their_neighbours():
     for amount in (0.0, 0.25, 3.7):
         positions = explicit_positions(durations, "end") + amount
         expected = explicit_logits(model, sentence.ids_N, durations, positions_1N=positions)
-        close(lm.logits(sentence.shift(amount)), expected, 1e-10)
+        assert_close(lm.logits(sentence.shift(amount)), expected, 1e-10)
     assert not torch.allclose(lm.logits(sentence.shift(0.25)), lm.logits(sentence), atol=1e-3)
 
 
@@ -468,7 +468,7 @@ def test_whole_learned_positions_are_the_tables_rows():
     lm = ContinuousLM(model)
     for first in (0, 5, LEARNED - LENGTH):
         expected = model(input_ids=ids, position_ids=torch.arange(first, first + LENGTH)[None]).logits[0]
-        close(lm.logits(Sentence(ids[0]).shift(first)), expected, 1e-12)
+        assert_close(lm.logits(Sentence(ids[0]).shift(first)), expected, 1e-12)
 
 
 @torch.no_grad()

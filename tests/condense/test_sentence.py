@@ -19,7 +19,7 @@ def parts_of(sentence):
     return [sentence.ids_N, sentence.embeddings_ND, sentence.durations_N, sentence.positions_N]
 
 
-def close(tensor, expected):
+def assert_close(tensor, expected):
     torch.testing.assert_close(tensor, torch.as_tensor(expected, dtype=tensor.dtype), atol=1e-12, rtol=1e-12)
 
 
@@ -94,12 +94,12 @@ def test_densify_samples_the_same_function_of_time(density, values):
         x, before = sentence.embeddings_ND[k], sentence.embeddings_ND[max(k - 1, 0)]
         for j in range(density):
             at, share = k * density + j, (j + 1) / density
-            close(dense.durations_N[at], sentence.durations_N[k] / density)
-            close(dense.time_steps_N[at], start + share * sentence.durations_N[k])
-            close(dense.embeddings_ND[at], x if values == "constant" else before + share * (x - before))
-    close(dense.durations_N.view(4, density).sum(1), sentence.durations_N)
-    close(dense.time_steps_N[density - 1 :: density], sentence.time_steps_N)
-    close(dense.embeddings_ND[density - 1 :: density], sentence.embeddings_ND)
+            assert_close(dense.durations_N[at], sentence.durations_N[k] / density)
+            assert_close(dense.time_steps_N[at], start + share * sentence.durations_N[k])
+            assert_close(dense.embeddings_ND[at], x if values == "constant" else before + share * (x - before))
+    assert_close(dense.durations_N.view(4, density).sum(1), sentence.durations_N)
+    assert_close(dense.time_steps_N[density - 1 :: density], sentence.time_steps_N)
+    assert_close(dense.embeddings_ND[density - 1 :: density], sentence.embeddings_ND)
 
 
 def test_densify_by_the_equations():
@@ -126,12 +126,12 @@ def test_interpolation_begins_and_ends_where_it_should(how):
     second = embedded(seed=1, durations=[4, 3, 2, 1], integration_start=2)
     for factor, end in ((0, first), (0.0, first), (1, second), (1.0, second)):
         between = interpolate(first, second, factor, how)
-        close(between.embeddings_ND, end.embeddings_ND)
-        close(between.time_steps_N, end.time_steps_N)
+        assert_close(between.embeddings_ND, end.embeddings_ND)
+        assert_close(between.time_steps_N, end.time_steps_N)
     between = interpolate(first, second, 0.25, how)
-    close(between.durations_N, [1.75, 2.25, 2.75, 3.25])
+    assert_close(between.durations_N, [1.75, 2.25, 2.75, 3.25])
     assert between.integration_start == 1.25
-    close(between.time_steps_N, first.time_steps_N.lerp(second.time_steps_N, 0.25))
+    assert_close(between.time_steps_N, first.time_steps_N.lerp(second.time_steps_N, 0.25))
 
 
 def test_linear_interpolation():
@@ -139,7 +139,7 @@ def test_linear_interpolation():
     first, second = embedded(seed=0), embedded(seed=1)
     for phi in (0.1, 0.5, 0.9):
         expected = (1 - phi) * first.embeddings_ND + phi * second.embeddings_ND
-        close(interpolate(first, second, phi).embeddings_ND, expected)
+        assert_close(interpolate(first, second, phi).embeddings_ND, expected)
 
 
 def test_spherical_interpolation_worked_by_hand():
@@ -148,7 +148,7 @@ def test_spherical_interpolation_worked_by_hand():
     for third in (1, 2):
         length, angle = 2 + third * 2 / 3, third * math.pi / 6
         between = interpolate(first, second, third / 3, "spherical").embeddings_ND[0]
-        close(between, [length * math.cos(angle), length * math.sin(angle)])
+        assert_close(between, [length * math.cos(angle), length * math.sin(angle)])
 
 
 def angle_between(x_D, y_D):
@@ -319,7 +319,7 @@ def test_what_can_not_be_interpolated():
     turned = first.with_embeddings(torch.cat([first.embeddings_ND[:2], -2 * first.embeddings_ND[2:]]))
     with pytest.raises(ValueError, match="sample 2 points into opposite directions"):
         interpolate(first, turned, 0.5, "spherical")
-    close(interpolate(first, turned, 0.5).embeddings_ND[2], -first.embeddings_ND[2] / 2)
+    assert_close(interpolate(first, turned, 0.5).embeddings_ND[2], -first.embeddings_ND[2] / 2)
 
 
 @pytest.mark.parametrize(

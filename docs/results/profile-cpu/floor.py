@@ -20,25 +20,35 @@ def seconds(function, repeats):
     return statistics.median(times)
 
 
-print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+# Of a step: forward, gradients of inputs and of weights. The memories' keys and values are projected once more.
+VOCABULARY, KEY_WIDTH = 8192, 512
+LAYER_WEIGHTS = WIDTH * (2 * HEADS * HEAD_WIDTH + 2 * KEY_WIDTH + 3 * INTERMEDIATE)
+STOCK_WEIGHTS = LAYERS * LAYER_WEIGHTS + VOCABULARY * WIDTH
+FOLDED_WEIGHTS = STOCK_WEIGHTS + LAYERS * WIDTH * 2 * KEY_WIDTH
+
+print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {TOKENS:,} tokens, forward and backward")
 for dtype in (torch.float32, torch.bfloat16):
-    name = str(dtype).removeprefix("torch.")
-    for rows in (256, 512, 8192):
+    name, floors = str(dtype).removeprefix("torch."), {}
+    for kind, rows, keys, weights in (("folded", 256, 512, FOLDED_WEIGHTS), ("stock", TOKENS, TOKENS, STOCK_WEIGHTS)):
         x, weight, gradient = (
             torch.randn(shape, dtype=dtype) for shape in ((rows, WIDTH), (INTERMEDIATE, WIDTH), (rows, INTERMEDIATE))
         )
         work = {"forward": (x, weight.T), "input": (gradient, weight), "weight": (gradient.T, x)}
-        rates = [
-            f"{kind} {2 * rows * WIDTH * INTERMEDIATE / seconds(partial(torch.matmul, *factors), 7) / 1e9:.0f}"
-            for kind, factors in work.items()
-        ]
-        print(f"{name}, {rows} tokens at once [Gflop/s]: {', '.join(rates)}")
-    for kind, queries, keys in (("folded, segment 256", 256, 512), ("stock", TOKENS, TOKENS)):
-        q = torch.randn(1, HEADS, queries, HEAD_WIDTH, dtype=dtype, requires_grad=True)
+        rates = {
+            part: 2 * rows * WIDTH * INTERMEDIATE / seconds(partial(torch.matmul, *factors), 15)
+            for part, factors in work.items()
+        }
+        products = sum(2 * TOKENS * weights / rate for rate in rates.values())
+
+        q = torch.randn(1, HEADS, rows, HEAD_WIDTH, dtype=dtype, requires_grad=True)
         k, v = (torch.randn(1, HEADS, keys, HEAD_WIDTH, dtype=dtype, requires_grad=True) for _ in range(2))
 
         def step(q=q, k=k, v=v):
             F.scaled_dot_product_attention(q, k, v, is_causal=q.shape == k.shape).sum().backward()
 
-        total = LAYERS * TOKENS // queries * seconds(step, 3)
-        print(f"{name}, attention, {kind}, forward and backward, {LAYERS} layers, {TOKENS} tokens: {total:.1f} s")
+        attention = LAYERS * TOKENS // rows * seconds(step, 3)
+        floors[kind] = products + attention
+        spoken = ", ".join(f"{part} {rate / 1e9:.0f}" for part, rate in rates.items())
+        print(f"{name}, {kind}, {rows} tokens at once [Gflop/s]: {spoken}")
+        print(f"{name}, {kind}: multiplications {products:.1f} s, attention {attention:.1f} s")
+    print(f"{name}: stock / folded of these alone: {floors['stock'] / floors['folded']:.2f}")

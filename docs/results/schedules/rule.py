@@ -23,12 +23,10 @@ for path in sorted(Path(__file__).parent.glob("*/schedules.json")):
         excesses.append(excess(point | {"auto": taken}))
         band = min(num_layers, num_segments) * batch * segment * config.intermediate_size * itemsize
         spread = max(point[f"{schedule}_seconds_high"] / point[f"{schedule}_seconds_low"] for schedule in SCHEDULES)
-        rows.append(
-            [path.parent.name, point["mode"], segment, batch, f"{point['length']:,}"]
-            + [(num_segments - 1) * (num_layers - 1), f"{band / 2**20:.1f}"]
-            + [f"{ratio(point):.2f}{'~' if spread >= UNQUIET else ' '}", taken]
-            + [f"{excesses[-1]:.2f}{'!' if excesses[-1] > NEARLY else ' '}"]
-        )
+        where = [path.parent.name, point["mode"], segment, batch, f"{point['length']:,}"]
+        size = [(num_segments - 1) * (num_layers - 1), f"{band / 2**20:.1f}"]
+        found = [f"{ratio(point):.2f}{'~' if spread >= UNQUIET else ' '}", taken]
+        rows.append([*where, *size, *found, f"{excesses[-1]:.2f}{'!' if excesses[-1] > NEARLY else ' '}"])
 right = sum(value <= NEARLY for value in excesses)
 title = (
     f"auto's choice is within {NEARLY - 1:.0%} of the better schedule in {right} of {len(rows)} points (! the others)"

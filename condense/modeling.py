@@ -24,7 +24,7 @@ from .decoding import can_decode, decode
 from .layers import CondenseDecoderLayer, RMSNorm, Step
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
-from .schedule import RUNS, choose_schedule
+from .schedule import RUNS, schedule_for
 from .segmentation import Alignment, on_device
 
 
@@ -225,16 +225,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
         self.config.check()  # fields may have been set since
-        schedule = self.config.schedule
-        sharded = any(base.__name__ == "FSDPModule" for base in (*type(self).__mro__, *type(self.model).__mro__))
-        if sharded and schedule == "wavefront":
-            raise ValueError(
-                "FSDP gathers a layer's weights when it is called, and a wavefront calls many layers at once: set "
-                "schedule='sequential' (or 'auto')."
-            )
-        if schedule == "auto":
-            layers = self.model.layers
-            schedule = choose_schedule(self.config, layers, alignment.lengths, state.cursor, checkpointing or sharded)
+        schedule = schedule_for(self, alignment.lengths, state.cursor, checkpointing)
         checkpoint = self._gradient_checkpointing_func if checkpointing else None
         if cache is not None:
             cache.in_a_wave = schedule == "wavefront"

@@ -10,10 +10,11 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..configuration import CondenseConfig
 from ..segmentation import Cursor
-from .stacking import stack_of
+from .stacking import REMEDY, stack_of
 
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
@@ -21,6 +22,19 @@ CPU_BAND_BYTES = 16 * 2**20
 # Not measured here. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
 CUDA_SAVED_LAUNCHES = 6
 CUDA_CELL_TOKENS = 4096
+
+
+def schedule_for(model: PreTrainedModel, lengths: Sequence[int], cursor: Cursor, checkpointing: bool) -> str:
+    """What the model's config names, or for "auto" what `choose_schedule` takes.
+
+    Raises `ValueError` for a wave under FSDP on the whole model: its weights are gathered without a hook in the layers.
+    """
+    asked, sharded = model.config.schedule, any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    if asked == "wavefront" and sharded:
+        raise ValueError(f"FSDP gathers weights for a call of the model, and a wavefront would keep them: {REMEDY}.")
+    if asked != "auto":
+        return asked
+    return choose_schedule(model.config, model.model.layers, lengths, cursor, checkpointing or sharded)
 
 
 def choose_schedule(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import condense.modeling
 from condense import FoldedCache
 from condense.schedule import RUNS, choice, choose_schedule
 from condense.schedule.choice import faster_as_wave, longest_wave
@@ -58,7 +57,7 @@ def test_what_runs_is_what_was_chosen(taken, monkeypatch):
     del taken[:]
     model.config.schedule = "sequential"
     model(ids)
-    monkeypatch.setattr(condense.modeling, "choose_schedule", lambda *_: pytest.fail("nothing is left to choose"))
+    monkeypatch.setattr(choice, "choose_schedule", lambda *_: pytest.fail("nothing is left to choose"))
     model.config.schedule = "wavefront"
     model(ids[:, :10])
     assert taken == ["sequential", "wavefront"]

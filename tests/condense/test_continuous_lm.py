@@ -183,7 +183,9 @@ def test_a_folded_model_gets_durations_as_they_are(anchor):
     assert lm.folded and lm.position_anchor == anchor
     expected = model(input_ids=sentence.ids_N[None], durations=sentence.durations_N[None]).logits[0]
     assert_close(lm.logits(sentence), expected, 1e-10)
-    assert_close(lm.logits(sentence), reference_logits(weights(model), model.config, sentence.ids_N, sentence.durations_N))
+    assert_close(
+        lm.logits(sentence), reference_logits(weights(model), model.config, sentence.ids_N, sentence.durations_N)
+    )
 
 
 @torch.no_grad()

@@ -11,7 +11,10 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseForCausalLM, FoldedCache, to_llama
@@ -517,3 +520,31 @@ def test_norms_as_one_kernel_are_the_same(schedule, monkeypatch):
     monkeypatch.setattr(RMSNorm, "forward", lambda self, hidden: self.fused(hidden))
     monkeypatch.setattr(stacking.StackedNorm, "normalize", stacking.StackedNorm.fused)
     assert_same(gradients(model, ids), expected, 1e-5)  # the Llama's norm goes through float32
+
+
+@pytest.fixture
+def alone_in_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_models_train_one_by_one(alone_in_a_group):
+    """FSDP on the root alone leaves no hooks in the layers: waves would go on with weights that it has replaced."""
+    ids, losses = random_ids(1, 60), {}
+    for schedule in ("sequential", "auto", "wavefront"):
+        model = tiny_model(torch.float32, schedule=schedule)
+        fully_shard(model, mesh=alone_in_a_group)
+        if schedule == "wavefront":
+            with pytest.raises(ValueError, match="FSDP.*schedule='sequential'"):
+                model(ids, labels=ids)
+            continue
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses[schedule] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses[schedule].append(loss.item())
+    assert losses["auto"] == losses["sequential"] and losses["auto"][2] < losses["auto"][0]

@@ -64,17 +64,15 @@ def profile(
     from .shapes import KINDS as KNOWN
     from .shapes import TABLE_1_PARAMETERS, shape_of
 
-    given = {
-        "modes": modes,
-        "lengths": lengths,
-        "batches": batches,
-        "segments": segments,
-        "attentions": attentions,
-        "checkpointing": checkpointing,
-    }
-    chosen = (TABLE_1 if shape == "table1" else DEFAULTS) | {
-        name: value for name, value in given.items() if value is not None
-    }
+    chosen = given(
+        TABLE_1 if shape == "table1" else DEFAULTS,
+        modes=modes,
+        lengths=lengths,
+        batches=batches,
+        segments=segments,
+        attentions=attentions,
+        checkpointing=checkpointing,
+    )
     for items, known, name in ((kinds, KNOWN, "kinds"), (chosen["modes"], MODES, "modes")):
         if wrong := [item for item in items if item not in known]:
             raise ValueError(f"{name}={wrong}: choose from {', '.join(known)}.")
@@ -97,6 +95,11 @@ def profile(
     write_results(output / "profile", results, measured)
     draw(results, output / "profile")
     return results
+
+
+def given(defaults: dict[str, Sequence[Any]], **options: Sequence[Any] | None) -> dict[str, Sequence[Any]]:
+    """The defaults, but for the options that are not None."""
+    return defaults | {name: value for name, value in options.items() if value is not None}
 
 
 def grid(

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..records import Records
 from ..results import Table, circumstances, hardware, picture, versions, write_results
 from .point import Point, Setting, place, prefill, timed, times, training_step
-from .run import DEFAULTS, grid, in_a_process
+from .run import DEFAULTS, given, grid, in_a_process
 from .show import token_axis
 
 CALLS: dict[str, Callable[[Any, Point], Callable[[], Any]]] = {"training": training_step, "prefill": prefill}
@@ -87,14 +87,8 @@ def schedules(
 
     from .shapes import shape_of
 
-    given = {
-        "modes": modes,
-        "lengths": lengths,
-        "batches": batches,
-        "segments": segments,
-        "attentions": attentions,
-    }
-    chosen = DEFAULTS | {"modes": tuple(CALLS)} | {name: value for name, value in given.items() if value is not None}
+    options = {"modes": modes, "lengths": lengths, "batches": batches, "segments": segments, "attentions": attentions}
+    chosen = given(DEFAULTS | {"modes": tuple(CALLS)}, **options)
     if wrong := [mode for mode in chosen["modes"] if mode not in CALLS]:
         raise ValueError(
             f"modes={wrong}: schedules differ where several segments are read in one call, so choose from "

@@ -14,14 +14,6 @@ from eval.profile.memory import is_out_of_memory
 from eval.profile.point import NEW_TOKENS, WARM_UP_TOKENS
 from eval.profile.run import grid
 from eval.profile.shapes import TABLE_1_PARAMETERS, table_1
-from training.small_llama import save_small_llama
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_small_llama(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,9 @@ from eval.profile import schedules as module
 from eval.profile.point import Point
 from eval.profile.shapes import build, shape_of
 from eval.report import write_report
-from training.small_llama import save_small_llama
 
 # Two layers: a wave saves a launch per segment but the first, so 5 segments are too few for it and 20 enough.
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segments", "20", "--repeats", "3"]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_small_llama(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,6 @@ in another order.
 import pytest
 import torch
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    CodeGenConfig,
-    CodeGenForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
@@ -19,14 +15,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -500,113 +490,3 @@ def test_samples_beyond_are_counted_from_the_first():
 
 
 # What a user may get wrong
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("llama", {"position_anchor": "middle"}, "position_anchor='middle'.*end, start"),
-        ("llama", {"rule": "simpson"}, "rule='simpson'.*rectangle, trapezoid"),
-        ("folded", {"rule": "trapezoid"}, "rule='rectangle' only"),
-        ("folded", {"position_anchor": "start"}, "position_anchor='start'.*folded model's is 'end'.*config"),
-    ],
-)
-def test_arguments(name, arguments, words):
-    with pytest.raises(ValueError, match=words):
-        ContinuousLM(any_model(name), **arguments)
-
-
-@pytest.mark.parametrize("name", ["llama", "folded"])
-def test_models_in_training_mode(name):
-    with pytest.raises(ValueError, match=r"training mode.*model.eval\(\)"):
-        ContinuousLM(any_model(name).train())
-
-
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
-def test_flash_attention_takes_no_weights(attention):
-    model = any_model("llama")
-    model.config._attn_implementation = attention
-    with pytest.raises(ValueError, match=f"attn_implementation='{attention}'.*sdpa or eager"):
-        ContinuousLM(model)
-    folded = tiny_model()
-    folded.config._attn_implementation = attention
-    assert ContinuousLM(folded).folded
-
-
-OTHERS = {
-    "opt": (OPTForCausalLM, OPTConfig, {**SMALL, **TOKENS, "ffn_dim": 40, "word_embed_proj_dim": 24}),
-    "mamba": (
-        MambaForCausalLM,
-        MambaConfig,
-        {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1, **TOKENS},
-    ),
-    "bloom": (BloomForCausalLM, BloomConfig, {"vocab_size": VOCAB, "hidden_size": 24, "n_layer": 1, "n_head": 4}),
-    "mpt": (MptForCausalLM, MptConfig, {"vocab_size": VOCAB, "d_model": 24, "n_layers": 1, "n_heads": 4}),
-    "codegen": (CodeGenForCausalLM, CodeGenConfig, {**LEARNS, "n_embd": 32, "rotary_dim": 4}),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_models_that_take_no_durations(name):
-    with pytest.raises(
-        ValueError,
-        match=f"a {name} can't be given durations|a {name} durations change nothing|a {name} gives logits that are not",
-    ):
-        ContinuousLM(build(OTHERS[name]))
-
-
-def test_layers_of_unknown_type_are_named():
-    with pytest.raises(ValueError, match="layers of type linear_attention are not supported"):
-        ContinuousLM(build(OTHERS["mamba"]))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda inputs: inputs | {"attention_mask": None, "position_ids": None}, "in a llama durations change nothing"),
-        (lambda inputs: inputs | {"attention_mask": 0 * inputs["inputs_embeds"].new_ones(1, 1, 8, 8)}, "other logits"),
-        (
-            lambda inputs: inputs | {"position_ids": inputs["position_ids"] * 2},
-            "a llama gives other logits than its own",
-        ),
-    ],
-    ids=["ignored", "not causal", "other positions"],
-)
-def test_models_that_do_something_else(change, words):
-    model = any_model("llama")
-    own = model.forward
-    model.forward = lambda **inputs: own(**(inputs if "input_ids" in inputs else change(inputs)))
-    with pytest.raises(ValueError, match=words):
-        ContinuousLM(model)
-
-
-@pytest.mark.parametrize("rule", ["rectangle", "trapezoid"])
-def test_the_check_leaves_the_rule_alone(rule):
-    """Trapezoids are not the model's own sum, yet a model may be read with them."""
-    assert ContinuousLM(any_model("llama"), rule=rule).rule == rule
-
-
-@pytest.mark.parametrize("wrong", [VOCAB, -1])
-@pytest.mark.parametrize("name", ["llama", "folded"])
-def test_ids_of_another_tokenizer(name, wrong):
-    lm = ContinuousLM(any_model(name))
-    for read in (lm.embed, lm.logits, lambda sentence: lm.next_logits([sentence])):
-        with pytest.raises(ValueError, match=f"vocabulary of {VOCAB} tokens.*another tokenizer"):
-            read(Sentence([3, wrong]))
-
-
-def test_a_folded_model_has_its_own_positions():
-    lm = ContinuousLM(tiny_model())
-    dense = Sentence([3, 4]).densify(2, positions="equal")
-    for read in (lm.logits, lambda sentence: lm.next_logits([sentence])):
-        with pytest.raises(ValueError, match="positions that durations give.*positions='equal'"):
-            read(dense)
-
-
-@pytest.mark.parametrize(
-    ("embeddings", "words"), [([], "sentence"), ([torch.ones(3, 23)], "23"), ([torch.ones(3, 24).double()], "float64")]
-)
-@pytest.mark.parametrize("name", ["llama", "folded"])
-def test_unclear_messages(name, embeddings, words):
-    with pytest.raises(ValueError, match=words):
-        ContinuousLM(any_model(name).float()).next_logits([Sentence(embeddings=values) for values in embeddings])

@@ -188,7 +188,8 @@ def _heat_map(axes: Any, name: str, results: dict[str, Any], lengths: Sequence[i
             grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
     image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for (row, column), value in np.ndenumerate(grid):
-        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
+        color = "black" if 15 < value < 85 else "white"  # the ends of the scale are dark
+        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], fontsize=8)
     axes.set_xlabel("tokens")

@@ -5,7 +5,15 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+SLOW_TIMEOUT_S = 1800
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

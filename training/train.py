@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from condense import CondenseForCausalLM
 from condense.checks import check_tokenizer
+from training import process_group
 from training.batches import StageBatches, ValidationBatches, check_zero_3
 from training.checkpoints import CompleteCheckpoints, remove_incomplete
 from training.curriculum import CurriculumBatches, CurriculumCallback, LengthSchedule
@@ -40,7 +41,6 @@ from training.data.tasks import make_examples
 from training.loop import Evaluations, FoldedTrainer, Log, Progress
 from training.recipe import PasskeyData, Recipe, load_recipe
 from training.resume import adapt, find_checkpoint
-from training.shared_buffers import unlink_shared_buffers
 
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
@@ -131,10 +131,7 @@ def train(recipe: Recipe) -> None:
         remove_incomplete(recipe.output)
         (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
     if launched:
-        import deepspeed.comm
-
-        deepspeed.comm.init_distributed()  # by DeepSpeed itself: ZeRO-3 asks it for the ranks when a model is loaded
-        unlink_shared_buffers()
+        process_group.join()
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
     arguments = training_arguments(recipe, ranks, settings)
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
@@ -187,10 +184,8 @@ def train(recipe: Recipe) -> None:
     trainer.save_model(str(recipe.output))
     if first and schedule is not None:
         schedule.save(recipe.output)
-    if dist.is_initialized():
-        # A rank that leaves with the group's threads alive may abort, and takes the others with it.
-        dist.barrier()
-        dist.destroy_process_group()
+    if launched:
+        process_group.leave()
 
 
 def _only_item(items: list[dict]) -> dict:

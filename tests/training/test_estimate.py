@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
+from training import process_group
 from training.estimate import GIB, estimate, estimates, parameter_shapes, plan, table
 from training.launch import _free_port
 from training.recipe import Recipe
-from training.shared_buffers import unlink_shared_buffers
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -393,16 +393,12 @@ def measure_engine(setting) -> dict[str, int]:
 
 
 def measure_engines(file: Path) -> None:
-    import deepspeed
-
-    deepspeed.init_distributed()
-    unlink_shared_buffers()
+    process_group.join()
     torch.manual_seed(0)
     figures = [measure_engine(setting) for setting in json.loads(file.read_text())]
     rank = torch.distributed.get_rank()
     (file.parent / f"rank{rank}.json").write_text(json.dumps(figures))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    process_group.leave()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""The group of ranks: joined through DeepSpeed and left, with nothing staying behind, however a run ends.
+
+DeepSpeed compiles its operators when they are first used, and the file it takes for a lock stays when a build is
+killed: every later run would wait for it without end and without a word. Here an operator is built in a folder of
+this environment's own, under a lock that dies with its process; who holds that lock knows the file to be stale.
+
+Between CPUs of one machine its all-reduce makes a file of some 35 MB a rank in /dev/shm and never removes it. A file
+that is open needs no name, so each rank takes its own away once all of them have opened it.
+"""
+
+import functools
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+from torch.utils.cpp_extension import get_default_build_root
+
+
+def join() -> None:
+    """By DeepSpeed itself: ZeRO-3 asks it for the ranks when a model is loaded."""
+    import deepspeed.comm
+
+    _guard_builds()
+    deepspeed.comm.init_distributed()
+    dist.barrier()
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
+
+
+def leave() -> None:
+    """A rank that leaves with the group's threads alive may abort, and takes the others with it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _guard_builds() -> None:
+    """Whatever operator this process builds from now on, no other one does at the same time."""
+    from deepspeed import __version__
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    environment = hashlib.sha256(f"{sys.prefix} {torch.__version__} {__version__}".encode()).hexdigest()[:12]
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / f"condense-{environment}"
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    build = OpBuilder.jit_load
+
+    @functools.wraps(build)
+    def build_alone(self, *arguments, **options):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{self.name}.lock"):
+            stale = folder / self.name / "lock"
+            if stale.exists():
+                print(f"{stale} is of a build that was killed: building {self.name} again", flush=True)
+                stale.unlink()
+            return build(self, *arguments, **options)
+
+    OpBuilder.jit_load = build_alone

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from eval.cli import attention, evaluations, probe, profile, quiet, report
+from eval.cli import Attention, attention, evaluations, probe, profile, quiet, report
 
 app = typer.Typer(
     help="A Llama with unbounded memory.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -78,7 +78,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
     segment_length: Annotated[int | None, typer.Option(help="For a Llama that has none; default 512.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
-    attention: Annotated[str, typer.Option(help="eager, sdpa, flash_attention_2 or flex_attention.")] = "sdpa",
+    attention: Attention = "auto",
     fixed_decoding: Annotated[
         bool, typer.Option("--fixed-decoding", help="Write by a step that never changes: on CUDA a replayed graph.")
     ] = False,

@@ -1,4 +1,4 @@
-"""Attention of a step's queries over [memory ; current segment], in four implementations.
+"""Attention of a step's queries over [memory ; current segment], in several implementations.
 
 All compute softmax(q.k * scale + log d) v with the lower-right-aligned causal mask: the last query sees
 all keys, each earlier query one key less. Where rows stand at different places of their segments, a
@@ -14,7 +14,9 @@ from functools import cache, cached_property, lru_cache
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
+from transformers.utils import is_flash_attn_2_available
 
+from .blocked_attention import blocked_attention
 from .segmentation import Piece, on_device
 
 
@@ -61,8 +63,31 @@ class Visibility:
         return bias.masked_fill(~mask, float("-inf"))
 
 
+def choose_attention(query_RHTE: torch.Tensor, visibility: Visibility, dropout: float) -> str:
+    """What "auto" takes. Measured on CPUs (docs/results/attention); on CUDA it follows from what needs a mask.
+
+    Without one sdpa takes its own flash kernel; a mask or a bias costs it that, and flash-attn's package, where it is
+    installed, needs none.
+    """
+    half = query_RHTE.dtype in (torch.bfloat16, torch.float16)
+    if query_RHTE.is_cuda:
+        masked = query_RHTE.shape[2] > 1 and not (visibility.lower_right and visibility.log_duration_RK is None)
+        return "flash_attention_2" if masked and half and is_flash_attn_2_available() else "sdpa"
+    on_cpu = query_RHTE.device.type == "cpu"
+    if on_cpu and query_RHTE.dtype == torch.bfloat16 and not dropout and _cpu_multiplies_bfloat16():
+        return "blocked"
+    return "sdpa"
+
+
+@cache
+def _cpu_multiplies_bfloat16() -> bool:
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def attend(implementation: str, query_RHTE, key_RGKE, value_RGKE, visibility: Visibility, scale: float, dropout: float):
     """Attention output [R, T, H * E] of the named implementation."""
+    if implementation == "auto":
+        implementation = choose_attention(query_RHTE, visibility, dropout)
     output_RHTE = IMPLEMENTATIONS[implementation](query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout)
     return output_RHTE.transpose(1, 2).flatten(2)
 
@@ -240,4 +265,5 @@ IMPLEMENTATIONS = {
     "sdpa": sdpa_attention,
     "flex_attention": flex_attention,
     "flash_attention_2": flash_attention,
+    "blocked": blocked_attention,
 }

@@ -5,7 +5,8 @@ from transformers import LlamaConfig
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront")
 POSITION_ANCHORS = ("end", "start")
-ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flex_attention")
+OWN_ATTENTION = ("auto", "blocked")
+ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
 
 
 class CondenseConfig(LlamaConfig):

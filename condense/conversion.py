@@ -2,16 +2,20 @@
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .configuration import CondenseConfig
+from .configuration import OWN_ATTENTION, CondenseConfig
 from .modeling import CondenseForCausalLM
 
 
 def to_llama(model: CondenseForCausalLM) -> LlamaForCausalLM:
-    """The stock Llama with the same weights (shared, not copied), device and attention, in evaluation mode."""
+    """The stock Llama with the same weights (shared, not copied) and device, in evaluation mode.
+
+    And with the same attention, or transformers' default for one that is condense's own.
+    """
     fields = model.config.to_dict()
     for name in [*(set(CondenseConfig.__annotations__)), "model_type", "architectures"]:
         fields.pop(name, None)
-    config = LlamaConfig(**fields, attn_implementation=model.config._attn_implementation)
+    attention = model.config._attn_implementation
+    config = LlamaConfig(**fields, attn_implementation=None if attention in OWN_ATTENTION else attention)
     llama = LlamaForCausalLM(config)
     llama.load_state_dict(model.state_dict(), assign=True)
     llama.tie_weights()

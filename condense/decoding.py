@@ -31,7 +31,7 @@ from .segmentation import Alignment, Cursor, Piece, on_device
 if TYPE_CHECKING:
     from .modeling import CondenseForCausalLM
 
-IMPLEMENTATIONS = ("sdpa", "eager")
+IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
 UNFIT_ROTARIES = ("dynamic", "longrope")  # their tables depend on which positions are asked for
 # A piece tells places as numbers, which a graph would keep for ever: what asks for one here shall fail.
 NO_PIECE = cast(Piece, None)

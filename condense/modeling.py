@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from .attention import Visibility
 from .cache import FoldedCache
 from .checks import check_input, real_tokens
-from .configuration import ATTENTION_IMPLEMENTATIONS, CondenseConfig
+from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .continuity import Timeline
 from .decoding import can_decode, decode
 from .layers import CondenseDecoderLayer, RMSNorm, Step
@@ -135,6 +135,12 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Where none is asked for, "auto"."""
+        if requested_attention is None or requested_attention in OWN_ATTENTION:
+            return requested_attention or "auto"
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def forward(
         self,

@@ -36,7 +36,7 @@ def attention(
     segment_length: int = 512,
     text_field: str = "text",
     dtype: str = "auto",
-    attention: str = "sdpa",
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """Measures models (folders or hub ids, `NAME=FOLDER` for a name); writes output/attention.* and attention_mass.*.
 

@@ -18,7 +18,10 @@ Models = Annotated[
 ]
 Output = Annotated[Path, typer.Option(help="Folder for the results. Started again, a measurement goes on there.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
-Attention = Annotated[str, typer.Option(help="eager, sdpa, flash_attention_2 or flex_attention.")]
+Attention = Annotated[
+    str,
+    typer.Option(help="sdpa, eager, flash_attention_2, flex_attention or blocked; auto: what is fastest here."),
+]
 
 
 def numbers(text: str) -> list[int]:
@@ -60,7 +63,7 @@ def profile(
     lengths: Annotated[str, typer.Option(help="Tokens; k and m are 1,024 and 1,048,576.")] = "",
     batches: Annotated[str, typer.Option(help="Texts at once.")] = "",
     segments: Annotated[str, typer.Option(help="Tokens of a segment.")] = "",
-    attention: Annotated[str, typer.Option(help="eager, sdpa, flash_attention_2, flex_attention.")] = "",
+    attention: Annotated[str, typer.Option(help="A list: auto, sdpa, eager, blocked, flash_attention_2 ...")] = "",
     checkpointing: Annotated[str, typer.Option(help="Gradient checkpointing: off, on, or off,on.")] = "off",
     vocabulary: Annotated[int | None, typer.Option(min=2, help="Token types, instead of the shape's own.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32; auto: bfloat16 on CUDA, else float32.")] = "auto",
@@ -143,7 +146,7 @@ def passkey(
     seed: int = 0,
     longest_trained: Annotated[int | None, typer.Option(help="Tokens; drawn as a border.")] = None,
     dtype: Dtype = "auto",
-    attention: Attention = "sdpa",
+    attention: Attention = "auto",
 ) -> None:
     """Retrieval of a number hidden in long text, by length and depth (figure 8)."""
     quiet()
@@ -170,7 +173,7 @@ def perplexity(
     ),
     batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 8,
     dtype: Dtype = "auto",
-    attention: Attention = "sdpa",
+    attention: Attention = "auto",
 ) -> None:
     """What the memory buys, and how far back: loss by number of segments before, and by position in the segment."""
     quiet()
@@ -211,7 +214,7 @@ def summarization(
     batch: Annotated[int, typer.Option(min=1, help="Documents at once.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="For sampling.")] = 0,
     dtype: Dtype = "auto",
-    attention: Attention = "sdpa",
+    attention: Attention = "auto",
 ) -> None:
     """ROUGE of summaries, by length of the document (table II, figures 9, 11, 12)."""
     quiet()
@@ -238,7 +241,7 @@ def attention(
     segment_length: Annotated[int, typer.Option(min=1, help="Tokens; for stock models, folded have theirs.")] = 512,
     text_field: Annotated[str, typer.Option(help="Of .jsonl and .parquet: what holds the text.")] = "text",
     dtype: Dtype = "auto",
-    attention: Attention = "sdpa",
+    attention: Attention = "auto",
 ) -> None:
     """Scores before softmax over the memory and the current segment, and how much attention memory gets (figure 10)."""
     quiet()

@@ -50,7 +50,7 @@ def _fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_subject(named: str, dtype: str = "auto", attention: str = "sdpa") -> Subject:
+def load_subject(named: str, dtype: str = "auto", attention: str = "auto") -> Subject:
     """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
 
     Raises `ValueError` for what is no model of a known kind, and for a tokenizer that doesn't fit it.
@@ -69,7 +69,7 @@ def load_subject(named: str, dtype: str = "auto", attention: str = "sdpa") -> Su
     return Subject(name or Path(source).name, source, model.to(device).eval(), tokenizer)
 
 
-def load_subjects(named: list[str], dtype: str = "auto", attention: str = "sdpa") -> list[Subject]:
+def load_subjects(named: list[str], dtype: str = "auto", attention: str = "auto") -> list[Subject]:
     """Several, each under another name. Raises `ValueError` where two share one."""
     names = [item.rpartition("=")[0] or Path(item).name for item in named]
     if len(set(names)) < len(names):

@@ -32,7 +32,7 @@ def passkey(
     seed: int = 0,
     longest_trained: int | None = None,
     dtype: str = "auto",
-    attention: str = "sdpa",
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """Measures models (folders or hub ids, `NAME=FOLDER` for a name), and writes output/passkey.*.
 

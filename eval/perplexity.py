@@ -52,7 +52,7 @@ def perplexity(
     batch_size: int = 8,
     text_field: str = "text",
     dtype: str = "auto",
-    attention: str = "sdpa",
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """Measures models (folders or hub ids, `NAME=FOLDER` for a name), and writes output/perplexity.*.
 

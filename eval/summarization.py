@@ -50,7 +50,7 @@ def summarization(
     batch_size: int = 8,
     seed: int = 0,
     dtype: str = "auto",
-    attention: str = "sdpa",
+    attention: str = "auto",
 ) -> dict[str, Any]:
     """Measures models (folders or hub ids, `NAME=FOLDER` for a name), and writes output/summarization.*.
 

@@ -167,7 +167,7 @@ class Recipe(Section):
     micro_batch: int = Field(1, ge=1, description="sequences that a rank runs at once")
     optimizer: Optimizer = Optimizer()
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    attention: Literal["auto", "sdpa", "blocked", "eager", "flash_attention_2", "flex_attention"] = "auto"
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     schedule: Literal["auto", "sequential", "wavefront"] = "auto"
     gradient_checkpointing: bool = False
@@ -240,6 +240,8 @@ class Recipe(Section):
                 raise ValueError("a curriculum counts segments: leave out folded=false, or write stages")
         if not self.folded and (self.segment_length or self.bptt_segments):
             raise ValueError("folded=false is a stock Llama, which has no segment_length and no bptt_segments")
+        if not self.folded and self.attention == "blocked":
+            raise ValueError("folded=false is a stock Llama, which has no attention=blocked")
         if not self.folded and (self.schedule != "auto" or self.offload_memories):
             raise ValueError("folded=false is a stock Llama, which has no schedule and no memories to offload")
         if self.offload_memories and not self.gradient_checkpointing:

@@ -82,7 +82,7 @@ def load_model(recipe: Recipe):
     return (CondenseForCausalLM if recipe.folded else LlamaForCausalLM).from_pretrained(
         recipe.model,
         dtype=torch.float32,  # bfloat16 is DeepSpeed's or autocast's copy; the optimizer needs the originals
-        attn_implementation=recipe.attention,
+        attn_implementation=None if recipe.attention == "auto" else recipe.attention,
         attention_dropout=recipe.attention_dropout,
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -1,12 +1,13 @@
-"""The schedules of a folded model side by side, and whether `schedule="auto"` takes the faster one.
+"""The schedules and attentions of a folded model side by side, and whether "auto" takes the faster ones.
 
 Each point is measured in a process of its own, in which the schedules run in turn, repeat by repeat: what drifts
-drifts for both.
+drifts for both. Then so do the implementations of attention, under the schedule that "auto" takes.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +47,50 @@ def measure(point: Point, setting: Setting) -> dict[str, Any]:
 def race(model: Any, point: Point, repeats: int) -> dict[str, Any]:
     """After a warm-up of each; `times` holds the seconds of every repeat."""
     call = CALLS[point.mode](model, point)
-    figures: dict[str, Any] = {"auto": taken_by_auto(model, point)}
-    taken: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
+    schedule, attention = taken_by_auto(model, point)
+    set_schedule = partial(setattr, model.config, "schedule")
+    taken = _in_turn(call, {name: partial(set_schedule, name) for name in SCHEDULES}, repeats)
+    set_schedule(schedule)
+    attentions: dict[str, Callable[[], Any]] = {
+        name: partial(model.set_attn_implementation, name) for name in attentions_of(model.device.type)
+    }
+    taken |= _in_turn(call, attentions, repeats)
+    figures: dict[str, Any] = {"auto": schedule, "auto_attention": attention}
+    for variant, seconds in taken.items():
+        figures |= {f"{variant}_{name}": value for name, value in times(seconds).items()}
+    return figures | {"times": taken}
+
+
+def _in_turn(call: Callable[[], Any], variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(1 + repeats):
-        for schedule, seconds in taken.items():
-            model.config.schedule = schedule
-            seconds.append(timed(call))
-    for schedule, seconds in taken.items():
-        figures |= {f"{schedule}_{name}": value for name, value in times(seconds[1:]).items()}
-    return figures | {"times": {schedule: seconds[1:] for schedule, seconds in taken.items()}}
+        for name, choose in variants.items():
+            choose()
+            taken[name].append(timed(call))
+    return {name: seconds[1:] for name, seconds in taken.items()}
 
 
-def taken_by_auto(model: Any, point: Point) -> str:
-    """The model's own question, for whole texts of one length."""
+def attentions_of(device: str) -> list[str]:
+    """Those "auto" chooses from."""
+    from transformers.utils import is_flash_attn_2_available
+
+    other = "blocked" if device == "cpu" else "flash_attention_2"
+    return ["sdpa", other] if device == "cpu" or is_flash_attn_2_available() else ["sdpa"]
+
+
+def taken_by_auto(model: Any, point: Point) -> tuple[str, str]:
+    """Schedule and attention: the model's own questions, for whole texts of one length."""
+    from condense.attention import Visibility, choose_attention
     from condense.memory import TransientMemory
     from condense.schedule import choose_schedule
 
-    cursor = TransientMemory(point.batch, model.config).cursor
-    return choose_schedule(model.config, model.model.layers, [point.length] * point.batch, cursor, point.checkpointing)
+    lengths, config = [point.length] * point.batch, model.config
+    cursor = TransientMemory(point.batch, config).cursor
+    schedule = choose_schedule(config, model.model.layers, lengths, cursor, point.checkpointing)
+    piece = next(cursor.pieces(lengths))
+    size = point.batch, config.num_attention_heads, piece.width, config.head_dim
+    query = next(model.parameters()).new_empty(size)
+    return schedule, choose_attention(query, Visibility(piece), config.attention_dropout if model.training else 0.0)
 
 
 def schedules(
@@ -117,9 +144,9 @@ def ratio(point: dict[str, Any]) -> float:
     return point["sequential_seconds"] / point["wavefront_seconds"]
 
 
-def excess(point: dict[str, Any]) -> float:
-    """The time of what "auto" takes over the better one's: 1 where it is right."""
-    return point[f"{point['auto']}_seconds"] / min(point[f"{schedule}_seconds"] for schedule in SCHEDULES)
+def excess(point: dict[str, Any], names: Sequence[str] = SCHEDULES, chosen: str = "auto") -> float:
+    """The time of what "auto" takes over the best one's: 1 where it is right."""
+    return point[f"{point[chosen]}_seconds"] / min(point[f"{name}_seconds"] for name in names)
 
 
 def groups(results: dict[str, Any], *names: str) -> list[list[dict[str, Any]]]:
@@ -131,32 +158,48 @@ def groups(results: dict[str, Any], *names: str) -> list[list[dict[str, Any]]]:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """A table for each implementation of attention, whose title counts where "auto" is right."""
-    times_columns = [f"{schedule} [ms] (lowest to highest)" for schedule in SCHEDULES]
-    columns = ["tokens", "segment", "batch", "mode", *times_columns, "sequential / wavefront", "auto takes"]
-    columns += ["auto's time / the better one's"]
+    """Whose titles count where "auto" is right: schedules under each implementation of attention, and these."""
     made = []
     for points in groups(results, "attention"):
-        rows = []
-        for point in points:
-            row = [f"{point['length']:,}", point["segment_length"], point["batch"], point["mode"]]
-            if point["out_of_memory"]:
-                rows.append([*row, "OOM", *[""] * 4])
-                continue
-            row += [_milliseconds(point, schedule) for schedule in SCHEDULES]
-            rows.append([*row, f"{ratio(point):.2f}", point["auto"], f"{excess(point):.2f}"])
-        fitting = [point for point in points if not point["out_of_memory"]]
-        right = sum(excess(point) <= NEARLY for point in fitting)
-        title = (
-            f"schedules, attention {points[0]['attention']}: auto is within {NEARLY - 1:.0%} of the better one in "
-            f"{right} of {len(fitting)} points"
-        )
-        made.append(Table(title, columns, rows))
+        ratios = "sequential / wavefront", ratio
+        made.append(_table(f"schedules, attention {points[0]['attention']}", points, SCHEDULES, "auto", ratios))
+    everywhere = [point for point in results["points"] if "auto_attention" in point]
+    if everywhere and len(names := _attentions_in(everywhere[0])) > 1:
+        ratios = f"{names[0]} / {names[1]}", lambda point: point[f"{names[0]}_seconds"] / point[f"{names[1]}_seconds"]
+        title = "attention, under the schedule that auto takes"
+        made.append(_table(title, everywhere, names, "auto_attention", ratios))
     return made
 
 
-def _milliseconds(point: dict[str, Any], schedule: str) -> str:
-    middle, low, high = (f"{1000 * point[f'{schedule}_seconds{end}']:,.1f}" for end in ("", "_low", "_high"))
+def _attentions_in(point: dict[str, Any]) -> list[str]:
+    return [name for name in point["times"] if name not in SCHEDULES]
+
+
+def _table(
+    title: str,
+    points: list[dict[str, Any]],
+    names: Sequence[str],
+    chosen: str,
+    ratios: tuple[str, Callable[[dict[str, Any]], float]],
+) -> Table:
+    columns = ["tokens", "segment", "batch", "mode", *[f"{name} [ms] (lowest to highest)" for name in names]]
+    columns += [ratios[0], "auto takes", "auto's time / the best one's"]
+    rows, right, fitting = [], 0, 0
+    for point in points:
+        row = [f"{point['length']:,}", point["segment_length"], point["batch"], point["mode"]]
+        if point["out_of_memory"]:
+            rows.append([*row, "OOM", *[""] * (len(names) + 2)])
+            continue
+        found = excess(point, names, chosen)
+        fitting, right = fitting + 1, right + (found <= NEARLY)
+        row += [_milliseconds(point, name) for name in names]
+        rows.append([*row, f"{ratios[1](point):.2f}", point[chosen], f"{found:.2f}"])
+    title += f": auto is within {NEARLY - 1:.0%} of the best one in {right} of {fitting} points"
+    return Table(title, columns, rows)
+
+
+def _milliseconds(point: dict[str, Any], name: str) -> str:
+    middle, low, high = (f"{1000 * point[f'{name}_seconds{end}']:,.1f}" for end in ("", "_low", "_high"))
     return f"{middle} ({low} to {high})"
 
 

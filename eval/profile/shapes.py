@@ -57,7 +57,7 @@ def _fields(config: LlamaConfig) -> dict[str, Any]:
 
 def build(kind: str, shape: dict[str, Any], segment_length: int | None, attention: str) -> Any:
     """A model with random weights. Raises `ValueError` for an unknown kind."""
-    options = {"attn_implementation": attention}
+    options = {"attn_implementation": None if attention == "auto" else attention}
     if kind == "folded":
         return CondenseForCausalLM(CondenseConfig(**shape, **options, segment_length=segment_length))
     if kind == "stock":

@@ -85,7 +85,7 @@ def test_a_fresh_process_loads_what_was_saved(tmp_path):
 @torch.no_grad()
 def test_bfloat16_stays_bfloat16(tmp_path):
     stock_llama().to(torch.bfloat16).save_pretrained(tmp_path)
-    model = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=5)
+    model = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=5, attn_implementation="sdpa")
     assert model.dtype == torch.bfloat16 and to_llama(model).dtype == torch.bfloat16
     assert model(random_ids(2, 13)).logits.isfinite().all()
     assert to_llama(model).model.rotary_emb.inv_freq.dtype == torch.float32

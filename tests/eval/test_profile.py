@@ -45,7 +45,7 @@ def test_points(results):
 
 def test_what_is_printed_and_drawn(results):
     _, printed, output = results
-    for words in ("training step, batch 1, attention sdpa", "folded, segment 64", "stock's peak", "new token"):
+    for words in ("training step, batch 1, attention auto", "folded, segment 64", "stock's peak", "new token"):
         assert words in printed
     assert "peak resident memory of the process" in printed or "CUDA allocator" in printed
     assert (output / "profile.png").stat().st_size > 20_000

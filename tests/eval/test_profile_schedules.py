@@ -1,15 +1,18 @@
-"""Both schedules are timed in turn, and what "auto" is said to take is what runs."""
+"""Schedules and attentions are timed in turn, and what "auto" is said to take is what runs."""
 
 import csv
 import json
 import subprocess
 import sys
+from itertools import groupby
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import condense_cli
+from condense import attention
+from condense.attention import IMPLEMENTATIONS
 from condense.schedule import RUNS
 from eval.profile import run as running
 from eval.profile import schedules as module
@@ -39,6 +42,15 @@ def ran(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def attended(monkeypatch):
+    """The implementations of attention that models run."""
+    seen = []
+    for name, run in dict(IMPLEMENTATIONS).items():
+        monkeypatch.setitem(IMPLEMENTATIONS, name, lambda *args, name=name, run=run: seen.append(name) or run(*args))
+    return seen
+
+
 def model_of(llama, point):
     torch.manual_seed(0)
     return build("folded", shape_of(str(llama)), point.segment_length, point.attention)
@@ -63,7 +75,7 @@ def test_points(measured):
 
 def test_ratios_are_those_of_the_raw_times(measured):
     results, printed, output = measured
-    (table,) = module.tables(results)
+    table, attentions = module.tables(results)
     right = 0
     for row, point in zip(table.rows, results["points"], strict=True):
         sequential, wavefront = (sorted(point["times"][name])[1] for name in ("sequential", "wavefront"))
@@ -72,31 +84,49 @@ def test_ratios_are_those_of_the_raw_times(measured):
         assert row[6:] == [f"{sequential / wavefront:.2f}", point["auto"], f"{taken:.2f}"]
         assert row[5].startswith(f"{1000 * wavefront:,.1f} (")
         right += taken <= 1.05
-    assert f"within 5% of the better one in {right} of 2 points" in table.title and str(table) in printed
+    assert f"within 5% of the best one in {right} of 2 points" in table.title and str(table) in printed
+    right = 0
+    for row, point in zip(attentions.rows, results["points"], strict=True):
+        sdpa, blocked = (sorted(point["times"][name])[1] for name in ("sdpa", "blocked"))
+        taken = sdpa / min(sdpa, blocked)
+        assert row[:4] == [str(point["length"]), 20, 1, point["mode"]] and row[5].startswith(f"{1000 * blocked:,.1f} (")
+        assert row[6:] == [f"{sdpa / blocked:.2f}", "sdpa", f"{taken:.2f}"]
+        right += taken <= 1.05
+    assert f"within 5% of the best one in {right} of 2 points" in attentions.title and str(attentions) in printed
     assert (output / "schedules.png").stat().st_size > 20_000 and (output / "schedules.svg").exists()
     page = write_report(output).read_text()
     assert table.title.replace("'", "&#39;") in page and "the rule by which a model chooses" in page
 
 
-def test_what_auto_is_said_to_take_is_what_runs(llama, measured, ran):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_auto_is_said_to_take_is_what_runs(llama, measured, ran, attended, dtype, monkeypatch):
+    monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: True)
     said = [point["auto"] for point in measured[0]["points"]]
     for mode in module.CALLS:
         for length in (100, 400):
-            point = Point("folded", mode, length, 1, 20, "sdpa", False)
-            model = model_of(llama, point)
+            point = Point("folded", mode, length, 1, 20, "auto", False)
+            model = model_of(llama, point).to(dtype)
             assert model.config.schedule == "auto"
             module.CALLS[mode](model, point)()
-            assert ran == [module.taken_by_auto(model, point)] == [said[length == 400]]
+            schedule, taken = module.taken_by_auto(model, point)
+            assert ran == [schedule] == [said[length == 400]]
+            assert set(attended) == {taken} == {"blocked" if dtype == torch.bfloat16 else "sdpa"}
             ran.clear()
+            attended.clear()
 
 
-def test_the_schedules_run_in_turn(llama, ran):
+def test_all_run_in_turn(llama, ran, attended):
     for mode in module.CALLS:
         point = Point("folded", mode, 100, 2, 20, "sdpa", False)
         raced = module.race(model_of(llama, point), point, repeats=2)
-        assert ran == ["sequential", "wavefront"] * 3  # a warm-up and two repeats
-        assert {name: len(seconds) for name, seconds in raced["times"].items()} == {"sequential": 2, "wavefront": 2}
+        # A warm-up and two repeats; then the attentions, under what auto takes.
+        assert ran == ["sequential", "wavefront"] * 3 + ["sequential"] * 6
+        assert [name for name, _ in groupby(attended)] == ["sdpa", "blocked"] * 3
+        assert {name: len(seconds) for name, seconds in raced["times"].items()} == dict.fromkeys(
+            ("sequential", "wavefront", "sdpa", "blocked"), 2
+        )
         ran.clear()
+        attended.clear()
 
 
 def test_a_stopped_measurement_goes_on(llama, measured, monkeypatch):

@@ -1,0 +1,176 @@
+"""Attention by blocks of heads against the plain formula's own gradients, and when "auto" takes it."""
+
+import pytest
+import torch
+
+from condense import CondenseForCausalLM, attention, blocked_attention, to_llama
+from condense.attention import IMPLEMENTATIONS, Visibility, attend, choose_attention
+
+from .models import random_durations, random_ids, tiny_config, tiny_model
+from .test_attention import LENGTH, PIECES
+
+ROWS, KEY_HEADS, HEADS, WIDTH = 2, 3, 6, 4
+MATRIX = HEADS // KEY_HEADS * LENGTH * 2 * LENGTH * 8  # bytes of the scores of one key head at most
+
+
+@pytest.fixture(autouse=True)
+def _no_luck_with_memory():
+    """Memory that is read before it was written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(piece, with_durations, heads=HEADS):
+    generator = torch.Generator().manual_seed(0)
+    keys = piece.visible_keys if piece.uniform else slice(None)
+    shapes = (ROWS, heads, piece.width, WIDTH), *[(ROWS, KEY_HEADS, 2 * LENGTH, WIDTH)] * 2
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    durations = 0.1 + torch.rand(ROWS, 2 * LENGTH, generator=generator, dtype=torch.float64)
+    visibility = Visibility(piece, durations[:, keys].log() if with_durations else None)
+    return tensors, keys, visibility
+
+
+def output_and_gradients(implementation, piece, *options):
+    (query, key, value), keys, visibility = inputs(piece, *options)
+    # As the model has them: queries with heads behind tokens, keys a part of a buffer.
+    query_RTHE = query.transpose(1, 2).contiguous()
+    buffers = key[:, :, keys], value[:, :, keys]
+    output = attend(implementation, query_RTHE.transpose(1, 2), *buffers, visibility, 0.3, 0.0)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return [output, *torch.autograd.grad((output * weights).sum(), (query, key, value))]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2 * MATRIX, 4 * MATRIX, 100 * MATRIX], ids=["1", "2", "4", "all"])
+@pytest.mark.parametrize("heads", [HEADS, KEY_HEADS], ids=["grouped", "not grouped"])
+@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
+@pytest.mark.parametrize("name", PIECES)
+def test_values_and_gradients(name, with_durations, heads, block_bytes, monkeypatch):
+    """A head at a time, two of three, a whole row of the two, and everything at once."""
+    monkeypatch.setattr(blocked_attention, "BLOCK_BYTES", block_bytes)
+    case = PIECES[name], with_durations, heads
+    expected = output_and_gradients("eager", *case)
+    for ours, plain in zip(output_and_gradients("blocked", *case), expected, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-12, rtol=1e-12)
+
+
+def test_blocks_are_as_large_as_they_may_be(monkeypatch):
+    sizes = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda left, right, out: sizes.append(len(left)) or bmm(left, right, out=out))
+    (query, key, value), _, visibility = inputs(PIECES["memory"], False)
+    for block_bytes, expected in {1: [1] * 6, 2 * MATRIX: [2, 1] * 2, 5 * MATRIX: [3, 3], 6 * MATRIX: [6]}.items():
+        sizes.clear()
+        monkeypatch.setattr(blocked_attention, "BLOCK_BYTES", block_bytes)
+        IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.0)
+        assert sizes == expected
+
+
+def test_nothing_of_the_size_of_the_scores_waits_for_the_backward_pass():
+    (query, key, value), _, visibility = inputs(PIECES["memory"], True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor.data_ptr()) or tensor, lambda t: t
+    ):
+        IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.0)
+    assert saved == [tensor.data_ptr() for tensor in (query, key, value)]
+
+
+def test_dropout_is_refused():
+    (query, key, value), _, visibility = inputs(PIECES["memory"], False)
+    with pytest.raises(ValueError, match=r"attention_dropout=0.1 to 0 or use sdpa"):
+        IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.1)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_trains_as_with_sdpa(schedule, checkpointing):
+    """Segments, waves, checkpoints and durations, in float64."""
+    ids, durations = random_ids(2, 23), random_durations(2, 23)
+    found = []
+    for implementation in ("sdpa", "blocked"):
+        model = tiny_model(schedule=schedule).train()
+        model.set_attn_implementation(implementation)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(ids, labels=ids, durations=durations).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-10, rtol=1e-8)
+
+
+@torch.no_grad()
+def test_bfloat16_is_as_good_as_the_formula_written_out():
+    """Root mean square error against float64 of weights' averages: no more than eager's, which rounds the same."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 6, 40, 16, generator=generator).bfloat16() for _ in range(3))
+    piece = PIECES["first segment"]
+    exact = IMPLEMENTATIONS["eager"](query.double(), key.double(), value.double(), Visibility(piece), 0.25, 0.0)
+    errors = {
+        name: (IMPLEMENTATIONS[name](query, key, value, Visibility(piece), 0.25, 0.0).double() - exact).pow(2).mean()
+        for name in ("eager", "blocked")
+    }
+    assert errors["blocked"] <= 1.1 * errors["eager"]
+
+
+CPU = torch.zeros(1, 4, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("query", "dropout", "multiplies_bfloat16", "expected"),
+    [
+        (CPU.bfloat16(), 0.0, True, "blocked"),
+        (CPU.bfloat16(), 0.0, False, "sdpa"),
+        (CPU.bfloat16(), 0.1, True, "sdpa"),
+        (CPU, 0.0, True, "sdpa"),
+        (CPU.half(), 0.0, True, "sdpa"),
+        (CPU.bfloat16().to("meta"), 0.0, True, "sdpa"),
+    ],
+)
+def test_auto(query, dropout, multiplies_bfloat16, expected, monkeypatch):
+    monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: multiplies_bfloat16)
+    assert choose_attention(query, Visibility(PIECES["memory"]), dropout) == expected
+
+
+class OnCuda:
+    """What the rule asks of a query there."""
+
+    device, is_cuda = torch.device("cuda"), True
+
+    def __init__(self, num_queries, dtype):
+        self.shape, self.dtype = (1, 4, num_queries, 8), dtype
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_auto_on_cuda(installed, monkeypatch):
+    """flash-attn where a mask would cost sdpa its own flash kernel."""
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: installed)
+    apart, weighed = Visibility(PIECES["rows apart"]), Visibility(PIECES["memory"], torch.zeros(2, 12))
+    package = "flash_attention_2" if installed else "sdpa"
+    for visibility in (apart, weighed):
+        assert choose_attention(OnCuda(3, torch.bfloat16), visibility, 0.0) == package
+        assert choose_attention(OnCuda(3, torch.float32), visibility, 0.0) == "sdpa"
+        assert choose_attention(OnCuda(1, torch.bfloat16), visibility, 0.0) == "sdpa"
+    assert choose_attention(OnCuda(3, torch.bfloat16), Visibility(PIECES["memory"]), 0.0) == "sdpa"
+
+
+def test_auto_is_what_models_have(tmp_path, monkeypatch):
+    model = CondenseForCausalLM(tiny_config(attn_implementation=None))
+    assert model.config._attn_implementation == "auto"
+    model.save_pretrained(tmp_path)
+    loaded = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.config._attn_implementation == "auto"
+    assert to_llama(loaded).config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="nonsense"):
+        CondenseForCausalLM.from_pretrained(tmp_path, attn_implementation="nonsense")
+
+    taken = []
+    monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: True)
+    blocked = IMPLEMENTATIONS["blocked"]
+    monkeypatch.setitem(IMPLEMENTATIONS, "blocked", lambda *arguments: taken.append(1) or blocked(*arguments))
+    with torch.no_grad():
+        loaded(random_ids(1, 12))
+        assert taken
+        taken.clear()
+        loaded.float()(random_ids(1, 12))
+        assert not taken

@@ -63,7 +63,11 @@ class Visibility:
         return bias.masked_fill(~mask, float("-inf"))
 
 
-def choose_attention(query_RHTE: torch.Tensor, visibility: Visibility, dropout: float) -> str:
+# Multiplications with keys below which preparing blocks takes longer than they gain: docs/results/attention.
+BLOCKED_PRODUCTS = 2**19
+
+
+def choose_attention(query_RHTE: torch.Tensor, num_keys: int, visibility: Visibility, dropout: float) -> str:
     """What "auto" takes. Measured on CPUs (docs/results/attention); on CUDA it follows from what needs a mask.
 
     Without one sdpa takes its own flash kernel; a mask or a bias costs it that, and flash-attn's package, where it is
@@ -73,8 +77,8 @@ def choose_attention(query_RHTE: torch.Tensor, visibility: Visibility, dropout: 
     if query_RHTE.is_cuda:
         masked = query_RHTE.shape[2] > 1 and not (visibility.lower_right and visibility.log_duration_RK is None)
         return "flash_attention_2" if masked and half and is_flash_attn_2_available() else "sdpa"
-    on_cpu = query_RHTE.device.type == "cpu"
-    if on_cpu and query_RHTE.dtype == torch.bfloat16 and not dropout and _cpu_multiplies_bfloat16():
+    on_cpu, wide = query_RHTE.device.type == "cpu", query_RHTE.numel() * num_keys >= BLOCKED_PRODUCTS
+    if on_cpu and wide and query_RHTE.dtype == torch.bfloat16 and not dropout and _cpu_multiplies_bfloat16():
         return "blocked"
     return "sdpa"
 
@@ -87,7 +91,7 @@ def _cpu_multiplies_bfloat16() -> bool:
 def attend(implementation: str, query_RHTE, key_RGKE, value_RGKE, visibility: Visibility, scale: float, dropout: float):
     """Attention output [R, T, H * E] of the named implementation."""
     if implementation == "auto":
-        implementation = choose_attention(query_RHTE, visibility, dropout)
+        implementation = choose_attention(query_RHTE, key_RGKE.shape[2], visibility, dropout)
     output_RHTE = IMPLEMENTATIONS[implementation](query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout)
     return output_RHTE.transpose(1, 2).flatten(2)
 

@@ -87,10 +87,12 @@ def taken_by_auto(model: Any, point: Point) -> tuple[str, str]:
     lengths, config = [point.length] * point.batch, model.config
     cursor = TransientMemory(point.batch, config).cursor
     schedule = choose_schedule(config, model.model.layers, lengths, cursor, point.checkpointing)
-    piece = next(cursor.pieces(lengths))
-    size = point.batch, config.num_attention_heads, piece.width, config.head_dim
-    query = next(model.parameters()).new_empty(size)
-    return schedule, choose_attention(query, Visibility(piece), config.attention_dropout if model.training else 0.0)
+    *before, piece = cursor.pieces(lengths)
+    rows = point.batch * (min(len(before) + 1, config.num_hidden_layers) if schedule == "wavefront" else 1)
+    query = next(model.parameters()).new_empty(rows, config.num_attention_heads, piece.width, config.head_dim)
+    num_keys, dropout = piece.visible_keys.stop - piece.visible_keys.start, config.attention_dropout
+    taken = choose_attention(query, num_keys, Visibility(piece), dropout if model.training else 0.0)
+    return schedule, taken
 
 
 def schedules(

@@ -9,7 +9,7 @@ from condense.attention import IMPLEMENTATIONS, Visibility, attend, choose_atten
 from .models import random_durations, random_ids, tiny_config, tiny_model
 from .test_attention import LENGTH, PIECES
 
-ROWS, KEY_HEADS, HEADS, WIDTH = 2, 3, 6, 4
+ROWS, KEY_HEADS, HEADS, WIDTH = 2, 4, 8, 4
 MATRIX = HEADS // KEY_HEADS * LENGTH * 2 * LENGTH * 8  # bytes of the scores of one key head at most
 
 
@@ -41,12 +41,12 @@ def output_and_gradients(implementation, piece, *options):
     return [output, *torch.autograd.grad((output * weights).sum(), (query, key, value))]
 
 
-@pytest.mark.parametrize("block_bytes", [1, 2 * MATRIX, 4 * MATRIX, 100 * MATRIX], ids=["1", "2", "4", "all"])
+@pytest.mark.parametrize("block_bytes", [1, 3 * MATRIX, 5 * MATRIX, 100 * MATRIX], ids=["1", "2", "4", "8"])
 @pytest.mark.parametrize("heads", [HEADS, KEY_HEADS], ids=["grouped", "not grouped"])
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("name", PIECES)
 def test_values_and_gradients(name, with_durations, heads, block_bytes, monkeypatch):
-    """A head at a time, two of three, a whole row of the two, and everything at once."""
+    """A key head at a time, two of four, a whole row of the two, and everything at once."""
     monkeypatch.setattr(blocked_attention, "BLOCK_BYTES", block_bytes)
     case = PIECES[name], with_durations, heads
     expected = output_and_gradients("eager", *case)
@@ -59,7 +59,7 @@ def test_blocks_are_as_large_as_they_may_be(monkeypatch):
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda left, right, out: sizes.append(len(left)) or bmm(left, right, out=out))
     (query, key, value), _, visibility = inputs(PIECES["memory"], False)
-    for block_bytes, expected in {1: [1] * 6, 2 * MATRIX: [2, 1] * 2, 5 * MATRIX: [3, 3], 6 * MATRIX: [6]}.items():
+    for block_bytes, expected in {1: [1] * 8, 3 * MATRIX: [2] * 4, 7 * MATRIX: [4] * 2, 8 * MATRIX: [8]}.items():
         sizes.clear()
         monkeypatch.setattr(blocked_attention, "BLOCK_BYTES", block_bytes)
         IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.0)
@@ -113,7 +113,7 @@ def test_bfloat16_is_as_good_as_the_formula_written_out():
     assert errors["blocked"] <= 1.1 * errors["eager"]
 
 
-CPU = torch.zeros(1, 4, 3, 8)
+CPU = torch.zeros(1, 4, 128, 8)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,7 @@ CPU = torch.zeros(1, 4, 3, 8)
     [
         (CPU.bfloat16(), 0.0, True, "blocked"),
         (CPU.bfloat16(), 0.0, False, "sdpa"),
+        (CPU.bfloat16()[:, :, :127], 0.0, True, "sdpa"),
         (CPU.bfloat16(), 0.1, True, "sdpa"),
         (CPU, 0.0, True, "sdpa"),
         (CPU.half(), 0.0, True, "sdpa"),
@@ -129,7 +130,7 @@ CPU = torch.zeros(1, 4, 3, 8)
 )
 def test_auto(query, dropout, multiplies_bfloat16, expected, monkeypatch):
     monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: multiplies_bfloat16)
-    assert choose_attention(query, Visibility(PIECES["memory"]), dropout) == expected
+    assert choose_attention(query, 128, Visibility(PIECES["memory"]), dropout) == expected
 
 
 class OnCuda:
@@ -148,10 +149,10 @@ def test_auto_on_cuda(installed, monkeypatch):
     apart, weighed = Visibility(PIECES["rows apart"]), Visibility(PIECES["memory"], torch.zeros(2, 12))
     package = "flash_attention_2" if installed else "sdpa"
     for visibility in (apart, weighed):
-        assert choose_attention(OnCuda(3, torch.bfloat16), visibility, 0.0) == package
-        assert choose_attention(OnCuda(3, torch.float32), visibility, 0.0) == "sdpa"
-        assert choose_attention(OnCuda(1, torch.bfloat16), visibility, 0.0) == "sdpa"
-    assert choose_attention(OnCuda(3, torch.bfloat16), Visibility(PIECES["memory"]), 0.0) == "sdpa"
+        assert choose_attention(OnCuda(3, torch.bfloat16), 12, visibility, 0.0) == package
+        assert choose_attention(OnCuda(3, torch.float32), 12, visibility, 0.0) == "sdpa"
+        assert choose_attention(OnCuda(1, torch.bfloat16), 12, visibility, 0.0) == "sdpa"
+    assert choose_attention(OnCuda(3, torch.bfloat16), 12, Visibility(PIECES["memory"]), 0.0) == "sdpa"
 
 
 def test_auto_is_what_models_have(tmp_path, monkeypatch):
@@ -166,6 +167,7 @@ def test_auto_is_what_models_have(tmp_path, monkeypatch):
 
     taken = []
     monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)
     blocked = IMPLEMENTATIONS["blocked"]
     monkeypatch.setitem(IMPLEMENTATIONS, "blocked", lambda *arguments: taken.append(1) or blocked(*arguments))
     with torch.no_grad():

@@ -7,7 +7,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from condense.attention import Visibility, attend
+from condense.segmentation import Cursor
+
 WIDTH, INTERMEDIATE, LAYERS, HEADS, HEAD_WIDTH, TOKENS = 512, 8192, 4, 32, 64, 8192
+SEGMENT = 256
+BEHIND_A_MEMORY = Visibility(list(Cursor(1, SEGMENT).pieces([2 * SEGMENT]))[1])
 
 
 def seconds(function, repeats):
@@ -29,7 +34,10 @@ FOLDED_WEIGHTS = STOCK_WEIGHTS + LAYERS * WIDTH * 2 * KEY_WIDTH
 print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {TOKENS:,} tokens, forward and backward")
 for dtype in (torch.float32, torch.bfloat16):
     name, floors = str(dtype).removeprefix("torch."), {}
-    for kind, rows, keys, weights in (("folded", 256, 512, FOLDED_WEIGHTS), ("stock", TOKENS, TOKENS, STOCK_WEIGHTS)):
+    for kind, rows, keys, weights in (
+        ("folded", SEGMENT, 2 * SEGMENT, FOLDED_WEIGHTS),
+        ("stock", TOKENS, TOKENS, STOCK_WEIGHTS),
+    ):
         x, weight, gradient = (
             torch.randn(shape, dtype=dtype) for shape in ((rows, WIDTH), (INTERMEDIATE, WIDTH), (rows, INTERMEDIATE))
         )
@@ -43,8 +51,12 @@ for dtype in (torch.float32, torch.bfloat16):
         q = torch.randn(1, HEADS, rows, HEAD_WIDTH, dtype=dtype, requires_grad=True)
         k, v = (torch.randn(1, HEADS, keys, HEAD_WIDTH, dtype=dtype, requires_grad=True) for _ in range(2))
 
-        def step(q=q, k=k, v=v):
-            F.scaled_dot_product_attention(q, k, v, is_causal=q.shape == k.shape).sum().backward()
+        def step(kind=kind, q=q, k=k, v=v):
+            if kind == "stock":
+                output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                output = attend("auto", q, k, v, BEHIND_A_MEMORY, HEAD_WIDTH**-0.5, 0.0)
+            output.sum().backward()
 
         attention = LAYERS * TOKENS // rows * seconds(step, 3)
         floors[kind] = products + attention

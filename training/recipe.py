@@ -242,6 +242,8 @@ class Recipe(Section):
             raise ValueError("folded=false is a stock Llama, which has no segment_length and no bptt_segments")
         if not self.folded and self.attention == "blocked":
             raise ValueError("folded=false is a stock Llama, which has no attention=blocked")
+        if self.attention in ("blocked", "flex_attention") and self.attention_dropout:
+            raise ValueError(f"attention={self.attention} has no dropout: set attention_dropout=0, or attention=auto")
         if not self.folded and (self.schedule != "auto" or self.offload_memories):
             raise ValueError("folded=false is a stock Llama, which has no schedule and no memories to offload")
         if self.offload_memories and not self.gradient_checkpointing:

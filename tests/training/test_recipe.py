@@ -107,6 +107,8 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["evaluation.every=4"], "leave out evaluation"),
         (STAGES, ["folded=false", "segment_length=4"], "has no segment_length"),
         (STAGES, ["folded=false", "schedule=wavefront"], "has no schedule"),
+        (STAGES, ["folded=false", "attention=blocked"], "has no attention=blocked"),
+        (STAGES, ["attention=blocked", "attention_dropout=0.1"], "attention=blocked has no dropout"),
         (STAGES, ["offload_memories=true"], "set gradient_checkpointing=true too"),
         (STAGES, ["evaluation.sources=[{files: x}]"], "passkeys are made, not read"),
         (STAGES, ["evaluation.sources=[{files: x, hub: y}]"], "either files or hub"),

@@ -33,22 +33,22 @@ def measured(llama, tmp_path_factory):
     return json.loads((output / "schedules.json").read_text()), done.output, output
 
 
+def spied(monkeypatch, functions) -> list[str]:
+    """The names of those that are called, as they are."""
+    seen: list[str] = []
+    for name, run in dict(functions).items():
+        monkeypatch.setitem(functions, name, lambda *args, name=name, run=run: seen.append(name) or run(*args))
+    return seen
+
+
 @pytest.fixture
 def ran(monkeypatch):
-    """The schedules that models run, as they come."""
-    seen = []
-    for name, run in dict(RUNS).items():
-        monkeypatch.setitem(RUNS, name, lambda *args, name=name, run=run: seen.append(name) or run(*args))
-    return seen
+    return spied(monkeypatch, RUNS)
 
 
 @pytest.fixture
 def attended(monkeypatch):
-    """The implementations of attention that models run."""
-    seen = []
-    for name, run in dict(IMPLEMENTATIONS).items():
-        monkeypatch.setitem(IMPLEMENTATIONS, name, lambda *args, name=name, run=run: seen.append(name) or run(*args))
-    return seen
+    return spied(monkeypatch, IMPLEMENTATIONS)
 
 
 def model_of(llama, point):

@@ -63,35 +63,36 @@ class Visibility:
         return bias.masked_fill(~mask, float("-inf"))
 
 
-# Multiplications with keys below which preparing blocks takes longer than they gain: docs/results/attention.
-BLOCKED_PRODUCTS = 2**19
+# Measured on two CPU cores (docs/results/attention): a row's multiplications with keys below which preparing blocks
+# takes longer than they gain, and the bytes of a key head's scores beyond which they gain no more.
+BLOCKED_PRODUCTS = 2**17
+BLOCKED_MATRIX = 16 * 2**20
+CPU_MULTIPLIES_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def choose_attention(query_RHTE: torch.Tensor, num_keys: int, visibility: Visibility, dropout: float) -> str:
+def choose_attention(query_RHTE, key_RGKE, visibility: Visibility, dropout: float) -> str:
     """What "auto" takes. Measured on CPUs (docs/results/attention); on CUDA it follows from what needs a mask.
 
     Without one sdpa takes its own flash kernel; a mask or a bias costs it that, and flash-attn's package, where it is
-    installed, needs none.
+    installed, needs none. How many rows there are does not matter: a row is treated in a batch as it is alone.
     """
     half = query_RHTE.dtype in (torch.bfloat16, torch.float16)
     if query_RHTE.is_cuda:
         masked = query_RHTE.shape[2] > 1 and not (visibility.lower_right and visibility.log_duration_RK is None)
         return "flash_attention_2" if masked and half and is_flash_attn_2_available() else "sdpa"
-    on_cpu, wide = query_RHTE.device.type == "cpu", query_RHTE.numel() * num_keys >= BLOCKED_PRODUCTS
-    if on_cpu and wide and query_RHTE.dtype == torch.bfloat16 and not dropout and _cpu_multiplies_bfloat16():
-        return "blocked"
-    return "sdpa"
-
-
-@cache
-def _cpu_multiplies_bfloat16() -> bool:
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+    if query_RHTE.device.type != "cpu" or query_RHTE.dtype != torch.bfloat16 or dropout or not CPU_MULTIPLIES_BFLOAT16:
+        return "sdpa"
+    _, num_heads, num_queries, head_width = query_RHTE.shape
+    num_key_heads, num_keys = key_RGKE.shape[1:3]
+    scores = num_heads * num_queries * num_keys
+    fits = scores // num_key_heads * query_RHTE.itemsize <= BLOCKED_MATRIX
+    return "blocked" if fits and scores * head_width >= BLOCKED_PRODUCTS else "sdpa"
 
 
 def attend(implementation: str, query_RHTE, key_RGKE, value_RGKE, visibility: Visibility, scale: float, dropout: float):
     """Attention output [R, T, H * E] of the named implementation."""
     if implementation == "auto":
-        implementation = choose_attention(query_RHTE, key_RGKE.shape[2], visibility, dropout)
+        implementation = choose_attention(query_RHTE, key_RGKE, visibility, dropout)
     output_RHTE = IMPLEMENTATIONS[implementation](query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout)
     return output_RHTE.transpose(1, 2).flatten(2)
 

@@ -27,14 +27,14 @@ BLOCK_BYTES = 4 * 2**20  # of a block's scores: measured, docs/results/attention
 def blocked_attention(query_RHTE, key_RGKE, value_RGKE, visibility: "Visibility", scale: float, dropout: float):
     if dropout:
         raise ValueError(f"blocked attention has no dropout: set attention_dropout={dropout} to 0 or use sdpa.")
+    # Under autocast a cache may hold what it was given before.
+    key_RGKE, value_RGKE = key_RGKE.to(query_RHTE.dtype), value_RGKE.to(query_RHTE.dtype)
     return _Blocked.apply(query_RHTE, key_RGKE, value_RGKE, visibility, scale)
 
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query_RHTE, key_RGKE, value_RGKE, visibility, scale):
-        ctx.save_for_backward(query_RHTE, key_RGKE, value_RGKE)
-        ctx.visibility, ctx.scale = visibility, scale
+    def forward(query_RHTE, key_RGKE, value_RGKE, visibility, scale):
         blocks = _Blocks(query_RHTE, key_RGKE, visibility, scale)
         output_MXE = torch.empty_like(blocks.query_MXE)
         for (_, weight_bXK), value_bKE, output_bXE in zip(
@@ -42,6 +42,11 @@ class _Blocked(torch.autograd.Function):
         ):
             torch.bmm(weight_bXK, value_bKE, out=output_bXE)
         return output_MXE.view(query_RHTE.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.visibility, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     @once_differentiable

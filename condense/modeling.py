@@ -126,11 +126,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     def __init__(self, config: CondenseConfig):
         super().__init__(config)
         config.check()  # fields may have been set one by one since the config was made
-        if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
-            raise ValueError(
-                f"attn_implementation={config._attn_implementation!r} is not known: choose one of "
-                f"{', '.join(ATTENTION_IMPLEMENTATIONS)}."
-            )
+        _check_attention(config._attn_implementation)
         self.model = CondenseModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
@@ -138,6 +134,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Where none is asked for, "auto"."""
+        _check_attention(requested_attention or "auto")
         if requested_attention is None or requested_attention in OWN_ATTENTION:
             return requested_attention or "auto"
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -276,6 +273,12 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             if offload:
                 gradient_checkpointing_func = partial(_checkpoint_on_host, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+
+def _check_attention(implementation: str) -> None:
+    if implementation not in ATTENTION_IMPLEMENTATIONS:
+        known = ", ".join(ATTENTION_IMPLEMENTATIONS)
+        raise ValueError(f"attn_implementation={implementation!r} is not known: choose one of {known}.")
 
 
 def _checkpoint_on_host(checkpoint, function, *arguments):

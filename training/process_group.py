@@ -11,6 +11,7 @@ that is open needs no name, so each rank takes its own away once all of them hav
 import functools
 import hashlib
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 from torch.utils.cpp_extension import get_default_build_root
+
+OURS = "condense-"  # begins the names of folders in which nobody else builds
 
 
 def join() -> None:
@@ -38,23 +41,37 @@ def leave() -> None:
 
 
 def _guard_builds() -> None:
-    """Whatever operator this process builds from now on, no other one does at the same time."""
-    from deepspeed import __version__
+    """Whatever operator this process builds from now on, no other run of ours does at the same time.
+
+    In TORCH_EXTENSIONS_DIR, where the user has set it, other programs may build as well: there a lock is left to them.
+    """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    environment = hashlib.sha256(f"{sys.prefix} {torch.__version__} {__version__}".encode()).hexdigest()[:12]
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / f"condense-{environment}"
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    if hasattr(OpBuilder.jit_load, "__wrapped__"):
+        return
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(get_default_build_root()) / f"{OURS}{_environment()}")
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     build = OpBuilder.jit_load
 
     @functools.wraps(build)
     def build_alone(self, *arguments, **options):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"{self.name}.lock"):
-            stale = folder / self.name / "lock"
-            if stale.exists():
-                print(f"{stale} is of a build that was killed: building {self.name} again", flush=True)
-                stale.unlink()
+            held = folder / self.name / "lock"
+            if held.exists() and folder.name.startswith(OURS):
+                print(f"{held} is of a build that was killed: building {self.name} again", flush=True)
+                held.unlink()
+            elif held.exists():
+                print(f"waiting for {held}: if nothing is building {self.name}, remove that file", flush=True)
             return build(self, *arguments, **options)
 
     OpBuilder.jit_load = build_alone
+
+
+def _environment() -> str:
+    """Operators are made for an installation and, as they are compiled for its processor, a machine."""
+    from deepspeed import __version__
+
+    parts = sys.prefix, torch.__version__, __version__, platform.node()
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]

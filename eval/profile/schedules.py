@@ -52,7 +52,7 @@ def race(model: Any, point: Point, repeats: int) -> dict[str, Any]:
     taken = _in_turn(call, {name: partial(set_schedule, name) for name in SCHEDULES}, repeats)
     set_schedule(schedule)
     attentions: dict[str, Callable[[], Any]] = {
-        name: partial(model.set_attn_implementation, name) for name in attentions_of(model.device.type)
+        name: partial(model.set_attn_implementation, name) for name in attentions_of(model)
     }
     taken |= _in_turn(call, attentions, repeats)
     figures: dict[str, Any] = {"auto": schedule, "auto_attention": attention}
@@ -70,16 +70,17 @@ def _in_turn(call: Callable[[], Any], variants: dict[str, Callable[[], Any]], re
     return {name: seconds[1:] for name, seconds in taken.items()}
 
 
-def attentions_of(device: str) -> list[str]:
+def attentions_of(model: Any) -> list[str]:
     """Those "auto" chooses from."""
     from transformers.utils import is_flash_attn_2_available
 
-    other = "blocked" if device == "cpu" else "flash_attention_2"
-    return ["sdpa", other] if device == "cpu" or is_flash_attn_2_available() else ["sdpa"]
+    if model.device.type == "cpu":
+        return ["sdpa"] if model.training and model.config.attention_dropout else ["sdpa", "blocked"]
+    return ["sdpa", "flash_attention_2"] if is_flash_attn_2_available() else ["sdpa"]
 
 
 def taken_by_auto(model: Any, point: Point) -> tuple[str, str]:
-    """Schedule and attention: the model's own questions, for whole texts of one length."""
+    """Schedule and attention: the model's own questions, for whole texts of one length and their second segment."""
     from condense.attention import Visibility, choose_attention
     from condense.memory import TransientMemory
     from condense.schedule import choose_schedule
@@ -87,12 +88,12 @@ def taken_by_auto(model: Any, point: Point) -> tuple[str, str]:
     lengths, config = [point.length] * point.batch, model.config
     cursor = TransientMemory(point.batch, config).cursor
     schedule = choose_schedule(config, model.model.layers, lengths, cursor, point.checkpointing)
-    *before, piece = cursor.pieces(lengths)
-    rows = point.batch * (min(len(before) + 1, config.num_hidden_layers) if schedule == "wavefront" else 1)
-    query = next(model.parameters()).new_empty(rows, config.num_attention_heads, piece.width, config.head_dim)
-    num_keys, dropout = piece.visible_keys.stop - piece.visible_keys.start, config.attention_dropout
-    taken = choose_attention(query, num_keys, Visibility(piece), dropout if model.training else 0.0)
-    return schedule, taken
+    piece = list(cursor.pieces(lengths))[:2][-1]
+    num_keys = piece.visible_keys.stop - piece.visible_keys.start
+    heads = (config.num_attention_heads, piece.width), (config.num_key_value_heads, num_keys)
+    query, key = (next(model.parameters()).new_empty(point.batch, *size, config.head_dim) for size in heads)
+    dropout = config.attention_dropout if model.training else 0.0
+    return schedule, choose_attention(query, key, Visibility(piece), dropout)
 
 
 def schedules(
@@ -165,7 +166,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
     for points in groups(results, "attention"):
         ratios = "sequential / wavefront", ratio
         made.append(_table(f"schedules, attention {points[0]['attention']}", points, SCHEDULES, "auto", ratios))
-    everywhere = [point for point in results["points"] if "auto_attention" in point]
+    first = results["points"][0]["attention"]  # what is asked for does not matter here
+    everywhere = [p for p in results["points"] if "auto_attention" in p and p["attention"] == first]
     if everywhere and len(names := _attentions_in(everywhere[0])) > 1:
         ratios = f"{names[0]} / {names[1]}", lambda point: point[f"{names[0]}_seconds"] / point[f"{names[1]}_seconds"]
         title = "attention, under the schedule that auto takes"

@@ -99,6 +99,20 @@ def test_a_model_trains_as_with_sdpa(schedule, checkpointing):
         torch.testing.assert_close(found[1][name], gradient, atol=1e-10, rtol=1e-8)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "blocked"])
+@torch.no_grad()
+def test_autocast_over_what_was_read_without_it(implementation, monkeypatch):
+    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
+    monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)
+    ids, logits = random_ids(2, 12), []
+    for name in ("sdpa", implementation):
+        model = tiny_model(torch.float32, attn_implementation=name)
+        cache = model(ids).past_key_values
+        with torch.autocast("cpu", torch.bfloat16):
+            logits.append(model(ids, past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, atol=0.5, rtol=0)
+
+
 @torch.no_grad()
 def test_bfloat16_is_as_good_as_the_formula_written_out():
     """Root mean square error against float64 of weights' averages: no more than eager's, which rounds the same."""
@@ -114,6 +128,7 @@ def test_bfloat16_is_as_good_as_the_formula_written_out():
 
 
 CPU = torch.zeros(1, 4, 128, 8)
+KEYS = torch.zeros(1, 2, 32, 8)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +144,17 @@ CPU = torch.zeros(1, 4, 128, 8)
     ],
 )
 def test_auto(query, dropout, multiplies_bfloat16, expected, monkeypatch):
-    monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: multiplies_bfloat16)
-    assert choose_attention(query, 128, Visibility(PIECES["memory"]), dropout) == expected
+    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", multiplies_bfloat16)
+    assert choose_attention(query, KEYS, Visibility(PIECES["memory"]), dropout) == expected
+    assert choose_attention(query.expand(9, -1, -1, -1), KEYS, Visibility(PIECES["memory"]), dropout) == expected
+
+
+def test_auto_leaves_matrices_that_are_too_large(monkeypatch):
+    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
+    query = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 8, 1024, 64)
+    for num_key_heads, expected in {8: "blocked", 2: "blocked", 1: "sdpa"}.items():  # 4, 16 and 32 MiB
+        key = query[:, :num_key_heads, :1].expand(-1, -1, 2048, -1)
+        assert choose_attention(query, key, Visibility(PIECES["memory"]), 0.0) == expected
 
 
 class OnCuda:
@@ -149,10 +173,10 @@ def test_auto_on_cuda(installed, monkeypatch):
     apart, weighed = Visibility(PIECES["rows apart"]), Visibility(PIECES["memory"], torch.zeros(2, 12))
     package = "flash_attention_2" if installed else "sdpa"
     for visibility in (apart, weighed):
-        assert choose_attention(OnCuda(3, torch.bfloat16), 12, visibility, 0.0) == package
-        assert choose_attention(OnCuda(3, torch.float32), 12, visibility, 0.0) == "sdpa"
-        assert choose_attention(OnCuda(1, torch.bfloat16), 12, visibility, 0.0) == "sdpa"
-    assert choose_attention(OnCuda(3, torch.bfloat16), 12, Visibility(PIECES["memory"]), 0.0) == "sdpa"
+        assert choose_attention(OnCuda(3, torch.bfloat16), KEYS, visibility, 0.0) == package
+        assert choose_attention(OnCuda(3, torch.float32), KEYS, visibility, 0.0) == "sdpa"
+        assert choose_attention(OnCuda(1, torch.bfloat16), KEYS, visibility, 0.0) == "sdpa"
+    assert choose_attention(OnCuda(3, torch.bfloat16), KEYS, Visibility(PIECES["memory"]), 0.0) == "sdpa"
 
 
 def test_auto_is_what_models_have(tmp_path, monkeypatch):
@@ -162,11 +186,11 @@ def test_auto_is_what_models_have(tmp_path, monkeypatch):
     loaded = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert loaded.config._attn_implementation == "auto"
     assert to_llama(loaded).config._attn_implementation == "sdpa"
-    with pytest.raises(ValueError, match="nonsense"):
+    with pytest.raises(ValueError, match="'nonsense' is not known: choose one of auto, blocked"):
         CondenseForCausalLM.from_pretrained(tmp_path, attn_implementation="nonsense")
 
     taken = []
-    monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
     monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)
     blocked = IMPLEMENTATIONS["blocked"]
     monkeypatch.setitem(IMPLEMENTATIONS, "blocked", lambda *arguments: taken.append(1) or blocked(*arguments))

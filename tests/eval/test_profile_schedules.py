@@ -100,7 +100,7 @@ def test_ratios_are_those_of_the_raw_times(measured):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_auto_is_said_to_take_is_what_runs(llama, measured, ran, attended, dtype, monkeypatch):
-    monkeypatch.setattr(attention, "_cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
     monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)  # the model is tiny
     said = [point["auto"] for point in measured[0]["points"]]
     for mode in module.CALLS:
@@ -128,6 +128,14 @@ def test_all_run_in_turn(llama, ran, attended):
         )
         ran.clear()
         attended.clear()
+
+
+def test_blocked_attention_does_not_race_where_a_model_drops_out(llama):
+    point = Point("folded", "training", 100, 1, 20, "auto", False)
+    model = model_of(llama, point)
+    model.config.attention_dropout = 0.1
+    raced = module.race(model, point, repeats=1)
+    assert list(raced["times"]) == ["sequential", "wavefront", "sdpa"]
 
 
 def test_a_stopped_measurement_goes_on(llama, measured, monkeypatch):

@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = "from training import process_group; process_group.join(); print('joined'); process_group.leave()"
 
 
-def join(folder: Path) -> subprocess.Popen:
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+def join(**variables: object) -> subprocess.Popen:
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"  # ninja lies there
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -24,15 +25,15 @@ def join(folder: Path) -> subprocess.Popen:
 
 def test_a_build_that_was_killed_is_done_again(tmp_path):
     """Torch alone waits for ever: its lock is a file that only the process that made it removes."""
-    first = join(tmp_path)
+    first = join(XDG_CACHE_HOME=tmp_path)
     deadline = time.monotonic() + 120
-    while not (locks := list(tmp_path.glob("*/*/lock"))) and time.monotonic() < deadline:
+    while not (locks := list(tmp_path.rglob("lock"))) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     assert locks and locks[0].exists()
 
-    others = [join(tmp_path) for _ in range(2)]
+    others = [join(XDG_CACHE_HOME=tmp_path) for _ in range(2)]
     try:
         printed = [other.communicate(timeout=200)[0] for other in others]
     finally:
@@ -43,3 +44,19 @@ def test_a_build_that_was_killed_is_done_again(tmp_path):
     assert all(output.endswith("joined\n") for output in printed)
     assert sum("is of a build that was killed" in output for output in printed) == 1
     assert not locks[0].exists()
+
+
+def test_a_folder_of_the_users_is_used_as_it_is(tmp_path):
+    """Others may build there: what waits for a lock says so, and nothing is taken away."""
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    waiting = join(TORCH_EXTENSIONS_DIR=tmp_path)
+    try:
+        assert waiting.stdout.readline() == (
+            f"waiting for {lock}: if nothing is building deepspeed_shm_comm, remove that file\n"
+        )
+        assert lock.exists() and waiting.poll() is None
+    finally:
+        os.killpg(waiting.pid, signal.SIGKILL)
+        waiting.communicate()

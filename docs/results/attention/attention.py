@@ -76,7 +76,7 @@ for dtype in (torch.bfloat16, torch.float32):
             for name, times in taken.items():
                 times.append(seconds_of(name, tensors, visibility, training))
         middle = {name: 1000 * statistics.median(times[1:]) for name, times in taken.items()}
-        chosen = choose_attention(tensors[0], tensors[1].shape[2], visibility, 0.0)
+        chosen = choose_attention(*tensors[:2], visibility, 0.0)
         over = middle[chosen] / min(middle[name] for name in CANDIDATES)
         right += over <= 1.05
         figures = [f"{value:.2f}" for value in middle.values()]

@@ -20,7 +20,7 @@ Output = Annotated[Path, typer.Option(help="Folder for the results. Started agai
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
 Attention = Annotated[
     str,
-    typer.Option(help="sdpa, eager, flash_attention_2, flex_attention or blocked; auto: what is fastest here."),
+    typer.Option(help="sdpa, eager, flash_attention_2, flex_attention or blocked; auto: see docs/performance.md."),
 ]
 
 

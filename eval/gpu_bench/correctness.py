@@ -50,7 +50,7 @@ def correctness(bench: Bench) -> None:
     _against_stock(bench)
     implementations = ["eager", "sdpa"]
     if has_flash_attn():
-        implementations.append("flash_attention_2")
+        implementations += ["flash_attention_2", "auto"]  # without the package, auto is sdpa there
     else:
         bench.check("flash_attention_2", None, "not installed, or there is no CUDA")
     if reason := schedules()[1]:

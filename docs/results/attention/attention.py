@@ -1,7 +1,7 @@
 """Implementations of attention on this machine in turn, from the shapes that segments have to those of long texts.
 
 Prints attention.txt. A case is read forward (and backward, where it is a training step's), after a warm-up; figures are
-medians of repeats in which the implementations take turns.
+medians of repeats in which the implementations take turns. Last the errors of bfloat16, against float64.
 """
 
 import statistics
@@ -24,11 +24,13 @@ SHAPES = {
     "stories": (1, 8, 4, 8),
     "stories, 8 rows": (8, 8, 4, 8),
     "not grouped": (4, 12, 12, 64),
+    "one key head": (1, 8, 1, 64),
 }
 CASES = [
     *product(["table 1"], [64, 128, 256, 512, 1024, 2048], ["training"]),
     *product(["table 1, a wave"], [64, 256, 512], ["training"]),
     *product(["stories", "stories, 8 rows", "not grouped"], [32, 64, 256], ["training"]),
+    *product(["one key head"], [256, 512, 1024, 2048], ["training"]),
     *product(["table 1"], [256, 512, 2048], ["durations", "reading"]),
     *product(["table 1", "table 1, a wave", "stories"], [256, 512], ["decoding"]),
 ]
@@ -89,3 +91,25 @@ for dtype in (torch.bfloat16, torch.float32):
             rows,
         )
     )
+
+
+def results_of(name, tensors, visibility):
+    """Output and gradients."""
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = IMPLEMENTATIONS[name](*tensors, visibility, tensors[0].shape[-1] ** -0.5, 0.0)
+    return [output.double(), *(gradient.double() for gradient in torch.autograd.grad(output.sum(), tensors))]
+
+
+rows = []
+for spread in (1, 8):
+    tensors, visibility = case_of("table 1", 128, "training", torch.bfloat16)
+    tensors = [(spread * tensors[0].detach()).requires_grad_(), *tensors[1:]]
+    exact = results_of("eager", [tensor.double() for tensor in tensors], visibility)
+    for name in NAMES:
+        errors = [
+            (ours - theirs).norm() / theirs.norm()
+            for ours, theirs in zip(results_of(name, tensors, visibility), exact, strict=True)
+        ]
+        rows.append([spread, name, *(f"{error:.4f}" for error in errors)])
+columns = ["standard deviation of scores", "implementation", "output", "of queries", "of keys", "of values"]
+print(Table("bfloat16: relative errors of the output and of gradients", columns, rows))

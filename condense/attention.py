@@ -76,8 +76,8 @@ def choose_attention(query_RHTE, key_RGKE, visibility: Visibility, dropout: floa
     Without one sdpa takes its own flash kernel; a mask or a bias costs it that, and flash-attn's package, where it is
     installed, needs none. How many rows there are does not matter: a row is treated in a batch as it is alone.
     """
-    half = query_RHTE.dtype in (torch.bfloat16, torch.float16)
     if query_RHTE.is_cuda:
+        half = query_RHTE.dtype in (torch.bfloat16, torch.float16)
         masked = query_RHTE.shape[2] > 1 and not (visibility.lower_right and visibility.log_duration_RK is None)
         return "flash_attention_2" if masked and half and is_flash_attn_2_available() else "sdpa"
     if query_RHTE.device.type != "cpu" or query_RHTE.dtype != torch.bfloat16 or dropout or not CPU_MULTIPLIES_BFLOAT16:

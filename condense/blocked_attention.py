@@ -50,26 +50,26 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient_RHTE):
+    def backward(ctx, output_gradient_RHTE):
         query_RHTE, key_RGKE, value_RGKE = ctx.saved_tensors
         blocks = _Blocks(query_RHTE, key_RGKE, ctx.visibility, ctx.scale)
-        gradient_MXE = gradient_RHTE.reshape(blocks.query_MXE.shape)
-        to_query_MXE = torch.empty_like(blocks.query_MXE)
-        to_key_RGKE, to_value_RGKE = (
+        output_gradient_MXE = output_gradient_RHTE.reshape(blocks.query_MXE.shape)
+        query_gradient_MXE = torch.empty_like(blocks.query_MXE)
+        key_gradient_RGKE, value_gradient_RGKE = (
             torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (key_RGKE, value_RGKE)
         )
-        read = blocks.query_MXE, blocks.key_MKE, value_RGKE.flatten(0, 1), gradient_MXE
-        written = to_query_MXE, to_key_RGKE.view(blocks.key_MKE.shape), to_value_RGKE.view(blocks.key_MKE.shape)
-        to_weight_bXK = torch.empty_like(blocks.score_bXK)
-        for (score, weight), query, key, value, gradient, to_query, to_key, to_value in zip(
+        read = blocks.query_MXE, blocks.key_MKE, value_RGKE.flatten(0, 1), output_gradient_MXE
+        written = query_gradient_MXE, key_gradient_RGKE.flatten(0, 1), value_gradient_RGKE.flatten(0, 1)
+        buffer_bXK = torch.empty_like(blocks.score_bXK)
+        for (score, weight), query, key, value, output_gradient, query_gradient, key_gradient, value_gradient in zip(
             blocks.weights(), *blocks.split(*read, *written), strict=True
         ):
-            torch.bmm(weight.mT, gradient, out=to_value)
-            to_weight = torch.bmm(gradient, value.mT, out=to_weight_bXK[: len(weight)])
-            to_score = torch._softmax_backward_data(to_weight, weight, -1, weight.dtype, grad_input=score)
-            _scaled_product(to_score, key, ctx.scale, out=to_query)
-            _scaled_product(to_score.mT, query, ctx.scale, out=to_key)
-        return to_query_MXE.view(query_RHTE.shape), to_key_RGKE, to_value_RGKE, None, None
+            torch.bmm(weight.mT, output_gradient, out=value_gradient)
+            weight_gradient = torch.bmm(output_gradient, value.mT, out=buffer_bXK[: len(weight)])
+            score_gradient = torch._softmax_backward_data(weight_gradient, weight, -1, weight.dtype, grad_input=score)
+            _scaled_product(score_gradient, key, ctx.scale, out=query_gradient)
+            _scaled_product(score_gradient.mT, query, ctx.scale, out=key_gradient)
+        return query_gradient_MXE.view(query_RHTE.shape), key_gradient_RGKE, value_gradient_RGKE, None, None
 
 
 class _Blocks:
@@ -89,14 +89,11 @@ class _Blocks:
         # Every block writes over the last one's: new memory would have to be cleared first, at the cost of a product.
         self.score_bXK = query_RHTE.new_empty(self.size, self.query_MXE.shape[1], num_keys)
         self.weight_bXK = torch.empty_like(self.score_bXK)
-        self.biases: Iterator[torch.Tensor | None] = repeat(None)
+        self.bias_R1TK: torch.Tensor | None = None
         if num_queries > 1 or not visibility.lower_right or visibility.log_duration_RK is not None:
-            bias = visibility.bias(num_queries, num_keys, query_RHTE).view(-1, 1, num_queries, num_keys)
-            if len(bias) == 1:
-                self.biases = repeat(bias)
-            else:
-                parts = bias.split(max(1, self.size // num_heads))
-                self.biases = chain.from_iterable(repeat(part, max(1, num_heads // self.size)) for part in parts)
+            bias = visibility.bias(num_queries, num_keys, query_RHTE)
+            self.bias_R1TK = bias.view(-1, 1, num_queries, num_keys)
+        self.blocks_per_row, self.rows_per_block = max(1, num_heads // self.size), max(1, self.size // num_heads)
 
     def split(self, *tensors_Mxx: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         return [tensor_Mxx.split(self.size) for tensor_Mxx in tensors_Mxx]
@@ -104,13 +101,20 @@ class _Blocks:
     def weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each block in turn, the scores S and softmax(S), each [b, X, K]."""
         queries, keys = self.split(self.query_MXE, self.key_MKE)
-        for query_bXE, key_bKE, bias_R1TK in zip(queries, keys, self.biases, strict=False):
+        for query_bXE, key_bKE, bias_R1TK in zip(queries, keys, self._biases(), strict=False):
             score_bXK, weight_bXK = self.score_bXK[: len(query_bXE)], self.weight_bXK[: len(query_bXE)]
             _scaled_product(query_bXE, key_bKE.mT, self.scale, out=score_bXK)
             if bias_R1TK is not None:
                 num_rows, _, num_queries, num_keys = bias_R1TK.shape
                 score_bXK.view(num_rows, -1, num_queries, num_keys).add_(bias_R1TK)
             yield score_bXK, torch.softmax(score_bXK, -1, out=weight_bXK)
+
+    def _biases(self) -> Iterator[torch.Tensor | None]:
+        """Of each block's rows, or for ever the one of all rows."""
+        if self.bias_R1TK is None or len(self.bias_R1TK) == 1:
+            return repeat(self.bias_R1TK)
+        parts = self.bias_R1TK.split(self.rows_per_block)
+        return chain.from_iterable(repeat(part, self.blocks_per_row) for part in parts)
 
 
 def _scaled_product(left, right, scale: float, out: torch.Tensor) -> torch.Tensor:

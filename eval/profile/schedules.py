@@ -222,7 +222,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                     _curve(axes, mine, f"segment {segment}", f"C{number}")
                 axes.axhline(1, color="black", linewidth=0.8)
                 token_axis(axes, results["points"])
-                axes.set_title(f"{points[0]['mode']}, batch {batch}, {points[0]['attention']}", fontsize=9)
+                axes.set_title(f"{points[0]['mode']}, batch {batch}, attention {points[0]['attention']}", fontsize=9)
                 axes.grid(alpha=0.3)
             line[0].set_ylabel("sequential / wavefront\n(filled: auto takes the wave)", fontsize=8)
         panels[0][0].legend(fontsize=7)

@@ -109,8 +109,9 @@ def test_autocast_over_what_was_read_without_it(implementation, monkeypatch):
         model = tiny_model(torch.float32, attn_implementation=name)
         cache = model(ids).past_key_values
         with torch.autocast("cpu", torch.bfloat16):
-            logits.append(model(ids, past_key_values=cache).logits)
-    torch.testing.assert_close(*logits, atol=0.5, rtol=0)
+            logits.append(model(ids, past_key_values=cache).logits.float())
+    sdpa, ours = logits
+    assert (ours - sdpa).pow(2).mean() < 0.05**2 * sdpa.pow(2).mean()
 
 
 @torch.no_grad()

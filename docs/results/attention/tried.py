@@ -1,4 +1,5 @@
-"""What was tried to spare the scores behind the causal mask, a quarter of a segment's behind a memory; on a CPU.
+"""What was tried on a CPU: to spare the scores behind the causal mask, a quarter of a segment's behind a memory, with
+SDPA's kernel; and how large the blocks of `blocked` attention should be.
 
 Prints tried.txt: forward and backward in milliseconds, medians of repeats in which the variants take turns.
 """
@@ -10,9 +11,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from condense import blocked_attention
+from condense.attention import Visibility
+from condense.segmentation import Cursor
 from eval.results import Table, hardware
 
 REPEATS = 11
+MIB = 2**20
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -67,6 +72,15 @@ VARIANTS = {
 }
 
 
+def in_blocks(block_bytes: int, query, key, value):
+    *_, piece = Cursor(len(query), query.shape[2]).pieces([key.shape[2]] * len(query))
+    blocked_attention.BLOCK_BYTES = block_bytes
+    return blocked_attention.blocked_attention(query, key, value, Visibility(piece), query.shape[-1] ** -0.5, 0.0)
+
+
+SIZES = {f"{size:g} MiB": partial(in_blocks, int(size * MIB)) for size in (0.5, 1, 2, 4, 8, 16)}
+
+
 def milliseconds(variant, tensors, gradient) -> float:
     start = time.perf_counter()
     torch.autograd.grad(variant(*tensors), tensors, gradient)
@@ -74,6 +88,16 @@ def milliseconds(variant, tensors, gradient) -> float:
 
 
 print(f"{hardware()}; torch {torch.__version__}, {torch.get_num_threads()} threads; medians of {REPEATS}")
+
+
+def medians(variants, tensors, gradient) -> list[str]:
+    taken = {name: [] for name in variants}
+    for _ in range(1 + REPEATS):
+        for name, times in taken.items():
+            times.append(milliseconds(variants[name], tensors, gradient))
+    return [f"{statistics.median(times[1:]):.1f}" for times in taken.values()]
+
+
 rows = []
 for dtype in (torch.bfloat16, torch.float32):
     for batch, segment in ((1, 256), (4, 256), (1, 512)):
@@ -83,11 +107,15 @@ for dtype in (torch.bfloat16, torch.float32):
         for variant in VARIANTS.values():
             torch.testing.assert_close(variant(query, key, value), expected)
         tensors = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
-        gradient = torch.randn_like(query).to(dtype)
-        taken = {name: [] for name in VARIANTS}
-        for _ in range(1 + REPEATS):
-            for name, times in taken.items():
-                times.append(milliseconds(VARIANTS[name], tensors, gradient))
-        figures = [f"{statistics.median(times[1:]):.1f}" for times in taken.values()]
+        figures = medians(VARIANTS, tensors, torch.randn_like(query).to(dtype))
         rows.append([str(dtype).removeprefix("torch."), batch, segment, *figures])
 print(Table("32 heads of width 64 behind a memory, SDPA's kernel [ms]", ["type", "rows", "segment", *VARIANTS], rows))
+
+rows = []
+for batch, segment in ((1, 128), (4, 128), (1, 256), (4, 256), (1, 512)):
+    query = torch.randn(batch, 32, segment, 64, dtype=torch.bfloat16, requires_grad=True)
+    key, value = (torch.randn(batch, 8, 2 * segment, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    matrix = f"{4 * segment * 2 * segment * 2 / MIB:g}"
+    rows.append([batch, segment, matrix, *medians(SIZES, (query, key, value), torch.randn_like(query))])
+columns = ["rows", "segment", "scores of a key head [MiB]", *SIZES]
+print(Table("32 heads over 8 of width 64 in bfloat16, blocked by size of its blocks [ms]", columns, rows))

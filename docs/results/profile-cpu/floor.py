@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from condense.attention import Visibility, attend
 from condense.segmentation import Cursor
 
-WIDTH, INTERMEDIATE, LAYERS, HEADS, HEAD_WIDTH, TOKENS = 512, 8192, 4, 32, 64, 8192
+WIDTH, INTERMEDIATE, LAYERS, HEADS, KEY_HEADS, HEAD_WIDTH, TOKENS = 512, 8192, 4, 32, 8, 64, 8192
 SEGMENT = 256
 BEHIND_A_MEMORY = Visibility(list(Cursor(1, SEGMENT).pieces([2 * SEGMENT]))[1])
 
@@ -26,7 +26,7 @@ def seconds(function, repeats):
 
 
 # Of a step: forward, gradients of inputs and of weights. The memories' keys and values are projected once more.
-VOCABULARY, KEY_WIDTH = 8192, 512
+VOCABULARY, KEY_WIDTH = 8192, KEY_HEADS * HEAD_WIDTH
 LAYER_WEIGHTS = WIDTH * (2 * HEADS * HEAD_WIDTH + 2 * KEY_WIDTH + 3 * INTERMEDIATE)
 STOCK_WEIGHTS = LAYERS * LAYER_WEIGHTS + VOCABULARY * WIDTH
 FOLDED_WEIGHTS = STOCK_WEIGHTS + LAYERS * WIDTH * 2 * KEY_WIDTH
@@ -49,11 +49,11 @@ for dtype in (torch.float32, torch.bfloat16):
         products = sum(2 * TOKENS * weights / rate for rate in rates.values())
 
         q = torch.randn(1, HEADS, rows, HEAD_WIDTH, dtype=dtype, requires_grad=True)
-        k, v = (torch.randn(1, HEADS, keys, HEAD_WIDTH, dtype=dtype, requires_grad=True) for _ in range(2))
+        k, v = (torch.randn(1, KEY_HEADS, keys, HEAD_WIDTH, dtype=dtype, requires_grad=True) for _ in range(2))
 
         def step(kind=kind, q=q, k=k, v=v):
             if kind == "stock":
-                output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             else:
                 output = attend("auto", q, k, v, BEHIND_A_MEMORY, HEAD_WIDTH**-0.5, 0.0)
             output.sum().backward()

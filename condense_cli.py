@@ -1,6 +1,7 @@
 """The front door: `condense COMMAND`. A command is one function here; what it needs is imported inside it."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ app.add_typer(evaluations, name="eval")
 for command in (profile, attention, probe, report):
     app.command()(command)
 
+PARENT = "CONDENSE_PARENT"  # see training.subprocesses
 DRY_RUN_RANKS = 8  # a node; what is planned is seldom planned where it will run
 
 
@@ -48,22 +50,25 @@ def convert(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
 ) -> None:
     """Turns a Llama checkpoint into a folded one, or back. Weights stay as they are."""
-    quiet()
-    from transformers import AutoTokenizer
-
-    from condense import CondenseForCausalLM, to_llama
-    from condense.checks import check_tokenizer
-
     given = {"segment_length": segment_length, "memory_source": memory_source}
     fields = {name: value for name, value in given.items() if value is not None}
     if to is Kind.llama and fields:
         raise ValueError(f"a stock Llama has no {' or '.join(fields)}: leave the option out with --to llama.")
-    model = CondenseForCausalLM.from_pretrained(source, dtype=dtype, **fields)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    check_tokenizer(model.config, tokenizer)
+    quiet()
+    from condense import CondenseForCausalLM, to_llama
+    from condense.checks import check_dtype
+    from condense.files import check_new_folder, use_default_mode, written_whole
+    from condense.loading import load_model, load_tokenizer
+
+    check_dtype(dtype)
+    check_new_folder(target)
+    model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
+    tokenizer = load_tokenizer(source, model.config)
     written = model if to is Kind.condense else to_llama(model)
-    written.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    with written_whole(target) as folder:
+        written.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        use_default_mode(folder)
     what = f"segments of {model.config.segment_length} tokens" if to is Kind.condense else "a stock Llama"
     print(f"{target}: {model.num_parameters():,} parameters, {what}")
 
@@ -88,22 +93,28 @@ def generate(
     quiet()
     import torch
     from tqdm import tqdm
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import LogitsProcessorList, TextStreamer
 
     from condense import CondenseForCausalLM
-    from condense.checks import check_tokenizer
+    from condense.checks import check_attention, check_dtype
+    from condense.files import check_output_file, read_text
+    from condense.generation import RefuseNonFiniteLogits
+    from condense.loading import load_model, load_tokenizer
     from condense.reading import encode, read
 
-    text = ("" if prompt_file is None else prompt_file.read_text(encoding="utf-8")) + prompt
+    check_dtype(dtype)
+    check_attention(attention)
+    if report is not None:
+        check_output_file(report)
+    text = ("" if prompt_file is None else read_text(prompt_file)) + prompt
     if not text:
         raise ValueError("there is no prompt: pass --prompt, --prompt-file or both.")
     fields = {} if segment_length is None else {"segment_length": segment_length}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = CondenseForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention, **fields)
+    loaded = load_model(CondenseForCausalLM, model, dtype=dtype, attn_implementation=attention, **fields)
     loaded = loaded.to(device).eval()
     loaded.fixed_decoding = fixed_decoding
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    check_tokenizer(loaded.config, tokenizer)
+    tokenizer = load_tokenizer(model, loaded.config)
     input_ids = encode(tokenizer, text)
     num_tokens, length = input_ids.shape[1], loaded.config.segment_length
 
@@ -124,6 +135,7 @@ def generate(
             past_key_values=cache,
             max_new_tokens=max_new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
             return_dict_in_generate=True,
             **sampling,
         )
@@ -166,16 +178,20 @@ def train(
     """Runs a recipe on this machine; started again, it goes on from its last complete checkpoint."""
     if report is not None and not dry_run:
         raise ValueError(f"--report {report} goes with --dry-run: a run itself writes log.jsonl into its output.")
+    from condense.files import check_output_file
     from training.launch import launch, local_overrides, num_ranks
+    from training.output_lock import check_unlocked
+    from training.preflight import check_run
     from training.recipe import load_recipe
-    from training.resume import find_checkpoint
 
+    if report is not None:
+        check_output_file(report)
     given = overrides or []
     if not dry_run:
+        quiet()
         resolved = load_recipe(recipe, local_overrides(given))
-        resolved.accumulation(ranks or num_ranks())
-        resolved.deepspeed_settings()
-        find_checkpoint(resolved)
+        check_unlocked(resolved.output)
+        check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
         try:
             launch(recipe, given, ranks)
         except subprocess.CalledProcessError as error:
@@ -193,6 +209,10 @@ def train(
 
 def main() -> None:
     """A `ValueError` is for the user: its message is the answer, not a traceback."""
+    if PARENT in os.environ:
+        from training.subprocesses import end_with_parents
+
+        end_with_parents()
     try:
         app()
     except (ValueError, OSError) as error:

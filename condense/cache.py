@@ -7,6 +7,7 @@ Axes: B rows, R rows taking part in a step, G key/value heads, L segment length,
 K visible keys, D model width, E head width.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,12 @@ from .configuration import CondenseConfig
 from .continuity import Timeline
 from .memory import Memory
 from .segmentation import Cursor, Piece, on_device
+
+# What a cache and a model must have in common.
+SHARED_FIELDS = (
+    "segment_length", "memory_source", "position_anchor", "num_hidden_layers", "num_key_value_heads", "head_dim",
+    "hidden_size",
+)  # fmt: skip
 
 
 class FoldedCacheLayer(CacheLayerMixin):
@@ -109,8 +116,8 @@ class FoldedCacheLayer(CacheLayerMixin):
 class FoldedCache(Cache):
     """Everything a `CondenseForCausalLM` knows of the texts read so far, in constant memory.
 
-    Pass it as `past_key_values` to go on where the last call stopped. It cannot roll back: to branch,
-    take a `copy.deepcopy` first.
+    Pass it as `past_key_values` to continue where the last call stopped. It cannot roll back: to branch, take a
+    `copy.deepcopy` first. A call that is interrupted leaves a cache that is refused from then on.
     """
 
     def __init__(self, config: CondenseConfig):
@@ -120,6 +127,7 @@ class FoldedCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything."""
+        self.made_for = {name: getattr(self.config, name) for name in SHARED_FIELDS}
         length = self.config.segment_length
         self.layers = [FoldedCacheLayer(length) for _ in range(self.config.num_hidden_layers)]
         self.cursor = Cursor(0, length)
@@ -127,7 +135,7 @@ class FoldedCache(Cache):
         # Final hidden state of each row's last token: what a column of padding after it answers with.
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
-        self.in_a_wave = False  # for ever where it was interrupted
+        self.is_being_written = False  # remains true after a call that was interrupted
         self.fixed_step: object | None = None  # see condense.decoding
 
     def detach(self) -> None:
@@ -141,11 +149,6 @@ class FoldedCache(Cache):
 
     def start(self, batch_size: int) -> "FoldedCache":
         """Makes room for a batch, or checks that it is the one being read."""
-        if self.in_a_wave:
-            raise ValueError(
-                "a call that read into this cache was interrupted, and its layers stand at different places: begin "
-                "anew with FoldedCache(config) or reset(), or take a copy.deepcopy before a call that may fail."
-            )
         if self.batch_size == 0:
             self.cursor = Cursor(batch_size, self.config.segment_length)
         elif self.batch_size != batch_size:
@@ -155,7 +158,51 @@ class FoldedCache(Cache):
             )
         return self
 
+    def check_complete(self) -> None:
+        """Raises `ValueError` after a call that was interrupted: some of its tokens were read, or some layers did."""
+        if self.is_being_written:
+            raise ValueError(
+                "a call that wrote to this cache was interrupted, so it holds a part of that call's tokens: begin "
+                "again with FoldedCache(config) or reset(), or take a copy.deepcopy before a call that may fail."
+            )
+
+    def begin_call(self) -> None:
+        """What follows changes the state: until `end_call` it is incomplete."""
+        self.is_being_written = True
+
+    def end_call(self, num_columns: int) -> None:
+        self.num_columns += num_columns
+        self.is_being_written = False
+
+    def check_fits(self, config: CondenseConfig) -> None:
+        """Raises `ValueError` where the cache was made for another model."""
+        for name, value in self.made_for.items():
+            if value != getattr(config, name):
+                raise ValueError(
+                    f"the cache was made for {name}={value!r} and the model has {getattr(config, name)!r}: pass a "
+                    "FoldedCache(model.config)."
+                )
+
+    def __deepcopy__(self, memo: dict) -> "FoldedCache":
+        if any(tensor.grad_fn is not None for tensor in self._tensors()):
+            raise ValueError(
+                "the cache was written with gradients, which a copy can't have: call cache.detach() first, or read "
+                "under torch.no_grad()."
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return copied
+
+    def _tensors(self) -> list[torch.Tensor]:
+        tensors = [] if self.last_hidden_BD is None else [self.last_hidden_BD]
+        for layer in self.layers:
+            if layer.is_initialized:
+                tensors += [layer.keys, layer.values, layer.next_keys, layer.next_values]
+        return tensors
+
     def read(self, piece: Piece) -> Sequence[FoldedCacheLayer]:
+        self.begin_call()
         return self.layers
 
     def write(self, remembered: Sequence[Memory], piece: Piece) -> None:
@@ -177,12 +224,7 @@ class FoldedCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes held by the state of all rows."""
-        tensors = [] if self.last_hidden_BD is None else [self.last_hidden_BD]
-        for layer in self.layers:
-            if layer.is_initialized:
-                tensors += [layer.keys, layer.values, layer.next_keys, layer.next_values]
-        if self.timeline is not None:
-            tensors += self.timeline.tensors
+        tensors = self._tensors() + ([] if self.timeline is None else self.timeline.tensors)
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     # transformers' interface

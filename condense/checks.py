@@ -3,10 +3,36 @@
 Axes: B rows, N columns of an input, D model width.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from transformers.utils import is_flash_attn_2_available
 
 from .cache import FoldedCache
+from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES
 from .continuity.durations import check_durations
+
+GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
+OUTPUT_ARGUMENTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+def check_dtype(name: str) -> None:
+    """Raises `ValueError` for the name of a dtype that models are not loaded in."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r} is not known: choose one of {', '.join(DTYPES)}.")
+
+
+def check_attention(name: str) -> None:
+    """Raises `ValueError` for an implementation of attention that does not exist or is not installed."""
+    if name not in ATTENTION_IMPLEMENTATIONS:
+        known = ", ".join(ATTENTION_IMPLEMENTATIONS)
+        raise ValueError(f"attn_implementation={name!r} is not known: choose one of {known}.")
+    if name == "flash_attention_2" and not is_flash_attn_2_available():
+        raise ValueError(
+            "attn_implementation='flash_attention_2' needs a GPU and the package flash-attn: install it with "
+            "pip install --no-build-isolation flash-attn, or choose sdpa."
+        )
 
 
 def check_input(
@@ -30,6 +56,9 @@ def check_input(
             )
     if cache is not None and not isinstance(cache, FoldedCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
+    if cache is not None:
+        cache.check_fits(config)
+        cache.check_complete()
     shape = tuple(tokens.shape[:2])
     if attention_mask is not None:
         seen = 0 if cache is None else cache.get_seq_length()
@@ -53,6 +82,21 @@ def check_input(
     if position_ids is not None and shape[1] > 1:
         _check_consecutive(position_ids, real_tokens(attention_mask, shape[1]))
     return tokens
+
+
+def check_unused(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments of a forward pass that would have no effect, but for those that `generate` itself uses."""
+    for name, value in arguments.items():
+        if name == "cache_position" and value is not None and (value.diff() != 1).any():
+            raise ValueError(f"cache_position={value.tolist()}: columns must be consecutive. Leave it out.")
+        if name in GENERATION_ARGUMENTS or (name in OUTPUT_ARGUMENTS and not value):
+            continue
+        if name in OUTPUT_ARGUMENTS:
+            raise ValueError(
+                f"{name}={value!r}: a folded model returns logits, loss and state. Leave it out; attention maps are "
+                "made by condense attention."
+            )
+        raise TypeError(f"CondenseForCausalLM.forward() got an unexpected keyword argument {name!r}")
 
 
 def real_tokens(attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:

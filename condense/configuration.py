@@ -1,11 +1,21 @@
 """The configuration of a folded Llama: a Llama's own, and five fields about the fold."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront")
 POSITION_ANCHORS = ("end", "start")
 OWN_ATTENTION = ("auto", "blocked")
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim",
+)  # fmt: skip
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
 
 
@@ -49,18 +59,45 @@ class CondenseConfig(LlamaConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}.")
+        check_llama_fields(vars(self))
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads the config of a folded or a stock Llama checkpoint; refuses any other."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type")
-        if config_dict and model_type not in (cls.model_type, LlamaConfig.model_type):
+        if model_type is None:
+            raise ValueError(
+                f"{pretrained_model_name_or_path!r} has no config.json that names its model_type: pass the folder or "
+                "hub id of a Llama."
+            )
+        if model_type not in (cls.model_type, LlamaConfig.model_type):
             raise ValueError(
                 f"{pretrained_model_name_or_path!r} is a checkpoint of type {model_type!r}: condense folds Llama "
                 f"checkpoints (model_type {LlamaConfig.model_type!r}) and loads its own ({cls.model_type!r})."
             )
         return {**config_dict, "model_type": cls.model_type}, kwargs
+
+
+def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
+    """Raises `ValueError` for sizes and names that make no Llama.
+
+    `fields` are those of a configuration, `where` is the file they come from.
+    """
+    for name in SIZES:
+        if fields.get(name) is not None:
+            _check_count(where + name, fields[name])
+    heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if heads and groups and heads % groups:
+        raise ValueError(
+            f"{where}num_attention_heads={heads} is no multiple of num_key_value_heads={groups}: correct one of them."
+        )
+    activation, rope = fields.get("hidden_act"), fields.get("rope_parameters") or fields.get("rope_scaling")
+    rope_type = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+    known = {"hidden_act": (activation, sorted(ACT2FN)), "rope_type": (rope_type, ["default", *ROPE_INIT_FUNCTIONS])}
+    for name, (value, choices) in known.items():
+        if value is not None and value not in choices:
+            raise ValueError(f"{where}{name}={value!r} is not known: choose one of {', '.join(choices)}.")
 
 
 def _check_count(name: str, value, alternative: str = "") -> None:

@@ -18,6 +18,7 @@ def to_llama(model: CondenseForCausalLM) -> LlamaForCausalLM:
     config = LlamaConfig(**fields, attn_implementation=None if attention in OWN_ATTENTION else attention)
     llama = LlamaForCausalLM(config)
     llama.load_state_dict(model.state_dict(), assign=True)
-    llama.tie_weights()
+    if model.lm_head.weight is model.model.embed_tokens.weight:  # a checkpoint may hold both in spite of its config
+        llama.tie_weights()
     llama.generation_config = model.generation_config
     return llama.to(model.device).eval()  # the rotary tables are no weights

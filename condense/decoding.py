@@ -138,13 +138,14 @@ def decode(model: "CondenseForCausalLM", cache: FoldedCache, input_ids: torch.Te
     step = cache.fixed_step
     if not isinstance(step, FixedStep) or not step.fits(model, cache):
         step = cache.fixed_step = FixedStep(model, cache)
+    cache.begin_call()
     for piece in cache.cursor.pieces([1] * cache.batch_size):  # it is one
         cache.last_hidden_BD, logits_B1V = step.run(model, input_ids, _places(cache.cursor))
         if piece.completed:
             for layer in cache.layers:
                 layer.roll(piece)
     step.places_on_host = _places(cache.cursor)
-    cache.num_columns += 1
+    cache.end_call(1)
     return logits_B1V
 
 

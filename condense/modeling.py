@@ -7,6 +7,8 @@ D model width, S steps, V vocabulary.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +19,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import Visibility
 from .cache import FoldedCache
-from .checks import check_input, real_tokens
+from .checks import check_input, check_unused, real_tokens
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .continuity import Timeline
 from .decoding import can_decode, decode
+from .files import use_default_mode
 from .layers import CondenseDecoderLayer, RMSNorm, Step
+from .loading import check_loading_report
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
 from .schedule import RUNS, schedule_for
@@ -104,6 +108,29 @@ class CondensePreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **options):
+        """As in transformers, but a checkpoint must hold the model's weights and no others.
+
+        Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
+        of another shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns the
+        report and leaves the judgement to the caller.
+        """
+        source = pretrained_model_name_or_path
+        if options.get("output_loading_info"):
+            return super().from_pretrained(source, *model_args, **options)
+        ignore_shapes = options.pop("ignore_mismatched_sizes", False)
+        model, report = super().from_pretrained(
+            source, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        check_loading_report(source, report, ignore_shapes)
+        return model
+
+    def save_pretrained(self, save_directory, *arguments, **options):
+        """As in transformers; others may read the files as far as the process's umask allows it."""
+        super().save_pretrained(save_directory, *arguments, **options)
+        use_default_mode(Path(save_directory))
+
 
 class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     """A Llama whose every layer keeps its output for the last segment and attends to it in the next.
@@ -152,6 +179,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         logits_to_keep: int | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
         return_dict: bool = True,
+        **unused: Any,
     ) -> CondenseOutput:
         """Reads N further tokens of each row.
 
@@ -168,8 +196,11 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         use_cache: return the state as `past_key_values`; by default in evaluation mode without labels.
 
-        Raises `ValueError` for inputs that do not fit together.
+        unused: what `generate` passes to every model and this one does not need, such as `tokenizer`.
+
+        Raises `ValueError` for inputs that do not fit together, and for outputs that a folded model does not have.
         """
+        check_unused(unused)
         cache = past_key_values
         tokens = check_input(
             self.config,
@@ -230,14 +261,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         self.config.check()  # fields may have been set since
         schedule = schedule_for(self, alignment.lengths, state.cursor, checkpointing)
         checkpoint = self._gradient_checkpointing_func if checkpointing else None
-        if cache is not None:
-            cache.in_a_wave = schedule == "wavefront"
         run = RUNS[schedule](self.model.layers, steps, state, embed, consume, checkpoint)
         if cache is not None:
-            cache.in_a_wave = False
+            cache.end_call(num_columns)
         pieces = [piece for piece, _ in run]
-        if cache is not None:
-            cache.num_columns += num_columns
 
         loss = logits = segment_losses = segment_targets = None
         if loss_reader is not None:

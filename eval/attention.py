@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from .attention_scores import mass, queries_and_keys, scaled_map, scores
 from .models import Subject, load_subjects
-from .records import Records
+from .records import open_records
 from .results import Table, circumstances, picture, write_results
 from .windows import read_texts
 
@@ -63,21 +63,22 @@ def attention(
         "segment_lengths": lengths,
         "attention": attention,
     }
-    records, masses, maps = Records(output / "attention.records.jsonl", settings), [], []
-    for subject in tqdm(subjects, unit="model", desc="attention"):
-        name = subject.name
+    masses, maps = list[dict[str, Any]](), list[dict[str, Any]]()
+    with open_records(output / "attention.records.jsonl", settings) as records:
+        for subject in tqdm(subjects, unit="model", desc="attention"):
+            name = subject.name
 
-        def measure(subject=subject, name=name) -> dict[str, Any]:
-            return measure_attention(subject, texts[name], layers, segments, heads, lengths[name])
+            def measure(subject=subject, name=name) -> dict[str, Any]:
+                return measure_attention(subject, texts[name], layers, segments, heads, lengths[name])
 
-        record = records.get({"model": name}, measure)
-        masses += [{"model": name, **one} for one in record["masses"]]
-        maps += [{"model": name, **one} for one in record["maps"]]
-    results = {"kind": "attention", **circumstances(), **settings, "masses": masses, "maps": maps}
-    plain = [{field: value for field, value in one.items() if not isinstance(value, list)} for one in masses]
-    write_results(output / "attention", results, plain)
-    draw(results, output / "attention")
-    draw_mass(results, output / "attention_mass")
+            record = records.get({"model": name}, measure)
+            masses += [{"model": name, **one} for one in record["masses"]]
+            maps += [{"model": name, **one} for one in record["maps"]]
+        results = {"kind": "attention", **circumstances(), **settings, "masses": masses, "maps": maps}
+        plain = [{field: value for field, value in one.items() if not isinstance(value, list)} for one in masses]
+        write_results(output / "attention", results, plain)
+        draw(results, output / "attention")
+        draw_mass(results, output / "attention_mass")
     return results
 
 

@@ -16,7 +16,20 @@ class Preset(str, Enum):
 Models = Annotated[
     list[str], typer.Option("--model", help="Folder or hub id, or NAME=FOLDER; several times for several models.")
 ]
-Output = Annotated[Path, typer.Option(help="Folder for the results. Started again, a measurement goes on there.")]
+
+
+def writable(folder: Path) -> Path:
+    """The folder, after checking that results can be written there."""
+    from condense.files import check_output_folder
+
+    check_output_folder(folder)
+    return folder
+
+
+Output = Annotated[
+    Path,
+    typer.Option(help="Folder for the results. Started again, a measurement continues there.", callback=writable),
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
 Attention = Annotated[
     str,
@@ -33,7 +46,27 @@ def numbers(text: str) -> list[int]:
         if not number.strip().isdecimal() or int(number) == 0:
             raise ValueError(f"{text!r}: {part!r} is no positive whole number; write 2048,4096 or 2k,4k,1m.")
         found.append(int(number) * factor)
+    return distinct(found, text)
+
+
+def distinct(found: list[Any], text: str) -> list[Any]:
+    """Raises `ValueError` for a list that names something twice: it would be measured, or counted, twice."""
+    if twice := [item for item in found if found.count(item) > 1]:
+        raise ValueError(f"{text!r} names {twice[0]:g} twice: leave one out.")
     return found
+
+
+def percentages(text: str) -> list[float]:
+    """Shares from 0 to 1 of `0,25,100`. Raises `ValueError` for what is no list of percentages."""
+    found = []
+    for part in text.split(","):
+        try:
+            found.append(float(part))
+        except ValueError:
+            found.append(-1.0)
+        if not 0 <= found[-1] <= 100:
+            raise ValueError(f"{text!r}: {part!r} is no percentage; write 0,25,100.")
+    return [value / 100 for value in distinct(found, text)]
 
 
 def quiet() -> None:
@@ -153,7 +186,7 @@ def passkey(
     from . import passkey as module
 
     results = module.passkey(
-        model, output, numbers(lengths), [float(depth) / 100 for depth in depths.split(",")], prompts, keys, digits,
+        model, output, numbers(lengths), percentages(depths), prompts, keys, digits,
         seed, longest_trained, dtype, attention,
     )  # fmt: skip
     show(results, module, output)
@@ -250,7 +283,7 @@ def attention(
     def places(text: str) -> list[int]:
         if wrong := [part for part in text.split(",") if not part.strip().isdecimal()]:
             raise ValueError(f"{text!r}: {wrong[0]!r} is no whole number; write 0,2,5.")
-        return [int(part) for part in text.split(",")]
+        return distinct([int(part) for part in text.split(",")], text)
 
     results = module.attention(
         model, output, prompt_file, places(layers) if layers else None, places(segments),

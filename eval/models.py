@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import condense  # noqa: F401  folded models are known to the Auto classes
 from condense.cache import FoldedCache
-from condense.checks import check_tokenizer
+from condense.checks import check_attention, check_dtype
+from condense.generation import RefuseNonFiniteLogits
+from condense.loading import check_source, load_model, load_tokenizer
 
 PREFILL_TOKENS = 8192  # read at once: what is held beside the state does not grow with the prompt
 
@@ -50,30 +52,37 @@ def _fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def split_name(named: str) -> tuple[str, str]:
+    """Name and source of `NAME=SOURCE` or SOURCE, whose name is its last part. What exists as a path is a source."""
+    name, equals, source = named.partition("=")
+    if not equals or not name or "/" in name or Path(named).exists():
+        return Path(named).name, named
+    return name, source
+
+
 def load_subject(named: str, dtype: str = "auto", attention: str = "auto") -> Subject:
     """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
 
-    Raises `ValueError` for what is no model of a known kind, and for a tokenizer that doesn't fit it.
+    Raises `ValueError` for what is no model of a known kind, for a damaged one, and for a tokenizer that doesn't fit.
     """
-    name, _, source = named.rpartition("=")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=None if attention == "auto" else attention
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ValueError(f"model {source!r} can't be loaded: {first_line} Pass a model's folder or hub id.") from error
-    check_tokenizer(model.config, tokenizer)
+    name, source = split_name(named)
+    model = load_model(
+        AutoModelForCausalLM, source, dtype=dtype, attn_implementation=None if attention == "auto" else attention
+    )
+    tokenizer = load_tokenizer(source, model.config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Subject(name or Path(source).name, source, model.to(device).eval(), tokenizer)
+    return Subject(name, source, model.to(device).eval(), tokenizer)
 
 
 def load_subjects(named: list[str], dtype: str = "auto", attention: str = "auto") -> list[Subject]:
     """Several, each under another name. Raises `ValueError` where two share one."""
-    names = [item.rpartition("=")[0] or Path(item).name for item in named]
+    check_dtype(dtype)
+    check_attention(attention)
+    names = [split_name(item)[0] for item in named]
     if len(set(names)) < len(names):
         raise ValueError(f"two models are called {names}: give them names, as --model NAME=FOLDER.")
+    for item in named:  # all of them, before the first one is loaded
+        check_source(split_name(item)[1])
     return [load_subject(item, dtype, attention) for item in named]
 
 
@@ -87,6 +96,7 @@ def generate(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, 
         input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
         return_dict_in_generate=True,
+        logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
         **options,
     )
     return output.sequences, output.past_key_values

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from training.data.passkey import PasskeyTask
 
 from .models import Subject, generate, load_subjects, state_bytes
-from .records import Records
+from .records import Records, open_records
 from .results import Table, circumstances, picture, write_results
 from .statistics import wilson
 
@@ -39,6 +39,9 @@ def passkey(
     `longest_trained` is drawn as a border; None: what the recipe beside the model says, if there is one.
     Stopped and called again with the same arguments, it goes on.
     """
+    for name, values in (("lengths", lengths), ("depths", depths)):
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name}={list(values)} names a cell of the grid twice: it would be counted twice.")
     subjects = load_subjects(list(models), dtype, attention)
     settings = {
         "models": [subject.describe() for subject in subjects],
@@ -48,21 +51,21 @@ def passkey(
         "num_digits": num_digits,
         "seed": seed,
     }
-    records = Records(output / "passkey.records.jsonl", settings)
-    cells = []
-    for subject in subjects:
-        cells += measure_passkey(subject, lengths, depths, num_prompts, num_keys, num_digits, seed, records)
-    trained = {subject.name: longest_trained or _trained_length(subject.source) for subject in subjects}
-    results = {
-        "kind": "passkey",
-        **circumstances(),
-        **settings,
-        "lengths": list(lengths),
-        "longest_trained": trained,
-        "cells": cells,
-    }
-    write_results(output / "passkey", results, cells)
-    draw(results, output / "passkey")
+    with open_records(output / "passkey.records.jsonl", settings) as records:
+        cells = []
+        for subject in subjects:
+            cells += measure_passkey(subject, lengths, depths, num_prompts, num_keys, num_digits, seed, records)
+        trained = {subject.name: longest_trained or _trained_length(subject.source) for subject in subjects}
+        results = {
+            "kind": "passkey",
+            **circumstances(),
+            **settings,
+            "lengths": list(lengths),
+            "longest_trained": trained,
+            "cells": cells,
+        }
+        write_results(output / "passkey", results, cells)
+        draw(results, output / "passkey")
     return results
 
 

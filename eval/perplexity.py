@@ -25,7 +25,7 @@ from tqdm import tqdm
 from condense import CondenseForCausalLM, to_llama
 
 from .models import Subject, load_subjects
-from .records import Records
+from .records import Records, open_records
 from .results import Table, circumstances, picture, write_results
 from .statistics import bootstrap
 from .windows import paired, plan_windows, read_texts, window_losses
@@ -71,15 +71,15 @@ def perplexity(
         "batch_size": batch_size,
         "attention": attention,
     }
-    records = Records(output / "perplexity.records.jsonl", settings)
-    found = []
-    for subject in subjects:
-        name = subject.name
-        found += measure_perplexity(subject, texts[name], num_segments, lengths[name], curves, batch_size, records)
-    results = {"kind": "perplexity", **circumstances(), **settings, "curves": found}
-    points = [{"model": c["model"], "curve": c["curve"], **point} for c in found for point in c["points"]]
-    write_results(output / "perplexity", results, points)
-    draw(results, output / "perplexity")
+    with open_records(output / "perplexity.records.jsonl", settings) as records:
+        found = []
+        for subject in subjects:
+            name = subject.name
+            found += measure_perplexity(subject, texts[name], num_segments, lengths[name], curves, batch_size, records)
+        results = {"kind": "perplexity", **circumstances(), **settings, "curves": found}
+        points = [{"model": c["model"], "curve": c["curve"], **point} for c in found for point in c["points"]]
+        write_results(output / "perplexity", results, points)
+        draw(results, output / "perplexity")
     return results
 
 
@@ -123,6 +123,8 @@ def measure_perplexity(
 
                 def measure(model=model, batch=batch) -> dict[str, Any]:
                     loss_WSl = window_losses(model, texts, batch, num_segments, segment_length)
+                    if not np.isfinite(loss_WSl).all():
+                        raise ValueError(f"{subject.name}: losses are not finite; take another dtype or checkpoint.")
                     counted_WS1 = paired(batch, num_segments)[:, :, None]
                     return {"losses": loss_WSl.mean(-1).tolist(), "sums": loss_WSl.sum(0, where=counted_WS1).tolist()}
 
@@ -160,7 +162,8 @@ def _variant(model: CondenseForCausalLM, curve: str) -> Any:
     config.memory_source = source
     other = CondenseForCausalLM(config)
     other.load_state_dict(model.state_dict(), assign=True)
-    other.tie_weights()
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        other.tie_weights()
     return other.to(model.device).eval()
 
 

@@ -1,20 +1,32 @@
-"""The records of a measurement, kept as they come: started again, it goes on behind them.
+"""The records of a measurement, kept as they come: started again, it continues after them.
 
 A file of lines. The first holds the settings; a start with others is refused, so that no result mixes
 two measurements. A line that a kill has cut off is dropped.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from condense.files import check_output_folder
+from training.output_lock import output_lock
+
+
+@contextmanager
+def open_records(path: Path, settings: dict[str, Any]) -> Iterator["Records"]:
+    """The records in a file, which no other process writes meanwhile.
+
+    Raises `ValueError` where another process does, and where the file was written under other settings.
+    """
+    check_output_folder(path.parent)
+    with output_lock(path.parent, path.name.removesuffix(".records.jsonl")):
+        yield Records(path, settings)
+
 
 class Records:
-    """Records by key. Without a path nothing is kept on disk.
-
-    Raises `ValueError` where the file was written under other settings.
-    """
+    """Records by key: see `open_records`. Without a path nothing is kept on disk."""
 
     def __init__(self, path: Path | None, settings: dict[str, Any]):
         self.path, self.done = path, dict[str, dict[str, Any]]()
@@ -39,9 +51,16 @@ class Records:
         name = _name(key)
         if name not in self.done:
             record = measure()
+            try:
+                line = json.dumps({"key": key, "record": record}, allow_nan=False)
+            except ValueError as error:
+                raise ValueError(
+                    f"the measurement of {name} gave a value that is not finite: look at the model's weights, or take "
+                    "another dtype."
+                ) from error
             if self.path is not None:
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"key": key, "record": record}) + "\n")
+                    file.write(line + "\n")
             self.done[name] = json.loads(json.dumps(record))
         return self.done[name]
 
@@ -53,8 +72,15 @@ def _name(key: dict[str, Any]) -> str:
 def _complete_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError:
+        found = [None]
+    fields = [{"settings"}, *[{"key", "record"}] * len(found)]
+    if not all(isinstance(line, dict) and wanted <= line.keys() for line, wanted in zip(found, fields, strict=False)):
+        raise ValueError(f"{path} is damaged, its lines are no records: delete it, or pass another --output.")
+    return found
 
 
 def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -13,9 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from condense.files import read_text
+
 from .results import Table, picture
 
 KINDS = ("passkey", "summarization", "perplexity", "attention", "profile", "schedules")
+ORIGIN = ("command", "hardware", "versions", "date")  # how a result was made
 MODULES = {"schedules": "profile.schedules"}  # where a kind's module has not its name
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
@@ -40,30 +43,53 @@ class Section:
 
 
 def write_report(folder: Path, title: str = "condense") -> Path:
-    """Writes the page and returns its path. Raises `ValueError` for a folder that holds no results."""
+    """Writes the page and returns its path.
+
+    Raises `ValueError` for a folder that holds no results; and after the page is written, for files that are damaged
+    or of another program, which the page names and leaves out.
+    """
     import jinja2
 
-    found = [path for kind in (*KINDS, "probe_*") for path in sorted(folder.rglob(f"{kind}.json"))]
-    sections = [_measured(path, folder) for path in found]
-    sections += _training(folder)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}: pass one that holds results.")
+    skipped: dict[str, str] = {}
+    sections = []
+    for path in (path for kind in (*KINDS, "probe_*") for path in sorted(folder.rglob(f"{kind}.json"))):
+        try:
+            sections.append(_measured(path, folder))
+        except Exception as error:  # a file of another program can be wrong in any way
+            skipped[str(path.relative_to(folder))] = _why(error)
+    sections += _training(folder, skipped)
+    left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
         wanted = ", ".join(f"{kind}.json" for kind in (*KINDS, "probe_NAME"))
-        raise ValueError(f"{folder} holds no {wanted} or log.jsonl: measure something first.")
+        unreadable = f" that can be read: {left_out}" if skipped else ": measure something first"
+        raise ValueError(f"{folder} holds no {wanted} or log.jsonl{unreadable}.")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
     page = environment.get_template("report.html.j2").render(
-        title=title, date=date.today().isoformat(), sections=sections
+        title=title, date=date.today().isoformat(), sections=sections, skipped=skipped
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
+    if skipped:
+        raise ValueError(f"{path} is written, without files that can't be read: {left_out}. Delete or replace them.")
     return path
+
+
+def _why(error: Exception) -> str:
+    """The exception in one line."""
+    said = " ".join(str(error).split())
+    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
 def _measured(path: Path, folder: Path) -> Section:
     """What a command of this package has written: the module of that name makes its tables."""
     kind = path.stem
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = json.loads(read_text(path))
+    if not isinstance(results, dict) or not {"kind", *ORIGIN} <= results.keys() or results["kind"] != kind:
+        raise ValueError("no result of a condense command")
     name = "probes" if kind.startswith("probe_") else MODULES.get(kind, kind)
     module = import_module(f".{name}", __package__)
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
@@ -72,8 +98,14 @@ def _measured(path: Path, folder: Path) -> Section:
     )
 
 
-def _training(folder: Path) -> list[Section]:
-    runs = [run for path in sorted(folder.rglob("log.jsonl")) if (run := _read_run(path, folder))]
+def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
+    runs = []
+    for path in sorted(folder.rglob("log.jsonl")):
+        try:
+            if run := _read_run(path, folder):
+                runs.append(run)
+        except Exception as error:
+            skipped[str(path.relative_to(folder))] = _why(error)
     if not runs:
         return []
     _draw_curves(runs, folder / "training")
@@ -85,7 +117,7 @@ def _training(folder: Path) -> list[Section]:
 
 def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
     """None where nothing was logged yet."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
     losses = [line for line in lines if "loss" in line]
     if not losses:
         return None

@@ -85,7 +85,7 @@ def commit() -> dict[str, str]:
 def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
     """Writes `path`.json, a line per field, and `path`.csv, without the values that are no single figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in results.items())
+    fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in results.items())
     path.with_suffix(".json").write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
     flat = [{name: value for name, value in record.items() if not isinstance(value, dict)} for record in records]
     names = list(dict.fromkeys(name for record in flat for name in record))
@@ -97,15 +97,19 @@ def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[st
 
 @contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """A figure's axes, saved as `path`.png and `path`.svg."""
+    """A figure's axes, saved as `path`.png and `path`.svg. A dollar in a name is a dollar, and begins no formula."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.text import Text
 
     figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
     try:
         yield axes
+        ticks = {text for panel in figure.axes for axis in (panel.xaxis, panel.yaxis) for text in axis.findobj(Text)}
+        for text in set(figure.findobj(Text)) - ticks:  # matplotlib writes the powers at its ticks as formulas
+            text.set_parse_math(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path.with_suffix(".png"), dpi=150)
         with matplotlib.rc_context({"svg.hashsalt": "condense"}):

@@ -28,7 +28,7 @@ from training.recipe import Source
 
 from .corpus import Corpus, find_source, read_corpus
 from .models import Subject, generate, load_subjects
-from .records import Records
+from .records import Records, open_records
 from .results import Table, circumstances, picture, write_results
 from .rouge import METRICS, Rouge
 from .statistics import bootstrap
@@ -69,22 +69,22 @@ def summarization(
         **asdict(decoding),
         "attention": attention,
     }
-    records = Records(output / "summarization.records.jsonl", settings)
-    documents = []
-    for subject in subjects:
-        documents += measure_summarization(subject, corpus, decoding, records)
-    cells = average(documents)
-    results = {
-        "kind": "summarization",
-        **circumstances(),
-        **settings,
-        "longest": longest,
-        "left_out": corpus.left_out,
-        "cells": cells,
-        "documents": documents,
-    }
-    write_results(output / "summarization", results, cells)
-    draw(results, output / "summarization")
+    with open_records(output / "summarization.records.jsonl", settings) as records:
+        documents = []
+        for subject in subjects:
+            documents += measure_summarization(subject, corpus, decoding, records)
+        cells = average(documents)
+        results = {
+            "kind": "summarization",
+            **circumstances(),
+            **settings,
+            "longest": longest,
+            "left_out": corpus.left_out,
+            "cells": cells,
+            "documents": documents,
+        }
+        write_results(output / "summarization", results, cells)
+        draw(results, output / "summarization")
     return results
 
 

@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 from eval.report import write_report  # noqa: E402
 from training.launch import launch, num_ranks  # noqa: E402
+from training.output_lock import check_unlocked, output_lock  # noqa: E402
 from training.recipe import load_recipe  # noqa: E402
+from training.subprocesses import run_to_end  # noqa: E402
 
 RECIPE = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 SEGMENT = 40
@@ -34,7 +36,14 @@ PROFILE_LENGTHS = "1k,2k,4k,8k"
 
 def python(*arguments) -> None:
     environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
-    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, check=True)
+    command = [sys.executable, *map(str, arguments)]
+    if exit_code := run_to_end(command, environment, cwd=ROOT):
+        raise subprocess.CalledProcessError(exit_code, command)
+
+
+def fold(llama: Path, folder: Path, source: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+    condense("convert", llama, folder, "--segment-length", SEGMENT, "--memory-source", source)
 
 
 def condense(*arguments) -> None:
@@ -74,8 +83,14 @@ def main() -> None:
     # Relative, so that the commands on the page can be run from anybody's checkout.
     folder, start = Path(os.path.relpath(options.output.resolve(), ROOT)), time.perf_counter()
     os.chdir(ROOT)
+    check_unlocked(folder, "quickstart")
     if options.fresh:
         shutil.rmtree(folder, ignore_errors=True)
+    with output_lock(folder, "quickstart"):
+        quickstart(folder, options, start)
+
+
+def quickstart(folder: Path, options: argparse.Namespace, start: float) -> None:
     claim(folder, {"seed": options.seed, "overrides": options.overrides})
     recipe = load_recipe(RECIPE, options.overrides)
     last = recipe.curriculum.last_segments
@@ -85,14 +100,7 @@ def main() -> None:
     stage(folder, "make a small Llama", lambda: python("-m", "training.small_llama", llama, "--seed", options.seed))
     for name, source in MEMORIES.items():
         run = folder / name
-        stage(
-            folder,
-            f"fold it ({name})",
-            lambda run=run, source=source: condense(
-                "convert", llama, run / "start", "--segment-length", SEGMENT,
-                "--memory-source", source,
-            ),
-        )  # fmt: skip
+        stage(folder, f"fold it ({name})", lambda run=run, source=source: fold(llama, run / "start", source))
         overrides = [f"model={run / 'start'}", f"output={run / 'trained'}", f"seed={options.seed}"]
         if (room := num_ranks() * last * SEGMENT) > recipe.curriculum.tokens_per_step:
             print(
@@ -130,3 +138,5 @@ if __name__ == "__main__":
         main()
     except ValueError as error:  # for the user: the message is the answer
         sys.exit(f"quickstart: {error}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"quickstart: exit code {error.returncode} of {error.cmd[1:4]}, whose messages are above")

@@ -15,7 +15,10 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from condense.files import use_default_mode
+
 MARKER = "complete.json"
+FIELDS = {"step", "ranks", "zero_stage", "recipe", "files"}  # of the marker
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -38,6 +41,8 @@ def check(checkpoint: Path) -> dict:
         raise ValueError(f"checkpoint {checkpoint} was never completed: it has no {MARKER}. {remedy}") from error
     except ValueError as error:
         raise ValueError(f"checkpoint {checkpoint} is damaged: {MARKER} is not readable. {remedy}") from error
+    if not isinstance(marker, dict) or not marker.keys() >= FIELDS:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: {MARKER} lacks {', '.join(sorted(FIELDS))}. {remedy}")
     for name, size in marker["files"].items():
         path = checkpoint / name
         found = path.stat().st_size if path.exists() else None
@@ -77,6 +82,7 @@ class CompleteCheckpoints(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self.write is not None:
             self.write(folder)
+        use_default_mode(folder)
         partial = folder / f"{MARKER}.partial"
         files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
         zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else None

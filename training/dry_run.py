@@ -3,27 +3,12 @@
 from typing import Any
 
 import yaml
-from transformers import AutoConfig, LlamaConfig
-
-from condense import CondenseConfig
 
 from .estimate import estimates, plan, table
+from .models import load_config
 from .recipe import Recipe
 
 FLOPS_PER_SECOND = 4e14  # of a rank: about 40 % of an H100's bfloat16 peak, an assumption
-
-
-def load_config(recipe: Recipe) -> LlamaConfig:
-    """The configuration that the recipe's model is loaded with. Raises `ValueError` for what is no Llama."""
-    if not recipe.folded:
-        config = AutoConfig.from_pretrained(recipe.model)
-    else:
-        given = {"segment_length": recipe.segment_length, "bptt_segments": recipe.bptt_segments}
-        fields = {name: value for name, value in given.items() if value is not None}
-        config = CondenseConfig.from_pretrained(recipe.model, **fields)
-    if not isinstance(config, LlamaConfig):
-        raise ValueError(f"model={recipe.model!r} is of type {config.model_type!r}: a recipe trains Llamas.")
-    return config
 
 
 def dry_run(recipe: Recipe, ranks: int) -> tuple[dict[str, Any], str]:

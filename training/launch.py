@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from .subprocesses import run_to_end
+
 ROOT = Path(__file__).resolve().parents[1]
 CPU_RANKS = 2
 CPU_CONFIG = ROOT / "deepspeed_configs" / "zero2_cpu.json"
@@ -25,7 +27,7 @@ def local_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = None) -> None:
-    """Runs `training/train.py` on `ranks` ranks. Raises `CalledProcessError` when it fails."""
+    """Runs `training/train.py` on `ranks` ranks that end with this process. Raises `CalledProcessError` on failure."""
     ranks = ranks or num_ranks()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, of Trainer's and DeepSpeed's own code
@@ -37,7 +39,8 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *local_overrides(overrides)]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    subprocess.run(command, env=environment, check=True)
+    if exit_code := run_to_end(command, environment):
+        raise subprocess.CalledProcessError(exit_code, command)
 
 
 def _devices(ranks: int) -> list[str]:

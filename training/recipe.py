@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from condense.files import read_text
+
 from .recipe_errors import explain
 
 
@@ -219,7 +221,8 @@ class Recipe(Section):
             settings = json.loads(self.deepspeed.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"deepspeed={self.deepspeed} can't be read as JSON: {error}.") from error
-        if not isinstance(settings, dict) or "stage" not in settings.get("zero_optimization", {}):
+        zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
+        if not isinstance(zero, dict) or "stage" not in zero:
             raise ValueError(f"deepspeed={self.deepspeed} does not say zero_optimization.stage: 0, 1, 2 or 3.")
         return settings
 
@@ -285,12 +288,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises `ValueError` naming every unknown or impossible key, and the nearest key that exists.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no recipe {str(path)!r}: pass the path of a YAML file.")
     try:
-        fields = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except FileNotFoundError as error:
-        raise ValueError(f"there is no recipe {str(path)!r}: pass the path of a YAML file.") from error
+        fields = yaml.safe_load(read_text(Path(path))) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {path} is no YAML: {error}") from error
+        raise ValueError(f"recipe {path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"recipe {path} holds a {type(fields).__name__}, not keys and values.")
     for override in overrides:
         _apply(fields, override)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from .checkpoint_pickles import check_pickles
 from .checkpoints import check, newest_checkpoint
 from .recipe import Recipe
 
@@ -20,8 +21,8 @@ FREE |= {"max_skipped_steps", "checkpoints.keep", "data.prepared"}
 def find_checkpoint(recipe: Recipe) -> Path | None:
     """The checkpoint to go on from: the output's newest complete one, or else `resume`.
 
-    Raises `ValueError` for a damaged one, and for one that another recipe has written: the optimizer's and the
-    schedule's state would outvote the new values.
+    Raises `ValueError` for a damaged one, for one that could run code when it is loaded, and for one that another
+    recipe has written: the optimizer's and the schedule's state would outvote the new values.
     """
     checkpoint = newest_checkpoint(recipe.output) or recipe.resume
     if checkpoint is not None:
@@ -33,6 +34,7 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
                 f"checkpoint {checkpoint} comes from another recipe: {was}. A run goes on as it began: undo the "
                 f"change, or begin another run from these weights with model={checkpoint} output=FOLDER."
             )
+        check_pickles(checkpoint)
     return checkpoint
 
 

@@ -9,6 +9,7 @@ import argparse
 import atexit
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,24 @@ if __package__ in (None, ""):  # the launcher runs this file by its path
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    PrinterCallback,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from condense import CondenseForCausalLM
-from condense.checks import check_tokenizer
+from condense.files import use_default_mode
 from training import process_group
-from training.batches import StageBatches, ValidationBatches, check_zero_3
+from training.batches import StageBatches, ValidationBatches
 from training.checkpoints import CompleteCheckpoints, remove_incomplete
 from training.curriculum import CurriculumBatches, CurriculumCallback, LengthSchedule
 from training.data.examples import Examples
 from training.data.passkey import PasskeyTask
 from training.data.tasks import make_examples
 from training.loop import Evaluations, FoldedTrainer, Log, Progress
+from training.models import load_config, load_model, load_tokenizer
+from training.output_lock import output_lock
+from training.preflight import check_run
 from training.recipe import PasskeyData, Recipe, load_recipe
 from training.resume import adapt, find_checkpoint
+from training.subprocesses import end_with_parents
 
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
@@ -77,17 +73,6 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
     )
 
 
-def load_model(recipe: Recipe):
-    given = {"segment_length": recipe.segment_length, "bptt_segments": recipe.bptt_segments}
-    return (CondenseForCausalLM if recipe.folded else LlamaForCausalLM).from_pretrained(
-        recipe.model,
-        dtype=torch.float32,  # bfloat16 is DeepSpeed's or autocast's copy; the optimizer needs the originals
-        attn_implementation=None if recipe.attention == "auto" else recipe.attention,
-        attention_dropout=recipe.attention_dropout,
-        **{name: value for name, value in given.items() if value is not None},
-    )
-
-
 def check_same_documents(examples: Examples, ranks: int) -> None:
     """Raises `ValueError` where ranks have prepared different documents: a collective call."""
     fingerprints: list[Any] = [None] * ranks
@@ -100,6 +85,7 @@ def check_same_documents(examples: Examples, ranks: int) -> None:
 
 
 def train(recipe: Recipe) -> None:
+    """Runs a recipe as one rank. Raises `ValueError` for a run that can't begin, before it writes anything."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     launched = "LOCAL_RANK" in os.environ
     first = int(os.environ.get("RANK", 0)) == 0
@@ -111,15 +97,17 @@ def train(recipe: Recipe) -> None:
     if not launched:
         unused = f"{recipe.deepspeed}" + (" and max_skipped_steps are" if recipe.max_skipped_steps else " is")
         print(f"started without the deepspeed launcher: one process, {unused} not used", flush=True)
-    # What can be refused is refused before documents are prepared.
-    recipe.accumulation(ranks)
     settings = recipe.deepspeed_settings() if launched else None
+    check_run(recipe, ranks, settings)
+    # What other ranks write, they write after they have joined the group, which needs the first one.
+    with output_lock(recipe.output) if first else nullcontext():
+        _train(recipe, ranks, settings, launched, first)
+
+
+def _train(recipe: Recipe, ranks: int, settings: dict[str, Any] | None, launched: bool, first: bool) -> None:
     zero_stage = settings["zero_optimization"]["stage"] if settings else None
-    if zero_stage == 3:
-        check_zero_3(recipe, AutoConfig.from_pretrained(recipe.model).vocab_size)
     checkpoint = find_checkpoint(recipe)
-    recipe.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    tokenizer = load_tokenizer(recipe, load_config(recipe))
     # Before any rank joins the group: ranks that wait there for one that prepares documents would time out.
     examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer)
     if checkpoint is not None and adapt(checkpoint, ranks, zero_stage):
@@ -140,7 +128,6 @@ def train(recipe: Recipe) -> None:
     own_schedule = getattr(model.config, "schedule", None)
     if recipe.folded:
         model.config.schedule = recipe.schedule
-    check_tokenizer(model.config, tokenizer)
 
     callbacks: list[TrainerCallback] = []
     schedule: LengthSchedule | None = None
@@ -182,6 +169,8 @@ def train(recipe: Recipe) -> None:
     if recipe.folded:
         model.config.schedule = own_schedule
     trainer.save_model(str(recipe.output))
+    if first:
+        use_default_mode(recipe.output)
     if first and schedule is not None:
         schedule.save(recipe.output)
     if launched:
@@ -200,11 +189,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     arguments = parser.parse_args()
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        end_with_parents()
     try:
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-    except ValueError as error:  # for the user: the message is the answer
-        sys.exit(f"train: {error}")
-    train(recipe)
+        train(load_recipe(arguments.recipe, arguments.overrides))
+    except (ValueError, OSError, FloatingPointError) as error:  # for the user: the message is the answer
+        sys.exit(f"train{'' if rank in (None, '0') else f', rank {rank}'}: {error}")
     if "LOCAL_RANK" in os.environ:
         # Everything is written. DeepSpeed may still hold threads, whose destructors would abort the rank now and then.
         atexit._run_exitfuncs()

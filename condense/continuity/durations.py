@@ -16,6 +16,8 @@ import torch
 
 from ..segmentation import Alignment, Cursor, Piece
 
+LONGEST_PAIR = 2**24  # units of time in two segments: float32, in which rotary tables are made, counts no further
+
 
 def durations_from_time_steps(time_steps_BN: torch.Tensor, integration_start: float) -> torch.Tensor:
     """Durations [B, N] of tokens observed at the times `time_steps_BN`.
@@ -101,6 +103,14 @@ class Timeline:
         # Shifted by one unit at anchor "end": unit durations then count 0, 1, 2 ... as in the stock Llama.
         local_RT = passed_RT - (1.0 if self.anchor == "end" else step_RT)
         coordinates_RT = local_RT + self.memory_total_B[rows_R, None]
+        far = (coordinates_RT > LONGEST_PAIR).nonzero()
+        if len(far):
+            row, token = far[0].tolist()
+            raise ValueError(
+                f"in row {piece.rows[row]}, durations add up to {coordinates_RT[row, token].item():g} within two "
+                f"segments at token {piece.filled[row] + token} of segment {piece.segments[row] + 1}; beyond "
+                f"{LONGEST_PAIR:,} float32 positions no longer tell tokens apart. Divide all durations by one factor."
+            )
 
         row_n, offset_n = piece.valid
         position_n = torch.tensor(piece.filled)[row_n] + offset_n

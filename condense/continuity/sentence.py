@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from .durations import durations_from_time_steps
+from .durations import LONGEST_PAIR, durations_from_time_steps
 from .spans import TextSpan
 
 Span = slice | TextSpan | Sequence[int]
@@ -70,6 +70,11 @@ class Sentence:
             raise ValueError(
                 f"the duration of sample {first} is {self.durations_N[first].item()}: durations are finite and more "
                 "than 0; leave a sample out that is not to be there."
+            )
+        if self.durations_N.sum() > LONGEST_PAIR:
+            raise ValueError(
+                f"the durations add up to {self.durations_N.sum().item():g}: beyond {LONGEST_PAIR:,} float32 positions "
+                "no longer tell tokens apart. Divide all durations by one factor."
             )
         self.positions_N = None if positions is None else self._numbers(positions, "positions")
         if self.positions_N is not None and not bool(torch.isfinite(self.positions_N).all()):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..configuration import CondenseConfig
 from ..segmentation import Cursor
-from .stacking import REMEDY, stack_of
+from .stacking import REMEDY, check_stack, stack_of
 
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
@@ -32,6 +32,8 @@ def schedule_for(model: PreTrainedModel, lengths: Sequence[int], cursor: Cursor,
     asked, sharded = model.config.schedule, any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
     if asked == "wavefront" and sharded:
         raise ValueError(f"FSDP gathers weights for a call of the model, and a wavefront would keep them: {REMEDY}.")
+    if asked == "wavefront" and longest_wave(lengths, cursor)[0]:
+        check_stack(model.model.layers)  # before a part of the call has been written to a cache
     if asked != "auto":
         return asked
     return choose_schedule(model.config, model.model.layers, lengths, cursor, checkpointing or sharded)

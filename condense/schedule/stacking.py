@@ -7,6 +7,7 @@ Axes: N layers of a model, n layers of a band, R rows, T tokens, I and O the wid
 """
 
 import copy
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from ..layers import CondenseAttention, CondenseDecoderLayer, RMSNorm
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, LlamaMLP)  # what their code is known to do row by row
+_stacking = threading.Lock()
 REMEDY = "set schedule='sequential' (or 'auto')"
 
 
@@ -36,9 +38,10 @@ class Stack:
 
     def band(self, first: int, end: int) -> nn.Module:
         """Layers first ... end - 1; its input is theirs [n * R, T, D], one layer's rows after the other's."""
-        if (first, end) not in self._bands:
-            self._bands[first, end] = self._together(list(self.layers[first:end]), first, "")
-        return self._bands[first, end]
+        with _stacking:
+            if (first, end) not in self._bands:
+                self._bands[first, end] = self._together(list(self.layers[first:end]), first, "")
+            return self._bands[first, end]
 
     def _together(self, modules: list[Any], first: int, prefix: str) -> nn.Module:
         """One module in place of several alike: the first's own code over stacked leaves."""
@@ -63,11 +66,24 @@ def stack_of(layers: nn.ModuleList) -> Stack:
 
     Moves parameters that have a memory each into a common one. Raises `ValueError` as `check_stackable`.
     """
+    with _stacking:  # threads may share a model, and making a stack moves its parameters
+        stack = _current_stack(layers)
+        if stack is None:
+            check_stackable(layers)
+            stack = layers.__dict__["_stack"] = Stack(layers)
+        return stack
+
+
+def check_stack(layers: nn.ModuleList) -> None:
+    """Raises `ValueError` where `stack_of` would, and moves nothing."""
+    with _stacking:
+        if _current_stack(layers) is None:
+            check_stackable(layers)
+
+
+def _current_stack(layers: nn.ModuleList) -> Stack | None:
     stack = layers.__dict__.get("_stack")  # which lives as long as they do
-    if stack is None or stack.arrangement != _arrangement(layers):
-        check_stackable(layers)
-        stack = layers.__dict__["_stack"] = Stack(layers)
-    return stack
+    return stack if stack is not None and stack.arrangement == _arrangement(layers) else None
 
 
 def check_stackable(layers: nn.ModuleList) -> None:

@@ -61,7 +61,10 @@ class Reader(NamedTuple):
 
     def probabilities(self, sentences: list[Sentence], **options: Any) -> torch.Tensor:
         """[F, V] of the next token, in float64."""
-        return self.lm.next_logits(sentences, **options).double().softmax(-1)
+        logits_FV = self.lm.next_logits(sentences, **options).double()
+        if logits_FV.isnan().any():
+            raise ValueError("the model's logits are not numbers (NaN): take another dtype or checkpoint.")
+        return logits_FV.softmax(-1)
 
     def curves(self, probabilities_FV: torch.Tensor, watched: Watched) -> dict[str, list[float]]:
         """Of the classes that are watched; none for `tokens`. Raises `NotValid`."""

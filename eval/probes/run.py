@@ -14,7 +14,7 @@ from tqdm import tqdm
 from condense.continuity import ContinuousLM
 
 from ..models import load_subjects
-from ..records import Records
+from ..records import Records, open_records
 from ..results import circumstances, write_results
 from .counts import COUNTING, EVENTS
 from .engine import Reader, Record
@@ -140,11 +140,11 @@ def _run(name: str, candidates: Sequence[Candidate], output: Path, options: Opti
         "models": [candidate.described for candidate in candidates],
     }
     path = output / f"probe_{name}"
-    records = Records(path.with_suffix(".records.jsonl"), settings)
-    found = [_probed(name, items, candidate, records, timed) for candidate in candidates]
-    results = {"kind": path.name, **circumstances(), **asked, "about": experiment.about, "models": found}
-    write_results(path, results, list(_lines(found)))
-    draw(results, experiment.varied, path)
+    with open_records(path.with_suffix(".records.jsonl"), settings) as records:
+        found = [_probed(name, items, candidate, records, timed) for candidate in candidates]
+        results = {"kind": path.name, **circumstances(), **asked, "about": experiment.about, "models": found}
+        write_results(path, results, list(_lines(found)))
+        draw(results, experiment.varied, path)
     return results
 
 

@@ -11,7 +11,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..records import Records
+from condense.checks import check_attention, check_dtype
+from condense.configuration import OWN_ATTENTION
+
+from ..records import open_records
 from ..results import circumstances, hardware, versions, write_results
 from .point import MODES, Point, Setting
 from .show import draw
@@ -76,24 +79,29 @@ def profile(
     for items, known, name in ((kinds, KNOWN, "kinds"), (chosen["modes"], MODES, "modes")):
         if wrong := [item for item in items if item not in known]:
             raise ValueError(f"{name}={wrong}: choose from {', '.join(known)}.")
+    check_dtype(dtype)
+    for name in chosen["attentions"]:
+        check_attention(name)
+        if name in OWN_ATTENTION and name != "auto" and set(kinds) - {"folded"}:
+            raise ValueError(f"attentions={[name]}: only kind folded has it; leave it out, or the other kinds.")
     if snapshots and not torch.cuda.is_available():
         raise ValueError("snapshots are the CUDA allocator's, and there is no GPU: leave them out.")
     fields = shape_of(shape, vocab_size)
     points = list(grid(kinds, **chosen))
     setting = Setting(fields, dtype, repeats, str(output / "snapshots") if snapshots else None)
     settings = {**asdict(setting), "hardware": hardware(), "torch": versions()["torch"]}
-    records = Records(output / "profile.records.jsonl", settings)
-    measured = []
-    bar = tqdm(points, unit="point", desc="profile")
-    for point in bar:
-        key = asdict(point)
-        bar.set_postfix_str(f"{point.kind} {point.mode} {point.length:,}")
-        measured.append({**key, **records.get(key, lambda point=point: in_a_process("point", point, setting))})
-    if shape == "table1" and vocab_size is None:
-        assert {point["parameters"] for point in measured} == {TABLE_1_PARAMETERS}
-    results = {"kind": "profile", **circumstances(), **settings, "points": measured}
-    write_results(output / "profile", results, measured)
-    draw(results, output / "profile")
+    with open_records(output / "profile.records.jsonl", settings) as records:
+        measured = []
+        bar = tqdm(points, unit="point", desc="profile")
+        for point in bar:
+            key = asdict(point)
+            bar.set_postfix_str(f"{point.kind} {point.mode} {point.length:,}")
+            measured.append({**key, **records.get(key, lambda point=point: in_a_process("point", point, setting))})
+        if shape == "table1" and vocab_size is None:
+            assert {point["parameters"] for point in measured} == {TABLE_1_PARAMETERS}
+        results = {"kind": "profile", **circumstances(), **settings, "points": measured}
+        write_results(output / "profile", results, measured)
+        draw(results, output / "profile")
     return results
 
 

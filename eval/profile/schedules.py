@@ -13,7 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..records import Records
+from condense.checks import check_attention, check_dtype
+
+from ..records import open_records
 from ..results import Table, circumstances, hardware, picture, versions, write_results
 from .point import Point, Setting, place, prefill, timed, times, training_step
 from .run import DEFAULTS, given, grid, in_a_process
@@ -124,21 +126,24 @@ def schedules(
             f"modes={wrong}: schedules differ where several segments are read in one call, so choose from "
             f"{', '.join(CALLS)}."
         )
+    check_dtype(dtype)
+    for name in chosen["attentions"]:
+        check_attention(name)
     points = list(grid(("folded",), **chosen))
     setting = Setting(shape_of(shape, vocab_size), dtype, repeats, None)
     settings = {**asdict(setting), "hardware": hardware(), "torch": versions()["torch"]}
     settings |= {"threads": torch.get_num_threads()}
-    records = Records(output / "schedules.records.jsonl", settings)
-    measured = []
-    bar = tqdm(points, unit="point", desc="schedules")
-    for point in bar:
-        key = asdict(point)
-        bar.set_postfix_str(f"{point.mode} {point.length:,} segment {point.segment_length}")
-        record = records.get(key, lambda point=point: in_a_process("schedules", point, setting))
-        measured.append({**key, **record})
-    results = {"kind": "schedules", **circumstances(), **settings, "points": measured}
-    write_results(output / "schedules", results, measured)
-    draw(results, output / "schedules")
+    with open_records(output / "schedules.records.jsonl", settings) as records:
+        measured = []
+        bar = tqdm(points, unit="point", desc="schedules")
+        for point in bar:
+            key = asdict(point)
+            bar.set_postfix_str(f"{point.mode} {point.length:,} segment {point.segment_length}")
+            record = records.get(key, lambda point=point: in_a_process("schedules", point, setting))
+            measured.append({**key, **record})
+        results = {"kind": "schedules", **circumstances(), **settings, "points": measured}
+        write_results(output / "schedules", results, measured)
+        draw(results, output / "schedules")
     return results
 
 

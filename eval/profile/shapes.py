@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
+from condense.loading import load_config
 
 KINDS = ("folded", "stock", "sliding_window")
 TABLE_1_PARAMETERS = 126_489_088
@@ -44,7 +45,7 @@ def shape_of(source: str, vocab_size: int | None = None) -> dict[str, Any]:
     if source == "table1":
         fields = table_1()
     else:
-        config = AutoConfig.from_pretrained(source)
+        config = load_config(AutoConfig, source)
         if not isinstance(config, LlamaConfig):
             raise ValueError(f"{source!r} is of type {config.model_type!r}: profiles compare Llamas.")
         fields = _fields(config)

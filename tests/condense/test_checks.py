@@ -46,7 +46,7 @@ def test_a_checkpoint_that_is_no_llama(tmp_path):
         with pytest.raises(ValueError, match=f"'{name}'.*Llama"):
             CondenseForCausalLM.from_pretrained(tmp_path / name, segment_length=8)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    with pytest.raises(ValueError, match="type None"):
+    with pytest.raises(ValueError, match="names its model_type"):
         CondenseForCausalLM.from_pretrained(tmp_path)
 
 

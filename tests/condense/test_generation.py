@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 
 from condense import CondenseForCausalLM, FoldedCache
+from condense.generation import RefuseNonFiniteLogits
 
 from .models import random_ids, tiny_model
 
@@ -160,3 +161,64 @@ def test_methods_that_undo_tokens_are_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="stateful"):
         model.generate(random_ids(1, 4), max_new_tokens=2, assistant_model=tiny_model(seed=1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_strings": ["."]},
+        {"stop_strings": [" was "], "num_beams": 2},
+        {"token_healing": True},
+        {"guidance_scale": 1.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_need_a_tokenizer_do_as_in_the_stock_model(options, stories):
+    """A text within one segment, on real components: the same tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
+    outputs = [
+        model_class.from_pretrained(stories).generate(
+            **inputs, **options, tokenizer=tokenizer, max_new_tokens=30, do_sample=False
+        )
+        for model_class in (LlamaForCausalLM, CondenseForCausalLM)
+    ]
+    assert torch.equal(*outputs) and outputs[0].shape[1] > inputs["input_ids"].shape[1]
+    if options.get("stop_strings") == ["."]:
+        assert tokenizer.decode(outputs[1][0]).endswith(".") and outputs[1].shape[1] < 30
+
+
+def test_stop_strings_across_segments(stories):
+    """The answer is as without them, up to the string."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    model = CondenseForCausalLM.from_pretrained(stories, segment_length=8)
+    inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
+    options = {"max_new_tokens": 60, "do_sample": False}
+    unstopped = tokenizer.decode(model.generate(**inputs, **options)[0])
+    stop = unstopped[len(unstopped) // 2 :][:3]
+    stopped = tokenizer.decode(model.generate(**inputs, **options, tokenizer=tokenizer, stop_strings=[stop])[0])
+    assert stop in stopped and unstopped.startswith(stopped) and len(stopped) < len(unstopped)
+
+
+@torch.no_grad()
+def test_arguments_of_a_forward_pass_without_effect():
+    """Those of `generate` are taken, outputs that there are none of are refused, and a typo is one."""
+    model, ids = tiny_model(), random_ids(1, 7)
+    expected = model(ids).logits
+    taken = model(ids, cache_position=torch.arange(7), output_attentions=False, output_hidden_states=None).logits
+    torch.testing.assert_close(taken, expected, atol=0, rtol=0)
+    with pytest.raises(ValueError, match="cache_position"):
+        model(ids, cache_position=torch.tensor([0, 1, 2, 5, 6, 7, 8]))
+    with pytest.raises(ValueError, match="output_hidden_states=True"):
+        model.generate(ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    with pytest.raises(TypeError, match="duration'"):
+        model(ids, duration=torch.ones(1, 7))
+
+
+def test_logits_that_are_no_numbers_end_generation():
+    model, ids = tiny_model(), random_ids(1, 7)
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    processors = LogitsProcessorList([RefuseNonFiniteLogits()])
+    with pytest.raises(ValueError, match="the model computes logits that are not numbers"):
+        model.generate(ids, max_new_tokens=2, logits_processor=processors)

@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import threading
+import time
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
@@ -552,3 +555,32 @@ def test_sharded_models_train_one_by_one(alone_in_a_group):
             optimizer.step()
             losses[schedule].append(loss.item())
     assert losses["auto"] == losses["sequential"] and losses["auto"][2] < losses["auto"][0]
+
+
+@torch.no_grad()
+def test_the_first_waves_of_many_threads(monkeypatch):
+    """A fresh model in several threads at once: one of them makes the stack, all get the same logits.
+
+    The reading of modules' settings is slowed down, so that threads meet there.
+    """
+    described = stacking._described
+
+    def slowly(module):
+        names = iter(list(module.__dict__.items()))
+        time.sleep(0.0005)
+        assert [name for name, _ in names] == list(module.__dict__), "changed by another thread"
+        return described(module)
+
+    monkeypatch.setattr(stacking, "_described", slowly)
+    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 60)
+    expected = tiny_model(schedule="sequential")(ids).logits
+    together = threading.Barrier(8)
+
+    def read(_):
+        together.wait()
+        with torch.no_grad():
+            return model(ids, use_cache=False).logits
+
+    with ThreadPoolExecutor(8) as pool:
+        for logits in pool.map(read, range(8)):
+            torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)

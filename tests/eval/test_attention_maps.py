@@ -264,7 +264,7 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
         ({"--layers": "0,3"}, "folded has no layer 3: it has 3, counted from 0"),
         ({"--heads": "4"}, "folded has no head 4"),
         ({"--prompt-file": "nowhere.txt"}, "nowhere.txt"),
-        ({"--model": "nowhere"}, "model 'nowhere' can't be loaded"),
+        ({"--model": "nowhere"}, "there is no folder 'nowhere'"),
     ],
 )
 def test_errors_are_named(folders, tmp_path, changed, words):

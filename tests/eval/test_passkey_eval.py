@@ -132,7 +132,7 @@ def test_mistakes_are_named(tmp_path, oracle):
     with pytest.raises(ValueError, match="needs 70 tokens"):
         measure_passkey(oracle, [200, 50], (0.0,), num_prompts=1)
     assert oracle.model.asked == 0  # before anything runs
-    with pytest.raises(ValueError, match="'nowhere' can't be loaded"):
+    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
         module.passkey(["nowhere"], tmp_path, [80])
     with pytest.raises(ValueError, match="two models are called"):
         module.passkey(["a/x", "b/x"], tmp_path, [80])

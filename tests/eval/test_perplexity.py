@@ -235,7 +235,7 @@ def test_records_hold_what_the_numbers_are_made_of(measured, tmp_path):
         ({"--data": "EMPTY"}, "empty document"),
         ({"--data": "NONE"}, "holds no document"),
         ({"--data": "nowhere.txt"}, "nowhere.txt"),
-        ({"--model": "nowhere"}, "model 'nowhere' can't be loaded"),
+        ({"--model": "nowhere"}, "there is no folder 'nowhere'"),
         ({"--curves": "xl"}, r"curves \['xl'\] are not known"),
         ({"--model": "LLAMA", "--segment-length": "8", "--curves": "folded"}, "llama has none of the curves"),
     ],

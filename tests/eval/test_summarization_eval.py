@@ -389,7 +389,7 @@ def test_what_a_caller_may_get_wrong(folded, data, tmp_path):
         summarization.summarization(["nowhere"], tmp_path, "scitdlr")
     with pytest.raises(ValueError, match=r"booksum has its own fields .* leave 'chapter' out"):
         summarization.summarization(["nowhere"], tmp_path, "booksum", text_field="chapter")
-    with pytest.raises(ValueError, match=r"model '.*nowhere' can't be loaded"):
+    with pytest.raises(ValueError, match=r"there is no folder '.*nowhere'"):
         summarization.summarization([str(tmp_path / "nowhere")], tmp_path, str(data))
     with pytest.raises(ValueError, match=r"data.jsonl:1: missing field \('text'; there are 'source', 'target'\)"):
         summarization.summarization([str(folded)], tmp_path, str(data))

@@ -93,7 +93,7 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["model=[x"], "'\\[x' is no YAML"),
         (CURRICULUM, ["data.task.x=1"], "'data.task.x=1': data.task holds no keys"),
         (STAGES, ["stages.5.steps=1"], "'stages.5.steps=1': stages.5 holds no keys"),
-        ("- seed\n", ["seed=1"], "the recipe holds no keys"),
+        ("- seed\n", ["seed=1"], "holds a list, not keys and values"),
         (CURRICULUM, ["optimizer.decay_steps=100"], "warmup_steps=10 and optimizer.decay_steps=100 do not fit into 60"),
         (CURRICULUM, ["optimizer.final_learning_rate=1"], "final_learning_rate=1.0? is above learning_rate=0.001"),
         (CURRICULUM, ["checkpoints.every=25"], "checkpoints.every=25 is no multiple of log_every=10"),

@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(stages, tmp_path):
     """A learning rate that destroys the model in its first step: the loss of the second one is not a number."""
     rates = ["optimizer.learning_rate=1e18", "optimizer.final_learning_rate=1e18", "checkpoints.every=1"]
     printed = fails(stages, tmp_path, *rates)
-    assert "FloatingPointError: step 2, rank 0: the loss of sequences 8 to 9 of length 120 is nan" in printed
+    assert "train: step 2, rank 0: the loss of sequences 8 to 9 of length 120 is nan" in printed
     assert "The optimizer has not moved" in printed
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
     assert [line["step"] for line in log_lines(tmp_path)] == [1]
@@ -246,7 +246,7 @@ def test_a_gradient_that_is_not_finite(stages, tmp_path, allowed):
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
     else:
         assert done.returncode != 0
-        assert "FloatingPointError: step 5, rank 1: the gradient, summed over all ranks, is not finite" in printed
+        assert "train, rank 1: step 5, rank 1: the gradient, summed over all ranks, is not finite" in printed
         part = "this rank's part came from sequences 10 to 11 of length 200, sequences 14 to 15 of length 200"
         assert part in printed
         assert [path.name for path in checkpoints(output)] == ["checkpoint-4"]

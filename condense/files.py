@@ -1,0 +1,92 @@
+"""Files that a user names: read with errors that name them, and outputs checked before any work is done."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+LFS_POINTER = b"version https://git-lfs"
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file. Raises `ValueError` naming a file that is missing, a folder, or in another encoding."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8: {error.reason} at byte {error.start}. Convert it, as with iconv -t UTF-8."
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}. Pass the path of a text file.") from error
+
+
+def check_output_folder(folder: Path) -> None:
+    """Raises `ValueError` where `folder` can't be made or written into. Leaves nothing behind."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not existing.is_dir():
+        raise ValueError(f"{folder} can't be a folder: {existing} is a file. Pass another path.")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder} can't be written: {error.strerror} in {existing}. Pass another path.") from error
+
+
+def check_output_file(path: Path) -> None:
+    """Raises `ValueError` where the file `path` can't be written. Its folder must exist."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: pass the path of a file.")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} can't be written: there is no folder {path.parent}. Make it first.")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"{path} can't be written: it is read-only. Pass another path.")
+    check_output_folder(path.parent)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raises `ValueError` where `folder` holds something already or can't be written."""
+    check_output_folder(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: pass another folder, or delete this one first.")
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `folder` when the block ends; nothing is left of it after an error.
+
+    Raises `ValueError` where the disk is full, or the files can't be written for another reason.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder} can't be written: {error}. Make room, or pass another path.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS has left its pointer in place of the file's contents."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def use_default_mode(folder: Path) -> None:
+    """Gives the files that a library wrote for their owner alone the mode that new files have by default.
+
+    safetensors writes weights with mode 0600, whatever the process's umask is.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        probe = Path(made) / "probe"
+        probe.touch()
+        mode = probe.stat().st_mode & 0o777
+    for path in folder.glob("*.safetensors"):
+        if path.stat().st_mode & 0o777 == 0o600:
+            path.chmod(mode)

@@ -1,0 +1,207 @@
+"""Checkpoints that a user names: checked before they are loaded, and refused by name where something is wrong.
+
+transformers loads what it can: it initialises missing weights at random, ignores unexpected ones, and takes a folder
+without `config.json` for a default Llama. Here each of these is an error of one sentence.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from .checks import check_tokenizer
+from .configuration import check_llama_fields
+from .files import is_lfs_pointer
+
+JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+HUB_TIMEOUT_S = 5
+NAMES_SHOWN = 3
+
+
+def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
+    """`model_class.from_pretrained(source, **options)`, where nothing but the checkpoint decides the weights.
+
+    `model_class`: a model class or an Auto class. Raises `ValueError` in one sentence for a folder that is not there,
+    damaged files, a configuration that makes no model, and weights that are missing, unexpected, of another shape or
+    not finite.
+    """
+    check_source(source)
+    try:
+        model, report = model_class.from_pretrained(
+            source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except Exception as error:  # libraries report damaged files by exceptions of any type
+        raise _refusal(source, error) from error
+    check_loading_report(source, report)
+    _check_finite(source, model)
+    return model
+
+
+def load_config(config_class: Any, source: str | Path, **options: Any) -> Any:
+    """`config_class.from_pretrained(source, **options)`; raises `ValueError` as `load_model` does."""
+    check_source(source)
+    try:
+        return config_class.from_pretrained(source, **options)
+    except Exception as error:
+        raise _refusal(source, error) from error
+
+
+def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
+    """The tokenizer beside a model. Raises `ValueError` where it is missing, damaged, or has ids the model has not."""
+    check_source(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise ValueError(
+            f"the tokenizer of {str(source)!r} can't be loaded ({_first_line(error)}): put the files of the model's "
+            "tokenizer beside its weights."
+        ) from error
+    try:
+        check_tokenizer(config, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"model {str(source)!r}: {error}") from None
+    return tokenizer
+
+
+def check_source(source: str | Path) -> None:
+    """Raises `ValueError` where a model's folder or hub id is not there, or the folder's files can't be a model's."""
+    path = Path(source)
+    if path.is_dir():
+        _check_folder(path)
+    elif path.exists():
+        raise ValueError(f"{str(source)!r} is a file: pass the folder that holds the model.")
+    elif _is_path(str(source)):
+        raise ValueError(f"there is no folder {str(source)!r}: pass the folder of a model, or a hub id OWNER/NAME.")
+    else:
+        _check_hub(str(source))
+
+
+def check_loading_report(source: str | Path, report: Mapping[str, Collection], ignore_shapes: bool = False) -> None:
+    """Raises `ValueError` where transformers' loading report says that a model is not what its checkpoint holds."""
+    problems = []
+    if missing := report["missing_keys"]:
+        problems.append(f"lacks {_listed(missing)}")
+    if unexpected := report["unexpected_keys"]:
+        problems.append(f"holds {_listed(unexpected)}, which the model of its config.json does not have")
+    if (shapes := report["mismatched_keys"]) and not ignore_shapes:
+        found = [f"{name} {list(there)} where the model has {list(expected)}" for name, there, expected in shapes]
+        problems.append(f"holds {_listed(found)}")
+    if problems:
+        raise ValueError(
+            f"model {str(source)!r} {'; and '.join(problems)}: its config.json and its weights belong to different "
+            "models, or a file is incomplete. Copy the checkpoint again, or correct config.json."
+        )
+
+
+def _check_finite(source: str | Path, model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.is_floating_point() or parameter.itemsize < 2:
+            continue
+        accurate = torch.promote_types(parameter.dtype, torch.float32)
+        if not torch.isfinite(parameter.detach().sum(dtype=accurate)):  # no copy of the weight is made
+            raise ValueError(
+                f"model {str(source)!r}: {name} holds values that are not finite. Take an earlier checkpoint, or "
+                "another dtype if the weights were rounded to float16."
+            )
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: pass the folder of a model.")
+    found = {name: _read_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}
+    if "model_type" not in found["config.json"]:
+        raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
+    check_llama_fields(found["config.json"], f"{folder / 'config.json'}: ")
+    for name in INDEX_FILES:
+        if name in found:
+            shards = found[name].get("weight_map")
+            if not isinstance(shards, dict):
+                raise ValueError(f"{folder / name} has no weight_map: copy the file again.")
+            if absent := sorted(shard for shard in set(shards.values()) if not (folder / shard).is_file()):
+                raise ValueError(f"{folder} lacks {_listed(absent)}, which {name} names: copy the checkpoint again.")
+    for path in sorted(folder.glob("model*.safetensors")):
+        _check_weights(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if is_lfs_pointer(path):
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: fetch it with git lfs pull.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, it is no JSON ({_first_line(error)}): copy the file again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds a JSON {type(found).__name__}, not an object. Copy it again.")
+    return found
+
+
+def _check_weights(path: Path) -> None:
+    if is_lfs_pointer(path):
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: fetch it with git lfs pull.")
+    try:
+        with safe_open(path, framework="pt"):  # reads the header, and compares it with the size of the file
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or incomplete ({_first_line(error)}): copy the file again.") from error
+
+
+def _is_path(source: str) -> bool:
+    """Whether a string can only be a path: hub ids are NAME or OWNER/NAME."""
+    begins = source.startswith((os.sep, ".", "~"))
+    return begins or source.endswith(os.sep) or source.count("/") > 1 or "\\" in source or "=" in source
+
+
+def _check_hub(source: str) -> None:
+    """Asks once, where transformers would retry for half a minute and report a wrong path as a problem of the hub."""
+    if isinstance(try_to_load_from_cache(source, "config.json"), str):
+        return
+    nowhere = f"there is no folder {source!r}, and"
+    if constants.is_offline_mode():
+        raise ValueError(f"{nowhere} the hub is off (HF_HUB_OFFLINE): pass the folder of a model.")
+    try:
+        HfApi().model_info(source, timeout=HUB_TIMEOUT_S)
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{nowhere} the hub shows no such model: pass a folder or a hub id, and log in if the model is private."
+        ) from error
+    except HfHubHTTPError:
+        return  # transformers has a message for each of these
+    except Exception as error:  # of the HTTP library, which changes between releases of the hub's
+        raise ValueError(
+            f"{nowhere} the hub can't be asked ({_first_line(error)}): pass the folder of a model."
+        ) from error
+
+
+def _refusal(source: str | Path, error: Exception) -> ValueError:
+    if type(error) is ValueError and "\n" not in str(error):
+        return error  # says what is wrong in one sentence
+    return ValueError(f"model {str(source)!r} can't be loaded ({_first_line(error)}): correct or replace its files.")
+
+
+def _first_line(error: BaseException) -> str:
+    """What an exception says, in a line; of several the last indented one, where libraries put the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    said = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else lines[0]
+    said = said.rstrip(".:")
+    return said if type(error) in (ValueError, OSError) else f"{type(error).__name__}: {said}"
+
+
+def _listed(names: Collection[str]) -> str:
+    first = sorted(names)[:NAMES_SHOWN]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")

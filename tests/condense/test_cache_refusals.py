@@ -1,0 +1,175 @@
+"""Caches that hold half of a call, or another model's state, are refused by name."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from condense import FoldedCache
+
+from .models import random_durations, random_ids, tiny_model
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(patch, model, call: int) -> None:
+    """Raises in the `call`-th use of the last layer's MLP, as Ctrl-C or a full memory would."""
+    mlp, calls = model.model.layers[-1].mlp, iter(range(100))
+    forward = mlp.forward
+
+    def raising(hidden):
+        if next(calls) == call:
+            raise Interrupted
+        return forward(hidden)
+
+    patch.setattr(mlp, "forward", raising)
+
+
+@pytest.mark.parametrize("call", [0, 3, 7])
+@pytest.mark.parametrize("read_before", [0, 3, 5], ids=lambda count: f"{count} before")
+@torch.no_grad()
+def test_an_interrupted_call_is_not_read_twice(call, read_before, monkeypatch):
+    """Eight chunks in the sequential order. The copy that was taken before gives what an unbroken call gives."""
+    model = tiny_model(schedule="sequential")
+    ids = random_ids(2, 40 + read_before)
+    cache = FoldedCache(model.config)
+    if read_before:
+        model(ids[:, :read_before], past_key_values=cache)
+    kept = copy.deepcopy(cache)
+    with monkeypatch.context() as patch:
+        interrupt(patch, model, call)
+        with pytest.raises(Interrupted):
+            model(ids[:, read_before:], past_key_values=cache)
+    for attempt in (ids[:, read_before:], ids[:, :1]):
+        with pytest.raises(ValueError, match=r"interrupted.*reset.*deepcopy"):
+            model(attempt, past_key_values=cache)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(ValueError, match="interrupted"):
+            model(ids[:, :1], past_key_values=copied)
+    with pytest.raises(ValueError, match="interrupted"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=1)
+    expected = model(ids, use_cache=False).logits[:, read_before:]
+    torch.testing.assert_close(model(ids[:, read_before:], past_key_values=kept).logits, expected, atol=1e-9, rtol=0)
+    cache.reset()
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits[:, read_before:], expected, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_an_interrupted_token_of_fixed_decoding_is_not_read_twice(monkeypatch):
+    model = tiny_model()
+    cache = FoldedCache(model.config)
+    model(random_ids(1, 8), past_key_values=cache)
+    model.fixed_decoding = True
+    model(random_ids(1, 1), past_key_values=cache)
+    with monkeypatch.context() as patch:
+        interrupt(patch, model, 0)
+        with pytest.raises(Interrupted):
+            model(random_ids(1, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="interrupted"):
+        model(random_ids(1, 1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache_as_it_was():
+    """What is refused before anything is written does not count as interrupted."""
+    model = tiny_model()
+    ids, cache = random_ids(2, 12), FoldedCache(model.config)
+    model(ids[:, :7], past_key_values=cache)
+    wrong = {
+        "durations": torch.full((2, 5), float("nan")),
+        "attention_mask": torch.ones(2, 3),
+        "position_ids": torch.tensor([[0, 1, 2, 4, 5]]),
+        "output_attentions": True,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name.removesuffix("s")):
+            model(ids[:, 7:], past_key_values=cache, **{name: value})
+    hook = model.model.layers[0].register_forward_hook(lambda *_: None)
+    model.config.schedule = "wavefront"
+    with pytest.raises(ValueError, match="hooks"):
+        model(random_ids(2, 23), past_key_values=cache)
+    hook.remove()
+    model.config.schedule = "auto"
+    expected = model(ids, use_cache=False).logits[:, 7:]
+    torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"segment_length": 6}, {"memory_source": "layer_input"}, {"num_hidden_layers": 2}, {"num_key_value_heads": 4},
+        {"head_dim": 6}, {"position_anchor": "start"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+@pytest.mark.parametrize("read_before", [False, True], ids=["empty", "with text"])
+@torch.no_grad()
+def test_the_cache_of_another_model(fields, read_before):
+    model, other = tiny_model(), tiny_model(**fields)
+    cache = FoldedCache(other.config)
+    if read_before:
+        other(random_ids(1, 8), past_key_values=cache)
+    ((name, value),) = fields.items()
+    ours = getattr(model.config, name)
+    with pytest.raises(ValueError, match=rf"made for {name}={value!r} and the model has {ours!r}"):
+        model(random_ids(1, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match=name):
+        model.generate(random_ids(1, 9), past_key_values=cache, max_new_tokens=1)
+
+
+@torch.no_grad()
+def test_a_field_that_was_changed_since(monkeypatch):
+    model = tiny_model()
+    cache = FoldedCache(model.config)
+    model(random_ids(1, 8), past_key_values=cache)
+    model.config.memory_source = "layer_input"
+    with pytest.raises(ValueError, match="memory_source='layer_output' and the model has 'layer_input'"):
+        model(random_ids(1, 3), past_key_values=cache)
+
+
+def test_a_copy_of_a_cache_with_gradients_says_what_to_do():
+    model = tiny_model()
+    ids = random_ids(1, 12)
+    cache = FoldedCache(model.config)
+    model(ids[:, :8], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"cache.detach\(\)"):
+        copy.deepcopy(cache)
+    cache.detach()
+    copied = copy.deepcopy(cache)
+    expected = model(ids[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, expected, atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_a_copy_shares_nothing_with_its_original():
+    model = tiny_model()
+    ids = random_ids(2, 23)
+    cache = FoldedCache(model.config)
+    model(ids[:, :8], past_key_values=cache, durations=random_durations(2, 8))
+    copied = copy.deepcopy(cache)
+    first = model(ids[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, first, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("duration", [1e300, 3e38, 2.0**24 + 2])
+@torch.no_grad()
+def test_durations_beyond_what_positions_can_tell(duration):
+    """float32 rotary tables: larger coordinates would be infinite, or the same for neighbours."""
+    model = tiny_model()
+    cache = FoldedCache(model.config)
+    model(random_ids(1, 8), past_key_values=cache)
+    durations = torch.tensor([[1.0, duration, 1.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"within two segments at token .*16,777,216"):
+        model(random_ids(1, 3), past_key_values=cache, durations=durations)
+    assert cache.get_seq_length() == 8
+    assert model(random_ids(1, 3), past_key_values=cache).logits.isfinite().all()  # as if nothing had been asked
+
+
+@torch.no_grad()
+def test_long_durations_that_positions_can_tell():
+    model = tiny_model()
+    output = model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64))
+    assert output.logits.isfinite().all()

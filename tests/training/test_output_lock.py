@@ -1,0 +1,93 @@
+"""One run at a time in an output folder, whoever starts the second."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from eval.records import open_records
+from training.output_lock import check_unlocked, output_lock
+
+from .runs import ROOT
+
+HOLD = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from training.output_lock import output_lock
+with output_lock(Path({folder!r}), {name!r}):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts processes that hold a folder."""
+    started = []
+
+    def start(name="run") -> subprocess.Popen:
+        code = HOLD.format(root=str(ROOT), folder=str(tmp_path / "out"), name=name)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_the_second_is_told_who_holds_it(holder, tmp_path):
+    process = holder()
+    with pytest.raises(ValueError, match=rf"out is in use by process {process.pid} on .* since 20\d\d-.*: wait"):
+        check_unlocked(tmp_path / "out")
+    with pytest.raises(ValueError, match=f"process {process.pid}"), output_lock(tmp_path / "out"):
+        pytest.fail("held by two")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    check_unlocked(tmp_path / "out")
+    with output_lock(tmp_path / "out"):
+        owner = json.loads((tmp_path / "out" / ".run.lock.json").read_text())
+        assert owner["process"] == os.getpid()
+
+
+def test_a_check_leaves_nothing(tmp_path):
+    check_unlocked(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_measurements_of_one_kind_do_not_share_a_folder(holder, tmp_path):
+    process = holder("passkey")
+    with (
+        pytest.raises(ValueError, match=f"process {process.pid}"),
+        open_records(tmp_path / "out" / "passkey.records.jsonl", {}),
+    ):
+        pytest.fail("held by two")
+    with open_records(tmp_path / "out" / "perplexity.records.jsonl", {}) as records:  # another kind may
+        assert records.get({"a": 1}, lambda: {"value": 1}) == {"value": 1}
+
+
+def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path):
+    """Through the front door, in seconds; and what the first has written stays as it is."""
+    from training.small_llama import save_small_llama
+
+    process = holder()
+    save_small_llama(tmp_path / "start")
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    recipe = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
+    options = [f"model={tmp_path / 'start'}", f"output={tmp_path / 'out'}", "segment_length=40"]
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "condense_cli", "train", str(recipe), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"in use by process {process.pid}" in done.stderr
+    assert done.stderr.count("\n") == 1 and time.perf_counter() - start < 30
+    command = [sys.executable, "training/train.py", "--recipe", str(recipe), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"in use by process {process.pid}" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before

@@ -1,0 +1,108 @@
+"""Processes that end with the one that started them, however that one ends.
+
+Between `condense train` and its ranks stand DeepSpeed's runner and its launcher. Neither passes on every signal, and
+SIGKILL can be passed on by nobody: so the parent ends what it has started, and each rank watches its parents.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import psutil
+
+PARENT = "CONDENSE_PARENT"  # the process that a process started by `run_to_end` ends with
+GRACE_S = 30  # between SIGTERM and SIGKILL
+INTERVAL_S = 1.0
+
+
+def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options) -> int:
+    """The exit code of a command. SIGTERM, SIGHUP and exceptions here end the command and all that it has started."""
+    with _signals_as_exit():
+        process = subprocess.Popen(command, env={**environment, PARENT: str(os.getpid())}, **options)
+        try:
+            return process.wait()
+        finally:
+            if process.returncode is None:
+                _end_tree(psutil.Process(process.pid))
+
+
+def end_with_parents() -> None:
+    """Ends this process, and what it has started, within seconds of the end of any process that it was started for.
+
+    Those are the process that `run_to_end` was called in and all between, or else DeepSpeed's launcher and runner.
+    """
+    parents = _parents()
+
+    def watch() -> None:
+        while all(map(_is_alive, parents)):
+            time.sleep(INTERVAL_S)
+        gone = next(parent.pid for parent in parents if not _is_alive(parent))
+        with suppress(OSError):  # the terminal may have gone as well
+            print(f"process {os.getpid()} ends: its parent, process {gone}, has gone", file=sys.stderr, flush=True)
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end_with_parents").start()
+
+
+def _parents() -> list[psutil.Process]:
+    chain, started_by = psutil.Process().parents(), os.environ.get(PARENT)
+    if started_by is not None:
+        numbers = [parent.pid for parent in chain]
+        if int(started_by) not in numbers:
+            sys.exit(f"process {os.getpid()} ends: its parent, process {started_by}, has gone")
+        return chain[: numbers.index(int(started_by)) + 1]
+    found = chain[:1]
+    for parent in chain[1:]:
+        if not _is_deepspeed(found[-1]) or not _is_deepspeed(parent):
+            break
+        found.append(parent)
+    return found
+
+
+def _is_deepspeed(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any("deepspeed" in part for part in process.cmdline()[:3])
+    return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _end_tree(root: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        processes = [root, *root.children(recursive=True)]
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        for process in psutil.wait_procs(processes, timeout=GRACE_S)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@contextmanager
+def _signals_as_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack, as Ctrl-C does. Signals are the main thread's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

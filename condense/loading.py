@@ -5,8 +5,10 @@ without `config.json` for a default Llama. Here each of these is an error of one
 """
 
 import json
+import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,10 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
     """
     check_source(source)
     try:
-        model, report = model_class.from_pretrained(
-            source, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with own_report():
+            model, report = model_class.from_pretrained(
+                source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except Exception as error:  # libraries report damaged files by exceptions of any type
         raise _refusal(source, error) from error
     check_loading_report(source, report)
@@ -90,6 +93,21 @@ def check_source(source: str | Path) -> None:
         raise ValueError(f"there is no folder {str(source)!r}: pass the folder of a model, or a hub id OWNER/NAME.")
     else:
         _check_hub(str(source))
+
+
+@contextmanager
+def own_report() -> Iterator[None]:
+    """Keeps transformers from printing the report that `check_loading_report` judges."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def check_loading_report(source: str | Path, report: Mapping[str, Collection], ignore_shapes: bool = False) -> None:

@@ -25,7 +25,7 @@ from .continuity import Timeline
 from .decoding import can_decode, decode
 from .files import use_default_mode
 from .layers import CondenseDecoderLayer, RMSNorm, Step
-from .loading import check_loading_report
+from .loading import check_loading_report, own_report
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
 from .schedule import RUNS, schedule_for
@@ -120,9 +120,10 @@ class CondensePreTrainedModel(PreTrainedModel):
         if options.get("output_loading_info"):
             return super().from_pretrained(source, *model_args, **options)
         ignore_shapes = options.pop("ignore_mismatched_sizes", False)
-        model, report = super().from_pretrained(
-            source, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with own_report():
+            model, report = super().from_pretrained(
+                source, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
         check_loading_report(source, report, ignore_shapes)
         return model
 

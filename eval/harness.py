@@ -34,6 +34,7 @@ except ImportError as error:
 
 from condense import CondenseConfig, FoldedCache
 from condense.checks import check_tokenizer
+from condense.loading import check_source
 from condense.reading import TOKENS_PER_CALL
 
 # The harness cuts what is longer than its model's longest text. A folded model has none, and what its config says
@@ -58,6 +59,8 @@ class CondenseLM(HFLM):
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
+        if isinstance(pretrained, str):
+            check_source(pretrained)
         super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
         check_tokenizer(self.model.config, self.tokenizer)
         self.tokenizer.model_max_length = ANY_LENGTH  # the Llama's, by which `truncation` would cut questions off

@@ -45,6 +45,16 @@ def test_random_weights_do_not_take_the_place_of_missing_ones(loader, folder):
     assert report["missing_keys"] == {NORM}
 
 
+def test_no_report_contradicts_the_error(folder, caplog):
+    """transformers would say that the weights were initialised; its other messages remain."""
+    change(folder, lambda tensors: tensors.pop(NORM))
+    with pytest.raises(ValueError, match=NORM):
+        CondenseForCausalLM.from_pretrained(folder)
+    assert "initialized" not in caplog.text
+    LlamaForCausalLM.from_pretrained(folder)
+    assert "initialized" in caplog.text
+
+
 def test_unexpected_weights(folder):
     change(folder, lambda tensors: tensors.update({"score.weight": torch.ones(2)}))
     with pytest.raises(ValueError, match="holds score.weight, which the model of its config.json does not have"):

@@ -87,6 +87,8 @@ def test_no_rank_outlives_those_that_started_it(who, number, tree):
     time.sleep(2)  # the control: as long as nobody is stopped, all continue
     assert all(map(is_alive, everybody))
     os.kill(tree[who][0].pid, number)
+    if (who, number) == ("front", signal.SIGTERM):  # which can wait for the others
+        assert wait_for(lambda: not is_alive(tree["front"][0]), END_S) and not any(map(is_alive, everybody))
     assert wait_for(lambda: not any(map(is_alive, everybody)), END_S), [p for p in everybody if is_alive(p)]
 
 

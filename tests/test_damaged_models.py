@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -313,7 +314,7 @@ def test_a_full_disk_leaves_no_half_model(models, tmp_path):
         "import condense_cli\ncondense_cli.main()"
     )
     command = ["convert", str(models["llama"]), str(tmp_path / "out")]
-    done = subprocess.run(["python", "-c", code, *command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
     assert done.returncode == 1 and "can't be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
 

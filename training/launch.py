@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from .output_lock import was_released
+from .recipe import load_recipe
 from .subprocesses import run_to_end
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,8 +41,10 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *local_overrides(overrides)]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    if exit_code := run_to_end(command, environment):
-        raise subprocess.CalledProcessError(exit_code, command)
+    exit_code = run_to_end(command, environment)
+    # DeepSpeed's runner exits with 0 when its launcher was killed.
+    if exit_code or not was_released(load_recipe(Path(recipe), local_overrides(overrides)).output):
+        raise subprocess.CalledProcessError(exit_code or 1, command)
 
 
 def _devices(ranks: int) -> list[str]:

@@ -35,15 +35,21 @@ def output_lock(folder: Path, name: str = "run") -> Iterator[None]:
         _owner_file(folder, name).write_text(json.dumps(owner), encoding="utf-8")
         yield
     finally:
+        _owner_file(folder, name).unlink(missing_ok=True)
         lock.release()
 
 
 def check_unlocked(folder: Path, name: str = "run") -> None:
     """Raises `ValueError` as `output_lock` would, and takes nothing."""
-    if _owner_file(folder, name).exists():
+    if not was_released(folder, name):
         lock = _lock(folder, name)
         _acquire(lock, folder, name)
         lock.release()
+
+
+def was_released(folder: Path, name: str = "run") -> bool:
+    """Whether the last one that held the folder has released it: false while it is held, and after a kill."""
+    return not _owner_file(folder, name).exists()
 
 
 def _lock(folder: Path, name: str) -> FileLock:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from eval.records import open_records
-from training.output_lock import check_unlocked, output_lock
+from training.output_lock import check_unlocked, output_lock, was_released
 
 from .runs import ROOT
 
@@ -52,9 +52,12 @@ def test_the_second_is_told_who_holds_it(holder, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     check_unlocked(tmp_path / "out")
+    assert not was_released(tmp_path / "out")  # it was killed
     with output_lock(tmp_path / "out"):
         owner = json.loads((tmp_path / "out" / ".run.lock.json").read_text())
         assert owner["process"] == os.getpid()
+        assert not was_released(tmp_path / "out")
+    assert was_released(tmp_path / "out")
 
 
 def test_a_check_leaves_nothing(tmp_path):

@@ -23,6 +23,7 @@ for command in (profile, attention, probe, report):
     app.command()(command)
 
 PARENT = "CONDENSE_PARENT"  # see training.subprocesses
+LOWEST_TEMPERATURE = 0.01  # logits are divided by it
 DRY_RUN_RANKS = 8  # a node; what is planned is seldom planned where it will run
 
 
@@ -104,6 +105,10 @@ def generate(
 
     check_dtype(dtype)
     check_attention(attention)
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature {temperature}: pass 0 for the likeliest token, or {LOWEST_TEMPERATURE} or more."
+        )
     if report is not None:
         check_output_file(report)
     text = ("" if prompt_file is None else read_text(prompt_file)) + prompt

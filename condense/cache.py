@@ -21,7 +21,7 @@ from .segmentation import Cursor, Piece, on_device
 # What a cache and a model must have in common.
 SHARED_FIELDS = (
     "segment_length", "memory_source", "position_anchor", "num_hidden_layers", "num_key_value_heads", "head_dim",
-    "hidden_size",
+    "hidden_size", "rope_parameters",
 )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ class FoldedCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.made_for = {name: getattr(self.config, name) for name in SHARED_FIELDS}
+        self.made_for = {name: copy.deepcopy(getattr(self.config, name)) for name in SHARED_FIELDS}
         length = self.config.segment_length
         self.layers = [FoldedCacheLayer(length) for _ in range(self.config.num_hidden_layers)]
         self.cursor = Cursor(0, length)
@@ -149,7 +149,7 @@ class FoldedCache(Cache):
 
     def start(self, batch_size: int) -> "FoldedCache":
         """Makes room for a batch, or checks that it is the one being read."""
-        if self.batch_size == 0:
+        if self.last_hidden_BD is None:  # nothing was read, whatever was refused
             self.cursor = Cursor(batch_size, self.config.segment_length)
         elif self.batch_size != batch_size:
             raise ValueError(

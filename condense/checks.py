@@ -12,6 +12,7 @@ from transformers.utils import is_flash_attn_2_available
 from .cache import FoldedCache
 from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES
 from .continuity.durations import check_durations
+from .readers import IGNORE_INDEX
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -45,6 +46,21 @@ def check_input(
     expected = "[batch, tokens]" if input_ids is not None else "[batch, tokens, hidden_size]"
     if tokens.dim() != expected.count(",") + 1 or 0 in tokens.shape:
         raise ValueError(f"the input has shape {tuple(tokens.shape)}: pass at least one token, {expected}.")
+    for name, ids in (("input_ids", input_ids), ("labels", labels)):
+        if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} are {ids.dtype}: pass token ids as whole numbers (torch.long).")
+    if inputs_embeds is not None and inputs_embeds.shape[2] != config.hidden_size:
+        raise ValueError(
+            f"inputs_embeds are {inputs_embeds.shape[2]} wide and the model {config.hidden_size}: pass embeddings of "
+            "this model."
+        )
+    if labels is not None and labels.device.type == "cpu":
+        known = labels[labels != IGNORE_INDEX]
+        if len(known) and not 0 <= int(known.min()) <= int(known.max()) < config.vocab_size:
+            raise ValueError(
+                f"labels reach from {known.min().item()} to {known.max().item()} in a vocabulary of "
+                f"{config.vocab_size}: pass token ids, and {IGNORE_INDEX} where there is nothing to predict."
+            )
     # On an accelerator the check would wait for the device; there the embedding itself asserts.
     if input_ids is not None and input_ids.device.type == "cpu":
         lowest, highest = input_ids.min().item(), input_ids.max().item()

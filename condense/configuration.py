@@ -94,6 +94,9 @@ def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
         )
     activation, rope = fields.get("hidden_act"), fields.get("rope_parameters") or fields.get("rope_scaling")
     rope_type = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+    theta = fields.get("rope_theta") if not isinstance(rope, Mapping) else rope.get("rope_theta", 1)
+    if theta is not None and not theta > 0:
+        raise ValueError(f"{where}rope_theta={theta!r}: pass a number above 0.")
     known = {"hidden_act": (activation, sorted(ACT2FN)), "rope_type": (rope_type, ["default", *ROPE_INIT_FUNCTIONS])}
     for name, (value, choices) in known.items():
         if value is not None and value not in choices:

@@ -42,9 +42,10 @@ def check_output_file(path: Path) -> None:
         raise ValueError(f"{path} is a folder: pass the path of a file.")
     if not path.parent.is_dir():
         raise ValueError(f"{path} can't be written: there is no folder {path.parent}. Make it first.")
-    if path.exists() and not os.access(path, os.W_OK):
+    if not path.exists():
+        check_output_folder(path.parent)
+    elif not os.access(path, os.W_OK):
         raise ValueError(f"{path} can't be written: it is read-only. Pass another path.")
-    check_output_folder(path.parent)
 
 
 def check_new_folder(folder: Path) -> None:
@@ -56,16 +57,21 @@ def check_new_folder(folder: Path) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `folder` when the block ends; nothing is left of it after an error.
+    """A folder to write a model into, whose files are `folder`'s when the block ends; after an error nothing is left.
 
-    Raises `ValueError` where the disk is full, or the files can't be written for another reason.
+    `folder` may exist, empty. Raises `ValueError` where the disk is full, or files can't be written for another reason.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    folder = folder.resolve()
+    existed = folder.is_dir()
+    partial = (folder if existed else folder.parent) / f".{folder.name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
         yield partial
-        partial.replace(folder)
+        if existed:  # perhaps a mount, or the only folder here that can be written: its files move one by one
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # the last one
+                path.rename(folder / path.name)
+        else:
+            partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder} can't be written: {error}. Make room, or pass another path.") from error
     finally:

@@ -16,10 +16,10 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from .checks import check_tokenizer
-from .configuration import check_llama_fields
+from .configuration import CondenseConfig, check_llama_fields
 from .files import is_lfs_pointer
 
 JSON_FILES = (
@@ -28,10 +28,12 @@ JSON_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
 )
-INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# In the order in which transformers looks for them.
+WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+LLAMAS = (LlamaConfig.model_type, CondenseConfig.model_type)
 HUB_TIMEOUT_S = 5
 NAMES_SHOWN = 3
 
@@ -47,7 +49,11 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
     try:
         with own_report():
             model, report = model_class.from_pretrained(
-                source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                source,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,  # unset, it would ask in the middle of a command
+                **options,
             )
     except Exception as error:  # libraries report damaged files by exceptions of any type
         raise _refusal(source, error) from error
@@ -58,18 +64,18 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
 
 def load_config(config_class: Any, source: str | Path, **options: Any) -> Any:
     """`config_class.from_pretrained(source, **options)`; raises `ValueError` as `load_model` does."""
-    check_source(source)
+    check_source(source, with_weights=False)
     try:
-        return config_class.from_pretrained(source, **options)
+        return config_class.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
         raise _refusal(source, error) from error
 
 
 def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
     """The tokenizer beside a model. Raises `ValueError` where it is missing, damaged, or has ids the model has not."""
-    check_source(source)
+    check_source(source, with_weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
             f"the tokenizer of {str(source)!r} can't be loaded ({_first_line(error)}): put the files of the model's "
@@ -82,11 +88,13 @@ def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
     return tokenizer
 
 
-def check_source(source: str | Path) -> None:
+def check_source(source: str | Path, with_weights: bool = True) -> None:
     """Raises `ValueError` where a model's folder or hub id is not there, or the folder's files can't be a model's."""
     path = Path(source)
     if path.is_dir():
         _check_folder(path)
+        if with_weights:
+            _check_weights(path)
     elif path.exists():
         raise ValueError(f"{str(source)!r} is a file: pass the folder that holds the model.")
     elif _is_path(str(source)):
@@ -143,18 +151,31 @@ def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: pass the folder of a model.")
     found = {name: _read_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}
-    if "model_type" not in found["config.json"]:
+    model_type = found["config.json"].get("model_type")
+    if model_type is None:
         raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
-    check_llama_fields(found["config.json"], f"{folder / 'config.json'}: ")
-    for name in INDEX_FILES:
-        if name in found:
-            shards = found[name].get("weight_map")
-            if not isinstance(shards, dict):
-                raise ValueError(f"{folder / name} has no weight_map: copy the file again.")
-            if absent := sorted(shard for shard in set(shards.values()) if not (folder / shard).is_file()):
-                raise ValueError(f"{folder} lacks {_listed(absent)}, which {name} names: copy the checkpoint again.")
-    for path in sorted(folder.glob("model*.safetensors")):
-        _check_weights(path)
+    if model_type in LLAMAS:
+        check_llama_fields(found["config.json"], f"{folder / 'config.json'}: ")
+
+
+def _check_weights(folder: Path) -> None:
+    """Of the file, or the shards, that transformers would load."""
+    name = next((name for name in WEIGHTS if (folder / name).is_file()), None)
+    if name is None:
+        raise ValueError(f"{folder} holds no {' or '.join(WEIGHTS)}: copy the model's weights there.")
+    names = [name]
+    if name.endswith(".json"):
+        shards = _read_object(folder / name).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise ValueError(f"{folder / name} has no weight_map of names: copy the file again.")
+        names = sorted(set(shards.values()))
+        if absent := [shard for shard in names if not (folder / shard).is_file()]:
+            raise ValueError(f"{folder} lacks {_listed(absent)}, which {name} names: copy the checkpoint again.")
+    for file in names:
+        if is_lfs_pointer(folder / file):
+            raise ValueError(f"{folder / file} is a Git LFS pointer, not the file itself: fetch it with git lfs pull.")
+        if file.endswith(".safetensors"):
+            _check_safetensors(folder / file)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -169,9 +190,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_weights(path: Path) -> None:
-    if is_lfs_pointer(path):
-        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: fetch it with git lfs pull.")
+def _check_safetensors(path: Path) -> None:
     try:
         with safe_open(path, framework="pt"):  # reads the header, and compares it with the size of the file
             pass

@@ -117,8 +117,8 @@ class CondensePreTrainedModel(PreTrainedModel):
         report and leaves the judgement to the caller.
         """
         source = pretrained_model_name_or_path
-        if options.get("output_loading_info"):
-            return super().from_pretrained(source, *model_args, **options)
+        if options.pop("output_loading_info", False):
+            return super().from_pretrained(source, *model_args, output_loading_info=True, **options)
         ignore_shapes = options.pop("ignore_mismatched_sizes", False)
         with own_report():
             model, report = super().from_pretrained(
@@ -229,13 +229,14 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
             return output if return_dict else output.to_tuple()
         state = TransientMemory(batch_size, self.config) if cache is None else cache.start(batch_size)
-        if durations is not None and state.timeline is None:
-            state.timeline = Timeline(state.cursor, self.config.position_anchor)
+        timeline = state.timeline
+        if durations is not None and timeline is None:
+            timeline = Timeline(state.cursor, self.config.position_anchor)
         like = self.model.norm.weight if inputs_embeds is None else inputs_embeds
-        if state.timeline is not None:
-            durations = state.timeline.known_durations(durations, alignment)
+        if timeline is not None:
+            durations = timeline.known_durations(durations, alignment)
             # A refused call must leave the state as it was: check all steps before the first one runs.
-            state.timeline.rehearse(durations, alignment, state.cursor)
+            timeline.rehearse(durations, alignment, state.cursor)
         before_BD = None if cache is None else cache.last_hidden_BD
         if before_BD is None:
             before_BD = like.new_zeros(batch_size, self.config.hidden_size)
@@ -262,9 +263,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         self.config.check()  # fields may have been set since
         schedule = schedule_for(self, alignment.lengths, state.cursor, checkpointing)
         checkpoint = self._gradient_checkpointing_func if checkpointing else None
+        state.timeline = timeline  # nothing can be refused from here on
         run = RUNS[schedule](self.model.layers, steps, state, embed, consume, checkpoint)
-        if cache is not None:
-            cache.end_call(num_columns)
         pieces = [piece for piece, _ in run]
 
         loss = logits = segment_losses = segment_targets = None
@@ -274,6 +274,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             segment_targets = torch.tensor([loss_reader.num_targets_of(piece) for piece in pieces])
         if hidden_reader is not None:
             logits = self.lm_head(hidden_reader.finish(pieces, [hidden for _, (_, hidden) in run], before_BD))
+        if cache is not None:
+            cache.end_call(num_columns)
         output = CondenseOutput(loss, logits, cache, segment_losses=segment_losses, segment_targets=segment_targets)
         return output if return_dict else output.to_tuple()
 

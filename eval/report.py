@@ -90,6 +90,8 @@ def _measured(path: Path, folder: Path) -> Section:
     results = json.loads(read_text(path))
     if not isinstance(results, dict) or not {"kind", *ORIGIN} <= results.keys() or results["kind"] != kind:
         raise ValueError("no result of a condense command")
+    if not isinstance(results["versions"], dict):
+        raise ValueError("versions are no object")
     name = "probes" if kind.startswith("probe_") else MODULES.get(kind, kind)
     module = import_module(f".{name}", __package__)
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
@@ -121,6 +123,10 @@ def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
     losses = [line for line in lines if "loss" in line]
     if not losses:
         return None
+    for line in losses:
+        needed = ("step", "loss", "segments" if "segments" in line else "learning_rate")
+        if wrong := [name for name in needed if not isinstance(line.get(name), int | float)]:
+            raise ValueError(f"a line has no number {wrong[0]}")
     validation = [line["eval_loss"] for line in lines if "eval_loss" in line]
     return {
         "name": str(path.parent.relative_to(folder)),

@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 
 import condense_cli
 from condense import CondenseForCausalLM
+from condense.files import written_whole
 from training.recipe import load_recipe
 from training.small_llama import save_small_llama
 
+ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
 RECIPE = """
 model: {model}
@@ -121,6 +123,13 @@ def smaller_vocabulary(folder: Path) -> None:
     weights(lambda t: t | {name: t[name][:8].clone() for name in names})(folder)
 
 
+def one_shard_of_two(folder: Path) -> None:
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    index = {name: second if name == "lm_head.weight" else first for name in load_file(folder / "model.safetensors")}
+    (folder / "model.safetensors").rename(folder / first)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
 NORM = "model.layers.1.input_layernorm.weight"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 410968\n"
 # What is done to a model's folder, and a word of what must be said of it.
@@ -138,10 +147,7 @@ DAMAGE = {
     "empty weights": (content("model.safetensors", b""), "model.safetensors"),
     "weights are an LFS pointer": (content("model.safetensors", POINTER), "git lfs pull"),
     "no weights": (without("*.safetensors"), "model.safetensors"),
-    "a shard is missing": (
-        content("model.safetensors.index.json", b'{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
-        "model-00001-of-00002.safetensors",
-    ),
+    "a shard is missing": (one_shard_of_two, "model-00002-of-00002.safetensors"),
     "no config": (without("config.json"), "config.json"),
     "an empty config": (content("config.json", b""), "config.json"),
     "a config of braces": (content("config.json", b"{}"), "model_type"),
@@ -319,6 +325,37 @@ def test_a_full_disk_leaves_no_half_model(models, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_outputs_that_are_right(models, tmp_path, capsys, monkeypatch):
+    """An empty folder, a link to one, the current one; a report into a device."""
+    for name in ("empty", "current"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "current")
+    for target in (tmp_path / "link", ".", tmp_path / "new" / "below"):
+        assert run(capsys, "convert", models["llama"], target) == (
+            0,
+            f"{target}: 102,208 parameters, segments of 512 tokens\n",
+        )
+        CondenseForCausalLM.from_pretrained(target)
+    names = {path.name for path in (tmp_path / "empty").iterdir()}
+    assert names == {path.name for path in (tmp_path / "new" / "below").iterdir()} and (tmp_path / "link").is_symlink()
+    arguments = ["--prompt", "a", "--max-new-tokens", "1", "--report", "/dev/null"]
+    assert run(capsys, "generate", "--model", models["llama"], *arguments)[0] == 0
+
+
+def test_two_that_write_one_folder_do_not_mix(tmp_path, monkeypatch):
+    """The second to end is refused, and the folder is the first one's."""
+    first = written_whole(tmp_path / "out")
+    (first.__enter__() / "a").write_text("first")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with written_whole(tmp_path / "out") as second:
+        (second / "b").write_text("second")
+    with pytest.raises(ValueError, match="can't be written"):
+        first.__exit__(None, None, None)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_others_may_read_weights_as_the_umask_says(umask, models, tmp_path):
     before = os.umask(umask)
@@ -453,6 +490,13 @@ def results(models, tmp_path, capsys) -> Path:
         ("perplexity.json", '{"kind": "perplexity", "command": "", "hardware": "", "versions": {}, "date": ""}', "Key"),
         ("log.jsonl", "not json\n", "Expecting value"),
         ("log.jsonl", '{"loss": 1.0}\n', "step"),
+        ("log.jsonl", '{"loss": 1.0, "step": 3}\n', "no number learning_rate"),
+        ("log.jsonl", '{"loss": 1.0, "step": 3, "learning_rate": {}}\n', "no number learning_rate"),
+        (
+            "passkey.json",
+            '{"kind": "passkey", "command": "", "hardware": "", "versions": ["a"], "date": ""}',
+            "versions are no object",
+        ),
     ],
 )
 def test_a_report_leaves_out_what_it_cannot_read(name, text, word, results, capsys):
@@ -463,6 +507,25 @@ def test_a_report_leaves_out_what_it_cannot_read(name, text, word, results, caps
     assert "report.html is written, without" in said
     page = (results / "report.html").read_text()
     assert "folded: % correct" in page and f"<code>foreign/{name}</code>" in page
+
+
+def test_a_temperature_that_divides_to_infinity(models, tmp_path, capsys):
+    arguments = ["--prompt", "a", "--temperature", "1e-40"]
+    assert "--temperature 1e-40: pass 0" in refused(
+        capsys, tmp_path, "generate", "--model", models["llama"], *arguments
+    )
+
+
+def test_training_on_weights_that_are_not_finite_writes_nothing(models, tmp_path):
+    """The front process has read no weights; the ranks refuse before they touch what an earlier run has left."""
+    shutil.copytree(models["llama"], tmp_path / "model")
+    DAMAGE["weights are not finite"][0](tmp_path / "model")
+    (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tmp_path / "model", output=tmp_path / "out"))
+    command = [sys.executable, "training/train.py", "--recipe", str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and NORM in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".run.lock", "checkpoint-7"]
 
 
 def test_a_report_on_nothing_that_can_be_read(tmp_path, capsys):

@@ -43,7 +43,10 @@ def check_pickles(checkpoint: Path) -> None:
 
 
 def _pickles(checkpoint: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(checkpoint, followlinks=True):
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{error.filename} can't be read: {error.strerror}. Make it readable.") from error
+
+    for folder, _, names in os.walk(checkpoint, followlinks=True, onerror=refuse):
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(".pt"))
 
 

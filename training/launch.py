@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .output_lock import was_released
+from .output_lock import was_finished
 from .recipe import load_recipe
 from .subprocesses import run_to_end
 
@@ -43,7 +43,7 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     exit_code = run_to_end(command, environment)
     # DeepSpeed's runner exits with 0 when its launcher was killed.
-    if exit_code or not was_released(load_recipe(Path(recipe), local_overrides(overrides)).output):
+    if exit_code or not was_finished(load_recipe(Path(recipe), local_overrides(overrides)).output):
         raise subprocess.CalledProcessError(exit_code or 1, command)
 
 

@@ -1,72 +1,90 @@
 """One run at a time in an output folder.
 
-The lock is the operating system's, so it ends with its process. Beside it stands who holds it, for whoever is refused.
+The lock is the operating system's (flock), so it ends with its process. Its file says who holds it, for whoever is
+refused, and is empty once it was released.
 """
 
+import fcntl
 import json
 import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+PATIENCE_S = 2.0  # a check by another start takes the lock for a moment
 
 
 @contextmanager
 def output_lock(folder: Path, name: str = "run") -> Iterator[None]:
-    """Holds `folder` for what `name` writes there.
+    """Holds `folder` for what `name` writes there. Where the file system has no locks, a warning is printed instead.
 
     Raises `ValueError` naming the process that holds it already: which one, on which machine, and since when.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder, name)
-    _acquire(lock, folder, name)
+    path = lock_file(folder, name)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        _acquire(descriptor, path, PATIENCE_S)
         owner = {
             "process": os.getpid(),
             "host": platform.node(),
             "since": datetime.now().isoformat(" ", "seconds"),
             "command": shlex.join(sys.argv),
         }
-        _owner_file(folder, name).write_text(json.dumps(owner), encoding="utf-8")
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
         yield
+        os.truncate(descriptor, 0)
     finally:
-        _owner_file(folder, name).unlink(missing_ok=True)
-        lock.release()
+        os.close(descriptor)  # which releases it
 
 
 def check_unlocked(folder: Path, name: str = "run") -> None:
     """Raises `ValueError` as `output_lock` would, and takes nothing."""
-    if not was_released(folder, name):
-        lock = _lock(folder, name)
-        _acquire(lock, folder, name)
-        lock.release()
-
-
-def was_released(folder: Path, name: str = "run") -> bool:
-    """Whether the last one that held the folder has released it: false while it is held, and after a kill."""
-    return not _owner_file(folder, name).exists()
-
-
-def _lock(folder: Path, name: str) -> FileLock:
-    return FileLock(folder / f".{name}.lock", timeout=0)
-
-
-def _owner_file(folder: Path, name: str) -> Path:
-    return folder / f".{name}.lock.json"
-
-
-def _acquire(lock: FileLock, folder: Path, name: str) -> None:
-    try:
-        lock.acquire()
-    except Timeout:
+    path = lock_file(folder, name)
+    if path.exists():
+        descriptor = os.open(path, os.O_RDONLY)
         try:
-            owner = json.loads(_owner_file(folder, name).read_text(encoding="utf-8"))
-            who = f"process {owner['process']} on {owner['host']} since {owner['since']} ({owner['command']})"
-        except (OSError, ValueError, KeyError):  # it has just begun
-            who = "another process"
-        raise ValueError(f"{folder} is in use by {who}: wait until it ends, or choose another output.") from None
+            _acquire(descriptor, path, 0.0)
+        finally:
+            os.close(descriptor)
+
+
+def was_finished(folder: Path, name: str = "run") -> bool:
+    """Whether whoever held the folder last came to an end: not while it is held, and not after an error or a kill."""
+    path = lock_file(folder, name)
+    return path.exists() and path.stat().st_size == 0
+
+
+def lock_file(folder: Path, name: str = "run") -> Path:
+    return folder / f".{name}.lock"
+
+
+def _acquire(descriptor: int, path: Path, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
+            raise ValueError(
+                f"{path.parent} is in use by {_owner(path)}: wait until it ends, or choose another output."
+            ) from None
+        except OSError as error:
+            print(f"WARNING: {path} can't be locked ({error.strerror}): start nothing else in this output.", flush=True)
+            return None
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {owner['process']} on {owner['host']} since {owner['since']} ({owner['command']})"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just begun
+        return "another process"

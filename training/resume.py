@@ -54,6 +54,11 @@ def adapt(checkpoint: Path, ranks: int, zero_stage: int | None) -> bool:
     if (marker["zero_stage"] is None) != (zero_stage is None):
         with_or_without = "without" if marker["zero_stage"] is None else "with"
         raise ValueError(f"checkpoint {checkpoint} was written {with_or_without} DeepSpeed: go on in the same way.")
+    if marker["zero_stage"] != zero_stage and 3 in (marker["zero_stage"], zero_stage):
+        raise ValueError(
+            f"checkpoint {checkpoint} was written under ZeRO-{marker['zero_stage']}, and deepspeed says "
+            f"ZeRO-{zero_stage}: ZeRO-3 and the others can't read each other's optimizer state. Go on in the same way."
+        )
     if (marker["ranks"], marker["zero_stage"]) == (ranks, zero_stage):
         return False
     with FileLock(checkpoint.parent / f".{checkpoint.name}.lock"):

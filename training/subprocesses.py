@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 
 import psutil
 
@@ -37,6 +38,8 @@ def end_with_parents() -> None:
     Those are the process that `run_to_end` was called in and all between, or else DeepSpeed's launcher and runner.
     """
     parents = _parents()
+    if not parents:
+        return
 
     def watch() -> None:
         while all(map(_is_alive, parents)):
@@ -59,12 +62,7 @@ def _parents() -> list[psutil.Process]:
         if int(started_by) not in numbers:
             sys.exit(f"process {os.getpid()} ends: its parent, process {started_by}, has gone")
         return chain[: numbers.index(int(started_by)) + 1]
-    found = chain[:1]
-    for parent in chain[1:]:
-        if not _is_deepspeed(found[-1]) or not _is_deepspeed(parent):
-            break
-        found.append(parent)
-    return found
+    return list(takewhile(_is_deepspeed, chain))
 
 
 def _is_deepspeed(process: psutil.Process) -> bool:
@@ -100,7 +98,9 @@ def _signals_as_exit() -> Iterator[None]:
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # What was ignored remains so, as SIGHUP under nohup.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:

@@ -113,11 +113,6 @@ def _train(recipe: Recipe, ranks: int, settings: dict[str, Any] | None, launched
     if checkpoint is not None and adapt(checkpoint, ranks, zero_stage):
         assert settings is not None
         settings["checkpoint"] = {"load_universal": True}
-    if first:
-        if checkpoint is not None:
-            print(f"going on from {checkpoint}", flush=True)
-        remove_incomplete(recipe.output)
-        (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
     if launched:
         process_group.join()
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
@@ -125,6 +120,11 @@ def _train(recipe: Recipe, ranks: int, settings: dict[str, Any] | None, launched
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
     model = load_model(recipe)
+    if first:
+        if checkpoint is not None:
+            print(f"going on from {checkpoint}", flush=True)
+        remove_incomplete(recipe.output)
+        (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
     own_schedule = getattr(model.config, "schedule", None)
     if recipe.folded:
         model.config.schedule = recipe.schedule

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_an_interrupted_call_is_not_read_twice(call, read_before, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_call_that_fails_in_its_head_is_not_read_twice(monkeypatch):
+    """All tokens are in the cache by then, and the logits, which need the most memory, are not returned."""
+    model, cache = tiny_model(), FoldedCache(tiny_model().config)
+    model(random_ids(1, 8), past_key_values=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", lambda hidden: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            model(random_ids(1, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match="interrupted"):
+        model(random_ids(1, 3), past_key_values=cache)
+
+
+@torch.no_grad()
 def test_an_interrupted_token_of_fixed_decoding_is_not_read_twice(monkeypatch):
     model = tiny_model()
     cache = FoldedCache(model.config)
@@ -97,11 +111,45 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
     torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
 
 
+@torch.no_grad()
+def test_a_refused_first_call_does_not_bind_the_cache():
+    """Neither to its number of texts nor to durations."""
+    model = tiny_model()
+    cache = FoldedCache(model.config)
+    with pytest.raises(ValueError, match="within two segments"):
+        model(random_ids(2, 3), past_key_values=cache, durations=torch.full((2, 3), 2.0**25))
+    assert cache.timeline is None
+    expected = model(random_ids(1, 3), use_cache=False).logits
+    torch.testing.assert_close(model(random_ids(1, 3), past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"input_ids": torch.ones(1, 3)}, "input_ids are torch.float32"),
+        ({"inputs_embeds": torch.ones(1, 3, 23, dtype=torch.float64)}, "inputs_embeds are 23 wide and the model 24"),
+        ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), 61)}, "labels reach from 61 to 61"),
+        ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), -1)}, "labels reach from -1 to -1"),
+        ({"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 3)}, "labels are torch.float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@torch.no_grad()
+def test_inputs_that_no_model_could_take_do_not_interrupt_a_call(arguments, word):
+    model = tiny_model()
+    cache = FoldedCache(model.config)
+    model(random_ids(1, 8), past_key_values=cache)
+    with pytest.raises(ValueError, match=word):
+        model(**arguments, past_key_values=cache)
+    model(random_ids(1, 3), past_key_values=cache)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"segment_length": 6}, {"memory_source": "layer_input"}, {"num_hidden_layers": 2}, {"num_key_value_heads": 4},
         {"head_dim": 6}, {"position_anchor": "start"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     ],
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip
@@ -112,9 +160,11 @@ def test_the_cache_of_another_model(fields, read_before):
     cache = FoldedCache(other.config)
     if read_before:
         other(random_ids(1, 8), past_key_values=cache)
-    ((name, value),) = fields.items()
+    (name,) = fields
     ours = getattr(model.config, name)
-    with pytest.raises(ValueError, match=rf"made for {name}={value!r} and the model has {ours!r}"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"made for {name}={getattr(other.config, name)!r} and the model has {ours!r}")
+    ):
         model(random_ids(1, 3), past_key_values=cache)
     with pytest.raises(ValueError, match=name):
         model.generate(random_ids(1, 9), past_key_values=cache, max_new_tokens=1)

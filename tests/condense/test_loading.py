@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM, to_llama
-from condense.loading import check_source, load_model
+from condense.loading import check_source, load_config, load_model, load_tokenizer
 
 from .models import tiny_model
 
@@ -142,3 +142,51 @@ def test_a_hub_that_cannot_be_asked(monkeypatch, tmp_path):
     monkeypatch.setattr("condense.loading.HfApi", Hub)
     with pytest.raises(ValueError, match="no folder 'owner/name', and the hub can't be asked .*no route to host"):
         check_source("owner/name")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin.index.json", "model.safetensors.index.json"])
+def test_an_index_that_is_not_used(name, folder):
+    """As downloads of one format and earlier saves in shards leave them."""
+    (folder / name).write_text('{"weight_map": {"a": "absent-00001-of-00002"}}')
+    load_model(LlamaForCausalLM, folder)
+
+
+def test_shards(folder):
+    model, folder = LlamaForCausalLM.from_pretrained(folder), folder.parent / "shards"
+    model.save_pretrained(folder, max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2 and not (folder / "model.safetensors").exists()
+    load_model(LlamaForCausalLM, folder)
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(ValueError, match=r"lacks model-00002-of-.*, which model.safetensors.index.json names"):
+        load_model(LlamaForCausalLM, folder)
+    load_config(CondenseConfig, folder)  # which needs no weights
+    for wrong in ('{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["x"]}}', "{}"):
+        (folder / "model.safetensors.index.json").write_text(wrong)
+        with pytest.raises(ValueError, match="has no weight_map of names"):
+            load_model(LlamaForCausalLM, folder)
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_code_of_a_model_is_not_run(what, folder, stories, tmp_path, monkeypatch):
+    """Not even where the user would say yes: nobody is asked."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for path in stories.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\n")
+    if what == "model":
+        change(folder, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"})
+        with pytest.raises(ValueError, match="can't be loaded"):
+            load_model(AutoModelForCausalLM, folder)
+        with pytest.raises(ValueError, match="can't be loaded"):
+            load_config(AutoConfig, folder)
+    else:
+        path = folder / "tokenizer_config.json"
+        fields = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.C", "evil.C"]}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        with pytest.raises(ValueError, match="can't be loaded"):
+            load_tokenizer(folder, CondenseConfig(vocab_size=512))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_asking_for_no_report(folder):
+    assert isinstance(CondenseForCausalLM.from_pretrained(folder, output_loading_info=False), CondenseForCausalLM)

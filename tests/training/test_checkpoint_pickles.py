@@ -75,3 +75,17 @@ def test_a_truncated_file_is_damaged(checkpoint):
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match=f"{path.name} is damaged"):
         check_pickles(checkpoint)
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(checkpoint, monkeypatch):
+    """Its files can still be opened by their names."""
+    scandir = os.scandir
+
+    def listed(path):
+        if Path(path).name == "global_step4":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    with pytest.raises(ValueError, match="global_step4 can't be read: Permission denied"):
+        check_pickles(checkpoint)

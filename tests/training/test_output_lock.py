@@ -1,16 +1,20 @@
 """One run at a time in an output folder, whoever starts the second."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from eval.records import open_records
-from training.output_lock import check_unlocked, output_lock, was_released
+from training.output_lock import check_unlocked, output_lock, was_finished
 
 from .runs import ROOT
 
@@ -52,12 +56,37 @@ def test_the_second_is_told_who_holds_it(holder, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     check_unlocked(tmp_path / "out")
-    assert not was_released(tmp_path / "out")  # it was killed
+    assert not was_finished(tmp_path / "out")  # it was killed
     with output_lock(tmp_path / "out"):
-        owner = json.loads((tmp_path / "out" / ".run.lock.json").read_text())
+        owner = json.loads((tmp_path / "out" / ".run.lock").read_text())
         assert owner["process"] == os.getpid()
-        assert not was_released(tmp_path / "out")
-    assert was_released(tmp_path / "out")
+        assert not was_finished(tmp_path / "out")
+    assert was_finished(tmp_path / "out")
+    with contextlib.suppress(KeyError), output_lock(tmp_path / "out"):
+        raise KeyError
+    assert not was_finished(tmp_path / "out")
+    check_unlocked(tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told(number, tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with output_lock(tmp_path):
+        assert "can't be locked (no locks here): start nothing else" in capsys.readouterr().out
+    assert was_finished(tmp_path)
+
+
+def test_a_check_in_the_same_moment_does_not_refuse_the_run(tmp_path):
+    """It holds the lock for as long as it takes to release it."""
+    (tmp_path / ".run.lock").touch()
+    descriptor = os.open(tmp_path / ".run.lock", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    threading.Timer(0.5, os.close, [descriptor]).start()
+    with output_lock(tmp_path):
+        pass
 
 
 def test_a_check_leaves_nothing(tmp_path):

@@ -98,6 +98,23 @@ def test_a_command_that_ends_by_itself():
     assert run_to_end([sys.executable, "-c", "import sys; sys.exit(3)"], os.environ) == 3
 
 
+def test_a_hang_up_that_is_ignored_remains_so(tmp_path):
+    """As under nohup: neither the front process nor what it runs ends."""
+    code = f"import os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    code += "from training.subprocesses import run_to_end\n"
+    code += "run_to_end([sys.executable, '-c', 'import time; time.sleep(60)'], os.environ)"
+    front = subprocess.Popen([sys.executable, "-c", code])
+    assert wait_for(lambda: psutil.Process(front.pid).children(), WAIT_S)
+    (child,) = psutil.Process(front.pid).children()
+    time.sleep(1)
+    os.kill(front.pid, signal.SIGHUP)
+    os.kill(child.pid, signal.SIGHUP)
+    time.sleep(2)
+    assert is_alive(child) and front.poll() is None
+    front.terminate()
+    assert front.wait(END_S) == 128 + signal.SIGTERM and not is_alive(child)
+
+
 def test_a_parent_that_had_gone_before(tmp_path):
     """Its number is another process's by now, or nobody's."""
     gone = subprocess.Popen([sys.executable, "-c", ""])

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..configuration import CondenseConfig
 from ..segmentation import Cursor
-from .stacking import REMEDY, check_stack, stack_of
+from .stacking import REMEDY, stack_of
 
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
@@ -33,7 +33,7 @@ def schedule_for(model: PreTrainedModel, lengths: Sequence[int], cursor: Cursor,
     if asked == "wavefront" and sharded:
         raise ValueError(f"FSDP gathers weights for a call of the model, and a wavefront would keep them: {REMEDY}.")
     if asked == "wavefront" and longest_wave(lengths, cursor)[0]:
-        check_stack(model.model.layers)  # before a part of the call has been written to a cache
+        stack_of(model.model.layers)  # refused, where it is, before a part of the call is in a cache
     if asked != "auto":
         return asked
     return choose_schedule(model.config, model.model.layers, lengths, cursor, checkpointing or sharded)

@@ -67,23 +67,11 @@ def stack_of(layers: nn.ModuleList) -> Stack:
     Moves parameters that have a memory each into a common one. Raises `ValueError` as `check_stackable`.
     """
     with _stacking:  # threads may share a model, and making a stack moves its parameters
-        stack = _current_stack(layers)
-        if stack is None:
+        stack = layers.__dict__.get("_stack")  # which lives as long as they do
+        if stack is None or stack.arrangement != _arrangement(layers):
             check_stackable(layers)
             stack = layers.__dict__["_stack"] = Stack(layers)
         return stack
-
-
-def check_stack(layers: nn.ModuleList) -> None:
-    """Raises `ValueError` where `stack_of` would, and moves nothing."""
-    with _stacking:
-        if _current_stack(layers) is None:
-            check_stackable(layers)
-
-
-def _current_stack(layers: nn.ModuleList) -> Stack | None:
-    stack = layers.__dict__.get("_stack")  # which lives as long as they do
-    return stack if stack is not None and stack.arrangement == _arrangement(layers) else None
 
 
 def check_stackable(layers: nn.ModuleList) -> None:

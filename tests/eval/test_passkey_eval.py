@@ -137,7 +137,7 @@ def test_mistakes_are_named(tmp_path, oracle):
     with pytest.raises(ValueError, match="two models are called"):
         module.passkey(["a/x", "b/x"], tmp_path, [80])
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
-    with pytest.raises(ValueError, match="can't be loaded"):
+    with pytest.raises(ValueError, match="holds no model.safetensors"):
         module.passkey([str(tmp_path)], tmp_path, [80])
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .configuration import CondenseConfig
-from .continuity import Timeline
+from .durations import Timeline
 from .memory import Memory
 from .segmentation import Cursor, Piece, on_device
 

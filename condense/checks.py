@@ -11,7 +11,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from .cache import FoldedCache
 from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES
-from .continuity.durations import check_durations
+from .durations import check_durations
 from .readers import IGNORE_INDEX
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")

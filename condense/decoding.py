@@ -19,17 +19,15 @@ D model width, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from .attention import Visibility
 from .cache import FoldedCache, FoldedCacheLayer
 from .layers import Step
 from .segmentation import Alignment, Cursor, Piece, on_device
-
-if TYPE_CHECKING:
-    from .modeling import CondenseForCausalLM
 
 IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
 UNFIT_ROTARIES = ("dynamic", "longrope")  # their tables depend on which positions are asked for
@@ -71,7 +69,7 @@ def _put(buffer_BGKE: torch.Tensor, token_BG1E: torch.Tensor, place_B: torch.Ten
 
 
 def decode_step(
-    model: "CondenseForCausalLM", layers: Sequence[FoldedCacheLayer], ids_B1: torch.Tensor, places_2B: torch.Tensor
+    model: PreTrainedModel, layers: Sequence[FoldedCacheLayer], ids_B1: torch.Tensor, places_2B: torch.Tensor
 ) -> Outputs:
     """Final hidden states [B, D] and logits [B, 1, V] of one token a row; nothing here is read by the host.
 
@@ -102,7 +100,7 @@ def decode_step(
     return normed_B1D[:, 0], model.lm_head(normed_B1D)
 
 
-def can_decode(model: "CondenseForCausalLM", cache: FoldedCache, alignment: Alignment) -> bool:
+def can_decode(model: PreTrainedModel, cache: FoldedCache, alignment: Alignment) -> bool:
     """Whether a call is one new token for every row of a text that has begun, and nothing else is asked of it.
 
     Raises `ValueError` where it is and the model's settings forbid such a step.
@@ -133,7 +131,7 @@ def can_decode(model: "CondenseForCausalLM", cache: FoldedCache, alignment: Alig
     return True
 
 
-def decode(model: "CondenseForCausalLM", cache: FoldedCache, input_ids: torch.Tensor) -> torch.Tensor:
+def decode(model: PreTrainedModel, cache: FoldedCache, input_ids: torch.Tensor) -> torch.Tensor:
     """Reads one token of every row into a cache; logits [B, 1, V]. For calls of which `can_decode` holds."""
     step = cache.fixed_step
     if not isinstance(step, FixedStep) or not step.fits(model, cache):
@@ -155,7 +153,7 @@ class FixedStep:
     The first step warms up, the second is captured: where each has buffers of its own, as in beam search, none is.
     """
 
-    def __init__(self, model: "CondenseForCausalLM", cache: FoldedCache):
+    def __init__(self, model: PreTrainedModel, cache: FoldedCache):
         self.layers, self.buffers = cache.layers, _buffers(cache)
         self.arrangement, hooked = _arrangement(model)
         self.device = self.buffers[0].device
@@ -170,12 +168,12 @@ class FixedStep:
     def __reduce__(self):
         return type(None), ()  # copied and stored caches go on without: a graph is bound to its buffers
 
-    def fits(self, model: "CondenseForCausalLM", cache: FoldedCache) -> bool:
+    def fits(self, model: PreTrainedModel, cache: FoldedCache) -> bool:
         if any(ours is not theirs for ours, theirs in zip(self.buffers, _buffers(cache), strict=True)):
             return False
         return self.replay is None or self.arrangement == _arrangement(model)[0]
 
-    def run(self, model: "CondenseForCausalLM", input_ids: torch.Tensor, places: list[list[int]]) -> Outputs:
+    def run(self, model: PreTrainedModel, input_ids: torch.Tensor, places: list[list[int]]) -> Outputs:
         """`places` are copied to the device only where other calls have moved the rows."""
         if places != self.places_on_host:
             self.places_2B.copy_(on_device(torch.tensor(places), self.device))
@@ -205,7 +203,7 @@ def _places(cursor: Cursor) -> list[list[int]]:
     return [list(cursor.filled), [cursor.segment_length if count else 0 for count in cursor.segments]]
 
 
-def _arrangement(model: "CondenseForCausalLM") -> tuple[list, bool]:
+def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
     """What a graph has kept of the model, its modules and where their tensors lie; and whether any has hooks.
 
     As `model.modules()` would give it, several times as fast: it is asked for at every token.

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .configuration import CondenseConfig
-from .continuity import Timeline
+from .durations import Timeline
 from .segmentation import Cursor, Piece
 
 

@@ -21,8 +21,8 @@ from .attention import Visibility
 from .cache import FoldedCache
 from .checks import check_input, check_unused, real_tokens
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
-from .continuity import Timeline
 from .decoding import can_decode, decode
+from .durations import Timeline
 from .files import use_default_mode
 from .layers import CondenseDecoderLayer, RMSNorm, Step
 from .loading import check_loading_report, own_report

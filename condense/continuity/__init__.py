@@ -1,7 +1,7 @@
 """Continuous inputs: sentences as functions of time, for folded models and for any causal language model."""
 
+from ..durations import durations_from_time_steps
 from .adapter import ContinuousLM
-from .durations import Timeline, durations_from_time_steps
 from .quadrature import quadrature_weights
 from .sentence import Sentence, interpolate
 from .spans import TextSpan, find_spans, span_between
@@ -10,7 +10,6 @@ __all__ = [
     "ContinuousLM",
     "Sentence",
     "TextSpan",
-    "Timeline",
     "durations_from_time_steps",
     "find_spans",
     "interpolate",

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from .durations import LONGEST_PAIR, durations_from_time_steps
+from ..durations import LONGEST_PAIR, durations_from_time_steps
 from .spans import TextSpan
 
 Span = slice | TextSpan | Sequence[int]

@@ -16,29 +16,13 @@ from condense.continuity import ContinuousLM
 from ..models import load_subjects
 from ..records import Records, open_records
 from ..results import circumstances, write_results
-from .counts import COUNTING, EVENTS
 from .engine import Reader, Record
-from .experiment import SET, Experiment, Options
+from .experiment import SET, Options
+from .experiments import EXPERIMENTS, WITH_DATA
 from .items import Item
-from .memory import MEMORY
 from .prompts import COUNTING_TEMPLATES
 from .show import draw
-from .space import BOOLEAN_PROBE, SPACE
-from .sums import SUMS
-from .transformations import DENSITY, SCALING, TRANSLATION
 
-EXPERIMENTS: dict[str, Experiment] = {
-    "counting": COUNTING,
-    "events": EVENTS,
-    "sums": SUMS,
-    "space": SPACE,
-    "boolean": BOOLEAN_PROBE,
-    "translation": TRANSLATION,
-    "scaling": SCALING,
-    "density": DENSITY,
-    "memory": MEMORY,
-}
-WITH_DATA = {"counting": "words", "events": "tutorials", "sums": "sums", "space": "objects", "memory": "words"}
 NUM_TIMED = 3  # items that the speed-up is measured on
 
 

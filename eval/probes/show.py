@@ -1,7 +1,6 @@
 """Probes as tables and as curves: probability against the factor, in the manner of the papers."""
 
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from ..results import Table, picture
 from .classes import DIGITS, SHOWN_FROM
 from .experiment import SET, figure
+from .experiments import EXPERIMENTS
 
 COLORS = {digit: f"C{digit}" for digit in DIGITS}  # the same in every panel
 MOST_PANELS = 4  # in a row
@@ -18,7 +18,7 @@ MOST_DRAWN = 12  # prompts of a group, one by one; more are drawn as their mean
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    experiment = import_module(".run", __package__).EXPERIMENTS[results["kind"].removeprefix("probe_")]
+    experiment = EXPERIMENTS[results["kind"].removeprefix("probe_")]
     found = experiment.tables({model["name"]: model["summary"] for model in results["models"]})
     speeds = [
         [model["name"], *(figure(model["speed"][f], 2) for f in ("one_by_one", "together", "speed_up"))]

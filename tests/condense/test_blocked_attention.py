@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from condense import CondenseForCausalLM, attention, blocked_attention, to_llama
-from condense.attention import IMPLEMENTATIONS, Visibility, attend, choose_attention
+from condense import CondenseForCausalLM, to_llama
+from condense.attention import IMPLEMENTATIONS, Visibility, attend, blocked, choose_attention, dispatch
 
 from .models import random_durations, random_ids, tiny_config, tiny_model
 from .test_attention import LENGTH, PIECES
@@ -47,7 +47,7 @@ def output_and_gradients(implementation, piece, *options):
 @pytest.mark.parametrize("name", PIECES)
 def test_values_and_gradients(name, with_durations, heads, block_bytes, monkeypatch):
     """A key head at a time, two of four, a whole row of the two, and everything at once."""
-    monkeypatch.setattr(blocked_attention, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", block_bytes)
     case = PIECES[name], with_durations, heads
     expected = output_and_gradients("eager", *case)
     for ours, plain in zip(output_and_gradients("blocked", *case), expected, strict=True):
@@ -61,7 +61,7 @@ def test_blocks_are_as_large_as_they_may_be(monkeypatch):
     (query, key, value), _, visibility = inputs(PIECES["memory"], False)
     for block_bytes, expected in {1: [1] * 8, 3 * MATRIX: [2] * 4, 7 * MATRIX: [4] * 2, 8 * MATRIX: [8]}.items():
         sizes.clear()
-        monkeypatch.setattr(blocked_attention, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(blocked, "BLOCK_BYTES", block_bytes)
         IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.0)
         assert sizes == expected
 
@@ -102,8 +102,8 @@ def test_a_model_trains_as_with_sdpa(schedule, checkpointing):
 @pytest.mark.parametrize("implementation", ["auto", "blocked"])
 @torch.no_grad()
 def test_autocast_over_what_was_read_without_it(implementation, monkeypatch):
-    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
-    monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)
+    monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
+    monkeypatch.setattr(dispatch, "BLOCKED_PRODUCTS", 1)
     ids, logits = random_ids(2, 12), []
     for name in ("sdpa", implementation):
         model = tiny_model(torch.float32, attn_implementation=name)
@@ -145,13 +145,13 @@ KEYS = torch.zeros(1, 2, 32, 8)
     ],
 )
 def test_auto(query, dropout, multiplies_bfloat16, expected, monkeypatch):
-    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", multiplies_bfloat16)
+    monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", multiplies_bfloat16)
     assert choose_attention(query, KEYS, Visibility(PIECES["memory"]), dropout) == expected
     assert choose_attention(query.expand(9, -1, -1, -1), KEYS, Visibility(PIECES["memory"]), dropout) == expected
 
 
 def test_auto_leaves_matrices_that_are_too_large(monkeypatch):
-    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
+    monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
     query = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 8, 1024, 64)
     for num_key_heads, expected in {8: "blocked", 2: "blocked", 1: "sdpa"}.items():  # 4, 16 and 32 MiB
         key = query[:, :num_key_heads, :1].expand(-1, -1, 2048, -1)
@@ -170,7 +170,7 @@ class OnCuda:
 @pytest.mark.parametrize("installed", [False, True])
 def test_auto_on_cuda(installed, monkeypatch):
     """flash-attn where a mask would cost sdpa its own flash kernel."""
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr(dispatch, "is_flash_attn_2_available", lambda: installed)
     apart, weighed = Visibility(PIECES["rows apart"]), Visibility(PIECES["memory"], torch.zeros(2, 12))
     package = "flash_attention_2" if installed else "sdpa"
     for visibility in (apart, weighed):
@@ -191,8 +191,8 @@ def test_auto_is_what_models_have(tmp_path, monkeypatch):
         CondenseForCausalLM.from_pretrained(tmp_path, attn_implementation="nonsense")
 
     taken = []
-    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
-    monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)
+    monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
+    monkeypatch.setattr(dispatch, "BLOCKED_PRODUCTS", 1)
     blocked = IMPLEMENTATIONS["blocked"]
     monkeypatch.setitem(IMPLEMENTATIONS, "blocked", lambda *arguments: taken.append(1) or blocked(*arguments))
     with torch.no_grad():

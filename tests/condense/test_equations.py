@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from condense import CondenseForCausalLM, to_llama
+from condense.reference import reference_logits
 
 from .models import random_durations, random_ids, tiny_model, weights
-from .reference import reference_logits
 
 LENGTHS = [1, 4, 5, 6, 10, 13, 23]
 

@@ -6,9 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense.loss
 from condense import FoldedCache, to_llama
+from condense.reference import reference_loss
 
 from .models import VOCAB, random_ids, tiny_model, weights
-from .reference import reference_loss
 
 LENGTH = 23  # four whole segments of 5 and a short one
 

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseForCausalLM, FoldedCache, to_llama
 from condense.layers import RMSNorm
+from condense.reference import reference_logits
 from condense.schedule import choose_schedule, stacking, wavefront
 from condense.segmentation import Cursor
 
 from .models import random_durations, random_ids, tiny_model, weights
-from .reference import reference_logits
 from .test_gradients import assert_same, gradients, reference_gradients
 
 LENGTHS = (3, 5, 10, 15, 23, 40, 43)  # of segments of 5: none whole, one, several, more than layers, with rests

@@ -11,11 +11,10 @@ import typer
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, reference, to_llama
 from eval import attention
 from eval.attention_scores import CELLS, mass, queries_and_keys, scaled_map, scores, visible
 from eval.models import Subject
-from tests.condense import reference
 from tests.condense.models import random_ids, tiny_model, weights
 from training.small_llama import save_small_llama
 

@@ -6,6 +6,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from condense import reference
 from condense.continuity import ContinuousLM, Sentence
 from eval.probes import memory, run, transformations
 from eval.probes.classes import DIGITS
@@ -13,7 +14,6 @@ from eval.probes.engine import Reader
 from eval.probes.experiment import SET
 from eval.probes.items import Item, NotValid
 from eval.probes.prompts import FILLER, counting_prompt
-from tests.condense import reference
 from tests.condense.models import tiny_model, weights
 from training.data.passkey import PASSKEY_TEXTS, PasskeyTask
 from training.small_llama import word_tokenizer

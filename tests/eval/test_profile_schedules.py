@@ -11,8 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import condense_cli
-from condense import attention
-from condense.attention import IMPLEMENTATIONS
+from condense.attention import IMPLEMENTATIONS, dispatch
 from condense.schedule import RUNS
 from eval.profile import run as running
 from eval.profile import schedules as module
@@ -100,8 +99,8 @@ def test_ratios_are_those_of_the_raw_times(measured):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_auto_is_said_to_take_is_what_runs(llama, measured, ran, attended, dtype, monkeypatch):
-    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
-    monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)  # the model is tiny
+    monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
+    monkeypatch.setattr(dispatch, "BLOCKED_PRODUCTS", 1)  # the model is tiny
     said = [point["auto"] for point in measured[0]["points"]]
     for mode in module.CALLS:
         for length in (100, 400):

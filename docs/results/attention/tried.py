@@ -11,8 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from condense import blocked_attention
-from condense.attention import Visibility
+from condense.attention import Visibility, blocked
 from condense.segmentation import Cursor
 from eval.results import Table, hardware
 
@@ -74,8 +73,8 @@ VARIANTS = {
 
 def in_blocks(block_bytes: int, query, key, value):
     *_, piece = Cursor(len(query), query.shape[2]).pieces([key.shape[2]] * len(query))
-    blocked_attention.BLOCK_BYTES = block_bytes
-    return blocked_attention.blocked_attention(query, key, value, Visibility(piece), query.shape[-1] ** -0.5, 0.0)
+    blocked.BLOCK_BYTES = block_bytes
+    return blocked.blocked_attention(query, key, value, Visibility(piece), query.shape[-1] ** -0.5, 0.0)
 
 
 SIZES = {f"{size:g} MiB": partial(in_blocks, int(size * MIB)) for size in (0.5, 1, 2, 4, 8, 16)}

@@ -13,18 +13,16 @@ the same keys; M = R * G matrices, b of a block.
 
 from collections.abc import Iterator
 from itertools import chain, repeat
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from .attention import Visibility
+from .mask import Visibility
 
 BLOCK_BYTES = 4 * 2**20  # of a block's scores: measured, docs/results/attention
 
 
-def blocked_attention(query_RHTE, key_RGKE, value_RGKE, visibility: "Visibility", scale: float, dropout: float):
+def blocked_attention(query_RHTE, key_RGKE, value_RGKE, visibility: Visibility, scale: float, dropout: float):
     if dropout:
         raise ValueError(f"blocked attention has no dropout: set attention_dropout={dropout} to 0 or use sdpa.")
     # Under autocast a cache may hold what it was given before.
@@ -75,7 +73,7 @@ class _Blocked(torch.autograd.Function):
 class _Blocks:
     """Whole rows at a time or, where a row's matrices are too many, equal parts of a row."""
 
-    def __init__(self, query_RHTE, key_RGKE, visibility: "Visibility", scale: float):
+    def __init__(self, query_RHTE, key_RGKE, visibility: Visibility, scale: float):
         num_rows, num_heads, num_keys, head_width = key_RGKE.shape
         num_queries = query_RHTE.shape[2]
         self.query_MXE = query_RHTE.reshape(num_rows * num_heads, -1, head_width).contiguous()

@@ -14,7 +14,7 @@ import copy
 
 import torch
 
-from ..segmentation import Alignment, Cursor, Piece
+from .segmentation import Alignment, Cursor, Piece
 
 LONGEST_PAIR = 2**24  # units of time in two segments: float32, in which rotary tables are made, counts no further
 

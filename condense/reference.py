@@ -1,15 +1,32 @@
-"""The fold, written out from its equations: one row, one segment, one layer, one head at a time.
+"""The equations of the fold as a plain loop: one row, one segment, one layer, one head, one query at a time.
 
-Float64 throughout, global positions, no cache, no batch, no code shared with the package.
+    memory        M = Y_n(s - 1), layer n's own output for segment s - 1            (equation 17; none in segment 1)
+    keys, values  K = [M ; X_n(s)] W_K,  V = [M ; X_n(s)] W_V                       (18, 19)
+    queries       Q = X_n(s) W_Q, which see M and, causally, X_n(s)                 (20)
+    durations     y = sum_k softmax_k(q . k_k / sqrt(E) + log d_k) v_k, at positions that are cumulative durations
+
+Tests compare the model with this module. It shares no code with the rest of the package, has global positions, no cache
+and no batch, and computes in the dtype of the weights: pass float64.
+
+Axes: N tokens of the text, T queries (tokens of a segment), K keys, D model width, E head width, h half a head.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 
-def reference_hidden(weights: dict, config, embeddings_ND, durations_N=None, detach_after: int | None = None):
-    """Final hidden states [N, D] of one text; `weights` is a Llama's state dict in float64.
+def reference_hidden(
+    weights: dict[str, Tensor],
+    config: Any,
+    embeddings_ND: Tensor,
+    durations_N: Tensor | None = None,
+    detach_after: int | None = None,
+) -> Tensor:
+    """Final hidden states [N, D] of one text; `weights` is a Llama's state dict.
 
-    `detach_after=k` cuts the graph behind segments k, 2k, 3k ...
+    `detach_after=k` detaches the memory after segments k, 2k, 3k ...
     """
     length, eps = config.segment_length, config.rms_norm_eps
     num_tokens = len(embeddings_ND)
@@ -17,7 +34,7 @@ def reference_hidden(weights: dict, config, embeddings_ND, durations_N=None, det
     ends_N = durations_N.cumsum(0)
     positions_N = ends_N if config.position_anchor == "end" else ends_N - durations_N
 
-    remembered = [None] * config.num_hidden_layers  # per layer: what it keeps of the segment before
+    memories: list[Tensor | None] = [None] * config.num_hidden_layers  # by layer: M
     hidden_ND = []
     for segment, start in enumerate(range(0, num_tokens, length)):
         here = slice(start, min(start + length, num_tokens))
@@ -25,13 +42,13 @@ def reference_hidden(weights: dict, config, embeddings_ND, durations_N=None, det
         x_TD = embeddings_ND[here]
         for n in range(config.num_hidden_layers):
             w = {k.split(f"model.layers.{n}.", 1)[1]: v for k, v in weights.items() if f"model.layers.{n}." in k}
-            context_KD = x_TD if remembered[n] is None else torch.cat([remembered[n], x_TD])
+            memory = memories[n]
+            context_KD = x_TD if memory is None else torch.cat([memory, x_TD])  # [M ; X]
             positions_K = torch.cat([positions_N[before], positions_N[here]]) if segment else positions_N[here]
             weights_K = torch.cat([durations_N[before], durations_N[here]]) if segment else durations_N[here]
             y_TD = _layer(w, config, eps, x_TD, context_KD, positions_K, weights_K)
-            remembered[n] = y_TD if config.memory_source == "layer_output" else x_TD
-            if detach_after and (segment + 1) % detach_after == 0:
-                remembered[n] = remembered[n].detach()
+            memory = y_TD if config.memory_source == "layer_output" else x_TD
+            memories[n] = memory.detach() if detach_after and (segment + 1) % detach_after == 0 else memory
             x_TD = y_TD
         hidden_ND.append(_norm(x_TD, weights["model.norm.weight"], eps))
     return torch.cat(hidden_ND)
@@ -44,7 +61,7 @@ def reference_logits(weights: dict, config, ids_N, durations_N=None, detach_afte
 
 
 def reference_loss(weights: dict, config, ids_N, detach_after: int | None = None):
-    """Mean of -log p(next token), one token at a time."""
+    """The mean of -log p(next token), one token at a time."""
     log_p_NV = reference_logits(weights, config, ids_N, detach_after=detach_after).log_softmax(-1)
     return -sum(log_p_NV[i, ids_N[i + 1]] for i in range(len(ids_N) - 1)) / (len(ids_N) - 1)
 

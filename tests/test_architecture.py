@@ -1,0 +1,78 @@
+"""Who may import whom: floors in order, no circles, and a core that stands without its laboratories."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = ("condense", "training", "eval", "condense_cli")  # nothing imports from a later one
+LABORATORIES = ("condense.continuity",)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {
+    module_name(path): path
+    for floor in FLOORS
+    for path in ([ROOT / f"{floor}.py"] if (ROOT / f"{floor}.py").exists() else sorted((ROOT / floor).rglob("*.py")))
+}
+
+
+def imports(name: str) -> set[str]:
+    """The project's modules that a module imports anywhere in it, relative imports resolved."""
+    path, found = SOURCES[name], set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in SOURCES else base for alias in node.names}
+    return found & SOURCES.keys() - {name}
+
+
+GRAPH = {name: imports(name) for name in SOURCES}
+
+
+def floor(name: str) -> int:
+    return FLOORS.index(name.split(".")[0])
+
+
+def test_the_graph_is_seen():
+    """The control: known imports of each form are in it."""
+    assert "condense.attention.dispatch" in GRAPH["condense.attention"]
+    assert "condense.durations" in GRAPH["condense.continuity.sentence"]
+    assert "condense.loading" in GRAPH["training.models"] and len(GRAPH) > 100
+
+
+def test_nothing_imports_upwards():
+    upwards = [(name, other) for name in GRAPH for other in GRAPH[name] if floor(other) > floor(name)]
+    assert upwards == []
+
+
+def test_there_are_no_import_circles():
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for other in sorted(GRAPH[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in GRAPH:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("laboratory", LABORATORIES)
+def test_the_core_does_not_load_its_laboratories(laboratory):
+    code = f"import sys, condense; print([name for name in sys.modules if name.startswith({laboratory!r})])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -136,7 +136,7 @@ class FoldedCache(Cache):
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
         self.is_being_written = False  # remains true after a call that was interrupted
-        self.fixed_step: object | None = None  # see condense.decoding
+        self.fixed_step: object | None = None  # see condense.execution.cuda_graph
 
     def detach(self) -> None:
         """Lets no gradient of what follows reach what has been read; its graph can go."""

@@ -21,14 +21,14 @@ from .attention import Visibility
 from .cache import FoldedCache
 from .checks import check_input, check_unused, real_tokens
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
-from .decoding import can_decode, decode
 from .durations import Timeline
+from .execution import RUNS, schedule_for
+from .execution.cuda_graph import can_decode, decode
 from .files import use_default_mode
 from .layers import CondenseDecoderLayer, RMSNorm, Step
 from .loading import check_loading_report, own_report
 from .memory import TransientMemory
 from .readers import HiddenReader, LossReader
-from .schedule import RUNS, schedule_for
 from .segmentation import Alignment, on_device
 
 
@@ -149,7 +149,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _is_stateful = True  # the state cannot roll back, so methods of generation that undo tokens refuse
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    fixed_decoding = False  # True reads new tokens by a step that never changes, on CUDA a graph: see decoding.py
+    fixed_decoding = (
+        False  # True reads new tokens by a step that never changes, on CUDA a graph: see execution/cuda_graph.py
+    )
 
     def __init__(self, config: CondenseConfig):
         super().__init__(config)

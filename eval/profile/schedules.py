@@ -84,8 +84,8 @@ def attentions_of(model: Any) -> list[str]:
 def taken_by_auto(model: Any, point: Point) -> tuple[str, str]:
     """Schedule and attention: the model's own questions, for whole texts of one length and their second segment."""
     from condense.attention import Visibility, choose_attention
+    from condense.execution import choose_schedule
     from condense.memory import TransientMemory
-    from condense.schedule import choose_schedule
 
     lengths, config = [point.length] * point.batch, model.config
     cursor = TransientMemory(point.batch, config).cursor

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseForCausalLM, FoldedCache, to_llama
+from condense.execution import choose_schedule, stacking, wavefront
 from condense.layers import RMSNorm
 from condense.reference import reference_logits
-from condense.schedule import choose_schedule, stacking, wavefront
 from condense.segmentation import Cursor
 
 from .models import random_durations, random_ids, tiny_model, weights

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import condense_cli
 from condense.attention import IMPLEMENTATIONS, dispatch
-from condense.schedule import RUNS
+from condense.execution import RUNS
 from eval.profile import run as running
 from eval.profile import schedules as module
 from eval.profile.point import Point

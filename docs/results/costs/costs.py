@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.attention import IMPLEMENTATIONS
+from condense.execution.stacking import StackedNorm
 from condense.layers import RMSNorm
-from condense.schedule.stacking import StackedNorm
 
 FLOPS, BANDWIDTH, CAPACITY, REACHED, BYTES = 989e12, 4.8e12, 141e9, 0.5, 2
 SEGMENT = 512

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from condense import CondenseConfig
-from condense.schedule.choice import faster_as_wave
+from condense.execution.selection import faster_as_wave
 from eval.profile.schedules import NEARLY, SCHEDULES, excess, ratio
 from eval.results import Table
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from condense import FoldedCache
-from condense.schedule import RUNS, choice, choose_schedule
-from condense.schedule.choice import faster_as_wave, longest_wave
+from condense.execution import RUNS, choose_schedule, selection
+from condense.execution.selection import faster_as_wave, longest_wave
 from condense.segmentation import Cursor
 
 from .models import random_ids, tiny_model
@@ -57,7 +57,7 @@ def test_what_runs_is_what_was_chosen(taken, monkeypatch):
     del taken[:]
     model.config.schedule = "sequential"
     model(ids)
-    monkeypatch.setattr(choice, "choose_schedule", lambda *_: pytest.fail("nothing is left to choose"))
+    monkeypatch.setattr(selection, "choose_schedule", lambda *_: pytest.fail("nothing is left to choose"))
     model.config.schedule = "wavefront"
     model(ids[:, :10])
     assert taken == ["sequential", "wavefront"]
@@ -80,8 +80,8 @@ def test_the_rule_grows_with_segments_and_falls_with_width():
     model = tiny_model()
     config = model.config  # 3 layers, segments of 5, 40 wide
     assert [faster_as_wave(config, segments, 1, "cpu", 4) for segments in (1, 3, 4, 100)] == [False, False, True, True]
-    most = choice.CPU_BAND_BYTES // (3 * 5 * 40 * 4)
+    most = selection.CPU_BAND_BYTES // (3 * 5 * 40 * 4)
     assert [faster_as_wave(config, 100, rows, "cpu", 4) for rows in (most, most + 1)] == [True, False]
-    most = choice.CUDA_CELL_TOKENS // 5
+    most = selection.CUDA_CELL_TOKENS // 5
     assert [faster_as_wave(config, 100, rows, "cuda", 4) for rows in (most, most + 1)] == [True, False]
     assert choose_schedule(config, model.model.layers, [100], cursor([0], [0]), False) == "wavefront"

@@ -24,10 +24,10 @@ from typing import NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
-from .attention import Visibility
-from .cache import FoldedCache, FoldedCacheLayer
-from .layers import Step
-from .segmentation import Alignment, Cursor, Piece, on_device
+from ..attention import Visibility
+from ..cache import FoldedCache, FoldedCacheLayer
+from ..layers import Step
+from ..segmentation import Alignment, Cursor, Piece, on_device
 
 IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
 UNFIT_ROTARIES = ("dynamic", "longrope")  # their tables depend on which positions are asked for

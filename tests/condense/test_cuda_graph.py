@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import condense.decoding as decoding
-from condense import FoldedCache, attention
-from condense.decoding import FixedStep, Graphs, decode_step
+from condense import FoldedCache
+from condense.attention import dispatch
+from condense.execution import cuda_graph
+from condense.execution.cuda_graph import FixedStep, Graphs, decode_step
 
 from .models import random_durations, random_ids, tiny_model
 from .test_generation import NEW, padded_batch
@@ -76,7 +77,7 @@ def replayed(request, monkeypatch):
         return replay, tape.outputs
 
     if request.param == "tape":
-        monkeypatch.setitem(decoding.GRAPHS, "cpu", Graphs(warm_up, capture))
+        monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", Graphs(warm_up, capture))
     return counts if request.param == "tape" else None
 
 
@@ -285,13 +286,13 @@ def test_answers_are_not_written_over(replayed):
 @torch.no_grad()
 def test_one_compiled_graph_serves_all_tokens(implementation, dtype, tolerance, monkeypatch):
     """No break and no second graph: nothing in the step depends on a number of the device, or of the host."""
-    monkeypatch.setattr(attention, "CPU_MULTIPLIES_BFLOAT16", True)
-    monkeypatch.setattr(attention, "BLOCKED_PRODUCTS", 1)
+    monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
+    monkeypatch.setattr(dispatch, "BLOCKED_PRODUCTS", 1)
     torch.compiler.reset()
     model = tiny_model(dtype, attn_implementation=implementation)
     theirs, ours = started(model), started(model)
     compiled = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
-    places_2B = torch.tensor(decoding._places(ours.cursor))
+    places_2B = torch.tensor(cuda_graph._places(ours.cursor))
     try:
         for n in range(NEW):
             ids = random_ids(5, 1, seed=n)

@@ -1,6 +1,6 @@
 """The order in which (layer, segment) cells are run."""
 
-from .choice import choose_schedule, schedule_for
+from .selection import choose_schedule, schedule_for
 from .sequential import run_sequential
 from .wavefront import run_wavefront
 

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .checks import check_input, real_tokens
-from .layers import Step
-from .memory import Memory, TransientMemory
-from .modeling import CondenseForCausalLM, CondenseOutput
-from .readers import LossReader
-from .segmentation import Alignment, Piece
+from ..checks import check_input, real_tokens
+from ..layers import Step
+from ..memory import Memory, TransientMemory
+from ..modeling import CondenseForCausalLM, CondenseOutput
+from ..readers import LossReader
+from ..segmentation import Alignment, Piece
 
 Memories = list[Memory | None]  # of this rank's layers, in order
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context, start_processes
 
-from condense.spread import Stage
+from condense.execution.pipeline_parallel import Stage
 
 from .models import VOCAB, random_ids, tiny_model
 

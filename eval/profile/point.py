@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from training.subprocesses import end_with_parents
-
 MODES = ("training", "prefill", "decoding")
 NEW_TOKENS = 32
 WARM_UP_TOKENS = 4
@@ -183,6 +181,8 @@ def timed(function: Callable[[], object]) -> float:
 
 def main(measure: Callable[[Point, Setting], dict[str, Any]]) -> None:
     """Measures what the command line asks for, and prints it as JSON."""
+    from training.subprocesses import end_with_parents
+
     end_with_parents()
     point, setting = json.loads(sys.argv[1])
     print(json.dumps(measure(Point(**point), Setting(**setting))))

@@ -55,6 +55,8 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
                 trust_remote_code=False,  # unset, it would ask in the middle of a command
                 **options,
             )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # libraries report damaged files by exceptions of any type
         raise _refusal(source, error) from error
     check_loading_report(source, report)

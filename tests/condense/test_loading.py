@@ -195,3 +195,10 @@ def test_code_of_a_model_is_not_run(what, folder, stories, tmp_path, monkeypatch
 
 def test_asking_for_no_report(folder):
     assert isinstance(CondenseForCausalLM.from_pretrained(folder, output_loading_info=False), CondenseForCausalLM)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_full_memory_is_no_damage(error, folder, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", lambda *_: (_ for _ in ()).throw(error("full")))
+    with pytest.raises(error, match="full"):
+        load_model(LlamaForCausalLM, folder)

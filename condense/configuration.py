@@ -45,6 +45,7 @@ class CondenseConfig(LlamaConfig):
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         self.check()
+        check_llama_fields(vars(self))
 
     def check(self) -> None:
         """Raises `ValueError` naming the first field of the fold that makes no sense."""
@@ -59,7 +60,6 @@ class CondenseConfig(LlamaConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}.")
-        check_llama_fields(vars(self))
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

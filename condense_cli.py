@@ -101,7 +101,7 @@ def generate(
     from condense.files import check_output_file, read_text
     from condense.generation import RefuseNonFiniteLogits
     from condense.loading import load_model, load_tokenizer
-    from condense.reading import encode, read
+    from condense.prefill import encode, prefill
 
     check_dtype(dtype)
     check_attention(attention)
@@ -127,7 +127,7 @@ def generate(
     cache = None
     if num_tokens > 1:
         with tqdm(total=-(-(num_tokens - 1) // length), unit="segment", desc="reading") as bar:
-            cache = read(loaded, input_ids[:, :-1], progress=bar.update)
+            cache = prefill(loaded, input_ids[:, :-1], progress=bar.update)
     reading = time.perf_counter() - start
 
     torch.manual_seed(seed)

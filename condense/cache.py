@@ -1,14 +1,15 @@
-"""The state of a text being read: its size does not depend on how much has been read.
+"""The state of texts that are being read: its size does not depend on the length of the texts.
 
-Per layer: one buffer of keys and one of values for [memory ; current segment], and one of each for what
-becomes the next memory. Every row has its own place in its own segment.
+Each layer has one buffer of keys and one of values for [memory ; current segment], and one of each for the keys and
+values that the current segment will have as the next memory. Every row has its own position in its own segment.
 
-Axes: B rows, R rows taking part in a step, G key/value heads, L segment length, T tokens of a step,
-K visible keys, D model width, E head width.
+Axes: B rows of a batch, R rows of a chunk, G key/value heads, L segment length, T tokens of a chunk, K keys, D hidden
+size, E head dimension, n tokens of a chunk without padding.
 """
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -16,13 +17,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .configuration import CondenseConfig
 from .durations import Timeline
 from .memory import Memory
-from .segmentation import Cursor, Piece, on_device
+from .segmentation import Chunk, SegmentPositions, on_device
 
-# What a cache and a model must have in common.
+# The fields that a cache and a model must have in common.
 SHARED_FIELDS = (
     "segment_length", "memory_source", "position_anchor", "num_hidden_layers", "num_key_value_heads", "head_dim",
     "hidden_size", "rope_parameters",
 )  # fmt: skip
+BUFFERS = ("keys", "values", "next_keys", "next_values")
+CROP_TOKENS = (
+    128  # a recording cache can remove at least this number of tokens: drafts of assisted decoding are shorter
+)
 
 
 class FoldedCacheLayer(CacheLayerMixin):
@@ -39,6 +44,11 @@ class FoldedCacheLayer(CacheLayerMixin):
         super().__init__()
         self.segment_length = segment_length
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The four buffers; none before the first token."""
+        return [getattr(self, name) for name in BUFFERS] if self.is_initialized else []
+
     def lazy_initialization(self, key_states, value_states) -> None:
         batch_size, num_heads, _, head_dim = key_states.shape
         current = (batch_size, num_heads, 2 * self.segment_length, head_dim)
@@ -47,58 +57,70 @@ class FoldedCacheLayer(CacheLayerMixin):
         self.next_keys, self.next_values = key_states.new_zeros(following), value_states.new_zeros(following)
         self.is_initialized = True
 
-    def extend(self, key_RGTE, value_RGTE, piece: Piece):
-        """Stores a step's keys and values; returns all [R, G, K, E] that its queries may see.
+    def extend(self, key_RGTE, value_RGTE, chunk: Chunk):
+        """Stores a chunk's keys and values; returns all [R, G, K, E] that its queries see.
 
-        For a uniform piece those are views that end with the step's own tokens; otherwise whole buffers.
+        For a uniform chunk those are views that end with the chunk's own tokens; otherwise whole buffers.
         """
-        self._make_room(key_RGTE, value_RGTE, piece)
-        self.keys = _write(self.keys, key_RGTE, piece, self.segment_length)
-        self.values = _write(self.values, value_RGTE, piece, self.segment_length)
-        visible = piece.visible_keys if piece.uniform else slice(None)
+        self._allocate(key_RGTE, value_RGTE, chunk)
+        self.keys = _write(self.keys, key_RGTE, chunk, self.segment_length)
+        self.values = _write(self.values, value_RGTE, chunk, self.segment_length)
+        visible = chunk.visible_keys if chunk.uniform else slice(None)
         return tuple(
-            (buffer if piece.all_rows else buffer[piece.rows])[:, :, visible] for buffer in (self.keys, self.values)
+            (buffer if chunk.all_rows else buffer[chunk.rows])[:, :, visible] for buffer in (self.keys, self.values)
         )
 
-    def _make_room(self, key_RGTE, value_RGTE, piece: Piece) -> None:
+    def _allocate(self, key_RGTE, value_RGTE, chunk: Chunk) -> None:
         if not self.is_initialized:
-            all_rows = (piece.batch_size, -1, -1, -1)
+            all_rows = (chunk.batch_size, -1, -1, -1)
             self.lazy_initialization(key_RGTE[:1].expand(all_rows), value_RGTE[:1].expand(all_rows))
 
-    def memory(self, piece: Piece) -> Memory | None:
-        if not self.is_initialized or piece.memory_lengths[0] == 0:
+    def memory(self, chunk: Chunk) -> Memory | None:
+        if not self.is_initialized or chunk.memory_lengths[0] == 0:
             return None
-        rows = slice(None) if piece.all_rows else piece.rows
+        rows = slice(None) if chunk.all_rows else chunk.rows
         return Memory(*(buffer[rows, :, : self.segment_length] for buffer in (self.keys, self.values)))
 
-    def remember(self, memory: Memory, piece: Piece) -> None:
-        """Stores what the step's tokens will be in the next memory, and rolls rows over that are complete."""
-        self._make_room(*memory, piece)
-        self.next_keys = _write(self.next_keys, memory.key_RGKE, piece)
-        self.next_values = _write(self.next_values, memory.value_RGKE, piece)
-        self.roll(piece)
+    def write_memory(self, memory: Memory, chunk: Chunk) -> None:
+        """Stores the keys and values that the chunk's tokens will have as the next memory."""
+        self._allocate(*memory, chunk)
+        self.next_keys = _write(self.next_keys, memory.key_RGKE, chunk)
+        self.next_values = _write(self.next_values, memory.value_RGKE, chunk)
 
-    def roll(self, piece: Piece) -> None:
-        """What the piece's complete rows were to remember becomes their memory."""
-        if piece.completed:
-            self.keys = self._roll(self.keys, self.next_keys, piece)
-            self.values = self._roll(self.values, self.next_values, piece)
+    def roll(self, chunk: Chunk) -> None:
+        """Starts the next segment of the rows that complete one: their next memory becomes their memory."""
+        if chunk.completed and self.is_initialized:
+            self.keys = self._rolled(self.keys, self.next_keys, chunk)
+            self.values = self._rolled(self.values, self.next_values, chunk)
 
-    def _roll(self, buffer_BG2LE, next_BGLE, piece: Piece):
+    def _rolled(self, buffer_BG2LE, next_BGLE, chunk: Chunk):
         rolled = _writable(buffer_BG2LE)
         completed = (
-            slice(None) if len(piece.completed) == piece.batch_size else [piece.rows[r] for r in piece.completed]
+            slice(None) if len(chunk.completed) == chunk.batch_size else [chunk.rows[r] for r in chunk.completed]
         )
         rolled[completed, :, : self.segment_length] = next_BGLE[completed]
         return rolled
 
+    def restore(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Makes `buffers` its own again; tensors that can be written in place stay the same objects."""
+        if not buffers:
+            for name in BUFFERS:
+                setattr(self, name, None)
+            self.is_initialized = False
+            return
+        in_place = self.is_initialized and self.keys.shape == buffers[0].shape
+        for name, saved in zip(BUFFERS, buffers, strict=True):
+            buffer = _writable(getattr(self, name)).copy_(saved) if in_place else saved.clone()
+            setattr(self, name, buffer)
+        self.is_initialized = True
+
     def select(self, rows_B: torch.Tensor) -> None:
         if self.is_initialized:
-            for name in ("keys", "values", "next_keys", "next_values"):
+            for name in BUFFERS:
                 buffer = getattr(self, name)
                 setattr(self, name, buffer.index_select(0, rows_B.to(buffer.device)))
 
-    # The rest of transformers' interface for a layer; the cache keeps count for all layers.
+    # The rest of transformers' interface for a layer; the cache counts the tokens of all layers.
 
     def update(self, key_states, value_states, *args, **kwargs):
         raise TypeError("a FoldedCache belongs to a CondenseForCausalLM: other models cannot write to it.")
@@ -113,11 +135,25 @@ class FoldedCacheLayer(CacheLayerMixin):
         return -1
 
 
-class FoldedCache(Cache):
-    """Everything a `CondenseForCausalLM` knows of the texts read so far, in constant memory.
+@dataclass(frozen=True)
+class CacheSnapshot:
+    """A copy of a `FoldedCache`'s state: see `FoldedCache.snapshot`."""
 
-    Pass it as `past_key_values` to continue where the last call stopped. It cannot roll back: to branch, take a
-    `copy.deepcopy` first. A call that is interrupted leaves a cache that is refused from then on.
+    made_for: dict
+    buffers: list[list[torch.Tensor]]  # of each layer
+    offsets: list[int]
+    segments: list[int]
+    timeline: Timeline | None
+    last_hidden_BD: torch.Tensor | None
+    num_columns: int
+
+
+class FoldedCache(Cache):
+    """The whole state of a `CondenseForCausalLM` after the texts read so far, in constant memory.
+
+    Pass it as `past_key_values` to continue where the last call ended. To branch, take a `snapshot` and `restore` it,
+    or copy the cache with `copy.deepcopy`. After a call that was interrupted the cache is refused until a snapshot is
+    restored.
     """
 
     def __init__(self, config: CondenseConfig):
@@ -126,31 +162,36 @@ class FoldedCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all texts."""
         self.made_for = {name: copy.deepcopy(getattr(self.config, name)) for name in SHARED_FIELDS}
         length = self.config.segment_length
         self.layers = [FoldedCacheLayer(length) for _ in range(self.config.num_hidden_layers)]
-        self.cursor = Cursor(0, length)
+        self.positions = SegmentPositions(0, length)
         self.timeline: Timeline | None = None
-        # Final hidden state of each row's last token: what a column of padding after it answers with.
+        # The final hidden state of each row's last token: columns of padding after it have its logits.
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
         self.is_being_written = False  # remains true after a call that was interrupted
-        self.fixed_step: object | None = None  # see condense.execution.cuda_graph
+        self.static_decoding: object | None = None  # see condense.execution.cuda_graph
+        self.is_recording = False
+        self._forget_recorded()
 
     def detach(self) -> None:
-        """Lets no gradient of what follows reach what has been read; its graph can go."""
+        """Detaches the state from the graph of the calls so far."""
         for layer in self.layers:
             if layer.is_initialized:
-                for name in ("keys", "values", "next_keys", "next_values"):
+                for name in BUFFERS:
                     setattr(layer, name, getattr(layer, name).detach())
         if self.last_hidden_BD is not None:
             self.last_hidden_BD = self.last_hidden_BD.detach()
+        self._forget_recorded()
+
+    # Calls of the model
 
     def start(self, batch_size: int) -> "FoldedCache":
-        """Makes room for a batch, or checks that it is the one being read."""
-        if self.last_hidden_BD is None:  # nothing was read, whatever was refused
-            self.cursor = Cursor(batch_size, self.config.segment_length)
+        """Prepares for a batch; raises `ValueError` if the cache holds another number of texts."""
+        if self.last_hidden_BD is None:  # no token has been read
+            self.positions = SegmentPositions(batch_size, self.config.segment_length)
         elif self.batch_size != batch_size:
             raise ValueError(
                 f"the cache holds {self.batch_size} texts and the input {batch_size}: pass the same rows again, "
@@ -159,15 +200,16 @@ class FoldedCache(Cache):
         return self
 
     def check_complete(self) -> None:
-        """Raises `ValueError` after a call that was interrupted: some of its tokens were read, or some layers did."""
+        """Raises `ValueError` after an interrupted call: only some layers hold its tokens, or only some tokens."""
         if self.is_being_written:
             raise ValueError(
                 "a call that wrote to this cache was interrupted, so it holds a part of that call's tokens: begin "
-                "again with FoldedCache(config) or reset(), or take a copy.deepcopy before a call that may fail."
+                "again with FoldedCache(config) or reset(), or take a snapshot() before a call that may fail and "
+                "restore() it."
             )
 
     def begin_call(self) -> None:
-        """What follows changes the state: until `end_call` it is incomplete."""
+        """The state is incomplete from here to `end_call`."""
         self.is_being_written = True
 
     def end_call(self, num_columns: int) -> None:
@@ -175,13 +217,137 @@ class FoldedCache(Cache):
         self.is_being_written = False
 
     def check_fits(self, config: CondenseConfig) -> None:
-        """Raises `ValueError` where the cache was made for another model."""
+        """Raises `ValueError` if the cache was made for another model."""
         for name, value in self.made_for.items():
             if value != getattr(config, name):
                 raise ValueError(
                     f"the cache was made for {name}={value!r} and the model has {getattr(config, name)!r}: pass a "
                     "FoldedCache(model.config)."
                 )
+
+    def key_values(self, chunk: Chunk) -> Sequence[FoldedCacheLayer]:
+        self.begin_call()
+        return self.layers
+
+    def write_memory(self, memories: Sequence[Memory | None], chunk: Chunk) -> None:
+        for layer, memory in zip(self.layers, memories, strict=True):
+            if memory is not None:
+                layer.write_memory(memory, chunk)
+        self.roll(chunk)
+
+    def roll(self, chunk: Chunk) -> None:
+        """Starts the next segment of the rows that complete one with this chunk."""
+        if self.is_recording and chunk.completed:
+            self._record_roll()
+        for layer in self.layers:
+            layer.roll(chunk)
+
+    def store_last_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
+        """Stores the final hidden state of each row's last token so far."""
+        if self.is_recording:
+            self._record_hidden(hidden_RTD, chunk)
+        if chunk.all_rows and chunk.rectangular:
+            self.last_hidden_BD = hidden_RTD[:, -1].clone()
+            return
+        device = hidden_RTD.device
+        last_R = on_device(torch.tensor(chunk.counts) - 1, device)
+        last_RD = hidden_RTD[torch.arange(len(last_R), device=device), last_R]
+        if self.last_hidden_BD is None:
+            self.last_hidden_BD = hidden_RTD.new_zeros(chunk.batch_size, hidden_RTD.shape[-1])
+        self.last_hidden_BD = self.last_hidden_BD.index_copy(0, on_device(torch.tensor(chunk.rows), device), last_RD)
+
+    # Copies of the state
+
+    def snapshot(self) -> CacheSnapshot:
+        """A copy of the state, which `restore` brings back any number of times. It has the state's own size.
+
+        Raises `ValueError` for a cache that an interrupted call has left incomplete.
+        """
+        self.check_complete()
+        return self._copy_state(self.timeline)
+
+    def _copy_state(self, timeline: Timeline | None) -> CacheSnapshot:
+        return CacheSnapshot(
+            made_for=self.made_for,
+            buffers=[[buffer.clone() for buffer in layer.buffers] for layer in self.layers],
+            offsets=list(self.positions.offsets),
+            segments=list(self.positions.segments),
+            timeline=copy.copy(timeline),  # its tensors are replaced, never written
+            last_hidden_BD=self.last_hidden_BD,  # likewise
+            num_columns=self.num_columns,
+        )
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Brings back the state at the time of a snapshot, also after an interrupted call.
+
+        Raises `ValueError` for a snapshot of a cache that was made for another model.
+        """
+        if snapshot.made_for != self.made_for:
+            raise ValueError("the snapshot comes from a cache of another model: restore one of this cache's own.")
+        for layer, buffers in zip(self.layers, snapshot.buffers, strict=True):
+            layer.restore(buffers)
+        self.positions.offsets, self.positions.segments = list(snapshot.offsets), list(snapshot.segments)
+        self.timeline = copy.copy(snapshot.timeline)
+        self.last_hidden_BD, self.num_columns = snapshot.last_hidden_BD, snapshot.num_columns
+        self.is_being_written = False
+        self._forget_recorded()
+
+    # Removal of the last tokens, for assisted decoding
+
+    def activate_past_recording(self) -> None:
+        """From here on the cache keeps what `crop` needs: a copy of the state before each of the last rolls."""
+        if not self.is_recording:
+            self.is_recording = True
+            self._forget_recorded()
+
+    def _forget_recorded(self) -> None:
+        self.rolls: list[CacheSnapshot] = []
+        last = self.last_hidden_BD if self.is_recording else None
+        self.recent_hidden_BND = None if last is None else last[:, None]
+
+    def _record_roll(self) -> None:
+        """Keeps the state before the roll: as many of them as `CROP_TOKENS` tokens can reach back."""
+        kept = 1 + -(-CROP_TOKENS // self.config.segment_length)
+        before_roll = self._copy_state(None if self.timeline is None else self.timeline.before_roll)
+        self.rolls = [*self.rolls, before_roll][-kept:]
+
+    def _record_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
+        if not (chunk.all_rows and chunk.uniform and chunk.rectangular):
+            self.rolls, self.recent_hidden_BND = [], None  # rows that differ cannot be cropped alike
+            return
+        recent = [] if self.recent_hidden_BND is None else [self.recent_hidden_BND]
+        self.recent_hidden_BND = torch.cat([*recent, hidden_RTD], dim=1)[:, -CROP_TOKENS - 1 :]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens of every row, as transformers' caches do.
+
+        Raises `ValueError` for tokens that were read before `activate_past_recording`, for more than `CROP_TOKENS`,
+        and after a call with padding.
+        """
+        count = -tokens_to_remove
+        if count == 0:
+            return
+        recorded = 0 if self.recent_hidden_BND is None else self.recent_hidden_BND.shape[1] - 1
+        if not self.is_recording or not 0 < count <= recorded:
+            raise ValueError(
+                f"crop({tokens_to_remove}): the cache can remove the last {recorded if self.is_recording else 0} "
+                "tokens. Call activate_past_recording() before the tokens, without padding, or restore a snapshot()."
+            )
+        assert self.recent_hidden_BND is not None
+        offset, segments = self.positions.offsets[0] - count, list(self.positions.segments)
+        while offset < 0:  # the tokens begin in an earlier segment
+            rolled = self.rolls.pop()
+            offset, segments, self.timeline = offset + self.config.segment_length, rolled.segments, rolled.timeline
+            if offset >= 0:
+                for layer, buffers in zip(self.layers, rolled.buffers, strict=True):
+                    layer.restore(buffers)
+        self.positions.offsets, self.positions.segments = [offset] * self.batch_size, list(segments)
+        if self.timeline is not None:
+            self.timeline = copy.copy(self.timeline)
+            self.timeline.crop(self.positions.offsets)
+        self.recent_hidden_BND = self.recent_hidden_BND[:, :-count]
+        self.last_hidden_BD = self.recent_hidden_BND[:, -1].clone()
+        self.num_columns -= count
 
     def __deepcopy__(self, memo: dict) -> "FoldedCache":
         if any(tensor.grad_fn is not None for tensor in self._tensors()):
@@ -196,38 +362,19 @@ class FoldedCache(Cache):
 
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [] if self.last_hidden_BD is None else [self.last_hidden_BD]
-        for layer in self.layers:
-            if layer.is_initialized:
-                tensors += [layer.keys, layer.values, layer.next_keys, layer.next_values]
+        tensors += [buffer for layer in self.layers for buffer in layer.buffers]
+        if self.is_recording:
+            tensors += [] if self.recent_hidden_BND is None else [self.recent_hidden_BND]
+            tensors += [buffer for rolled in self.rolls for buffers in rolled.buffers for buffer in buffers]
         return tensors
-
-    def read(self, piece: Piece) -> Sequence[FoldedCacheLayer]:
-        self.begin_call()
-        return self.layers
-
-    def write(self, remembered: Sequence[Memory], piece: Piece) -> None:
-        for layer, memory in zip(self.layers, remembered, strict=True):
-            layer.remember(memory, piece)
-
-    def note_last(self, hidden_RTD: torch.Tensor, piece: Piece) -> None:
-        """Notes the final hidden state of each row's last token so far."""
-        if piece.all_rows and piece.rectangular:
-            self.last_hidden_BD = hidden_RTD[:, -1].clone()
-            return
-        device = hidden_RTD.device
-        last_R = on_device(torch.tensor(piece.counts) - 1, device)
-        last_RD = hidden_RTD[torch.arange(len(last_R), device=device), last_R]
-        if self.last_hidden_BD is None:
-            self.last_hidden_BD = hidden_RTD.new_zeros(piece.batch_size, hidden_RTD.shape[-1])
-        self.last_hidden_BD = self.last_hidden_BD.index_copy(0, on_device(torch.tensor(piece.rows), device), last_RD)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held by the state of all rows."""
+        """The size of the state of all rows in bytes."""
         tensors = self._tensors() + ([] if self.timeline is None else self.timeline.tensors)
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    # transformers' interface
+    # The rest of transformers' interface
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of input seen, padding included."""
@@ -239,22 +386,20 @@ class FoldedCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return len(self.cursor.filled)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("a FoldedCache cannot roll back: copy.deepcopy it before the tokens you may want to undo.")
+        return len(self.positions.offsets)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         rows_B = torch.as_tensor(indices).cpu()
         rows_B = rows_B.nonzero()[:, 0] if rows_B.dtype == torch.bool else rows_B
-        self.cursor.select(rows_B.tolist())
-        self.fixed_step = None  # it would keep the old rows' buffers alive
+        self.positions.select(rows_B.tolist())
+        self.static_decoding = None  # it would keep the old rows' buffers alive
         for layer in self.layers:
             layer.select(rows_B)
         if self.timeline is not None:
             self.timeline.select(rows_B)
         if self.last_hidden_BD is not None:
             self.last_hidden_BD = self.last_hidden_BD[rows_B.to(self.last_hidden_BD.device)]
+        self._forget_recorded()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
@@ -264,25 +409,23 @@ class FoldedCache(Cache):
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
-    """In place where nothing is recorded; a copy where autograd may still need the old values."""
+    """The buffer itself where no gradient is recorded; a copy where autograd may need the old values."""
     frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
     recorded = torch.is_grad_enabled() or buffer.requires_grad
     return buffer.clone() if recorded or frozen else buffer
 
 
-def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, piece: Piece, offset: int = 0) -> torch.Tensor:
-    """Puts a step's tokens at each row's place in its segment, `offset` keys into the buffer."""
+def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, chunk: Chunk, first_key: int = 0) -> torch.Tensor:
+    """Writes a chunk's tokens at each row's offset in its segment, which begins at key `first_key` of the buffer."""
     written = _writable(buffer_BGKE)
-    if piece.all_rows and piece.uniform and piece.rectangular:
-        first = offset + piece.filled[0]
-        written[:, :, first : first + piece.width] = values_RGTE
+    if chunk.all_rows and chunk.uniform and chunk.rectangular:
+        first = first_key + chunk.offsets[0]
+        written[:, :, first : first + chunk.width] = values_RGTE
     else:
         device = buffer_BGKE.device
-        row_n, token_n = piece.valid
-        position_n = offset + torch.tensor(piece.filled)[row_n] + token_n
-        own_row_n = torch.tensor(piece.rows)[row_n]
-        own_row_n, position_n, row_n, token_n = (
-            on_device(index, device) for index in (own_row_n, position_n, row_n, token_n)
-        )
-        written[own_row_n, :, position_n] = values_RGTE[row_n, :, token_n]
+        row_n, token_n = chunk.valid
+        key_n = first_key + torch.tensor(chunk.offsets)[row_n] + token_n
+        own_row_n = torch.tensor(chunk.rows)[row_n]
+        own_row_n, key_n, row_n, token_n = (on_device(index, device) for index in (own_row_n, key_n, row_n, token_n))
+        written[own_row_n, :, key_n] = values_RGTE[row_n, :, token_n]
     return written

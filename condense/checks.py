@@ -10,9 +10,8 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from .cache import FoldedCache
-from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES
+from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
 from .durations import check_durations
-from .readers import IGNORE_INDEX
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -24,11 +23,16 @@ def check_dtype(name: str) -> None:
         raise ValueError(f"dtype={name!r} is not known: choose one of {', '.join(DTYPES)}.")
 
 
-def check_attention(name: str) -> None:
-    """Raises `ValueError` for an implementation of attention that does not exist or is not installed."""
+def check_attention_name(name: str) -> None:
+    """Raises `ValueError` for an implementation of attention that does not exist."""
     if name not in ATTENTION_IMPLEMENTATIONS:
         known = ", ".join(ATTENTION_IMPLEMENTATIONS)
         raise ValueError(f"attn_implementation={name!r} is not known: choose one of {known}.")
+
+
+def check_attention(name: str) -> None:
+    """Raises `ValueError` for an implementation of attention that does not exist or is not installed."""
+    check_attention_name(name)
     if name == "flash_attention_2" and not is_flash_attn_2_available():
         raise ValueError(
             "attn_implementation='flash_attention_2' needs a GPU and the package flash-attn: install it with "

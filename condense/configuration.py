@@ -17,13 +17,14 @@ SIZES = (
 )  # fmt: skip
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
+IGNORE_INDEX = -100  # the label of a token that is not predicted
 
 
 class CondenseConfig(LlamaConfig):
     """A `LlamaConfig` with:
 
     segment_length: tokens per segment, `l`; attention spans the last segment and the current one.
-    memory_source: what a layer remembers of a segment, its own output (`"layer_output"`, the fold)
+    memory_source: what a layer stores of a segment, its own output (`"layer_output"`, the fold)
         or its input (`"layer_input"`, Transformer-XL, for comparison).
     bptt_segments: None lets gradients cross every segment border; `k` detaches the memory after
         segments k, 2k, 3k ..., so that a graph spans k segments.

@@ -1,29 +1,30 @@
-"""Durations: how long each token lasts.
+"""Durations: the length of each token in time.
 
-A token of duration d_k weighs d_k in attention,
+A token of duration d_k has weight d_k in attention,
 
     y = sum_k softmax_k(q.k_k / sqrt(E) + log d_k) v_k,
 
-and positions are cumulative durations, so they are fractional. With `position_anchor="end"` a token
-sits where its interval ends, with `"start"` where it begins. All ones is the ordinary Transformer.
+and positions are cumulative durations, so they are fractional. With `position_anchor="end"` the position of a token is
+the end of its interval, with `"start"` the beginning. Durations of one unit give the ordinary Transformer.
 
-Axes: B rows, R rows taking part in a step, N tokens of an input, T tokens of a step, L segment length.
+Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, L segment length, n tokens of a
+chunk without padding.
 """
 
 import copy
 
 import torch
 
-from .segmentation import Alignment, Cursor, Piece
+from .segmentation import Chunk, SegmentPositions, UnpaddedBatch
 
-LONGEST_PAIR = 2**24  # units of time in two segments: float32, in which rotary tables are made, counts no further
+# Units of time in two segments. Rotary tables are computed in float32, which is exact up to this integer.
+LONGEST_PAIR = 2**24
 
 
 def durations_from_time_steps(time_steps_BN: torch.Tensor, integration_start: float) -> torch.Tensor:
     """Durations [B, N] of tokens observed at the times `time_steps_BN`.
 
-    d_1 = t_1 - integration_start and d_k = t_k - t_{k-1}. Raises `ValueError` where times do not
-    increase strictly.
+    d_1 = t_1 - integration_start and d_k = t_k - t_{k-1}. Raises `ValueError` unless times increase strictly.
     """
     start_B1 = torch.full_like(time_steps_BN[:, :1], integration_start)
     durations_BN = torch.diff(time_steps_BN, dim=1, prepend=start_B1)
@@ -59,83 +60,92 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
 
 
 class Timeline:
-    """The durations that a batch's memory and current segment carry, and the coordinates they give.
+    """The durations of the memory and of the current segment of each row, and the positions that follow from them.
 
-    Kept on the host in float64: the numbers are few, positions stay exact, and no check waits for a
-    device. Coordinates are local to the pair (memory, current segment), since rotary attention
-    depends on differences alone.
+    They are float64 tensors on the host: they are small, positions stay exact, and no check waits for a device.
+    Positions are local to the pair (memory, current segment), since rotary attention depends on differences alone.
     """
 
-    def __init__(self, cursor: Cursor, anchor: str):
+    def __init__(self, positions: SegmentPositions, anchor: str):
         self.anchor = anchor
-        # What went before without durations lasted one unit a token.
-        self.durations_BL = torch.ones(len(cursor.filled), cursor.segment_length, dtype=torch.float64)
+        # Tokens that were read earlier without durations have a duration of one unit.
+        self.durations_BL = torch.ones(len(positions.offsets), positions.segment_length, dtype=torch.float64)
         self.memory_BL = torch.ones_like(self.durations_BL)
-        self.elapsed_B = torch.tensor(cursor.filled, dtype=torch.float64)
-        self.memory_total_B = cursor.segment_length * (torch.tensor(cursor.segments) > 0).double()
+        self.elapsed_B = torch.tensor(positions.offsets, dtype=torch.float64)
+        self.memory_total_B = positions.segment_length * (torch.tensor(positions.segments) > 0).double()
+        self.before_roll: Timeline | None = None  # the state before the last roll; no tensor is written in place
 
     @staticmethod
-    def known_durations(durations_BN: torch.Tensor | None, alignment: Alignment) -> torch.Tensor:
-        """Durations [B, N] on the host: of one unit where none were given, and at padding."""
+    def known_durations(durations_BN: torch.Tensor | None, batch: UnpaddedBatch) -> torch.Tensor:
+        """Durations [B, N] on the host: one unit at padding, and everywhere if none are given."""
         if durations_BN is None:
-            return torch.ones(alignment.batch_size, alignment.num_columns)
+            return torch.ones(batch.batch_size, batch.num_columns)
         durations_BN = durations_BN.cpu()
-        return durations_BN if alignment.mask_BN is None else durations_BN.where(alignment.mask_BN, 1.0)
+        return durations_BN if batch.mask_BN is None else durations_BN.where(batch.mask_BN, 1.0)
 
-    def advance(self, durations_RT: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes the durations of a piece's tokens.
+    def advance(self, durations_RT: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds the tokens of a chunk.
 
-        Returns the tokens' coordinates [R, T] in this segment (after the memory) and as the next
-        segment's memory. Raises `ValueError` where a token could see nothing of positive duration.
+        Returns the positions [R, T] of the tokens in the current segment (after the memory), and their positions as
+        the memory of the next segment. Raises `ValueError` for a token that sees no token of positive duration.
         """
-        rows_R = torch.tensor(piece.rows)
-        step_RT = durations_RT.to("cpu", torch.float64)
-        passed_RT = step_RT.cumsum(1) + self.elapsed_B[rows_R, None]
+        rows_R = torch.tensor(chunk.rows)
+        duration_RT = durations_RT.to("cpu", torch.float64)
+        # One sum from the segment's beginning: positions do not depend on how the text is cut into chunks.
+        passed_RT = torch.cat([self.elapsed_B[rows_R, None], duration_RT], dim=1).cumsum(1)[:, 1:]
         seen_RT = passed_RT + self.memory_total_B[rows_R, None]
         blind = (seen_RT <= 0).nonzero()
         if len(blind):
             row, token = blind[0].tolist()
             raise ValueError(
-                f"in row {piece.rows[row]}, token {piece.filled[row] + token} of segment {piece.segments[row] + 1} and "
-                "all it can see have duration 0: attention would have nothing to weigh. Give some token of the last "
-                "segment, or of this one up to here, a positive duration."
+                f"in row {chunk.rows[row]}, token {chunk.offsets[row] + token} of segment {chunk.segments[row] + 1} "
+                "and all tokens that it sees have duration 0, so attention has no weights. Give a positive duration to "
+                "a token of the last segment, or to one of this segment up to here."
             )
         # Shifted by one unit at anchor "end": unit durations then count 0, 1, 2 ... as in the stock Llama.
-        local_RT = passed_RT - (1.0 if self.anchor == "end" else step_RT)
-        coordinates_RT = local_RT + self.memory_total_B[rows_R, None]
-        far = (coordinates_RT > LONGEST_PAIR).nonzero()
+        local_RT = passed_RT - (1.0 if self.anchor == "end" else duration_RT)
+        position_RT = local_RT + self.memory_total_B[rows_R, None]
+        far = (position_RT > LONGEST_PAIR).nonzero()
         if len(far):
             row, token = far[0].tolist()
             raise ValueError(
-                f"in row {piece.rows[row]}, durations add up to {coordinates_RT[row, token].item():g} within two "
-                f"segments at token {piece.filled[row] + token} of segment {piece.segments[row] + 1}; beyond "
-                f"{LONGEST_PAIR:,} float32 positions no longer tell tokens apart. Divide all durations by one factor."
+                f"in row {chunk.rows[row]}, durations add up to {position_RT[row, token].item():g} within two "
+                f"segments at token {chunk.offsets[row] + token} of segment {chunk.segments[row] + 1}; above "
+                f"{LONGEST_PAIR:,} float32 positions do not distinguish tokens. Divide all durations by one factor."
             )
 
-        row_n, offset_n = piece.valid
-        position_n = torch.tensor(piece.filled)[row_n] + offset_n
-        self.durations_BL = self.durations_BL.index_put((rows_R[row_n], position_n), step_RT[row_n, offset_n])
-        last_R = torch.tensor(piece.counts)[:, None] - 1
+        row_n, token_n = chunk.valid
+        position_n = torch.tensor(chunk.offsets)[row_n] + token_n
+        self.durations_BL = self.durations_BL.index_put((rows_R[row_n], position_n), duration_RT[row_n, token_n])
+        last_R = torch.tensor(chunk.counts)[:, None] - 1
         self.elapsed_B = self.elapsed_B.index_put((rows_R,), passed_RT.gather(1, last_R)[:, 0])
-        return coordinates_RT, local_RT
+        return position_RT, local_RT
 
-    def rehearse(self, durations_BN: torch.Tensor, alignment: Alignment, cursor: Cursor) -> None:
-        """Raises what `advance` would raise over a whole input, and changes nothing."""
-        timeline, cursor = copy.deepcopy((self, cursor))
-        for piece in cursor.pieces(alignment.lengths):
-            timeline.advance(alignment.take(durations_BN, piece), piece)
-            timeline.roll([piece.rows[r] for r in piece.completed])
+    def check(self, durations_BN: torch.Tensor, batch: UnpaddedBatch, positions: SegmentPositions) -> None:
+        """Raises the errors that `advance` raises over a whole input, and changes nothing."""
+        timeline, positions = copy.deepcopy((self, positions))
+        for chunk in positions.chunks(batch.lengths):
+            timeline.advance(batch.gather(durations_BN, chunk), chunk)
+            timeline.roll([chunk.rows[r] for r in chunk.completed])
 
     def log_durations(self, rows: list[int]) -> torch.Tensor:
         """The logarithms [R, 2L] of the durations of [memory ; current segment]."""
         return torch.cat([self.memory_BL[rows], self.durations_BL[rows]], dim=1).log()
 
     def roll(self, rows: list[int]) -> None:
-        """The current segment of `rows` is complete and becomes their memory."""
+        """Makes the current segment of `rows`, which is complete, their memory."""
+        if rows:
+            self.before_roll = None  # no chain of copies
+            self.before_roll = copy.copy(self)
         rows_R = torch.tensor(rows, dtype=torch.long)
         self.memory_BL = self.memory_BL.index_put((rows_R,), self.durations_BL[rows_R])
         self.memory_total_B = self.memory_total_B.index_put((rows_R,), self.elapsed_B[rows_R])
         self.elapsed_B = self.elapsed_B.index_put((rows_R,), torch.zeros(len(rows), dtype=torch.float64))
+
+    def crop(self, offsets: list[int]) -> None:
+        """Removes the tokens of the current segment from `offsets` on."""
+        kept_BL = torch.arange(self.durations_BL.shape[1]) < torch.tensor(offsets)[:, None]
+        self.elapsed_B = self.durations_BL.where(kept_BL, 0.0).cumsum(1)[:, -1]
 
     def select(self, rows_B: torch.Tensor) -> None:
         """Keeps and repeats rows, as beam search does."""

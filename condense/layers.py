@@ -1,52 +1,41 @@
 """A Llama layer over [memory ; current segment]: equations 17-20 of the folded context condensation paper.
 
-    Q = X W_Q,  K = [Y_memory ; X] W_K,  V = [Y_memory ; X] W_V     (all behind the layer's input norm)
+    Q = X W_Q,  K = [Y_memory ; X] W_K,  V = [Y_memory ; X] W_V     (X and Y_memory after the layer's input norm)
     Y = X + Attention(Q, K, V) W_O,  Y = Y + MLP(norm(Y))
 
-Y_memory, the layer's own output for the segment before, is projected once, when it is known, and
-travels on as keys and values. Parameters are those of a Llama, under the same names.
+Y_memory is the layer's own output for the segment before. It is projected once, when it is known, and is carried to
+the next segment as keys and values. Parameters are those of a Llama, under the same names.
 
-Axes: R rows, T tokens of a step, D model width, H query heads, G key/value heads, E head width.
+Axes: R rows of a chunk, T tokens of a chunk, D hidden size, H query heads, G key/value heads, E head dimension.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
-from .attention import Visibility, attend
+from .attention import AttentionMask, AttentionMetadata, attend
+from .attention.metadata import RotaryTables
 from .configuration import CondenseConfig
-from .memory import Memory, Past
-from .segmentation import Piece, on_device
+from .memory import KeyValueState, Memory
+from .segmentation import Chunk, on_device
 
 
-@dataclass(frozen=True)
-class Step:
-    """What all layers share while one piece is processed.
+class DecoderBlock(Protocol):
+    """A member of the decoder stack: `CondenseDecoderLayer`, or a module that takes the place of one or more layers.
 
-    Rotary tables are (cos, sin), each [R or 1, T, E]: of the tokens' coordinates in [memory ; current
-    segment], and of the coordinates that they will have as the next segment's memory. `remembers` is
-    false where nothing follows that could read a memory. `cut_R` tells in which rows no gradient may
-    reach this segment through the memory.
+    `key_values` is what an earlier chunk's `Memory` of this block has become: None for a block that returns no memory.
     """
 
-    piece: Piece
-    rotary: tuple[torch.Tensor, torch.Tensor]
-    memory_rotary: tuple[torch.Tensor, torch.Tensor]
-    visibility: Visibility
-    remembers: bool
-    cut_R: tuple[bool, ...]
-
-    def views(self, past: Past | None) -> Iterator[tuple[slice, Visibility, Past | None]]:
-        """Rows that attend in the same way, what they may see, and where from."""
-        yield slice(None), self.visibility, past
+    def __call__(
+        self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, Memory | None]: ...
 
 
 class RMSNorm(LlamaRMSNorm):
-    """A Llama's norm; on CUDA as one kernel, which keeps for the backward pass nothing but its input."""
+    """A Llama's norm; on CUDA as one kernel, which keeps only its input for the backward pass."""
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         return self.fused(hidden_RTD) if hidden_RTD.is_cuda else super().forward(hidden_RTD)
@@ -59,67 +48,77 @@ class CondenseAttention(nn.Module):
     def __init__(self, config: CondenseConfig):
         super().__init__()
         self.config = config
-        self.head_width = config.head_dim
+        self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_width, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_width, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_width, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_width, width, bias=bias)
+        hidden_size, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=bias)
 
-    def _heads(self, tensor_RTx: torch.Tensor) -> torch.Tensor:
-        return tensor_RTx.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+    def _split_heads(self, tensor_RTx: torch.Tensor) -> torch.Tensor:
+        return tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def remember(self, normed_RTD: torch.Tensor, step: Step) -> Memory:
-        """Keys and values of what the next segment will see of this step."""
-        key_RGTE = _rotate(self._heads(self.k_proj(normed_RTD)), step.memory_rotary)
-        return Memory(key_RGTE, self._heads(self.v_proj(normed_RTD)))
+    def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
+        """The keys and values that the next segment sees of this chunk."""
+        key_RGTE = _rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.memory_rotary)
+        return Memory(key_RGTE, self._split_heads(self.v_proj(normed_RTD)))
 
-    def forward(self, normed_RTD: torch.Tensor, past: Past | None, step: Step) -> torch.Tensor:
-        query_RHTE = _rotate(self._heads(self.q_proj(normed_RTD)), step.rotary)
-        key_RGTE = _rotate(self._heads(self.k_proj(normed_RTD)), step.rotary)
-        value_RGTE = self._heads(self.v_proj(normed_RTD))
+    def forward(
+        self, normed_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        query_RHTE = _rotate(self._split_heads(self.q_proj(normed_RTD)), metadata.rotary)
+        key_RGTE = _rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.rotary)
+        value_RGTE = self._split_heads(self.v_proj(normed_RTD))
         attended = [
-            self._attend(query_RHTE[rows], key_RGTE[rows], value_RGTE[rows], visibility, rows_past, step.piece)
-            for rows, visibility, rows_past in step.views(past)
+            self._attend(query_RHTE[rows], key_RGTE[rows], value_RGTE[rows], mask, row_key_values, metadata.chunk)
+            for rows, mask, row_key_values in metadata.groups(key_values)
         ]
         return self.o_proj(attended[0] if len(attended) == 1 else torch.cat(attended))
 
-    def _attend(self, query_RHTE, key_RGTE, value_RGTE, visibility: Visibility, past: Past | None, piece: Piece):
-        if past is None:
+    def _attend(
+        self, query_RHTE, key_RGTE, value_RGTE, mask: AttentionMask, key_values: KeyValueState | None, chunk: Chunk
+    ) -> torch.Tensor:
+        if key_values is None:
             key_RGKE, value_RGKE = key_RGTE, value_RGTE
         else:
-            key_RGKE, value_RGKE = past.extend(key_RGTE, value_RGTE, piece)
+            key_RGKE, value_RGKE = key_values.extend(key_RGTE, value_RGTE, chunk)
         dropout = self.config.attention_dropout if self.training else 0.0
         implementation = self.config._attn_implementation
-        return attend(implementation, query_RHTE, key_RGKE, value_RGKE, visibility, self.scale, dropout)
+        return attend(implementation, query_RHTE, key_RGKE, value_RGKE, mask, self.scale, dropout)
 
 
-def _rotate(tensor_RHTE: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _rotate(tensor_RHTE: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
     cos_R1TE, sin_R1TE = (table.unsqueeze(1) for table in rotary)
-    # Under autocast tables are float32 and projections are not: keys must stay of the values' type.
+    # Under autocast the tables are float32 and projections are not: keys must keep the dtype of values.
     return (tensor_RHTE * cos_R1TE + rotate_half(tensor_RHTE) * sin_R1TE).to(tensor_RHTE.dtype)
 
 
 class CondenseDecoderLayer(nn.Module):
     def __init__(self, config: CondenseConfig):
         super().__init__()
-        self.remembers_output = config.memory_source == "layer_output"
+        self.memory_is_output = config.memory_source == "layer_output"
         self.self_attn = CondenseAttention(config)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, input_RTD: torch.Tensor, past: Past | None, step: Step) -> tuple[torch.Tensor, Memory | None]:
-        """The layer's output [R, T, D] and, where the step remembers, its share of the next memory."""
-        attended_RTD = input_RTD + self.self_attn(self.input_layernorm(input_RTD), past, step)
+    def forward(
+        self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, Memory | None]:
+        """The layer's output [R, T, D] and, if `metadata.writes_memory`, its keys and values for the next segment."""
+        attended_RTD = input_RTD + self.self_attn(self.input_layernorm(input_RTD), key_values, metadata)
         output_RTD = attended_RTD + self.mlp(self.post_attention_layernorm(attended_RTD))
-        if not step.remembers:
+        if not metadata.writes_memory:
             return output_RTD, None
-        source_RTD = output_RTD if self.remembers_output else input_RTD
-        if all(step.cut_R):
-            source_RTD = source_RTD.detach()
-        elif any(step.cut_R):
-            cut_R11 = on_device(torch.tensor(step.cut_R), source_RTD.device)[:, None, None]
-            source_RTD = source_RTD.detach().where(cut_R11, source_RTD)
-        return output_RTD, self.self_attn.remember(self.input_layernorm(source_RTD), step)
+        source_RTD = _detach_rows(output_RTD if self.memory_is_output else input_RTD, metadata.detach_R)
+        return output_RTD, self.self_attn.project_memory(self.input_layernorm(source_RTD), metadata)
+
+
+def _detach_rows(source_RTD: torch.Tensor, detach_R: tuple[bool, ...]) -> torch.Tensor:
+    if all(detach_R):
+        return source_RTD.detach()
+    if not any(detach_R):
+        return source_RTD
+    detach_R11 = on_device(torch.tensor(detach_R), source_RTD.device)[:, None, None]
+    return source_RTD.detach().where(detach_R11, source_RTD)

@@ -1,6 +1,6 @@
-"""What a layer remembers of the segment before: its keys and values for attention.
+"""The memory of a layer: the keys and values of the segment before.
 
-Axes: R rows, G key/value heads, K keys, E head width.
+Axes: R rows of a chunk, G key/value heads, T tokens of a chunk, K keys, E head dimension.
 """
 
 from collections.abc import Sequence
@@ -10,58 +10,78 @@ import torch
 
 from .configuration import CondenseConfig
 from .durations import Timeline
-from .segmentation import Cursor, Piece
+from .segmentation import Chunk, SegmentPositions
 
 
-class Past(Protocol):
-    """What queries may see besides the tokens of their own step."""
+class KeyValueState(Protocol):
+    """The keys and values of one layer that the queries of a chunk see besides those of the chunk itself."""
 
     def extend(
-        self, key_RGTE: torch.Tensor, value_RGTE: torch.Tensor, piece: Piece
+        self, key_RGTE: torch.Tensor, value_RGTE: torch.Tensor, chunk: Chunk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, G, K, E] of everything the step's queries may see."""
+        """Adds the chunk's own; returns all keys and values [R, G, K, E] that its queries see."""
         ...
 
-    def memory(self, piece: Piece) -> "Memory | None":
-        """What the piece's rows, all at the beginning of a segment, remember of the one before."""
+    def memory(self, chunk: Chunk) -> "Memory | None":
+        """The memory alone, for a chunk of whole segments."""
         ...
 
 
 class Memory(NamedTuple):
-    """Keys and values of a layer's memory, each [R, G, K, E]: plain tensors that travel with the graph."""
+    """Keys and values of a layer's memory, each [R, G, K, E]: plain tensors that are part of the autograd graph."""
 
     key_RGKE: torch.Tensor
     value_RGKE: torch.Tensor
 
-    def extend(self, key_RGTE, value_RGTE, piece):
+    def extend(self, key_RGTE, value_RGTE, chunk):
         return torch.cat([self.key_RGKE, key_RGTE], dim=2), torch.cat([self.value_RGKE, value_RGTE], dim=2)
 
-    def memory(self, piece):
+    def memory(self, chunk):
         return self
 
     def rows(self, first: int, end: int | None) -> "Memory":
         return Memory(self.key_RGKE[first:end], self.value_RGKE[first:end])
 
-    def followed_by(self, other: "Memory") -> "Memory":
-        """With the other's rows behind its own."""
+    def select(self, rows: Sequence[int]) -> "Memory":
+        return Memory(self.key_RGKE[list(rows)], self.value_RGKE[list(rows)])
+
+    def append(self, other: "Memory") -> "Memory":
+        """The rows of both."""
         return Memory(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
 
 
-class TransientMemory:
-    """The memories of all layers during one pass over whole texts: nothing outlives the pass."""
+class RecurrentState(Protocol):
+    """Everything that is carried from chunk to chunk: `TransientState` within a call, `FoldedCache` across calls."""
+
+    positions: SegmentPositions
+    timeline: Timeline | None
+    is_recording: bool  # the last tokens may be removed again
+
+    def key_values(self, chunk: Chunk) -> Sequence[KeyValueState | None]:
+        """What each layer's queries see; None for a layer without a memory of these rows."""
+        ...
+
+    def write_memory(self, memories: Sequence[Memory | None], chunk: Chunk) -> None:
+        """Stores each layer's keys and values of the chunk for the next segment; None from a layer without memory."""
+        ...
+
+
+class TransientState:
+    """The memories of all layers during one call over whole texts; nothing is kept after the call."""
 
     def __init__(self, batch_size: int, config: CondenseConfig):
-        self.cursor = Cursor(batch_size, config.segment_length)
+        self.positions = SegmentPositions(batch_size, config.segment_length)
         self.timeline: Timeline | None = None
+        self.is_recording = False
         self.memories: Sequence[Memory | None] = [None] * config.num_hidden_layers
         self.rows = list(range(batch_size))
 
-    def read(self, piece: Piece) -> Sequence[Memory | None]:
-        if self.rows != piece.rows:  # some rows have ended
-            kept = [self.rows.index(row) for row in piece.rows]
-            self.memories = [memory and Memory(*(tensor[kept] for tensor in memory)) for memory in self.memories]
-            self.rows = piece.rows
+    def key_values(self, chunk: Chunk) -> Sequence[Memory | None]:
+        if self.rows != chunk.rows:  # the texts of some rows have ended
+            kept = [self.rows.index(row) for row in chunk.rows]
+            self.memories = [memory and memory.select(kept) for memory in self.memories]
+            self.rows = chunk.rows
         return self.memories
 
-    def write(self, remembered: Sequence[Memory], piece: Piece) -> None:
-        self.memories = remembered
+    def write_memory(self, memories: Sequence[Memory | None], chunk: Chunk) -> None:
+        self.memories = memories

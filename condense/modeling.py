@@ -1,10 +1,10 @@
 """The folded Llama.
 
-Axes: B rows, R rows taking part in a step, N columns of an input, T tokens of a step, K logits kept,
-D model width, S steps, V vocabulary.
+Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, C columns of logits, D hidden
+size, S chunks of a call, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,25 +17,26 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from .attention import Visibility
+from .accumulators import HiddenStateAccumulator, LossAccumulator
+from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
-from .checks import check_input, check_unused, real_tokens
-from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
+from .checks import check_attention_name, check_input, check_unused, real_tokens
+from .configuration import OWN_ATTENTION, CondenseConfig
 from .durations import Timeline
-from .execution import RUNS, schedule_for
+from .execution import EXECUTORS, schedule_for
 from .execution.cuda_graph import can_decode, decode
+from .execution.executor import Checkpoint, ChunkOutput, Output, offload_checkpoint
 from .files import use_default_mode
-from .layers import CondenseDecoderLayer, RMSNorm, Step
+from .layers import CondenseDecoderLayer, DecoderBlock, RMSNorm
 from .loading import check_loading_report, own_report
-from .memory import TransientMemory
-from .readers import HiddenReader, LossReader
-from .segmentation import Alignment, on_device
+from .memory import RecurrentState, TransientState
+from .segmentation import Chunk, UnpaddedBatch
 
 
 @dataclass
 class CondenseOutput(CausalLMOutputWithPast):
-    """With labels also, for each step of the call, the summed cross-entropy of the tokens that its own tokens
-    predict (detached), and how many those are. A call without a cache has one step per segment.
+    """With labels also, for each chunk of the call, the summed cross-entropy of the tokens that its own tokens predict
+    (detached), and the number of these tokens. A call without a cache has one chunk per segment.
     """
 
     segment_losses: torch.Tensor | None = None  # [S]
@@ -43,7 +44,7 @@ class CondenseOutput(CausalLMOutputWithPast):
 
 
 class CondenseModel(nn.Module):
-    """Embedding, layers and final norm of a Llama; `steps` lays out how a batch passes through them."""
+    """Embedding, decoder layers and final norm of a Llama, with recurrence over segments."""
 
     def __init__(self, config: CondenseConfig):
         super().__init__()
@@ -53,49 +54,65 @@ class CondenseModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
 
-    def steps(
+    def forward(
         self,
-        alignment: Alignment,
-        state: TransientMemory | FoldedCache,
-        durations_BN: torch.Tensor | None,
+        inputs: torch.Tensor,
+        batch: UnpaddedBatch,
+        state: RecurrentState,
+        output: Output,
+        durations_BN: torch.Tensor | None = None,
+        schedule: str = "sequential",
+        checkpoint: Checkpoint | None = None,
+        keeps_state: bool = False,
+    ) -> list[ChunkOutput]:
+        """Each chunk of the call with `output(hidden_RTD, chunk)`, in order.
+
+        inputs: token ids [B, N] or embeddings [B, N, D]. `hidden_RTD` is the output of the final norm. A chunk ends at
+        the next segment border of each row; `state` carries the memories from chunk to chunk. `durations_BN` is on the
+        host. `checkpoint` is the function of gradient checkpointing; `keeps_state` is true if a call can follow.
+        """
+
+        def embed(chunk: Chunk) -> torch.Tensor:
+            part = batch.gather(inputs, chunk)
+            return part if part.is_floating_point() else self.embed_tokens(part)
+
+        def normed_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
+            return output(self.norm(hidden_RTD), chunk)
+
+        like = inputs if inputs.is_floating_point() else self.norm.weight
+        metadata = self.metadata_builder(like, batch, state, durations_BN, keeps_state)
+        executor = EXECUTORS[schedule](self.layers, state, embed, normed_output, checkpoint)
+        outputs: list[ChunkOutput] = []
+        for chunk in state.positions.chunks(batch.lengths):
+            outputs += executor.submit(metadata.build(chunk))
+        return outputs + executor.finish()
+
+    def metadata_builder(
+        self,
         like: torch.Tensor,
-        keeps_state: bool,
-    ) -> Iterator[Step]:
-        """One step per piece; `like` gives the tables' device and dtype."""
-        timeline, span = state.timeline, self.config.bptt_segments
-        tables: dict[tuple[int | float, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        batch: UnpaddedBatch,
+        state: RecurrentState,
+        durations_BN: torch.Tensor | None = None,
+        keeps_state: bool = False,
+    ) -> AttentionMetadataBuilder:
+        return AttentionMetadataBuilder(
+            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, keeps_state
+        )
 
-        def rotary(coordinates_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if timeline is not None or len(coordinates_RT) > 1:
-                return self.rotary_emb(like, on_device(coordinates_RT, like.device))
-            place = coordinates_RT[0, 0].item(), coordinates_RT.shape[1]
-            if place not in tables:  # most segments begin at the same coordinate
-                tables[place] = self.rotary_emb(like, on_device(coordinates_RT, like.device))
-            return tables[place]
+    def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
+        """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
 
-        for piece in state.cursor.pieces(alignment.lengths):
-            log_duration_RK = None
-            if timeline is None or durations_BN is None:
-                # Where all rows stand at the same place, one row of coordinates serves them all.
-                shown = 1 if piece.uniform else len(piece.rows)
-                local_RT = torch.tensor(piece.filled[:shown])[:, None] + torch.arange(piece.width)
-                coordinates_RT = local_RT + torch.tensor(piece.memory_lengths[:shown])[:, None]
-            else:
-                coordinates_RT, local_RT = timeline.advance(alignment.take(durations_BN, piece), piece)
-                log_duration_RK = timeline.log_durations(piece.rows)
-                if piece.uniform:
-                    log_duration_RK = log_duration_RK[:, piece.visible_keys]
-                accurate = torch.promote_types(like.dtype, torch.float32)
-                log_duration_RK = on_device(log_duration_RK.to(accurate), like.device)
-                timeline.roll([piece.rows[r] for r in piece.completed])
-            yield Step(
-                piece=piece,
-                rotary=rotary(coordinates_RT),
-                memory_rotary=rotary(local_RT),
-                visibility=Visibility(piece, log_duration_RK),
-                remembers=keeps_state or piece.starts[0] + piece.width < max(alignment.lengths),
-                cut_R=tuple(span is not None and (count + 1) % span == 0 for count in piece.segments),
-            )
+        The block runs under the sequential schedule, with caches, padding, gradient checkpointing and generation as
+        they are; a block that returns a `Memory` finds it in its `key_values` in the next segment. The model must not
+        have a cache in use: a cache has one entry for each member of the stack.
+
+        Raises `ValueError` for a range that is not within the stack.
+        """
+        if not 0 <= first < end <= len(self.layers):
+            raise ValueError(f"layers {first} to {end}: choose 0 <= first < end <= {len(self.layers)}.")
+        assert isinstance(block, nn.Module)
+        self.layers = nn.ModuleList([*self.layers[:first], block, *self.layers[end:]])
+        self.config.num_hidden_layers = len(self.layers)
 
 
 class CondensePreTrainedModel(PreTrainedModel):
@@ -134,37 +151,35 @@ class CondensePreTrainedModel(PreTrainedModel):
 
 
 class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
-    """A Llama whose every layer keeps its output for the last segment and attends to it in the next.
+    """A Llama in which every layer stores its output for the last segment and attends to it in the next.
 
     Any Llama checkpoint loads as it is:
 
         model = CondenseForCausalLM.from_pretrained(llama, segment_length=512)
 
-    Gradient checkpointing works by the segment: what waits for the backward pass are the memories. For very long
-    texts they can wait on the host:
+    Gradient checkpointing works segment by segment and stores the memories. For very long texts, host memory can hold
+    them:
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _is_stateful = True  # the state cannot roll back, so methods of generation that undo tokens refuse
+    _is_stateful = False  # FoldedCache.crop removes tokens again, as assisted decoding needs
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    fixed_decoding = (
-        False  # True reads new tokens by a step that never changes, on CUDA a graph: see execution/cuda_graph.py
-    )
+    fixed_decoding = False  # True: new tokens run as one static step, on CUDA a graph; see execution/cuda_graph.py
 
     def __init__(self, config: CondenseConfig):
         super().__init__(config)
         config.check()  # fields may have been set one by one since the config was made
-        _check_attention(config._attn_implementation)
+        check_attention_name(config._attn_implementation)
         self.model = CondenseModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.gradient_checkpointing = False
         self.post_init()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Where none is asked for, "auto"."""
-        _check_attention(requested_attention or "auto")
+        """The default is "auto"."""
+        check_attention_name(requested_attention or "auto")
         if requested_attention is None or requested_attention in OWN_ATTENTION:
             return requested_attention or "auto"
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -186,100 +201,78 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     ) -> CondenseOutput:
         """Reads N further tokens of each row.
 
-        input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at
-        padding, on either side; it never shifts a row's segments. A column of padding after a row's last
-        token answers with that token's logits. position_ids [B, N]: accepted where consecutive within
-        the input, since attention depends on differences alone. durations [B, N] in units of a token.
+        input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at padding, on
+        either side; padding never shifts a row's segments. A column of padding after a row's last token has that
+        token's logits. position_ids [B, N]: accepted if consecutive within the input, since attention depends on
+        differences alone. durations [B, N] in units of a token.
 
-        labels [B, N]: `loss` is the mean cross-entropy of each token's successor in its row over all labels
-        other than -100, or their sum over `num_items_in_batch`; taken segment by segment, so logits are
-        returned with it only when `logits_to_keep` asks for them. `segment_losses` [S] are its parts.
+        labels [B, N]: `loss` is the mean cross-entropy of each token's successor in its row over all labels other than
+        -100, or their sum over `num_items_in_batch`. It is computed segment by segment, so logits are returned with it
+        only if `logits_to_keep` requests them. `segment_losses` [S] are its parts.
 
         logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
 
         use_cache: return the state as `past_key_values`; by default in evaluation mode without labels.
 
-        unused: what `generate` passes to every model and this one does not need, such as `tokenizer`.
+        unused: arguments that `generate` passes to every model and this one does not need, such as `tokenizer`.
 
         Raises `ValueError` for inputs that do not fit together, and for outputs that a folded model does not have.
         """
         check_unused(unused)
-        cache = past_key_values
-        tokens = check_input(
-            self.config,
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            cache,
-            labels,
-            durations,
+        inputs = check_input(
+            self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, labels, durations,
             logits_to_keep,
-        )
-        batch_size, num_columns = tokens.shape[:2]
-        if use_cache is None:
-            use_cache = self.config.use_cache and labels is None and not self.training
-        if use_cache and cache is None:
-            cache = FoldedCache(self.config)
-        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if checkpointing and cache is not None:
-            raise ValueError("gradient checkpointing runs segments twice, a cache reads them once: use one of the two.")
+        )  # fmt: skip
+        self.config.check()  # fields may have been set since the last call
+        cache = self._cache(past_key_values, use_cache, labels)
+        checkpoint = self._checkpoint(cache)
+        batch_size, num_columns = inputs.shape[:2]
+        batch = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
 
-        alignment = Alignment(batch_size, num_columns, real_tokens(attention_mask, num_columns))
-        fixed = self.fixed_decoding and labels is None and durations is None
-        if fixed and input_ids is not None and cache is not None and can_decode(self, cache, alignment):
-            output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
+        is_static = self.fixed_decoding and labels is None and durations is None and inputs_embeds is None
+        if is_static and cache is not None and can_decode(self, cache, batch):
+            output = CondenseOutput(logits=decode(self, cache, inputs), past_key_values=cache)
             return output if return_dict else output.to_tuple()
-        state = TransientMemory(batch_size, self.config) if cache is None else cache.start(batch_size)
-        timeline = state.timeline
-        if durations is not None and timeline is None:
-            timeline = Timeline(state.cursor, self.config.position_anchor)
-        like = self.model.norm.weight if inputs_embeds is None else inputs_embeds
-        if timeline is not None:
-            durations = timeline.known_durations(durations, alignment)
-            # A refused call must leave the state as it was: check all steps before the first one runs.
-            timeline.rehearse(durations, alignment, state.cursor)
-        before_BD = None if cache is None else cache.last_hidden_BD
-        if before_BD is None:
-            before_BD = like.new_zeros(batch_size, self.config.hidden_size)
 
-        loss_reader = hidden_reader = None
-        if labels is not None:
-            loss_reader = LossReader(
-                self.lm_head, self.config.vocab_size, alignment, labels, recompute=not checkpointing
-            )
-        if labels is None or logits_to_keep is not None:
-            hidden_reader = HiddenReader(alignment, logits_to_keep or num_columns)
-
-        def embed(step: Step) -> torch.Tensor:
-            part = alignment.take(tokens, step.piece)
-            return part if input_ids is None else self.model.embed_tokens(part)
-
-        def consume(hidden_RTD: torch.Tensor, step: Step):
-            normed_RTD = self.model.norm(hidden_RTD)
-            if cache is not None:
-                cache.note_last(normed_RTD, step.piece)
-            return [reader and reader.read(normed_RTD, step.piece) for reader in (loss_reader, hidden_reader)]
-
-        steps = self.model.steps(alignment, state, durations, like, keeps_state=cache is not None)
-        self.config.check()  # fields may have been set since
-        schedule = schedule_for(self, alignment.lengths, state.cursor, checkpointing)
-        checkpoint = self._gradient_checkpointing_func if checkpointing else None
-        state.timeline = timeline  # nothing can be refused from here on
-        run = RUNS[schedule](self.model.layers, steps, state, embed, consume, checkpoint)
-        pieces = [piece for piece, _ in run]
-
-        loss = logits = segment_losses = segment_targets = None
-        if loss_reader is not None:
-            loss = loss_reader.finish([loss for _, (loss, _) in run], num_items_in_batch)
-            segment_losses = torch.stack([loss.detach() for _, (loss, _) in run])
-            segment_targets = torch.tensor([loss_reader.num_targets_of(piece) for piece in pieces])
-        if hidden_reader is not None:
-            logits = self.lm_head(hidden_reader.finish(pieces, [hidden for _, (_, hidden) in run], before_BD))
+        state = TransientState(batch_size, self.config) if cache is None else cache.start(batch_size)
+        timeline, durations_BN = self._timeline(state, durations, batch)
+        accumulated = _AccumulatedOutput(self, inputs, batch, labels, logits_to_keep, cache, checkpoint)
+        schedule = schedule_for(self, batch.lengths, state, checkpointing=checkpoint is not None)
+        state.timeline = timeline  # nothing is refused after this line
+        chunks = self.model(
+            inputs, batch, state, accumulated.of_chunk, durations_BN, schedule, checkpoint, cache is not None
+        )
+        output = accumulated.of_call(chunks, num_items_in_batch)
         if cache is not None:
             cache.end_call(num_columns)
-        output = CondenseOutput(loss, logits, cache, segment_losses=segment_losses, segment_targets=segment_targets)
         return output if return_dict else output.to_tuple()
+
+    def _cache(self, cache: FoldedCache | None, use_cache: bool | None, labels) -> FoldedCache | None:
+        if use_cache is None:
+            use_cache = self.config.use_cache and labels is None and not self.training
+        return FoldedCache(self.config) if use_cache and cache is None else cache
+
+    def _checkpoint(self, cache: FoldedCache | None) -> Checkpoint | None:
+        """The function of gradient checkpointing; None where it is off."""
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return None
+        if cache is not None:
+            raise ValueError("gradient checkpointing runs segments twice, a cache reads them once: use one of the two.")
+        return self._gradient_checkpointing_func
+
+    def _timeline(
+        self, state: RecurrentState, durations: torch.Tensor | None, batch: UnpaddedBatch
+    ) -> tuple[Timeline | None, torch.Tensor | None]:
+        """The timeline of the call, and its durations [B, N] on the host; both None if there are no durations."""
+        timeline = state.timeline
+        if durations is not None and timeline is None:
+            timeline = Timeline(state.positions, self.config.position_anchor)
+        if timeline is None:
+            return None, None
+        durations_BN = timeline.known_durations(durations, batch)
+        # A refused call must leave the state as it was: check all chunks before the first one runs.
+        timeline.check(durations_BN, batch, state.positions)
+        return timeline, durations_BN
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
         if generation_config.cache_implementation is not None:
@@ -288,14 +281,16 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
                 "FoldedCache, whose size is constant. Leave the option out."
             )
         if generation_config.use_cache is False:
-            raise ValueError("use_cache=False would read the whole text again for every token: leave it out.")
+            raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = FoldedCache(self.config)
+        if generation_config.is_assistant:  # the model that it assists refuses some of its tokens
+            model_kwargs["past_key_values"].activate_past_recording()
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
         if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
             raise ValueError(
-                "use_reentrant=True would report a gradient once per use of a weight, here once per segment: pass "
+                "use_reentrant=True reports a gradient for each use of a weight, here for each segment: pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         if getattr(gradient_checkpointing_func, "keywords", {}).get("offload_memories") is not None:
@@ -303,17 +298,55 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             offload = keywords.pop("offload_memories")
             gradient_checkpointing_func = partial(gradient_checkpointing_func.func, **keywords)
             if offload:
-                gradient_checkpointing_func = partial(_checkpoint_on_host, gradient_checkpointing_func)
+                gradient_checkpointing_func = partial(offload_checkpoint, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
 
 
-def _check_attention(implementation: str) -> None:
-    if implementation not in ATTENTION_IMPLEMENTATIONS:
-        known = ", ".join(ATTENTION_IMPLEMENTATIONS)
-        raise ValueError(f"attn_implementation={implementation!r} is not known: choose one of {known}.")
+class _AccumulatedOutput:
+    """The output of a call, from the normed hidden states of its chunks."""
 
+    def __init__(
+        self,
+        model: CondenseForCausalLM,
+        inputs: torch.Tensor,
+        batch: UnpaddedBatch,
+        labels_BN: torch.Tensor | None,
+        logits_to_keep: int | None,
+        cache: FoldedCache | None,
+        checkpoint: Checkpoint | None,
+    ):
+        self.head, self.cache = model.lm_head, cache
+        self.loss = self.hidden = None
+        if labels_BN is not None:
+            self.loss = LossAccumulator(
+                self.head, model.config.vocab_size, batch, labels_BN, recompute=checkpoint is None
+            )
+        if labels_BN is None or logits_to_keep is not None:
+            self.hidden = HiddenStateAccumulator(batch, logits_to_keep or batch.num_columns)
+        earlier_BD = None if cache is None else cache.last_hidden_BD
+        if earlier_BD is None:
+            like = inputs if inputs.is_floating_point() else model.model.norm.weight
+            earlier_BD = like.new_zeros(batch.batch_size, model.config.hidden_size)
+        self.earlier_BD = earlier_BD
 
-def _checkpoint_on_host(checkpoint, function, *arguments):
-    """What a segment was given, its memories, waits for the backward pass in the host's memory."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return checkpoint(function, *arguments)
+    def of_chunk(self, normed_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The chunk's loss, and the hidden states that logits are computed from."""
+        if self.cache is not None:
+            self.cache.store_last_hidden(normed_RTD, chunk)
+        return (
+            None if self.loss is None else self.loss.chunk_loss(normed_RTD, chunk),
+            None if self.hidden is None else self.hidden.chunk_hidden(normed_RTD, chunk),
+        )
+
+    def of_call(self, chunk_outputs: Sequence[ChunkOutput], num_items_in_batch) -> CondenseOutput:
+        chunks = [chunk for chunk, _ in chunk_outputs]
+        output = CondenseOutput(past_key_values=self.cache)
+        if self.loss is not None:
+            losses = [loss for _, (loss, _) in chunk_outputs]
+            output.loss = self.loss.batch_loss(losses, num_items_in_batch)
+            output.segment_losses = torch.stack([loss.detach() for loss in losses])
+            output.segment_targets = torch.tensor([self.loss.num_targets_of(chunk) for chunk in chunks])
+        if self.hidden is not None:
+            hidden = [hidden for _, (_, hidden) in chunk_outputs]
+            output.logits = self.head(self.hidden.batch_hidden(chunks, hidden, self.earlier_BD))
+        return output

@@ -35,7 +35,7 @@ except ImportError as error:
 from condense import CondenseConfig, FoldedCache
 from condense.checks import check_tokenizer
 from condense.loading import check_source
-from condense.reading import TOKENS_PER_CALL
+from condense.prefill import TOKENS_PER_CALL
 
 # The harness cuts what is longer than its model's longest text. A folded model has none, and what its config says
 # of one belongs to the Llama it came from. No text is this long, and nothing is ever made as large as it.

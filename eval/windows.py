@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from condense.reading import encode
+from condense.prefill import encode
 from training.data.documents import DocumentReader, Problem
 from training.recipe import Source
 

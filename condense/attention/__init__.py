@@ -1,6 +1,14 @@
-"""Attention over [memory ; current segment]: the mask, the choice of an implementation, and the implementations."""
+"""Attention over [memory ; current segment]: mask and metadata, the choice of an implementation, implementations."""
 
 from .dispatch import IMPLEMENTATIONS, attend, choose_attention
-from .mask import Visibility
+from .mask import AttentionMask
+from .metadata import AttentionMetadata, AttentionMetadataBuilder
 
-__all__ = ["IMPLEMENTATIONS", "Visibility", "attend", "choose_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "AttentionMask",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "attend",
+    "choose_attention",
+]

@@ -1,6 +1,6 @@
 """The flash-attn package.
 
-Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head width.
+Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
 
 import importlib
@@ -11,42 +11,42 @@ import torch.nn.functional as F
 from ..segmentation import on_device
 
 
-def flash_attention(query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout):
+def flash_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
     """flash-attn's kernels, whose causal mask is lower-right aligned.
 
-    Durations go in as further channels of queries and keys; rows at different places of their segments
-    are packed, each with the keys that it may see.
+    Durations enter as further channels of queries and keys; rows at different offsets of their segments are packed,
+    each with the keys that it sees.
     """
     head_width = value_RGKE.shape[-1]
-    if visibility.log_duration_RK is not None:
+    if mask.log_duration_RK is not None:
         query_RHTE, key_RGKE, value_RGKE = _durations_as_channels(
-            query_RHTE, key_RGKE, value_RGKE, visibility.log_duration_RK, scale
+            query_RHTE, key_RGKE, value_RGKE, mask.log_duration_RK, scale
         )
     query_RTHE, key_RKGE, value_RKGE = (tensor.transpose(1, 2) for tensor in (query_RHTE, key_RGKE, value_RGKE))
     kernels = flash_attention_kernels()
-    if visibility.lower_right:
+    if mask.lower_right:
         output_RTHE = kernels.flash_attn_func(
             query_RTHE, key_RKGE, value_RKGE, dropout_p=dropout, softmax_scale=scale, causal=True
         )
         return output_RTHE.transpose(1, 2)[..., :head_width]
 
-    piece, device = visibility.piece, query_RHTE.device
-    row_q, token_q = (on_device(index, device) for index in piece.valid)
+    chunk, device = mask.chunk, query_RHTE.device
+    row_q, token_q = (on_device(index, device) for index in chunk.valid)
     key_counts = [
-        memory + filled + count
-        for memory, filled, count in zip(piece.memory_lengths, piece.filled, piece.counts, strict=True)
+        memory + offset + count
+        for memory, offset, count in zip(chunk.memory_lengths, chunk.offsets, chunk.counts, strict=True)
     ]
     offsets_K = torch.arange(max(key_counts))
     row_k, offset_k = (offsets_K < torch.tensor(key_counts)[:, None]).nonzero(as_tuple=True)
-    key_k = on_device(visibility.first_key_R[row_k] + offset_k, device)
+    key_k = on_device(mask.first_visible_key_R[row_k] + offset_k, device)
     row_k = on_device(row_k, device)
     packed_qHE = kernels.flash_attn_varlen_func(
         query_RTHE[row_q, token_q],
         key_RKGE[row_k, key_k],
         value_RKGE[row_k, key_k],
-        cu_seqlens_q=_boundaries(piece.counts, device),
+        cu_seqlens_q=_boundaries(chunk.counts, device),
         cu_seqlens_k=_boundaries(key_counts, device),
-        max_seqlen_q=max(piece.counts),
+        max_seqlen_q=max(chunk.counts),
         max_seqlen_k=max(key_counts),
         dropout_p=dropout,
         softmax_scale=scale,

@@ -1,6 +1,6 @@
 """torch's FlexAttention: compiled on CUDA; no backward pass on CPUs.
 
-Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head width.
+Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
 
 from functools import cache, lru_cache
@@ -10,7 +10,7 @@ import torch
 from ..segmentation import on_device
 
 
-def flex_attention(query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout):
+def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
     if dropout:
         raise ValueError(f"flex_attention has no dropout: set attention_dropout={dropout} to 0 or use sdpa.")
     on_cpu = query_RHTE.device.type == "cpu"
@@ -20,19 +20,20 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout)
 
     num_queries, num_keys = query_RHTE.shape[2], key_RGKE.shape[2]
     device = query_RHTE.device
-    if visibility.lower_right and num_queries == 1:
+    if mask.lower_right and num_queries == 1:
         block_mask = None  # the last query sees all keys
-    elif visibility.lower_right:
+    elif mask.lower_right:
         block_mask = _lower_right_block_mask(num_queries, num_keys, device)
     else:
-        first_key_R, own_key_R = (on_device(keys, device) for keys in (visibility.first_key_R, visibility.own_key_R))
+        first_visible_key_R = on_device(mask.first_visible_key_R, device)
+        first_query_key_R = on_device(mask.first_query_key_R, device)
 
         def visible(row, head, query, key):
-            return (key >= first_key_R[row]) & (key <= own_key_R[row] + query)
+            return (key >= first_visible_key_R[row]) & (key <= first_query_key_R[row] + query)
 
-        block_mask = create_block_mask(visible, len(first_key_R), None, num_queries, num_keys, device)
+        block_mask = create_block_mask(visible, len(first_visible_key_R), None, num_queries, num_keys, device)
     weigh = None
-    if (log_duration_RK := visibility.log_duration_RK) is not None:
+    if (log_duration_RK := mask.log_duration_RK) is not None:
 
         def weigh(score, row, head, query, key):
             return score + log_duration_RK[row, key]

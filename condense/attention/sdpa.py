@@ -1,34 +1,40 @@
-"""torch's scaled_dot_product_attention, which holds a flash kernel on CUDA.
+"""torch's scaled_dot_product_attention, which contains a flash kernel on CUDA.
 
-Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head width.
+Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
 
+import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from .mask import AttentionMask
 
-def sdpa_attention(query_RHTE, key_RGKE, value_RGKE, visibility, scale, dropout):
-    num_queries, num_keys = query_RHTE.shape[2], key_RGKE.shape[2]
-    mask, is_causal = None, False
-    if not visibility.lower_right or visibility.log_duration_RK is not None:
-        if visibility.log_duration_RK is None:
-            mask = visibility.mask(num_queries, num_keys, query_RHTE.device)
-        else:
-            mask = visibility.bias(num_queries, num_keys, query_RHTE)
-    elif num_queries == num_keys:
-        is_causal = True  # upper left and lower right are the same here
-    elif num_queries > 1:
-        if query_RHTE.is_cuda:  # reaches the flash kernel without a mask
-            mask = causal_lower_right(num_queries, num_keys)
-        else:
-            mask = visibility.mask(num_queries, num_keys, query_RHTE.device)
+
+def sdpa_attention(query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale: float, dropout: float):
+    bias, is_causal = _bias(query_RHTE, key_RGKE.shape[2], mask)
     return F.scaled_dot_product_attention(
         query_RHTE,
         key_RGKE,
         value_RGKE,
-        attn_mask=mask,
+        attn_mask=bias,
         dropout_p=dropout,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
     )
+
+
+def _bias(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> tuple[torch.Tensor | None, bool]:
+    """`attn_mask` and `is_causal`; the flash kernel runs where no mask is materialised."""
+    num_queries, device = query_RHTE.shape[2], query_RHTE.device
+    if mask.log_duration_RK is not None:
+        return mask.additive(num_queries, num_keys, query_RHTE), False
+    if not mask.lower_right:
+        return mask.boolean(num_queries, num_keys, device), False
+    if num_queries == num_keys:
+        return None, True  # upper left and lower right are the same here
+    if num_queries == 1:
+        return None, False  # the last query sees all keys
+    if query_RHTE.is_cuda:
+        return causal_lower_right(num_queries, num_keys), False
+    return mask.boolean(num_queries, num_keys, device), False

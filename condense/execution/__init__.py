@@ -1,9 +1,10 @@
-"""The order in which (layer, segment) cells are run."""
+"""The order in which the (layer, segment) cells of a call run."""
 
+from .executor import Executor
 from .selection import choose_schedule, schedule_for
-from .sequential import run_sequential
-from .wavefront import run_wavefront
+from .sequential import SequentialExecutor
+from .wavefront import WavefrontExecutor
 
-RUNS = {"sequential": run_sequential, "wavefront": run_wavefront}
+EXECUTORS = {"sequential": SequentialExecutor, "wavefront": WavefrontExecutor}
 
-__all__ = ["RUNS", "choose_schedule", "schedule_for"]
+__all__ = ["EXECUTORS", "Executor", "SequentialExecutor", "WavefrontExecutor", "choose_schedule", "schedule_for"]

@@ -1,19 +1,19 @@
-"""A new token for every row by the same kernels on the same buffers, whatever has been read before.
+"""A new token for every row as one static step: the same kernels on the same buffers at any length of the text.
 
-Where the rows stand is held on the device, and the host counts along without looking. So the step can be
-captured as a CUDA graph, which spares the host all launches but one, and compiled without a break. What the
-step computes is the layers' own code; only what they see and where they write is said in tensors. Rows
-whose segment is complete are rolled over between two steps, by the cache.
+The device holds the position of each row, and the host counts along without reading it. So the step can be captured
+as a CUDA graph, which replaces all kernel launches by one, and compiled without a graph break. The step runs the
+layers' own code; only the mask, the positions and the destinations of keys and values are tensors instead of numbers.
+Between two steps, the cache rolls the rows whose segment is complete.
 
     model.fixed_decoding = True
     model.generate(...)  # or model(next_ids, past_key_values=cache), without gradients
 
-Calls that are no such step (prompts, padding, durations, gradients, autocast) run as ever, in any order with
-the others on one cache. A graph belongs to one cache and to weights that stay where they are. Beam search,
-which makes new buffers for every token, and models with hooks run these steps without one.
+All other calls (prompts, padding, durations, gradients, autocast) run as usual, in any order with static steps on the
+same cache. A graph belongs to one cache and to weights that are not moved. Beam search, which makes new buffers for
+every token, and models with hooks run static steps without a graph.
 
-Axes: B rows, G key/value heads, L segment length, K keys of a buffer [memory L ; current L], E head width,
-D model width, V vocabulary.
+Axes: B rows of a batch, G key/value heads, L segment length, K keys of a buffer [memory L ; current L], E head
+dimension, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,162 +24,163 @@ from typing import NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
-from ..attention import Visibility
+from ..attention import AttentionMask, AttentionMetadata
 from ..cache import FoldedCache, FoldedCacheLayer
-from ..layers import Step
-from ..segmentation import Alignment, Cursor, Piece, on_device
+from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
+from .executor import run_layers
 
 IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
-UNFIT_ROTARIES = ("dynamic", "longrope")  # their tables depend on which positions are asked for
-# A piece tells places as numbers, which a graph would keep for ever: what asks for one here shall fail.
-NO_PIECE = cast(Piece, None)
+UNFIT_ROPE_TYPES = ("dynamic", "longrope")  # their tables depend on the longest position of a call
+# A chunk holds positions as Python numbers, which a graph would record as constants: any use of it must fail.
+NO_CHUNK = cast(Chunk, None)
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class PlacedVisibility(Visibility):
-    """What each row's only query may see of a whole buffer, as a mask on the device."""
+class StaticAttentionMask(AttentionMask):
+    """The keys of the whole buffer that each row's only query sees, as a mask on the device."""
 
     mask_B11K: torch.Tensor = field(kw_only=True)
     lower_right = False
 
-    def mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    def boolean(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         assert num_queries == 1 and num_keys == self.mask_B11K.shape[-1]
         return self.mask_B11K
 
 
-class PlacedPast(NamedTuple):
-    """A layer's buffers, written where each row stands."""
+class StaticKeyValues(NamedTuple):
+    """A layer's buffers, written at each row's own key."""
 
     layer: FoldedCacheLayer
     own_key_B: torch.Tensor
 
-    def extend(self, key_BG1E, value_BG1E, piece):
-        _put(self.layer.keys, key_BG1E, self.own_key_B)
-        _put(self.layer.values, value_BG1E, self.own_key_B)
+    def extend(self, key_BG1E, value_BG1E, chunk):
+        _scatter(self.layer.keys, key_BG1E, self.own_key_B)
+        _scatter(self.layer.values, value_BG1E, self.own_key_B)
         return self.layer.keys, self.layer.values
 
-    def memory(self, piece):
-        raise AssertionError("only whole segments ask for the memory apart from the keys")
+    def memory(self, chunk):
+        raise AssertionError("only chunks of whole segments need the memory alone")
 
 
-def _put(buffer_BGKE: torch.Tensor, token_BG1E: torch.Tensor, place_B: torch.Tensor) -> None:
-    buffer_BGKE.scatter_(2, place_B[:, None, None, None].expand_as(token_BG1E), token_BG1E)
+def _scatter(buffer_BGKE: torch.Tensor, token_BG1E: torch.Tensor, key_B: torch.Tensor) -> None:
+    buffer_BGKE.scatter_(2, key_B[:, None, None, None].expand_as(token_BG1E), token_BG1E)
 
 
-def decode_step(
-    model: PreTrainedModel, layers: Sequence[FoldedCacheLayer], ids_B1: torch.Tensor, places_2B: torch.Tensor
+def static_step(
+    model: PreTrainedModel, layers: Sequence[FoldedCacheLayer], ids_B1: torch.Tensor, positions_2B: torch.Tensor
 ) -> Outputs:
-    """Final hidden states [B, D] and logits [B, 1, V] of one token a row; nothing here is read by the host.
+    """Final hidden states [B, D] and logits [B, 1, V] of one token of each row; the host reads no tensor.
 
-    `places_2B`: tokens in each row's segment, and keys of its memory (0 or L). Both move on in place.
+    `positions_2B`: each row's offset in its segment, and the length of its memory (0 or L). Both advance in place.
     """
     llama, length = model.model, layers[0].segment_length
-    place_B, memory_B = places_2B
-    own_key_B = length + place_B
+    offset_B, memory_length_B = positions_2B
+    own_key_B = length + offset_B
     keys_K = torch.arange(2 * length, device=ids_B1.device)
-    visible_BK = (keys_K >= (length - memory_B)[:, None]) & (keys_K <= own_key_B[:, None])
-    step = Step(
-        piece=NO_PIECE,
-        rotary=llama.rotary_emb(llama.norm.weight, (memory_B + place_B)[:, None]),
-        memory_rotary=llama.rotary_emb(llama.norm.weight, place_B[:, None]),
-        visibility=PlacedVisibility(NO_PIECE, mask_B11K=visible_BK[:, None, None]),
-        remembers=True,
-        cut_R=(False,),
+    visible_BK = (keys_K >= (length - memory_length_B)[:, None]) & (keys_K <= own_key_B[:, None])
+    metadata = AttentionMetadata(
+        chunk=NO_CHUNK,
+        rotary=llama.rotary_emb(llama.norm.weight, (memory_length_B + offset_B)[:, None]),
+        memory_rotary=llama.rotary_emb(llama.norm.weight, offset_B[:, None]),
+        mask=StaticAttentionMask(NO_CHUNK, mask_B11K=visible_BK[:, None, None]),
+        writes_memory=True,
+        detach_R=(False,),
     )
-    hidden_B1D = llama.embed_tokens(ids_B1)
-    for decoder_layer, layer in zip(llama.layers, layers, strict=True):
-        hidden_B1D, memory = decoder_layer(hidden_B1D, PlacedPast(layer, own_key_B), step)
-        _put(layer.next_keys, memory.key_RGKE, place_B)
-        _put(layer.next_values, memory.value_RGKE, place_B)
-    complete_B = place_B == length - 1
-    memory_B.masked_fill_(complete_B, length)
-    place_B.add_(1).masked_fill_(complete_B, 0)
+    key_values = [StaticKeyValues(layer, own_key_B) for layer in layers]
+    hidden_B1D, memories = run_layers(llama.layers, llama.embed_tokens(ids_B1), key_values, metadata)
+    for layer, memory in zip(layers, memories, strict=True):
+        if memory is not None:
+            _scatter(layer.next_keys, memory.key_RGKE, offset_B)
+            _scatter(layer.next_values, memory.value_RGKE, offset_B)
+    complete_B = offset_B == length - 1
+    memory_length_B.masked_fill_(complete_B, length)
+    offset_B.add_(1).masked_fill_(complete_B, 0)
     normed_B1D = llama.norm(hidden_B1D)
     return normed_B1D[:, 0], model.lm_head(normed_B1D)
 
 
-def can_decode(model: PreTrainedModel, cache: FoldedCache, alignment: Alignment) -> bool:
-    """Whether a call is one new token for every row of a text that has begun, and nothing else is asked of it.
+def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch) -> bool:
+    """Whether a call is one new token for every row of a text that has begun, without anything else.
 
-    Raises `ValueError` where it is and the model's settings forbid such a step.
+    Raises `ValueError` if it is and the model's settings do not allow a static step.
     """
-    if model.training or torch.is_grad_enabled() or alignment.num_columns != 1 or alignment.mask_BN is not None:
+    if model.training or torch.is_grad_enabled() or batch.num_columns != 1 or batch.mask_BN is not None:
         return False
-    if cache.timeline is not None or cache.batch_size != alignment.batch_size:
-        return False
-    if not all(layer.is_initialized for layer in cache.layers):
+    if cache.timeline is not None or cache.batch_size != batch.batch_size or cache.last_hidden_BD is None:
         return False
     device, inference = model.device, torch.is_inference_mode_enabled()
     for buffer in _buffers(cache):  # they are written in place
         if buffer.device != device or buffer.requires_grad or (buffer.is_inference() and not inference):
             return False
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return False  # casts of weights are kept outside of a graph, and not for long
-    implementation, rotary = model.config._attn_implementation, model.model.rotary_emb.rope_type
+        return False  # autocast keeps its casts of weights outside of a graph, and not for long
+    implementation, rope_type = model.config._attn_implementation, model.model.rotary_emb.rope_type
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"fixed_decoding has no step for attn_implementation={implementation!r}: call "
             "model.set_attn_implementation('sdpa'), or set model.fixed_decoding = False."
         )
-    if rotary in UNFIT_ROTARIES:
+    if rope_type in UNFIT_ROPE_TYPES:
         raise ValueError(
-            f"fixed_decoding needs rotary tables that are always the same, and rope_type={rotary!r} has others for "
-            "other lengths: set model.fixed_decoding = False."
+            f"fixed_decoding needs rotary tables that do not change, and those of rope_type={rope_type!r} depend on "
+            "the length: set model.fixed_decoding = False."
         )
     return True
 
 
 def decode(model: PreTrainedModel, cache: FoldedCache, input_ids: torch.Tensor) -> torch.Tensor:
-    """Reads one token of every row into a cache; logits [B, 1, V]. For calls of which `can_decode` holds."""
-    step = cache.fixed_step
-    if not isinstance(step, FixedStep) or not step.fits(model, cache):
-        step = cache.fixed_step = FixedStep(model, cache)
+    """Reads one token of every row into a cache; logits [B, 1, V]. For calls that `can_decode` accepts."""
+    step = cache.static_decoding
+    if not isinstance(step, StaticDecoding) or not step.fits(model, cache):
+        step = cache.static_decoding = StaticDecoding(model, cache)
     cache.begin_call()
-    for piece in cache.cursor.pieces([1] * cache.batch_size):  # it is one
-        cache.last_hidden_BD, logits_B1V = step.run(model, input_ids, _places(cache.cursor))
-        if piece.completed:
-            for layer in cache.layers:
-                layer.roll(piece)
-    step.places_on_host = _places(cache.cursor)
+    for chunk in cache.positions.chunks([1] * cache.batch_size):  # a single chunk
+        hidden_BD, logits_B1V = step.run(model, input_ids, position_lists(cache.positions))
+        cache.store_last_hidden(hidden_BD[:, None], chunk)
+        cache.roll(chunk)
+    step.positions_on_device = position_lists(cache.positions)
     cache.end_call(1)
     return logits_B1V
 
 
-class FixedStep:
-    """The tensors that one cache's steps share and, on CUDA, the graph that was captured on them.
+class StaticDecoding:
+    """The tensors that one cache's static steps share and, on CUDA, the graph that was captured with them.
 
-    The first step warms up, the second is captured: where each has buffers of its own, as in beam search, none is.
+    The first step warms up, the second is captured; if every step has new buffers, as in beam search, none is captured.
     """
 
     def __init__(self, model: PreTrainedModel, cache: FoldedCache):
         self.layers, self.buffers = cache.layers, _buffers(cache)
         self.arrangement, hooked = _arrangement(model)
-        self.device = self.buffers[0].device
+        self.device = model.device
         self.graphs = None if hooked else GRAPHS.get(self.device.type)  # a replay calls no hooks
         with torch.inference_mode(False):  # the tensors may outlive it
             self.ids_B1 = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=self.device)
-            self.places_2B = torch.zeros(2, cache.batch_size, dtype=torch.long, device=self.device)
-        self.places_on_host: list[list[int]] | None = None  # what the device holds, where that is known
+            self.positions_2B = torch.zeros(2, cache.batch_size, dtype=torch.long, device=self.device)
+        self.positions_on_device: list[list[int]] | None = None  # None if unknown
         self.outputs: Outputs | None = None
         self.replay: Callable[[], object] | None = None
 
     def __reduce__(self):
-        return type(None), ()  # copied and stored caches go on without: a graph is bound to its buffers
+        return type(None), ()  # copied and stored caches have no graph: a graph is bound to its buffers
 
     def fits(self, model: PreTrainedModel, cache: FoldedCache) -> bool:
-        if any(ours is not theirs for ours, theirs in zip(self.buffers, _buffers(cache), strict=True)):
+        buffers = _buffers(cache)
+        if len(buffers) != len(self.buffers):
+            return False
+        if any(own is not other for own, other in zip(self.buffers, buffers, strict=True)):
             return False
         return self.replay is None or self.arrangement == _arrangement(model)[0]
 
-    def run(self, model: PreTrainedModel, input_ids: torch.Tensor, places: list[list[int]]) -> Outputs:
-        """`places` are copied to the device only where other calls have moved the rows."""
-        if places != self.places_on_host:
-            self.places_2B.copy_(on_device(torch.tensor(places), self.device))
-        self.places_on_host = None
+    def run(self, model: PreTrainedModel, input_ids: torch.Tensor, positions: list[list[int]]) -> Outputs:
+        """`positions` are copied to the device only if other calls have moved the rows."""
+        if positions != self.positions_on_device:
+            self.positions_2B.copy_(on_device(torch.tensor(positions), self.device))
+        self.positions_on_device = None
         self.ids_B1.copy_(input_ids)
-        compute = partial(decode_step, model, self.layers, self.ids_B1, self.places_2B)
+        compute = partial(static_step, model, self.layers, self.ids_B1, self.positions_2B)
         if self.replay is not None:
             self.replay()
         elif self.graphs is None:
@@ -195,18 +196,18 @@ class FixedStep:
 
 
 def _buffers(cache: FoldedCache) -> list[torch.Tensor]:
-    names = ("keys", "values", "next_keys", "next_values")
-    return [getattr(layer, name) for layer in cache.layers for name in names]
+    return [buffer for layer in cache.layers for buffer in layer.buffers]
 
 
-def _places(cursor: Cursor) -> list[list[int]]:
-    return [list(cursor.filled), [cursor.segment_length if count else 0 for count in cursor.segments]]
+def position_lists(positions: SegmentPositions) -> list[list[int]]:
+    return [list(positions.offsets), [positions.segment_length if segment else 0 for segment in positions.segments]]
 
 
 def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
-    """What a graph has kept of the model, its modules and where their tensors lie; and whether any has hooks.
+    """The parts of the model that a graph depends on: its modules and the addresses of their tensors; and whether any
+    module has hooks.
 
-    As `model.modules()` would give it, several times as fast: it is asked for at every token.
+    The order is that of `model.modules()`, several times as fast: every token calls this function.
     """
     found: list = [model.config._attn_implementation]
     modules: list[torch.nn.Module] = [model]
@@ -221,7 +222,7 @@ def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
 
 
 class Graphs(NamedTuple):
-    """How steps are warmed up and captured: a capture gives a replay, and where its outputs will lie."""
+    """How a device warms up and captures steps; a capture returns a replay and the tensors of its outputs."""
 
     warm_up: Callable[[Callable[[], Outputs], torch.device], Outputs]
     capture: Callable[[Callable[[], Outputs], torch.device], tuple[Callable[[], object], Outputs]]

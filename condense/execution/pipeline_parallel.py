@@ -1,19 +1,18 @@
-"""The layers of a model spread over processes: rank r works on segment s while rank r + 1 works on s - 1.
+"""Pipeline parallelism over segments: rank r works on segment s while rank r + 1 works on segment s - 1.
 
     rank 0   s0  s1  s2  s3
     rank 1       s0  s1  s2  s3
     rank 2           s0  s1  s2  s3
 
-Every rank holds a contiguous range of layers; the first one also embeds, the last one has norm, head and
-loss. What a layer remembers stays on its rank, so only the hidden states of a segment travel, one message
-per segment and border, and in training their gradients back. The wait until every rank has work is paid
-once per text and direction, however many segments follow.
+Each rank holds a contiguous range of layers; the first rank also has the embedding, the last has norm, head and loss.
+The memory of a layer stays on its rank, so ranks exchange only the hidden states of a segment, one message per segment
+and border, and in training their gradients. The pipeline fills once per text and direction, for any number of segments.
 
-Each rank cuts its graph where a tensor comes in: the hidden states from the rank before, the memories from
-the segment before. The backward pass takes the segments in reverse, each with one call of autograd that
-leads from its hidden states and memories to the tensors that came in, whose gradients travel on.
+Each rank detaches the tensors that it receives: the hidden states from the rank before, the memories from the segment
+before. The backward pass takes the segments in reverse order. One call of autograd per segment leads from its hidden
+states and memories to the received tensors, whose gradients are sent to the rank before.
 
-Axes: B rows, R rows taking part in a step, N columns of an input, T tokens of a step, D model width, S steps.
+Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks.
 """
 
 from collections import deque
@@ -26,35 +25,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..accumulators import LossAccumulator
+from ..attention import AttentionMetadata
 from ..checks import check_input, real_tokens
-from ..layers import Step
-from ..memory import Memory, TransientMemory
+from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM, CondenseOutput
-from ..readers import LossReader
-from ..segmentation import Alignment, Piece
+from ..segmentation import Chunk, UnpaddedBatch
+from .executor import run_checkpointed, run_layers
 
 Memories = list[Memory | None]  # of this rank's layers, in order
 
 
-class Stage:
-    """This process's share of a model whose layers are spread over a process group.
+class PipelineStage:
+    """This process's layers of a model that is divided over a process group.
 
         torch.distributed.init_process_group("nccl")
         model = CondenseForCausalLM.from_pretrained(llama, segment_length=512)
-        stage = Stage(model)
-        model.to(device)  # only now, when the other ranks' layers are gone
+        stage = PipelineStage(model)
+        model.to(device)  # after the other ranks' layers have been removed
         stage.loss_and_gradients(input_ids, labels)
 
-    Puts `nn.Identity` in place of what other ranks hold. Names stay: `model.parameters()` are this rank's own,
-    and the state dicts of all ranks make up the checkpoint. A tied embedding is held by the first and the last
-    rank, with the same gradient: the copies stay equal if both are updated alike, so clip gradients by their
-    norm over all ranks.
+    Replaces the modules of other ranks by `nn.Identity`. Names stay: `model.parameters()` are this rank's own, and the
+    state dicts of all ranks together are the checkpoint. The first and the last rank both hold a tied embedding, with
+    the same gradient: the copies stay equal if both are updated alike, so clip gradients by their norm over all ranks.
 
-    `layers_per_rank`: by default as even as can be, the first ranks taking one more; the head costs the last rank
-    as much as a layer or more. `group`: by default all processes. Under nccl let it be initialised without
-    `device_id`: with one, messages of different borders wait for each other.
+    `layers_per_rank`: by default as even as possible, the first ranks have one more; the head costs the last rank as
+    much as a layer or more. `group`: by default all processes. Initialise it without `device_id` under nccl: with one,
+    messages of different borders wait for each other.
 
-    Raises `ValueError` where `layers_per_rank` does not fit the model and the group.
+    Raises `ValueError` if `layers_per_rank` does not fit the model and the group.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Stage:
             layers_per_rank = [num_layers // num_ranks + (r < num_layers % num_ranks) for r in range(num_ranks)]
         if len(layers_per_rank) != num_ranks or sum(layers_per_rank) != num_layers or min(layers_per_rank) < 1:
             raise ValueError(
-                f"layers_per_rank={list(layers_per_rank)} does not spread {num_layers} layers over {num_ranks} ranks: "
+                f"layers_per_rank={list(layers_per_rank)} does not divide {num_layers} layers over {num_ranks} ranks: "
                 "pass a number of at least 1 per rank that add up to the model's layers, or start fewer processes."
             )
         self.model, self.group, self.last_rank = model, group, num_ranks - 1
@@ -76,7 +75,7 @@ class Stage:
         self.before = None if self.is_first else _Border(rank - 1, group)
         self.after = None if self.is_last else _Border(rank + 1, group)
 
-        self.tied_copy: nn.Embedding | nn.Linear | None = None  # whose weight the rank at the other end has as well
+        self.tied_copy: nn.Embedding | nn.Linear | None = None  # the last or first rank has the same weight
         if model.lm_head.weight is model.model.embed_tokens.weight and self.is_first != self.is_last:
             self.tied_copy = model.model.embed_tokens if self.is_first else model.lm_head
 
@@ -93,14 +92,14 @@ class Stage:
     def loss(
         self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> CondenseOutput:
-        """`loss`, `segment_losses` [S] and `segment_targets` [S], on every rank what the whole model would give.
+        """`loss`, `segment_losses` [S] and `segment_targets` [S] of the whole model, on every rank.
 
         input_ids, labels and attention_mask [B, N] as for `CondenseForCausalLM.forward`, the same on all ranks.
         Raises `ValueError`, on all ranks, for inputs that do not fit together.
         """
-        batch = _Batch(self.model, input_ids, labels, attention_mask)
+        batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
         for _ in self._forward(batch):
-            pass  # nothing is kept
+            pass  # nothing is stored for a backward pass
         return self._output(batch, None)
 
     @torch.enable_grad()
@@ -111,66 +110,71 @@ class Stage:
         attention_mask: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
     ) -> CondenseOutput:
-        """As `loss`, and adds its gradients to those of this rank's parameters: no `backward` is left to call.
+        """As `loss`, and adds the gradients to those of this rank's parameters: there is no `backward` to call.
 
         The loss is the mean over all labels, or their sum over `num_items_in_batch`. With the model's gradient
-        checkpointing a segment keeps the hidden states and memories that came in; all else is computed again.
+        checkpointing a segment stores the hidden states and memories that it receives; the rest is computed again.
         """
-        batch = _Batch(self.model, input_ids, labels, attention_mask)
+        batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
         self._backward(batch, list(self._forward(batch)), num_items_in_batch)
         return self._output(batch, num_items_in_batch)
 
-    def _forward(self, batch: "_Batch") -> Iterator["_Segment"]:
+    def _forward(self, batch: "_PipelineBatch") -> Iterator["_SegmentGraph"]:
         memories: Memories = [None] * len(self.layers)
         arrivals = self.before.arrivals(batch.shapes, batch.like) if self.before else iter(())
-        for step, following in zip(batch.steps, [*batch.steps[1:], None], strict=True):
-            came_in_RTD = None if self.is_first else _leaf(next(arrivals))
-            run = partial(self._run_step, batch, step, following)
-            if batch.checkpointing:
-                # The tables tell the checkpoint on which device to keep the state of random numbers, for dropout.
-                output, remembered = self.model._gradient_checkpointing_func(run, came_in_RTD, memories, step.rotary)
-            else:
-                output, remembered = run(came_in_RTD, memories)
+        for metadata, following in zip(batch.chunks, [*batch.chunks[1:], None], strict=True):
+            received_RTD = None if self.is_first else _leaf(next(arrivals))
+            forward = partial(self._forward_chunk, batch, metadata, following)
+            output, new_memories = run_checkpointed(batch.checkpoint, forward, metadata, received_RTD, memories)
             if self.after:
                 self.after.send(output.detach())
             else:
                 batch.losses.append(output.detach())
-            ends = [get_gradient_edge(end) if end.requires_grad else None for end in (output, *_tensors(remembered))]
-            yield _Segment(came_in_RTD, _tensors(memories), ends)
-            memories = [memory and Memory(*map(_leaf, memory)) for memory in remembered]
+            ends = [get_gradient_edge(end) if end.requires_grad else None for end in (output, *_tensors(new_memories))]
+            yield _SegmentGraph(received_RTD, _tensors(memories), ends)
+            memories = [memory and Memory(*map(_leaf, memory)) for memory in new_memories]
         if self.after:
             self.after.finish()
 
-    def _run_step(self, batch: "_Batch", step: Step, following: Step | None, hidden_RTD, memories, _tables=None):
-        """The output, hidden states [R, T, D] or on the last rank the loss, and what the following step reads."""
+    def _forward_chunk(
+        self,
+        batch: "_PipelineBatch",
+        metadata: AttentionMetadata,
+        following: AttentionMetadata | None,
+        hidden_RTD,
+        memories,
+    ):
+        """The output, hidden states [R, T, D] or on the last rank the loss, and the memories of the following chunk."""
         if self.is_first:
-            hidden_RTD = self.model.model.embed_tokens(batch.alignment.take(batch.input_ids_BN, step.piece))
-        remembered: Memories = []
-        for layer, past in zip(self.layers, memories, strict=True):
-            hidden_RTD, memory = layer(hidden_RTD, past, step)
-            remembered.append(_of_rows(memory, step.piece, following.piece) if memory and following else None)
+            hidden_RTD = self.model.model.embed_tokens(batch.tokens.gather(batch.input_ids_BN, metadata.chunk))
+        hidden_RTD, memories = run_layers(self.layers, hidden_RTD, memories, metadata)
+        memories = [
+            _of_rows(memory, metadata.chunk, following.chunk) if memory and following else None for memory in memories
+        ]
         if self.is_last:
-            return batch.reader.read(self.model.model.norm(hidden_RTD), step.piece), remembered
-        return hidden_RTD, remembered
+            return batch.loss.chunk_loss(self.model.model.norm(hidden_RTD), metadata.chunk), memories
+        return hidden_RTD, memories
 
-    def _backward(self, batch: "_Batch", segments: list["_Segment"], num_items: int | torch.Tensor | None) -> None:
+    def _backward(
+        self, batch: "_PipelineBatch", segments: list["_SegmentGraph"], num_items: int | torch.Tensor | None
+    ) -> None:
         copied = self.tied_copy.weight if self.tied_copy and self.tied_copy.weight.requires_grad else None
         if copied is not None:
-            earlier, copied.grad = copied.grad, None  # what was there is summed over both ranks already
-        # The whole loss is linear in that of each segment: the slope is what a loss of 1 comes to.
-        slope = batch.reader.finish([batch.like.new_ones((), dtype=batch.loss_dtype)], num_items)
+            earlier, copied.grad = copied.grad, None  # the earlier gradient is already the sum over both ranks
+        # The batch's loss is linear in that of each segment; the slope is the batch's loss for a segment's loss of 1.
+        slope = batch.loss.batch_loss([batch.like.new_ones((), dtype=batch.loss_dtype)], num_items)
         arrivals = self.after.arrivals(batch.shapes[::-1], batch.like) if self.after else iter(())
         from_memories: list[torch.Tensor | None] = []
         while segments:
-            segment = segments.pop()  # its graph goes with it
+            segment = segments.pop()  # frees its graph
             gradients = [slope if self.is_last else next(arrivals), *from_memories]
             ends = [(end, gradient) for end, gradient in zip(segment.ends, gradients, strict=True) if end is not None]
             ends = [(end, gradient) for end, gradient in ends if gradient is not None]
-            if ends:  # nothing leads back from a segment without labels, or from frozen layers
+            if ends:  # a segment without labels, or of frozen layers, has no gradient
                 torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
             from_memories = [leaf.grad for leaf in segment.memories]
-            if self.before and segment.came_in_RTD is not None:
-                self.before.send(_gradient(segment.came_in_RTD))
+            if self.before and segment.received_RTD is not None:
+                self.before.send(_gradient(segment.received_RTD))
         if self.before:
             self.before.finish()
         if copied is not None:
@@ -181,7 +185,7 @@ class Stage:
     def _sum_over_copies(self, gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()
         other = torch.empty_like(gradient)
-        if self.is_first:  # one after the other, since nccl sends nothing that is not being received
+        if self.is_first:  # one after the other: a send of nccl waits for its receive
             dist.send(gradient, group=self.group, group_dst=self.last_rank)
             dist.recv(other, group=self.group, group_src=self.last_rank)
         else:
@@ -189,54 +193,56 @@ class Stage:
             dist.send(gradient, group=self.group, group_dst=0)
         return gradient + other
 
-    def _output(self, batch: "_Batch", num_items: int | torch.Tensor | None) -> CondenseOutput:
-        losses_S = batch.like.new_empty(len(batch.steps), dtype=batch.loss_dtype)
+    def _output(self, batch: "_PipelineBatch", num_items: int | torch.Tensor | None) -> CondenseOutput:
+        losses_S = batch.like.new_empty(len(batch.chunks), dtype=batch.loss_dtype)
         if self.is_last:
             losses_S = torch.stack(batch.losses)
         dist.broadcast(losses_S, group=self.group, group_src=self.last_rank)
         return CondenseOutput(
-            loss=batch.reader.finish(list(losses_S), num_items),
+            loss=batch.loss.batch_loss(list(losses_S), num_items),
             segment_losses=losses_S,
-            segment_targets=torch.tensor([batch.reader.num_targets_of(step.piece) for step in batch.steps]),
+            segment_targets=torch.tensor([batch.loss.num_targets_of(metadata.chunk) for metadata in batch.chunks]),
         )
 
 
-class _Batch:
-    """The texts of one call, cut into the same steps on every rank; `losses` fills on the last."""
+class _PipelineBatch:
+    """The texts of one call, cut into the same chunks on every rank; the last rank collects `losses`."""
 
     def __init__(self, model: CondenseForCausalLM, input_ids, labels, attention_mask):
         self.input_ids_BN = check_input(model.config, input_ids, None, attention_mask, None, None, labels, None, None)
         batch_size, num_columns = input_ids.shape
-        self.alignment = Alignment(batch_size, num_columns, real_tokens(attention_mask, num_columns))
-        self.checkpointing = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
-        self.reader = LossReader(
-            model.lm_head, model.config.vocab_size, self.alignment, labels, recompute=not self.checkpointing
+        self.tokens = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
+        checkpointing = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
+        self.checkpoint = model._gradient_checkpointing_func if checkpointing else None
+        self.loss = LossAccumulator(
+            model.lm_head, model.config.vocab_size, self.tokens, labels, recompute=not checkpointing
         )
         self.like = next(model.model.layers.parameters())
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)
-        state = TransientMemory(batch_size, model.config)
-        self.steps = list(model.model.steps(self.alignment, state, None, self.like, keeps_state=False))
-        self.shapes = [(len(step.piece.rows), step.piece.width, model.config.hidden_size) for step in self.steps]
+        state = TransientState(batch_size, model.config)
+        builder = model.model.metadata_builder(self.like, self.tokens, state)
+        self.chunks = [builder.build(chunk) for chunk in state.positions.chunks(self.tokens.lengths)]
+        self.shapes = [(len(one.chunk.rows), one.chunk.width, model.config.hidden_size) for one in self.chunks]
         self.losses: list[torch.Tensor] = []
-        if not self.steps:
-            self.reader.finish([], None)  # says why there is no loss
+        if not self.chunks:
+            self.loss.batch_loss([], None)  # raises the error that explains why there is no loss
 
 
 @dataclass
-class _Segment:
-    """What the backward pass needs: the leaves with which the segment's graph begins, and its ends.
+class _SegmentGraph:
+    """The graph of one segment for the backward pass: the leaves that it begins with, and its ends.
 
-    `came_in_RTD` is None on the first rank. `memories` are keys and values in turn; `ends`, the output and what is
-    remembered, are edges, which hold the graph but not the tensors: None where no gradient leads back.
+    `received_RTD` is None on the first rank. `memories` are keys and values in turn. `ends`, the output and the new
+    memories, are edges, which keep the graph but not the tensors: None for an end without a gradient.
     """
 
-    came_in_RTD: torch.Tensor | None
+    received_RTD: torch.Tensor | None
     memories: list[torch.Tensor]
     ends: list[GradientEdge | None]
 
 
 class _Border:
-    """What travels between this rank and a neighbour while both compute."""
+    """The messages between this rank and a neighbour, while both compute."""
 
     def __init__(self, neighbour: int, group: dist.ProcessGroup | None):
         self.neighbour, self.group = neighbour, group
@@ -244,9 +250,9 @@ class _Border:
         self.departure: dist.Work | None = None
 
     def send(self, tensor_RTD: torch.Tensor) -> None:
-        """Waits for the message before to be taken, so that they do not pile up, and not for this one."""
+        """Waits until the message before has been received, so that messages do not accumulate; not for this one."""
         self.finish()
-        self.departing = tensor_RTD.contiguous()  # kept until it is gone
+        self.departing = tensor_RTD.contiguous()  # kept until it has been received
         self.departure = dist.isend(self.departing, group=self.group, group_dst=self.neighbour)
 
     def finish(self) -> None:
@@ -255,7 +261,7 @@ class _Border:
         self.departing = self.departure = None
 
     def arrivals(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The neighbour's tensors in turn; the next one may come in while this one is worked on."""
+        """The neighbour's tensors in turn; the next one may arrive while the caller works on this one."""
         expected: deque[tuple[torch.Tensor, dist.Work | None]] = deque()
         for shape in (*shapes, None):
             if shape is not None:
@@ -280,9 +286,9 @@ def _tensors(memories: Memories) -> list[torch.Tensor]:
     return [tensor for memory in memories if memory for tensor in memory]
 
 
-def _of_rows(memory: Memory, piece: Piece, following: Piece) -> Memory:
-    """Without the rows whose text has ended."""
-    if piece.rows == following.rows:
+def _of_rows(memory: Memory, chunk: Chunk, following: Chunk) -> Memory:
+    """The memory without the rows whose text has ended."""
+    if chunk.rows == following.rows:
         return memory
-    kept = [piece.rows.index(row) for row in following.rows]
-    return Memory(memory.key_RGKE[kept], memory.value_RGKE[kept])
+    kept = [chunk.rows.index(row) for row in following.rows]
+    return memory.select(kept)

@@ -1,8 +1,8 @@
-"""Which schedule is faster: a rule with its constants fitted to measurements (docs/performance.md).
+"""The choice of a schedule: a rule whose constants are fitted to measurements (docs/performance.md).
 
-A wave spends (S - 1)(N - 1) launches less than S segments through N layers one after the other, and
-computes the same. It wins while a single cell is too narrow to keep the device busy, and loses where
-the wide tensors of a whole diagonal no longer fit where those of one cell did.
+A wave computes the same as S segments through M layers one after the other, with (S - 1)(M - 1) fewer launches. It is
+faster while a single cell is too narrow to keep the device busy, and slower where the tensors of a whole diagonal do
+not fit into the cache that holds those of one cell.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..configuration import CondenseConfig
-from ..segmentation import Cursor
-from .stacking import REMEDY, stack_of
+from ..memory import RecurrentState
+from ..segmentation import SegmentPositions
+from .stacking import REMEDY, check_stackable, is_stackable
 
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
@@ -24,48 +25,53 @@ CUDA_SAVED_LAUNCHES = 6
 CUDA_CELL_TOKENS = 4096
 
 
-def schedule_for(model: PreTrainedModel, lengths: Sequence[int], cursor: Cursor, checkpointing: bool) -> str:
-    """What the model's config names, or for "auto" what `choose_schedule` takes.
+def schedule_for(model: PreTrainedModel, lengths: Sequence[int], state: RecurrentState, checkpointing: bool) -> str:
+    """The schedule of a call with `lengths[b]` further tokens of each row: the configuration's, or for "auto" a choice.
 
-    Raises `ValueError` for a wave under FSDP on the whole model: its weights are gathered without a hook in the layers.
+    A cache that records is read sequentially: a wave does not write the tokens that `crop` goes back to.
+
+    Raises `ValueError` for a wave of layers that cannot be stacked, and for a wave under FSDP on the whole model, which
+    gathers the weights without a hook in the layers.
     """
-    asked, sharded = model.config.schedule, any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
-    if asked == "wavefront" and sharded:
+    requested, sharded = model.config.schedule, any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    if requested == "wavefront" and sharded:
         raise ValueError(f"FSDP gathers weights for a call of the model, and a wavefront would keep them: {REMEDY}.")
-    if asked == "wavefront" and longest_wave(lengths, cursor)[0]:
-        stack_of(model.model.layers)  # refused, where it is, before a part of the call is in a cache
-    if asked != "auto":
-        return asked
-    return choose_schedule(model.config, model.model.layers, lengths, cursor, checkpointing or sharded)
+    if requested == "wavefront" and longest_wave(lengths, state.positions)[0]:
+        check_stackable(model.model.layers)  # before a part of the call is in a cache
+    if state.is_recording:
+        return "sequential"
+    if requested != "auto":
+        return requested
+    return choose_schedule(model.config, model.model.layers, lengths, state.positions, checkpointing or sharded)
 
 
 def choose_schedule(
-    config: CondenseConfig, layers: nn.ModuleList, lengths: Sequence[int], cursor: Cursor, checkpointing: bool
+    config: CondenseConfig,
+    layers: nn.ModuleList,
+    lengths: Sequence[int],
+    positions: SegmentPositions,
+    checkpointing: bool,
 ) -> str:
-    """`"sequential"` or `"wavefront"`, for `lengths[b]` further tokens of each row.
+    """`"sequential"` or `"wavefront"`, for `lengths[b]` further tokens of each row. A pure question: changes nothing.
 
-    Sequential wherever a wave can't run (rows at different places, hooks or adapters in the layers) or would keep
-    more than it is worth: under gradient checkpointing every layer's hidden states, of a partly frozen model the
-    activations of frozen layers. And under autocast, which casts a stack of weights anew for every diagonal.
+    Sequential if a wave cannot run (rows at different offsets, hooks or adapters in the layers), if it would store too
+    much (under gradient checkpointing the hidden states of every layer, of a partly frozen model the activations of
+    frozen layers), and under autocast, which casts the stacked weights again for every diagonal.
     """
-    num_segments, num_rows = longest_wave(lengths, cursor)
+    num_segments, num_rows = longest_wave(lengths, positions)
     weight = next(layers.parameters(), None)
     if weight is None or checkpointing or _casts_weights(weight.device.type):
         return "sequential"
     if not faster_as_wave(config, num_segments, num_rows, weight.device.type, weight.element_size()):
         return "sequential"
-    # Of a partly frozen model the sequential order keeps activations for what is trained alone.
+    # Of a partly frozen model the sequential order stores the activations of trained layers only.
     if torch.is_grad_enabled() and len({parameter.requires_grad for parameter in layers.parameters()}) > 1:
         return "sequential"
-    try:
-        stack_of(layers)
-    except ValueError:
-        return "sequential"
-    return "wavefront"
+    return "wavefront" if is_stackable(layers) else "sequential"
 
 
 def faster_as_wave(config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int) -> bool:
-    """The rule alone: whether that many whole segments of that many rows are read faster as a wave."""
+    """The rule alone: whether a wave is faster for this number of whole segments and rows."""
     num_layers, cell_tokens = config.num_hidden_layers, num_rows * config.segment_length
     saved_launches = (num_segments - 1) * (num_layers - 1)
     if device == "cpu":
@@ -78,11 +84,11 @@ def _casts_weights(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def longest_wave(lengths: Sequence[int], cursor: Cursor) -> tuple[int, int]:
-    """Whole segments and rows of the longest wave: rows go together until the first of them ends."""
-    if len(set(cursor.filled)) > 1 or len({count > 0 for count in cursor.segments}) > 1:
+def longest_wave(lengths: Sequence[int], positions: SegmentPositions) -> tuple[int, int]:
+    """Whole segments and rows of the longest wave: rows run together until the first of them ends."""
+    if len(set(positions.offsets)) > 1 or len({segment > 0 for segment in positions.segments}) > 1:
         return 0, 0
-    opening = -cursor.filled[0] % cursor.segment_length  # what is left of a segment that has begun
-    ends = sorted(max(length - opening, 0) // cursor.segment_length for length in lengths)
+    opening = -positions.offsets[0] % positions.segment_length  # the rest of a segment that has begun
+    ends = sorted(max(length - opening, 0) // positions.segment_length for length in lengths)
     waves = [(end - begin, len(ends) - row) for row, (begin, end) in enumerate(pairwise([0, *ends]))]
     return max(waves)

@@ -1,9 +1,10 @@
-"""Several layers as one, whose rows are [layer, row]: what a layer computes row by row stays its own code.
+"""Several layers as one module, whose rows are [layer, row].
 
-Only the leaves that hold weights differ: a product with one weight becomes a batched product with a
-stack of them. The stack and the parameters are the same memory, and parameters keep their names.
+The layers' own code runs unchanged; only the modules with weights are replaced: a product with one weight becomes a
+batched product with a stack of weights. The stack and the parameters share memory, and parameters keep their names.
 
-Axes: N layers of a model, n layers of a band, R rows, T tokens, I and O the widths of a product, D model width.
+Axes: M layers of a model, m layers of a band, R rows of a chunk, T tokens of a chunk, I and O input and output widths
+of a linear map, D hidden size, x rows and tokens together.
 """
 
 import copy
@@ -18,17 +19,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from ..layers import CondenseAttention, CondenseDecoderLayer, RMSNorm
 
-CONTAINERS = (CondenseDecoderLayer, CondenseAttention, LlamaMLP)  # what their code is known to do row by row
+CONTAINERS = (CondenseDecoderLayer, CondenseAttention, LlamaMLP)  # modules whose code treats rows independently
 _stacking = threading.Lock()
 REMEDY = "set schedule='sequential' (or 'auto')"
 
 
 class Stack:
-    """The layers of a model, any consecutive ones of which can be had as one: see `stack_of`."""
+    """The layers of a model; `band` returns consecutive ones as one module. See `stack_of`."""
 
     def __init__(self, layers: nn.ModuleList):
         self.layers = list(layers)
-        self.weights_NOI = {
+        self.weights_MOI = {
             name: _common_memory([layer.get_parameter(name) for layer in layers])
             for name, parameter in layers[0].named_parameters()
             if parameter.dim() == 2
@@ -37,19 +38,19 @@ class Stack:
         self._bands: dict[tuple[int, int], nn.Module] = {}
 
     def band(self, first: int, end: int) -> nn.Module:
-        """Layers first ... end - 1; its input is theirs [n * R, T, D], one layer's rows after the other's."""
+        """Layers first ... end - 1 as one; its input [m * R, T, D] holds the rows of one layer after the other."""
         with _stacking:
             if (first, end) not in self._bands:
                 self._bands[first, end] = self._together(list(self.layers[first:end]), first, "")
             return self._bands[first, end]
 
     def _together(self, modules: list[Any], first: int, prefix: str) -> nn.Module:
-        """One module in place of several alike: the first's own code over stacked leaves."""
+        """One module for several that are alike: the code of the first, over stacked weights."""
         if type(modules[0]) is RMSNorm:
             return StackedNorm(modules)
         if type(modules[0]) is nn.Linear:
-            weight_NOI = self.weights_NOI[f"{prefix}weight"]
-            return StackedLinear(modules, None if weight_NOI is None else weight_NOI[first : first + len(modules)])
+            weight_MOI = self.weights_MOI[f"{prefix}weight"]
+            return StackedLinear(modules, None if weight_MOI is None else weight_MOI[first : first + len(modules)])
         together = copy.copy(modules[0])
         together._modules = {
             name: self._together([module.get_submodule(name) for module in modules], first, f"{prefix}{name}.")
@@ -58,29 +59,48 @@ class Stack:
         return together
 
     def __reduce__(self):
-        return type(None), ()  # a copy of the model makes its own
+        return type(None), ()  # a copied model makes its own stack
 
 
 def stack_of(layers: nn.ModuleList) -> Stack:
-    """The layers' stack, made anew when modules, their settings, hooks or parameters are no longer the same.
+    """The layers' stack; a new one when modules, their settings, hooks or parameters have changed.
 
-    Moves parameters that have a memory each into a common one. Raises `ValueError` as `check_stackable`.
+    Moves parameters that have separate storages into a common one. Raises `ValueError` as `check_stackable`.
     """
-    with _stacking:  # threads may share a model, and making a stack moves its parameters
-        stack = layers.__dict__.get("_stack")  # which lives as long as they do
-        if stack is None or stack.arrangement != _arrangement(layers):
-            check_stackable(layers)
+    with _stacking:  # threads may share a model, and a new stack moves its parameters
+        stack = _current_stack(layers)
+        if stack is None:
+            _check_alike(layers)
             stack = layers.__dict__["_stack"] = Stack(layers)
         return stack
 
 
+def _current_stack(layers: nn.ModuleList) -> Stack | None:
+    stack = layers.__dict__.get("_stack")  # it lives as long as the layers
+    return stack if stack is not None and stack.arrangement == _arrangement(layers) else None
+
+
+def is_stackable(layers: nn.ModuleList) -> bool:
+    """Whether `stack_of` accepts the layers; changes nothing."""
+    try:
+        check_stackable(layers)
+    except ValueError:
+        return False
+    return True
+
+
 def check_stackable(layers: nn.ModuleList) -> None:
-    """Raises `ValueError` where calling the layers together might not be what calling each does."""
+    """Raises `ValueError` if one call of the layers together might differ from a call of each; changes nothing."""
+    if _current_stack(layers) is None:
+        _check_alike(layers)
+
+
+def _check_alike(layers: nn.ModuleList) -> None:
     alike = [_described(module) for module in layers[0].modules()]
     for number, layer in enumerate(layers):
         if [name for name, _ in layer.named_modules()] != [name for name, _ in layers[0].named_modules()]:
             raise ValueError(
-                f"layer {number} has other parts than layer 0, and a wavefront runs them as one: {REMEDY}."
+                f"layer {number} has other modules than layer 0, and a wavefront runs them as one: {REMEDY}."
             )
         for (name, module), (_, first), expected in zip(
             layer.named_modules(), layers[0].named_modules(), alike, strict=True
@@ -88,7 +108,9 @@ def check_stackable(layers: nn.ModuleList) -> None:
             where = f"layer {number} at {name or 'its top'!r}"
             _check_module(module, where)
             if _described(module) != expected:
-                raise ValueError(f"{where} is not set as in layer 0, and a wavefront runs them as one: {REMEDY}.")
+                raise ValueError(
+                    f"{where} has other settings than in layer 0, and a wavefront runs them as one: {REMEDY}."
+                )
             _check_parameters(module, first, where)
 
 
@@ -100,7 +122,7 @@ def _check_module(module: nn.Module, where: str) -> None:
     known = leaf or (not holds and (type(module) in CONTAINERS or not module._modules))
     if not known or module._buffers:
         raise ValueError(
-            f"{where} is a {type(module).__name__}, of which a wavefront knows no stack: {REMEDY}, or merge the "
+            f"{where} is a {type(module).__name__}, which a wavefront cannot stack: {REMEDY}, or merge the "
             "adapter into the model first."
         )
     if leaf and not isinstance(module._parameters.get("weight"), torch.Tensor):
@@ -130,7 +152,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _described(module: nn.Module) -> tuple:
-    """A module's type, what it holds, and its settings: numbers and names by value, all else by identity."""
+    """A module's type, its parameters' names and its settings: numbers and names by value, all else by identity."""
     settings = sorted((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))
     plain = (bool, int, float, str, type(None))
     described = [(name, value if isinstance(value, plain) else id(value)) for name, value in settings]
@@ -138,18 +160,18 @@ def _described(module: nn.Module) -> tuple:
 
 
 def _arrangement(layers: nn.ModuleList) -> list[tuple]:
-    """Whatever a stack depends on."""
+    """Everything that a stack depends on."""
     modules: list[tuple] = [(id(module), _has_hooks(module), *_described(module)) for module in layers.modules()]
     plain = [parameter for parameter in layers.parameters() if type(parameter) is nn.Parameter]
     return modules + [(id(parameter), parameter.data_ptr(), parameter.dtype) for parameter in plain]
 
 
 def _common_memory(parameters: list[nn.Parameter]) -> torch.Tensor | None:
-    """The parameters as one [N, ...] that is their memory; None where they lie apart and can't be moved.
+    """The parameters as one tensor [M, ...] that shares their memory; None if they are apart and can't be moved.
 
-    A parameter that fills its storage is moved, and gets a storage of its own over its part of the common
-    memory: whoever saves or shares parameters by storage sees each alone. One in a larger storage is
-    someone else's to arrange (ZeRO), and so is one that other processes share.
+    A parameter that fills its storage is moved, and gets a storage of its own over its part of the common memory: code
+    that saves or shares parameters by storage sees each of them alone. A parameter in a larger storage (ZeRO), or one
+    that other processes share, is not ours to move.
     """
     first = parameters[0]
     if (distance := _distance(parameters)) is not None:
@@ -161,13 +183,13 @@ def _common_memory(parameters: list[nn.Parameter]) -> torch.Tensor | None:
             return None
     with torch.inference_mode(False), torch.no_grad():
         together = torch.stack(list(parameters))
-        for parameter, place in zip(parameters, together, strict=True):
-            parameter.data = place if place.is_meta else torch.from_dlpack(place)
+        for parameter, part in zip(parameters, together, strict=True):
+            parameter.data = part if part.is_meta else torch.from_dlpack(part)
     return together
 
 
 def _distance(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Elements from each tensor to the next in their common storage; None where there is no such number."""
+    """The constant number of elements from each tensor to the next in their common storage; None if there is none."""
     first = tensors[0]
     if len(tensors) == 1:
         return first.numel()
@@ -181,12 +203,12 @@ def _distance(tensors: Sequence[torch.Tensor]) -> int | None:
     return distance if even and distance >= first.numel() else None
 
 
-class _Together(torch.autograd.Function):
-    """The stack [n, ...] of parameters whose memory it is: gradients of it are theirs."""
+class _SharedStack(torch.autograd.Function):
+    """The stack [m, ...] of parameters that it shares memory with: its gradients are theirs."""
 
     @staticmethod
     def forward(ctx, stack, *parameters):
-        ctx.save_for_backward(*parameters)  # so that autograd notices where one is changed before the backward pass
+        ctx.save_for_backward(*parameters)  # autograd then notices a parameter that changes before the backward pass
         return stack.view_as(stack)
 
     @staticmethod
@@ -196,47 +218,47 @@ class _Together(torch.autograd.Function):
 
 
 class StackedLinear(nn.Module):
-    """n linear maps, [n * R, T, I] to [n * R, T, O]: one product, or one each where weights lie unevenly."""
+    """m linear maps, [m * R, T, I] to [m * R, T, O]: one batched product, or m products if the weights are apart."""
 
-    def __init__(self, linears: list[nn.Linear], weight_nOI: torch.Tensor | None):
+    def __init__(self, linears: list[nn.Linear], weight_mOI: torch.Tensor | None):
         super().__init__()
         self.linears = linears  # a plain list: these modules are registered elsewhere
-        self.weight_nOI = weight_nOI
+        self.weight_mOI = weight_mOI
 
     def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
-        input_nRTI = input_RTI.unflatten(0, (len(self.linears), -1))
-        if self.weight_nOI is None:
-            parts = [F.linear(part, one.weight, one.bias) for part, one in zip(input_nRTI, self.linears, strict=True)]
+        input_mRTI = input_RTI.unflatten(0, (len(self.linears), -1))
+        if self.weight_mOI is None:
+            parts = [F.linear(part, one.weight, one.bias) for part, one in zip(input_mRTI, self.linears, strict=True)]
             return torch.cat(parts)
-        weight_nOI = _Together.apply(self.weight_nOI, *(linear.weight for linear in self.linears))
-        output_nxO = torch.bmm(input_nRTI.flatten(1, 2), weight_nOI.transpose(1, 2))
+        weight_mOI = _SharedStack.apply(self.weight_mOI, *(linear.weight for linear in self.linears))
+        output_mxO = torch.bmm(input_mRTI.flatten(1, 2), weight_mOI.transpose(1, 2))
         if self.linears[0].bias is not None:
-            bias_n1O = torch.stack([linear.bias for linear in self.linears])[:, None]
-            output_nxO = output_nxO + bias_n1O.to(output_nxO.dtype)  # not the same under autocast
-        return output_nxO.unflatten(1, input_nRTI.shape[1:3]).flatten(0, 1)
+            bias_m1O = torch.stack([linear.bias for linear in self.linears])[:, None]
+            output_mxO = output_mxO + bias_m1O.to(output_mxO.dtype)  # they differ under autocast
+        return output_mxO.unflatten(1, input_mRTI.shape[1:3]).flatten(0, 1)
 
 
 class _Norm(NamedTuple):
-    """What a Llama's norm reads of itself."""
+    """The attributes that a Llama's norm reads of itself."""
 
     weight: torch.Tensor
     variance_epsilon: float
 
 
 class StackedNorm(nn.Module):
-    """n norms over [n * R, T, D], with a weight that has an axis of layers."""
+    """m norms over [m * R, T, D], as one with a weight [m, 1, 1, D]."""
 
     def __init__(self, norms: list[RMSNorm]):
         super().__init__()
         self.norms = norms
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        hidden_nRTD = hidden_RTD.unflatten(0, (len(self.norms), -1))
-        weight_n11D = torch.stack([norm.weight for norm in self.norms])[:, None, None]
-        return self.normalize(hidden_nRTD, _Norm(weight_n11D, self.norms[0].variance_epsilon)).flatten(0, 1)
+        hidden_mRTD = hidden_RTD.unflatten(0, (len(self.norms), -1))
+        weight_m11D = torch.stack([norm.weight for norm in self.norms])[:, None, None]
+        return self.normalize(hidden_mRTD, _Norm(weight_m11D, self.norms[0].variance_epsilon)).flatten(0, 1)
 
-    def normalize(self, hidden_nRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
-        return self.fused(hidden_nRTD, norm) if hidden_nRTD.is_cuda else LlamaRMSNorm.forward(norm, hidden_nRTD)
+    def normalize(self, hidden_mRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        return self.fused(hidden_mRTD, norm) if hidden_mRTD.is_cuda else LlamaRMSNorm.forward(norm, hidden_mRTD)
 
-    def fused(self, hidden_nRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
-        return norm.weight * F.rms_norm(hidden_nRTD, hidden_nRTD.shape[-1:], None, norm.variance_epsilon)
+    def fused(self, hidden_mRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        return norm.weight * F.rms_norm(hidden_mRTD, hidden_mRTD.shape[-1:], None, norm.variance_epsilon)

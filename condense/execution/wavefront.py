@@ -1,156 +1,183 @@
 """All cells of a diagonal at once, then the next diagonal.
 
-Cell (layer n, segment s) needs cells (n - 1, s) and (n, s - 1) only, so those of equal n + s are
-independent: S segments through N layers take S + N - 1 wide steps instead of S * N narrow ones.
+Cell (layer m, segment s) needs cells (m - 1, s) and (m, s - 1) only, so cells of equal m + s are independent:
+S segments through M layers take S + M - 1 wide steps instead of S * M narrow ones.
 
     segment   0  1  2  3        the diagonal of step 3: layer 0 on segment 3, layer 1 on segment 2,
-    layer 0   0  1  2  3        layer 2 on segment 1; the next one takes their outputs one layer up,
-    layer 1   1  2  3  4        and the memories that they leave where they are.
+    layer 0   0  1  2  3        layer 2 on segment 1; the next diagonal takes their outputs one layer up,
+    layer 1   1  2  3  4        and their memories at the same layers.
     layer 2   2  3  4  5
 
-Axes: R rows, n layers of a band, T tokens of a step, D model width, G key/value heads, K keys, E head width.
+The layers of a diagonal are consecutive and run as one: a band.
+
+Axes: R rows of a chunk or of a band (layer after layer), T tokens of a chunk, D hidden size, K keys.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..attention import Visibility
-from ..layers import Step
-from ..memory import Memory
-from ..segmentation import Piece
-from .sequential import State, run_sequential
+from ..attention import AttentionMask, AttentionMetadata
+from ..attention.metadata import RotaryTables
+from ..memory import Memory, RecurrentState
+from .executor import Checkpoint, ChunkOutput, Embed, Output, run_checkpointed, run_layers
+from .sequential import SequentialExecutor
 from .stacking import Stack, stack_of
 
 
-def run_wavefront(
-    layers: nn.ModuleList,
-    steps: Iterable[Step],
-    state: State,
-    embed: Callable[[Step], torch.Tensor],
-    consume: Callable[[torch.Tensor, Step], Any],
-    checkpoint: Callable | None,
-) -> list[tuple[Piece, Any]]:
-    """As `run_sequential`. Whole segments of the same rows go in waves; what stands between them goes alone.
+class WavefrontExecutor:
+    """Consecutive whole segments of the same rows form a wave; all other chunks run sequentially between waves.
 
-    With `checkpoint` a diagonal keeps the memories and the hidden states it was given: more than a
-    sequential step does, by the hidden states of every layer.
+    With `checkpoint`, a diagonal stores the memories and the hidden states that it receives: the hidden states of
+    every layer more than a sequential chunk stores.
+
+    Raises `ValueError` for layers that cannot be stacked, when the first wave begins.
     """
-    kept: list[tuple[Piece, Any]] = []
-    for rows, run in groupby(steps, lambda step: whole_rows(step.piece)):
-        if rows is None:
-            kept += run_sequential(layers, run, state, embed, consume, checkpoint)
-        else:
-            kept += _wave(stack_of(layers), run, state, embed, consume, checkpoint)
-    return kept
 
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        state: RecurrentState,
+        embed: Embed,
+        output: Output,
+        checkpoint: Checkpoint | None = None,
+    ):
+        self.layers, self.state = layers, state
+        self.sequential = SequentialExecutor(list(layers), state, embed, output, checkpoint)
+        self.wave: _Wave | None = None
 
-def whole_rows(piece: Piece) -> tuple[int, ...] | None:
-    """The rows of a piece that is one whole segment of each; None where it isn't."""
-    whole = piece.uniform and piece.rectangular and piece.width == piece.segment_length
-    return tuple(piece.rows) if whole else None
+    def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
+        chunk, outputs = metadata.chunk, []
+        if self.wave is not None and not (chunk.whole_segments and chunk.rows == self.wave.rows):
+            outputs = self.finish()
+        if not chunk.whole_segments:
+            return outputs + self.sequential.submit(metadata)
+        if self.wave is None:
+            self.wave = _Wave(stack_of(self.layers), self.sequential, metadata)
+        return outputs + self.wave.advance(metadata)
+
+    def finish(self) -> list[ChunkOutput]:
+        wave, self.wave = self.wave, None
+        return [] if wave is None else wave.drain()
 
 
 @dataclass(frozen=True)
-class BandStep(Step):
-    """What the layers of a band share, a segment each; all but perhaps the last of them have a memory."""
+class BandMetadata(AttentionMetadata):
+    """The metadata of a band, whose layers work on a segment each; the last of them may be without a memory."""
 
-    first_visibility: Visibility | None  # of the rows that have none
+    first_segment_mask: AttentionMask | None  # the mask of that layer's rows
 
-    def views(self, past):
-        num_rows = 0 if past is None else len(past.key_RGKE)
-        if past is not None:
-            yield slice(num_rows), self.visibility, past
-        if self.first_visibility is not None:
-            yield slice(num_rows, None), self.first_visibility, None
+    def groups(self, key_values):
+        num_rows = 0 if key_values is None else len(key_values.key_RGKE)
+        if key_values is not None:
+            yield slice(num_rows), self.mask, key_values
+        if self.first_segment_mask is not None:
+            yield slice(num_rows, None), self.first_segment_mask, None
 
 
-def _wave(stack: Stack, run: Iterator[Step], state: State, embed, consume, checkpoint) -> list[tuple[Piece, Any]]:
-    """A diagonal at a time: lets a segment in at layer 0, and one out at the top; all in flight go a layer up."""
-    num_layers = len(stack.layers)
-    kept: list[tuple[Piece, Any]] = []
-    flight: deque[Step] = deque()  # newest first, so in the order of the layers, of which the first is `low`
-    low = num_rows = 0
-    hidden: torch.Tensor | None = None  # what the segments in flight bring to their next layers
-    memory: Memory | None = None  # what the last diagonal's layers remember
-    before: Sequence[Memory | None] = ()  # what layers remember from before the wave
-    after: list[Memory] = []  # and at its end
-    while True:
-        entering = next(run, None)
-        if entering is not None:
-            if not kept and not flight:
-                before = [past and past.memory(entering.piece) for past in state.read(entering.piece)]
-            flight.appendleft(entering)
-        else:  # the last segment has left the lowest layer
-            if memory is not None:
-                after.append(memory.rows(0, num_rows))
-                memory = memory.rows(num_rows, None) if len(memory.key_RGKE) > num_rows else None
-            low += 1
-            if not flight:
+class _Wave:
+    """Segments in flight, the newest first: they are at consecutive layers, of which the first is `low`.
+
+    `hidden_RTD` is the input of their next layers, `memory` the memory of these layers. `earlier` are the memories
+    from before the wave, `later` those at its end, layer by layer.
+    """
+
+    def __init__(self, stack: Stack, sequential: SequentialExecutor, first: AttentionMetadata):
+        self.stack, self.state, self.rows = stack, sequential.state, first.chunk.rows
+        self.embed, self.output, self.checkpoint = sequential.embed, sequential.output, sequential.checkpoint
+        key_values = self.state.key_values(first.chunk)
+        self.earlier = [None if item is None else item.memory(first.chunk) for item in key_values]
+        self.later: list[Memory] = []
+        self.in_flight: deque[AttentionMetadata] = deque()
+        self.newest = first
+        self.low, self.first_is_in_flight = 0, True
+        self.hidden_RTD: torch.Tensor | None = None
+        self.memory: Memory | None = None
+
+    def advance(self, entering: AttentionMetadata) -> list[ChunkOutput]:
+        """Lets a segment in at layer 0, and moves every segment one layer up."""
+        self.in_flight.appendleft(entering)
+        self.newest = entering
+        return self._run_diagonal(entering)
+
+    def drain(self) -> list[ChunkOutput]:
+        """Moves the segments in flight up until the last one has left, and writes the memories."""
+        outputs: list[ChunkOutput] = []
+        num_rows = len(self.rows)
+        while True:
+            if self.memory is not None:  # the newest segment has left the lowest layer: its memory there is final
+                self.later.append(self.memory.rows(0, num_rows))
+                self.memory = self.memory.rows(num_rows, None) if len(self.memory.key_RGKE) > num_rows else None
+            self.low += 1
+            if not self.in_flight:
                 break
-        num_rows = len(flight[0].piece.rows)
-        high = low + len(flight) - 1
-        if not kept and (older := before[high]) is not None:  # the wave's first segment, on its way up
-            memory = older if memory is None else memory.followed_by(older)
-        num_remembering = 0 if memory is None else len(memory.key_RGKE)
-        step = _together(flight, num_remembering // num_rows)
-        leaving = flight.pop() if high == num_layers - 1 else None
-        diagonal = partial(_run_diagonal, stack.band(low, high + 1), step, entering, leaving, embed, consume)
-        # The tables tell the checkpoint on which device to keep the state of random numbers, for dropout.
-        arguments = step.rotary, hidden, *(memory or (None, None))
-        hidden, consumed, memory = diagonal(*arguments) if checkpoint is None else checkpoint(diagonal, *arguments)
-        if leaving is not None:
-            kept.append((leaving.piece, consumed))
-            last = leaving
-    if last.remembers:
-        state.write(after, last.piece)
-    return kept
+            outputs += self._run_diagonal(None)
+        if self.newest.writes_memory:
+            self.state.write_memory(self.later, self.newest.chunk)
+        return outputs
+
+    def _run_diagonal(self, entering: AttentionMetadata | None) -> list[ChunkOutput]:
+        high = self.low + len(self.in_flight) - 1
+        if self.first_is_in_flight and (earlier := self.earlier[high]) is not None:
+            self.memory = earlier if self.memory is None else self.memory.append(earlier)
+        num_rows = len(self.rows)
+        num_with_memory = 0 if self.memory is None else len(self.memory.key_RGKE) // num_rows
+        metadata = band_metadata(self.in_flight, num_with_memory)
+        leaving = self.in_flight.pop() if high == len(self.stack.layers) - 1 else None
+        band = self.stack.band(self.low, high + 1)
+        forward = partial(self._forward, band, metadata, entering, leaving)
+        self.hidden_RTD, output, self.memory = run_checkpointed(
+            self.checkpoint, forward, metadata, self.hidden_RTD, [self.memory]
+        )
+        if leaving is None:
+            return []
+        self.first_is_in_flight = False
+        return [(leaving.chunk, output)]
+
+    def _forward(self, band, metadata, entering, leaving, hidden_RTD, memories):
+        if entering is not None:
+            new_RTD = self.embed(entering.chunk)
+            hidden_RTD = new_RTD if hidden_RTD is None else torch.cat([new_RTD, hidden_RTD])
+        hidden_RTD, (memory,) = run_layers([band], hidden_RTD, memories, metadata)
+        if leaving is None:
+            return hidden_RTD, None, memory
+        num_rows = len(self.rows)
+        staying_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
+        return staying_RTD, self.output(leaving_RTD, leaving.chunk), memory
 
 
-def _run_diagonal(band, step, entering: Step | None, leaving: Step | None, embed, consume, _tables, hidden, key, value):
-    memory = None if key is None else Memory(key, value)
-    if entering is not None:
-        new_RTD = embed(entering)
-        hidden = new_RTD if hidden is None else torch.cat([new_RTD, hidden])
-    hidden_RTD, remembered = band(hidden, memory, step)
-    if leaving is None:
-        return hidden_RTD, None, remembered
-    staying, num_rows = len(hidden_RTD) - len(leaving.piece.rows), len(leaving.piece.rows)
-    staying_RTD, leaving_RTD = hidden_RTD.split([staying, num_rows])
-    return staying_RTD, consume(leaving_RTD, leaving), remembered
-
-
-def _together(flight: Sequence[Step], num_remembering: int) -> BandStep:
-    """The steps as one, whose rows are [step, row]; the first `num_remembering` have a memory."""
-    alone = list(flight)[num_remembering:]
-    assert len(alone) <= 1, "only a text's first segment has no memory"
-    visibilities = [_see_together(steps) for steps in (list(flight)[:num_remembering], alone) if steps]
-    return BandStep(
-        piece=flight[0].piece,
-        rotary=_tables_together([step.rotary for step in flight], len(flight[0].piece.rows)),
-        memory_rotary=_tables_together([step.memory_rotary for step in flight], len(flight[0].piece.rows)),
-        visibility=visibilities[0],
-        remembers=any(step.remembers for step in flight),
-        cut_R=tuple(cut for step in flight for cut in step.cut_R),
-        first_visibility=visibilities[-1] if alone else None,
+def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) -> BandMetadata:
+    """The segments' metadata as one, with rows [segment, row]; the first `num_with_memory` segments have a memory."""
+    segments = list(in_flight)
+    without = segments[num_with_memory:]
+    assert len(without) <= 1, "only the first segment of a text has no memory"
+    masks = [_joint_mask(group) for group in (segments[:num_with_memory], without) if group]
+    num_rows = len(segments[0].chunk.rows)
+    return BandMetadata(
+        chunk=segments[0].chunk,
+        rotary=_joint_tables([segment.rotary for segment in segments], num_rows),
+        memory_rotary=_joint_tables([segment.memory_rotary for segment in segments], num_rows),
+        mask=masks[0],
+        writes_memory=any(segment.writes_memory for segment in segments),
+        detach_R=tuple(detach for segment in segments for detach in segment.detach_R),
+        first_segment_mask=masks[-1] if without else None,
     )
 
 
-def _see_together(steps: Sequence[Step]) -> Visibility:
-    log_durations = [step.visibility.log_duration_RK for step in steps]
+def _joint_mask(segments: Sequence[AttentionMetadata]) -> AttentionMask:
+    log_durations = [segment.mask.log_duration_RK for segment in segments]
     known = [log_duration_RK for log_duration_RK in log_durations if log_duration_RK is not None]
-    assert len(known) in (0, len(steps))
-    return Visibility(steps[0].piece, torch.cat(known) if known else None)
+    assert len(known) in (0, len(segments))
+    return AttentionMask(segments[0].chunk, torch.cat(known) if known else None)
 
 
-def _tables_together(tables: Sequence[tuple[torch.Tensor, torch.Tensor]], num_rows: int):
+def _joint_tables(tables: Sequence[RotaryTables], num_rows: int) -> RotaryTables:
     first = tables[0]
     if len(first[0]) == 1 and all(table is first for table in tables):  # as for most diagonals
         return first
-    return tuple(torch.cat([part.expand(num_rows, -1, -1) for part in parts]) for parts in zip(*tables, strict=True))
+    cos, sin = (torch.cat([part.expand(num_rows, -1, -1) for part in parts]) for parts in zip(*tables, strict=True))
+    return cos, sin

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from condense.reading import read
+from condense.prefill import prefill as read_context
 
 from .race import (
     Bench,
@@ -89,7 +89,7 @@ def _read(bench: Bench, model: Any, variant: Variant, context_BN: torch.Tensor, 
 
     if variant.kind == "folded":
         model.config.segment_length, model.config.schedule = variant.segment_length, variant.schedule
-        cache = read(model.eval(), context_BN, progress=watch)
+        cache = read_context(model.eval(), context_BN, progress=watch)
         point["state_bytes"] = cache.num_bytes
     else:
         cache = prefill(model, context_BN).past_key_values

@@ -83,19 +83,19 @@ def attentions_of(model: Any) -> list[str]:
 
 def taken_by_auto(model: Any, point: Point) -> tuple[str, str]:
     """Schedule and attention: the model's own questions, for whole texts of one length and their second segment."""
-    from condense.attention import Visibility, choose_attention
+    from condense.attention import AttentionMask, choose_attention
     from condense.execution import choose_schedule
-    from condense.memory import TransientMemory
+    from condense.segmentation import SegmentPositions
 
     lengths, config = [point.length] * point.batch, model.config
-    cursor = TransientMemory(point.batch, config).cursor
-    schedule = choose_schedule(config, model.model.layers, lengths, cursor, point.checkpointing)
-    piece = list(cursor.pieces(lengths))[:2][-1]
-    num_keys = piece.visible_keys.stop - piece.visible_keys.start
-    heads = (config.num_attention_heads, piece.width), (config.num_key_value_heads, num_keys)
+    positions = SegmentPositions(point.batch, config.segment_length)
+    schedule = choose_schedule(config, model.model.layers, lengths, positions, point.checkpointing)
+    chunk = list(positions.chunks(lengths))[:2][-1]
+    num_keys = chunk.visible_keys.stop - chunk.visible_keys.start
+    heads = (config.num_attention_heads, chunk.width), (config.num_key_value_heads, num_keys)
     query, key = (next(model.parameters()).new_empty(point.batch, *size, config.head_dim) for size in heads)
     dropout = config.attention_dropout if model.training else 0.0
-    return schedule, choose_attention(query, key, Visibility(piece), dropout)
+    return schedule, choose_attention(query, key, AttentionMask(chunk), dropout)
 
 
 def schedules(

@@ -1,8 +1,12 @@
-"""Tiny models with large random weights, so that nothing is close to zero by accident."""
+"""Tiny models with large random weights, so that nothing is close to zero by accident; batches, gradients."""
+
+from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseConfig, CondenseForCausalLM
+from condense.reference import reference_loss
 
 VOCAB = 61
 
@@ -47,3 +51,38 @@ def random_ids(batch_size: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
 
 def random_durations(batch_size: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
     return 0.1 + 2 * torch.rand(batch_size, num_tokens, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def padded_batch(lengths, side):
+    total = max(lengths)
+    ids, mask = torch.zeros(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
+    rows = [random_ids(1, length, seed=length)[0] for length in lengths]
+    for row, tokens in enumerate(rows):
+        where = slice(total - len(tokens), None) if side == "left" else slice(0, len(tokens))
+        ids[row, where], mask[row, where] = tokens, 1
+    return rows, ids, mask
+
+
+def gradients(model, ids, **inputs):
+    model.train()
+    model.zero_grad()
+    loss = model(ids, labels=ids, **inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def reference_gradients(model, ids, detach_after=None):
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights(model).items()}
+    loss = sum(reference_loss(leaves, model.config, row, detach_after) for row in ids) / len(ids)
+    loss.backward()
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def assert_same(actual, expected, tolerance):
+    torch.testing.assert_close(actual[0].double(), expected[0].double(), atol=tolerance, rtol=tolerance)
+    for name in actual[1]:
+        torch.testing.assert_close(actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+def torch_checkpoint():
+    return partial(checkpoint, use_reentrant=False)

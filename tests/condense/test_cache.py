@@ -1,4 +1,4 @@
-"""Reading in pieces equals reading at once, in constant memory, for any mixture of rows."""
+"""Reading in chunks equals reading at once, in constant memory, for any mixture of rows."""
 
 import copy
 import random
@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from condense import FoldedCache
-from condense.readers import HiddenReader
+from condense.accumulators import HiddenStateAccumulator
 
 from .models import random_durations, random_ids, tiny_model
 
@@ -135,13 +135,13 @@ def total_bytes(root) -> int:
 @torch.no_grad()
 def test_one_call_holds_no_more_hidden_states_than_it_returns(monkeypatch):
     """Of a text of many segments, read at once, what is kept of each step is what the answer needs."""
-    model, kept, read = tiny_model(segment_length=4), [], HiddenReader.read
+    model, kept, read = tiny_model(segment_length=4), [], HiddenStateAccumulator.chunk_hidden
 
-    def note(reader, hidden_RTD, piece):
-        kept.append(read(reader, hidden_RTD, piece))
+    def note(reader, hidden_RTD, chunk):
+        kept.append(read(reader, hidden_RTD, chunk))
         return kept[-1]
 
-    monkeypatch.setattr(HiddenReader, "read", note)
+    monkeypatch.setattr(HiddenStateAccumulator, "chunk_hidden", note)
     with torch.no_grad():
         model(random_ids(1, 80), use_cache=True, logits_to_keep=1)
     numbers = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept]
@@ -233,7 +233,8 @@ def test_wrong_use_is_named():
     cache = model(random_ids(2, 7)).past_key_values
     with pytest.raises(ValueError, match="holds 2 texts and the input 3"):
         model(random_ids(3, 7), past_key_values=cache)
-    with pytest.raises(ValueError, match="cannot roll back"):
-        cache.crop(1)
+    for tokens in (1, -1):
+        with pytest.raises(ValueError, match=r"activate_past_recording.*snapshot"):
+            cache.crop(tokens)
     with pytest.raises(ValueError, match="DynamicCache"):
         model(random_ids(2, 7), past_key_values=DynamicCache())

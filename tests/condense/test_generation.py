@@ -1,13 +1,15 @@
 """The stock `generate` on a folded model, against reading the whole text again for every token."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 
-from condense import CondenseForCausalLM, FoldedCache
+from condense import CondenseForCausalLM, FoldedCache, to_llama
 from condense.generation import RefuseNonFiniteLogits
 
-from .models import random_ids, tiny_model
+from .models import padded_batch, random_ids, tiny_model
 
 NEW = 18  # several segments of 5
 
@@ -32,16 +34,6 @@ def test_prefill_in_chunks(chunk):
     model, ids = tiny_model(), random_ids(2, 17)
     output = model.generate(ids, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=chunk)
     assert torch.equal(output, greedy(model, ids))
-
-
-def padded_batch(lengths, side):
-    total = max(lengths)
-    ids, mask = torch.zeros(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
-    rows = [random_ids(1, length, seed=length)[0] for length in lengths]
-    for row, tokens in enumerate(rows):
-        where = slice(total - len(tokens), None) if side == "left" else slice(0, len(tokens))
-        ids[row, where], mask[row, where] = tokens, 1
-    return rows, ids, mask
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -157,10 +149,60 @@ def test_other_caches_are_refused(options):
         tiny_model().generate(random_ids(1, 4), max_new_tokens=2, **options)
 
 
-def test_methods_that_undo_tokens_are_refused():
-    model = tiny_model()
-    with pytest.raises(ValueError, match="stateful"):
-        model.generate(random_ids(1, 4), max_new_tokens=2, assistant_model=tiny_model(seed=1))
+def repeating_ids(num_tokens):
+    """A text in which every pattern comes again, so that a lookup in the prompt finds drafts."""
+    return random_ids(1, 7).repeat(1, -(-num_tokens // 7))[:, :num_tokens]
+
+
+def same_model_but(model, scale):
+    """An assistant that is often right: the model itself with noise on its weights."""
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in assistant.parameters():
+        parameter.data += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return assistant
+
+
+@pytest.mark.parametrize("num_prompt", [3, 10, 26])
+@pytest.mark.parametrize("segment_length", [4, 5, 64])
+@pytest.mark.parametrize("kind", ["prompt lookup", "folded assistant", "stock assistant"])
+@torch.no_grad()
+def test_drafts_change_no_token(kind, segment_length, num_prompt):
+    """Assisted decoding and prompt lookup write the tokens of plain greedy decoding, over many segment borders; drafts
+    of which some tokens are taken and some are not occur in each case.
+    """
+    model = tiny_model(segment_length=segment_length)
+    ids = repeating_ids(num_prompt)
+    options = {
+        "prompt lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 2},
+        "folded assistant": {"assistant_model": same_model_but(model, 0.02)},
+        "stock assistant": {"assistant_model": to_llama(same_model_but(model, 0.0))},
+    }[kind]
+    removed, crop = [], FoldedCache.crop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FoldedCache, "crop", lambda cache, tokens: (removed.append(-tokens), crop(cache, tokens))[1])
+        drafted = model.generate(ids, max_new_tokens=60, do_sample=False, **options)
+    plain = model.generate(ids, max_new_tokens=60, do_sample=False)
+    assert torch.equal(drafted, plain)
+    assert max(removed) > 1 and len(set(removed)) > 1
+
+
+@torch.no_grad()
+def test_drafts_leave_a_state_that_generation_continues(monkeypatch):
+    """The state after drafts is that of the same tokens, and its size does not depend on how many were drafted."""
+    model, ids = tiny_model(segment_length=5), repeating_ids(133)
+    output = model.generate(
+        ids, max_new_tokens=31, do_sample=False, prompt_lookup_num_tokens=9, return_dict_in_generate=True
+    )
+    plain = model.generate(ids, max_new_tokens=50, do_sample=False)
+    continued = model.generate(
+        output.sequences, past_key_values=output.past_key_values, max_new_tokens=19, do_sample=False
+    )
+    assert torch.equal(continued, plain)
+    longer = model.generate(
+        ids, max_new_tokens=200, do_sample=False, prompt_lookup_num_tokens=9, return_dict_in_generate=True
+    )
+    assert longer.past_key_values.num_bytes <= 1.02 * output.past_key_values.num_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,32 +6,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense.loss
 from condense import FoldedCache, to_llama
-from condense.reference import reference_loss
 
-from .models import VOCAB, random_ids, tiny_model, weights
+from .models import (
+    VOCAB,
+    assert_same,
+    gradients,
+    random_ids,
+    reference_gradients,
+    tiny_model,
+    torch_checkpoint,
+)
 
 LENGTH = 23  # four whole segments of 5 and a short one
-
-
-def gradients(model, ids, **inputs):
-    model.train()
-    model.zero_grad()
-    loss = model(ids, labels=ids, **inputs).loss
-    loss.backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-def reference_gradients(model, ids, detach_after=None):
-    leaves = {name: tensor.requires_grad_() for name, tensor in weights(model).items()}
-    loss = sum(reference_loss(leaves, model.config, row, detach_after) for row in ids) / len(ids)
-    loss.backward()
-    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
-
-
-def assert_same(actual, expected, tolerance):
-    torch.testing.assert_close(actual[0].double(), expected[0].double(), atol=tolerance, rtol=tolerance)
-    for name in actual[1]:
-        torch.testing.assert_close(actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
@@ -135,14 +121,6 @@ def test_memories_wait_on_the_host(schedule, monkeypatch):
     model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": False})
     assert_same(gradients(model, ids), expected, 1e-12)
     assert not moved
-
-
-def torch_checkpoint():
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
-
-    return partial(checkpoint, use_reentrant=False)
 
 
 def test_reentrant_checkpointing_is_refused():

@@ -6,10 +6,10 @@ import types
 import pytest
 import torch
 
-from condense.attention import IMPLEMENTATIONS, Visibility, attend
-from condense.segmentation import Piece
+from condense.attention import IMPLEMENTATIONS, AttentionMask, attend
+from condense.segmentation import Chunk
 
-from .models import random_durations, random_ids, tiny_model
+from ..models import random_durations, random_ids, tiny_model
 
 LENGTH = 6
 
@@ -46,31 +46,31 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", module)
 
 
-def piece(counts, filled, segments):
+def chunk(counts, filled, segments):
     rows = list(range(len(counts)))
-    return Piece(len(rows), LENGTH, rows, [0] * len(rows), counts, filled, segments)
+    return Chunk(len(rows), LENGTH, rows, [0] * len(rows), counts, filled, segments)
 
 
-PIECES = {
-    "first segment": piece([6, 6], [0, 0], [0, 0]),
-    "memory": piece([6, 6], [0, 0], [1, 3]),
-    "short segment": piece([4, 4], [0, 0], [1, 1]),
-    "mid segment": piece([3, 3], [2, 2], [1, 1]),
-    "mid segment, no memory": piece([3, 3], [2, 2], [0, 0]),
-    "one token": piece([1, 1], [4, 4], [2, 2]),
-    "rows apart": piece([3, 1], [1, 4], [2, 1]),
-    "rows apart, one without memory": piece([2, 3], [3, 0], [0, 4]),
-    "rows apart, one token": piece([1, 1], [0, 5], [0, 1]),
+CHUNKS = {
+    "first segment": chunk([6, 6], [0, 0], [0, 0]),
+    "memory": chunk([6, 6], [0, 0], [1, 3]),
+    "short segment": chunk([4, 4], [0, 0], [1, 1]),
+    "mid segment": chunk([3, 3], [2, 2], [1, 1]),
+    "mid segment, no memory": chunk([3, 3], [2, 2], [0, 0]),
+    "one token": chunk([1, 1], [4, 4], [2, 2]),
+    "rows apart": chunk([3, 1], [1, 4], [2, 1]),
+    "rows apart, one without memory": chunk([2, 3], [3, 0], [0, 4]),
+    "rows apart, one token": chunk([1, 1], [0, 5], [0, 1]),
 }
 
 
-def naive_attention(query, key, value, piece, durations, scale):
-    """[R, T, H * E] by the definition, for the tokens that a piece takes; key is the whole buffer [R, G, 2L, E]."""
+def naive_attention(query, key, value, chunk, durations, scale):
+    """[R, T, H * E] by the definition, for the tokens that a chunk takes; key is the whole buffer [R, G, 2L, E]."""
     group = query.shape[1] // key.shape[1]
     output = torch.zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3], dtype=torch.float64)
-    for r, t in zip(*piece.valid, strict=True):
-        first = LENGTH if piece.segments[r] == 0 else 0
-        keys = slice(first, LENGTH + piece.filled[r] + t + 1)
+    for r, t in zip(*chunk.valid, strict=True):
+        first = LENGTH if chunk.segments[r] == 0 else 0
+        keys = slice(first, LENGTH + chunk.offsets[r] + t + 1)
         for h in range(query.shape[1]):
             scores = key[r, h // group, keys].double() @ query[r, h, t].double() * scale
             weights = (scores + durations[r, keys].double().log()).softmax(-1)
@@ -80,26 +80,26 @@ def naive_attention(query, key, value, piece, durations, scale):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", CHUNKS)
 def test_implementations_follow_the_definition(implementation, with_durations, name, flash_attn):
     """Float32, tolerance 1e-5. Keys out of sight hold huge values: one that leaks would show."""
-    piece, generator = PIECES[name], torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, piece.width, 8, generator=generator)
+    chunk, generator = CHUNKS[name], torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, chunk.width, 8, generator=generator)
     key, value = (torch.randn(2, 2, 2 * LENGTH, 8, generator=generator) for _ in range(2))
     for row in range(2):
         for sight in (
-            slice(0, 0 if piece.segments[row] else LENGTH),
-            slice(LENGTH + piece.filled[row] + piece.counts[row], None),
+            slice(0, 0 if chunk.segments[row] else LENGTH),
+            slice(LENGTH + chunk.offsets[row] + chunk.counts[row], None),
         ):
             key[row, :, sight] = 1e3
             value[row, :, sight] = 1e3
     durations = 0.1 + torch.rand(2, 2 * LENGTH, generator=generator) if with_durations else torch.ones(2, 2 * LENGTH)
-    expected = naive_attention(query, key, value, piece, durations, 0.3)
+    expected = naive_attention(query, key, value, chunk, durations, 0.3)
 
-    keys = piece.visible_keys if piece.uniform else slice(None)
-    visibility = Visibility(piece, durations[:, keys].log() if with_durations else None)
-    output = attend(implementation, query, key[:, :, keys], value[:, :, keys], visibility, 0.3, 0.0)
-    r, t = piece.valid
+    keys = chunk.visible_keys if chunk.uniform else slice(None)
+    mask = AttentionMask(chunk, durations[:, keys].log() if with_durations else None)
+    output = attend(implementation, query, key[:, :, keys], value[:, :, keys], mask, 0.3, 0.0)
+    r, t = chunk.valid
     torch.testing.assert_close(output[r, t].double(), expected[r, t], atol=1e-5, rtol=1e-5)
     assert output.isfinite().all()
 
@@ -122,30 +122,28 @@ def test_flash_gives_the_same_model(flash_attn):
 
 def test_durations_keep_their_precision_in_bfloat16(flash_attn):
     """As channels of bfloat16 queries and keys, log durations lose no more than float32's rounding."""
-    piece = PIECES["memory"]
+    chunk = CHUNKS["memory"]
     durations = 0.1 + torch.rand(2, 2 * LENGTH)
-    query = torch.zeros(2, 4, piece.width, 8, dtype=torch.bfloat16)
+    query = torch.zeros(2, 4, chunk.width, 8, dtype=torch.bfloat16)
     key = torch.zeros(2, 2, 2 * LENGTH, 8, dtype=torch.bfloat16)
     value = torch.eye(12)[:, :8].expand(2, 2, -1, -1).bfloat16()  # attention weights themselves
-    visibility = Visibility(piece, durations.log())
-    output = IMPLEMENTATIONS["flash_attention_2"](query, key, value, visibility, 8**-0.5, 0.0)
+    mask = AttentionMask(chunk, durations.log())
+    output = IMPLEMENTATIONS["flash_attention_2"](query, key, value, mask, 8**-0.5, 0.0)
     expected = durations[:, :8] / durations.sum(1, keepdim=True)
     torch.testing.assert_close(output[:, 0, -1].float(), expected.bfloat16().float(), atol=0, rtol=1e-2)
-    scaled = IMPLEMENTATIONS["flash_attention_2"](
-        query.double(), key.double(), value.double(), visibility, 8**-0.5, 0.0
-    )
+    scaled = IMPLEMENTATIONS["flash_attention_2"](query.double(), key.double(), value.double(), mask, 8**-0.5, 0.0)
     torch.testing.assert_close(scaled[:, 0, -1].float(), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_zero_durations_in_float16(flash_attn):
-    piece, durations = PIECES["memory"], torch.ones(2, 2 * LENGTH)
+    chunk, durations = CHUNKS["memory"], torch.ones(2, 2 * LENGTH)
     durations[:, 3] = 0
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 2 * LENGTH, 64, generator=generator).half() for _ in range(3))
     query = query[:, :, :LENGTH]
-    visibility = Visibility(piece, durations.log())
-    output = attend("flash_attention_2", query, key, value, visibility, 0.125, 0.0)
-    expected = naive_attention(query, key, value, piece, durations, 0.125)
+    mask = AttentionMask(chunk, durations.log())
+    output = attend("flash_attention_2", query, key, value, mask, 0.125, 0.0)
+    expected = naive_attention(query, key, value, chunk, durations, 0.125)
     torch.testing.assert_close(output.double(), expected, atol=5e-3, rtol=5e-3)
 
 
@@ -175,7 +173,7 @@ def test_missing_flash_attn_is_named(monkeypatch):
             torch.zeros(2, 4, 6, 8),
             torch.zeros(2, 2, 6, 8),
             torch.zeros(2, 2, 6, 8),
-            Visibility(PIECES["memory"]),
+            AttentionMask(CHUNKS["memory"]),
             1.0,
             0.0,
         )

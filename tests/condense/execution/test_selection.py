@@ -4,17 +4,16 @@ import pytest
 import torch
 
 from condense import FoldedCache
-from condense.execution import RUNS, choose_schedule, selection
+from condense.execution import EXECUTORS, choose_schedule, selection
 from condense.execution.selection import faster_as_wave, longest_wave
-from condense.segmentation import Cursor
+from condense.segmentation import SegmentPositions
 
-from .models import random_ids, tiny_model
-from .test_gradients import torch_checkpoint
+from ..models import random_ids, tiny_model, torch_checkpoint
 
 
-def cursor(filled, segments):
-    made = Cursor(len(filled), 5)
-    made.filled, made.segments = filled, segments
+def positions(filled, segments):
+    made = SegmentPositions(len(filled), 5)
+    made.offsets, made.segments = filled, segments
     return made
 
 
@@ -35,14 +34,14 @@ def cursor(filled, segments):
     ],
 )
 def test_the_longest_wave(lengths, filled, segments, expected):
-    assert longest_wave(lengths, cursor(filled, segments)) == expected
+    assert longest_wave(lengths, positions(filled, segments)) == expected
 
 
 @pytest.fixture
 def taken(monkeypatch):
     names = []
-    for name, run in list(RUNS.items()):
-        monkeypatch.setitem(RUNS, name, lambda *args, name=name, run=run: (names.append(name), run(*args))[1])
+    for name, run in list(EXECUTORS.items()):
+        monkeypatch.setitem(EXECUTORS, name, lambda *args, name=name, run=run: (names.append(name), run(*args))[1])
     return names
 
 
@@ -84,4 +83,4 @@ def test_the_rule_grows_with_segments_and_falls_with_width():
     assert [faster_as_wave(config, 100, rows, "cpu", 4) for rows in (most, most + 1)] == [True, False]
     most = selection.CUDA_CELL_TOKENS // 5
     assert [faster_as_wave(config, 100, rows, "cuda", 4) for rows in (most, most + 1)] == [True, False]
-    assert choose_schedule(config, model.model.layers, [100], cursor([0], [0]), False) == "wavefront"
+    assert choose_schedule(config, model.model.layers, [100], positions([0], [0]), False) == "wavefront"

@@ -24,10 +24,9 @@ from condense import CondenseForCausalLM, FoldedCache, to_llama
 from condense.execution import choose_schedule, stacking, wavefront
 from condense.layers import RMSNorm
 from condense.reference import reference_logits
-from condense.segmentation import Cursor
+from condense.segmentation import SegmentPositions
 
-from .models import random_durations, random_ids, tiny_model, weights
-from .test_gradients import assert_same, gradients, reference_gradients
+from ..models import assert_same, gradients, random_durations, random_ids, reference_gradients, tiny_model, weights
 
 LENGTHS = (3, 5, 10, 15, 23, 40, 43)  # of segments of 5: none whole, one, several, more than layers, with rests
 
@@ -145,11 +144,11 @@ def test_state_across_calls(durations):
         actual = other(ids[:, part], past_key_values=two, **inputs).logits
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
         start += size
-        seen = slice(0, 5 + one.cursor.filled[0])
+        seen = slice(0, 5 + one.positions.offsets[0])
         for a, b in zip(one.layers, two.layers, strict=True):
             torch.testing.assert_close(b.keys[:, :, seen], a.keys[:, :, seen], atol=1e-10, rtol=1e-10)
             torch.testing.assert_close(b.values[:, :, seen], a.values[:, :, seen], atol=1e-10, rtol=1e-10)
-        assert two.num_bytes == one.num_bytes and two.cursor.segments == one.cursor.segments
+        assert two.num_bytes == one.num_bytes and two.positions.segments == one.positions.segments
     assert start == 90
 
 
@@ -267,7 +266,7 @@ def test_parameters_in_a_storage_of_someone_else(even):
     start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
     assert all(start <= parameter.data_ptr() < end for parameter in model.parameters())
     stack = stacking.stack_of(model.model.layers)
-    assert (stack.weights_NOI["mlp.gate_proj.weight"] is not None) == even
+    assert (stack.weights_MOI["mlp.gate_proj.weight"] is not None) == even
 
 
 def scaled(layer):
@@ -317,16 +316,19 @@ SPOILED = {
     ),
     "a backward hook": (lambda layer: layer.mlp.register_full_backward_pre_hook(lambda *_: None), "'mlp' has hooks"),
     "a forward of its own": (own_forward, "a forward of its own"),
-    "an unknown module": (lambda layer: setattr(layer.mlp, "up_proj", nn.Bilinear(2, 2, 2)), "a Bilinear|not set as"),
-    "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "not set as in layer 0"),
-    "an adapter": (adapted, "other parts than"),
-    "a parameter beside a module": (with_parameter, "a LlamaMLP, of which"),
-    "a buffer": (with_buffer, "a Linear, of which"),
+    "an unknown module": (
+        lambda layer: setattr(layer.mlp, "up_proj", nn.Bilinear(2, 2, 2)),
+        "a Bilinear|other settings",
+    ),
+    "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "other settings than in layer 0"),
+    "an adapter": (adapted, "other modules than"),
+    "a parameter beside a module": (with_parameter, "a LlamaMLP, which a wavefront cannot stack"),
+    "a buffer": (with_buffer, "a Linear, which a wavefront cannot stack"),
     "another dtype": (lambda layer: layer.mlp.float(), "float32"),
     "weights elsewhere": (frozen_copy, "kept elsewhere"),
-    "another scale": (scaled, "not set as in layer 0"),
-    "another epsilon": (lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1), "not set as"),
-    "another mode": (dropping, "not set as in layer 0"),
+    "another scale": (scaled, "other settings than in layer 0"),
+    "another epsilon": (lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1), "other settings"),
+    "another mode": (dropping, "other settings than in layer 0"),
 }
 
 
@@ -399,9 +401,9 @@ def test_partly_frozen_models_go_one_by_one():
     model, ids = tiny_model(), random_ids(1, 60)
     for layer in model.model.layers[:2]:
         layer.requires_grad_(False)
-    assert choose_schedule(model.config, model.model.layers, [60], Cursor(1, 5), False) == "sequential"
+    assert choose_schedule(model.config, model.model.layers, [60], SegmentPositions(1, 5), False) == "sequential"
     with torch.no_grad():
-        assert choose_schedule(model.config, model.model.layers, [60], Cursor(1, 5), False) == "wavefront"
+        assert choose_schedule(model.config, model.model.layers, [60], SegmentPositions(1, 5), False) == "wavefront"
     model.config.schedule = "wavefront"
     model(ids, labels=ids).loss.backward()
     assert model.model.layers[0].mlp.up_proj.weight.grad is None
@@ -470,13 +472,13 @@ def test_checkpointing_repeats_dropout():
 
 def test_a_diagonal_sees_the_first_segment_without_a_memory(monkeypatch):
     model = tiny_model()
-    seen, together = [], wavefront._together
+    seen, band_metadata = [], wavefront.band_metadata
 
-    def noted(flight, num_remembering):
-        seen.append((len(flight), num_remembering))
-        return together(flight, num_remembering)
+    def noted(in_flight, num_with_memory):
+        seen.append((len(in_flight), num_with_memory))
+        return band_metadata(in_flight, num_with_memory)
 
-    monkeypatch.setattr(wavefront, "_together", noted)
+    monkeypatch.setattr(wavefront, "band_metadata", noted)
     waved(model)(random_ids(1, 25), use_cache=False)
     # 5 segments, 3 layers: the oldest segment in flight has no memory while it is the text's first.
     assert seen == [(1, 0), (2, 1), (3, 2), (3, 3), (3, 3), (2, 2), (1, 1)]
@@ -498,8 +500,8 @@ def test_no_plan_is_made_where_no_wave_runs(monkeypatch):
 def test_a_stack_serves_until_something_changes(monkeypatch):
     model, ids, made = tiny_model(), random_ids(1, 20), []
     model.config.schedule = "wavefront"
-    check = stacking.check_stackable
-    monkeypatch.setattr(stacking, "check_stackable", lambda layers: made.append(check(layers)))
+    stack = stacking.Stack
+    monkeypatch.setattr(stacking, "Stack", lambda layers: made.append(layers) or stack(layers))
     model(ids), model(ids)
     assert len(made) == 1
     projection = model.model.layers[1].mlp.up_proj

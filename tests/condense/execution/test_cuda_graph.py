@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from condense import FoldedCache
 from condense.attention import dispatch
 from condense.execution import cuda_graph
-from condense.execution.cuda_graph import FixedStep, Graphs, decode_step
+from condense.execution.cuda_graph import Graphs, StaticDecoding, static_step
 
-from .models import random_durations, random_ids, tiny_model
-from .test_generation import NEW, padded_batch
+from ..models import padded_batch, random_durations, random_ids, tiny_model
+from ..test_generation import NEW
 from .test_waits import copies, on_meta
 
 LENGTHS = [3, 13, 7, 20, 5]
@@ -26,8 +26,8 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, compute):
         super().__init__()
-        _, layers, _, places_2B = compute.args
-        written = [places_2B, *(getattr(layer, name) for layer in layers for name in BUFFERS)]
+        _, layers, _, positions_2B = compute.args
+        written = [positions_2B, *(getattr(layer, name) for layer in layers for name in BUFFERS)]
         before = [tensor.clone() for tensor in written]
         self.records = []
         with self:
@@ -82,10 +82,10 @@ def replayed(request, monkeypatch):
 
 
 @pytest.fixture
-def fixed_steps(monkeypatch):
+def static_decodings(monkeypatch):
     """How many steps were fixed ones."""
-    run, count = FixedStep.run, []
-    monkeypatch.setattr(FixedStep, "run", lambda step, *args: count.append(1) or run(step, *args))
+    run, count = StaticDecoding.run, []
+    monkeypatch.setattr(StaticDecoding, "run", lambda step, *args: count.append(1) or run(step, *args))
     return count
 
 
@@ -105,7 +105,7 @@ def both(model):
 
 
 def assert_same_state(ours, theirs):
-    assert (ours.cursor.filled, ours.cursor.segments) == (theirs.cursor.filled, theirs.cursor.segments)
+    assert (ours.positions.offsets, ours.positions.segments) == (theirs.positions.offsets, theirs.positions.segments)
     assert ours.num_columns == theirs.num_columns and ours.num_bytes == theirs.num_bytes
     torch.testing.assert_close(ours.last_hidden_BD, theirs.last_hidden_BD, atol=1e-10, rtol=0)
     for a, b in zip(ours.layers, theirs.layers, strict=True):
@@ -127,7 +127,7 @@ def assert_same_state(ours, theirs):
 )
 @pytest.mark.parametrize("lengths", [LENGTHS, [3, 3]], ids=str)
 @torch.no_grad()
-def test_logits_and_state_are_those_of_the_ordinary_path(fields, lengths, replayed, fixed_steps):
+def test_logits_and_state_are_those_of_the_ordinary_path(fields, lengths, replayed, static_decodings):
     """Rows at different places, and at the same one; at the beginning of a segment too, with and without a memory."""
     ordinary, fixed = both(tiny_model(**fields))
     theirs, ours = started(ordinary, lengths=lengths), started(fixed, lengths=lengths)
@@ -136,7 +136,7 @@ def test_logits_and_state_are_those_of_the_ordinary_path(fields, lengths, replay
         expected = ordinary(ids, past_key_values=theirs).logits
         torch.testing.assert_close(fixed(ids, past_key_values=ours).logits, expected, atol=1e-10, rtol=0)
         assert_same_state(ours, theirs)
-    assert len(fixed_steps) == NEW
+    assert len(static_decodings) == NEW
     assert replayed in (None, {"warm_up": 1, "capture": 1, "replay": NEW - 1})
 
 
@@ -146,7 +146,7 @@ def test_logits_and_state_are_those_of_the_ordinary_path(fields, lengths, replay
     [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}, {"prefill_chunk_size": 4}],
     ids=["greedy", "beams", "sampling", "chunks"],
 )
-def test_generate_gives_the_same_tokens(side, options, replayed, fixed_steps):
+def test_generate_gives_the_same_tokens(side, options, replayed, static_decodings):
     model = tiny_model()
     _, ids, mask = padded_batch(LENGTHS, side)
     answers = []
@@ -158,19 +158,19 @@ def test_generate_gives_the_same_tokens(side, options, replayed, fixed_steps):
             )
         )
     assert torch.equal(*answers)
-    assert len(fixed_steps) >= NEW - 2
+    assert len(static_decodings) >= NEW - 2
     if replayed:
         assert (replayed["replay"] > 0) == ("num_beams" not in options)
 
 
 @torch.no_grad()
-def test_calls_of_all_kinds_alternate_on_one_cache(replayed, fixed_steps):
+def test_calls_of_all_kinds_alternate_on_one_cache(replayed, static_decodings):
     """Steps, texts of several tokens, padding, chosen rows, gradients, inference mode: each goes on from the other."""
     ordinary, fixed = both(tiny_model())
     theirs, ours = started(ordinary), started(fixed)
 
     def call(size, mask=None, embeds=False, mode=torch.no_grad, times=3):
-        before = len(fixed_steps)
+        before = len(static_decodings)
         for _ in range(times):
             ids = random_ids(ours.batch_size, size, seed=ours.num_columns)
             given = {"inputs_embeds": fixed.model.embed_tokens(ids)} if embeds else {"input_ids": ids}
@@ -182,7 +182,7 @@ def test_calls_of_all_kinds_alternate_on_one_cache(replayed, fixed_steps):
             torch.testing.assert_close(*logits, atol=1e-10, rtol=0)
             with torch.no_grad():
                 assert_same_state(ours, theirs)
-        return len(fixed_steps) - before
+        return len(static_decodings) - before
 
     assert call(1) == 3
     assert call(7) == 0
@@ -197,9 +197,9 @@ def test_calls_of_all_kinds_alternate_on_one_cache(replayed, fixed_steps):
         cache.reorder_cache(torch.tensor([4, 0, 0, 2, 3, 1]))
     assert call(1) == 3
     ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
-    assert ours.fixed_step is None and call(1) == 3
+    assert ours.static_decoding is None and call(1) == 3
     ours = pickle.loads(pickle.dumps(ours))
-    assert ours.fixed_step is None and call(1, mode=torch.inference_mode) == 3
+    assert ours.static_decoding is None and call(1, mode=torch.inference_mode) == 3
     assert call(1) == 3
     for cache in (ours, theirs):
         cache.batch_repeat_interleave(2)
@@ -213,7 +213,7 @@ def test_calls_of_all_kinds_alternate_on_one_cache(replayed, fixed_steps):
 
 
 @torch.no_grad()
-def test_where_it_does_not_apply_the_ordinary_path_runs(fixed_steps):
+def test_where_it_does_not_apply_the_ordinary_path_runs(static_decodings):
     _, model = both(tiny_model())
     timed = FoldedCache(model.config)
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_where_it_does_not_apply_the_ordinary_path_runs(fixed_steps):
         model(random_ids(5, 1), labels=random_ids(5, 1), past_key_values=started(model))
     with torch.autocast("cpu"):
         model(random_ids(5, 1), past_key_values=started(model))
-    assert not fixed_steps
+    assert not static_decodings
     with pytest.raises(ValueError, match="holds 5 texts and the input 2"):
         model(random_ids(2, 1), past_key_values=started(model))
 
@@ -291,17 +291,17 @@ def test_one_compiled_graph_serves_all_tokens(implementation, dtype, tolerance, 
     torch.compiler.reset()
     model = tiny_model(dtype, attn_implementation=implementation)
     theirs, ours = started(model), started(model)
-    compiled = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
-    places_2B = torch.tensor(cuda_graph._places(ours.cursor))
+    compiled = torch.compile(static_step, fullgraph=True, backend="aot_eager")
+    positions_2B = torch.tensor(cuda_graph.position_lists(ours.positions))
     try:
         for n in range(NEW):
             ids = random_ids(5, 1, seed=n)
             expected = model(ids, past_key_values=theirs).logits
-            for piece in ours.cursor.pieces([1] * 5):
+            for chunk in ours.positions.chunks([1] * 5):
                 with torch.compiler.set_stance("fail_on_recompile" if n else "default"):
-                    _, logits = compiled(model, ours.layers, ids, places_2B)
+                    _, logits = compiled(model, ours.layers, ids, positions_2B)
                 for layer in ours.layers:
-                    layer.roll(piece)
+                    layer.roll(chunk)
             torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
     finally:
         torch.compiler.reset()
@@ -317,7 +317,7 @@ def test_a_step_copies_its_tokens_to_the_device_and_nothing_else():
     for _ in range(12):  # over two borders
         ids = random_ids(2, 1)
         assert copies(lambda ids=ids: model(ids.to("meta"), past_key_values=cache)) == 1
-    assert isinstance(cache.fixed_step, FixedStep)
+    assert isinstance(cache.static_decoding, StaticDecoding)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks for a GPU")
@@ -335,4 +335,4 @@ def test_a_cuda_graph_answers_as_the_ordinary_path(implementation):
         expected, found = (m(ids, past_key_values=c).logits for m, c in zip((ordinary, fixed), caches, strict=True))
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
         assert_same_state(*caches)
-    assert caches[1].fixed_step.replay is not None
+    assert caches[1].static_decoding.replay is not None

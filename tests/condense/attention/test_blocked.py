@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM, to_llama
-from condense.attention import IMPLEMENTATIONS, Visibility, attend, blocked, choose_attention, dispatch
+from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, blocked, choose_attention, dispatch
 
-from .models import random_durations, random_ids, tiny_config, tiny_model
-from .test_attention import LENGTH, PIECES
+from ..models import random_durations, random_ids, tiny_config, tiny_model
+from .test_implementations import CHUNKS, LENGTH
 
 ROWS, KEY_HEADS, HEADS, WIDTH = 2, 4, 8, 4
 MATRIX = HEADS // KEY_HEADS * LENGTH * 2 * LENGTH * 8  # bytes of the scores of one key head at most
@@ -21,22 +21,22 @@ def _no_luck_with_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def inputs(piece, with_durations, heads=HEADS):
+def inputs(chunk, with_durations, heads=HEADS):
     generator = torch.Generator().manual_seed(0)
-    keys = piece.visible_keys if piece.uniform else slice(None)
-    shapes = (ROWS, heads, piece.width, WIDTH), *[(ROWS, KEY_HEADS, 2 * LENGTH, WIDTH)] * 2
+    keys = chunk.visible_keys if chunk.uniform else slice(None)
+    shapes = (ROWS, heads, chunk.width, WIDTH), *[(ROWS, KEY_HEADS, 2 * LENGTH, WIDTH)] * 2
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     durations = 0.1 + torch.rand(ROWS, 2 * LENGTH, generator=generator, dtype=torch.float64)
-    visibility = Visibility(piece, durations[:, keys].log() if with_durations else None)
-    return tensors, keys, visibility
+    mask = AttentionMask(chunk, durations[:, keys].log() if with_durations else None)
+    return tensors, keys, mask
 
 
-def output_and_gradients(implementation, piece, *options):
-    (query, key, value), keys, visibility = inputs(piece, *options)
+def output_and_gradients(implementation, chunk, *options):
+    (query, key, value), keys, mask = inputs(chunk, *options)
     # As the model has them: queries with heads behind tokens, keys a part of a buffer.
     query_RTHE = query.transpose(1, 2).contiguous()
     buffers = key[:, :, keys], value[:, :, keys]
-    output = attend(implementation, query_RTHE.transpose(1, 2), *buffers, visibility, 0.3, 0.0)
+    output = attend(implementation, query_RTHE.transpose(1, 2), *buffers, mask, 0.3, 0.0)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     return [output, *torch.autograd.grad((output * weights).sum(), (query, key, value))]
 
@@ -44,11 +44,11 @@ def output_and_gradients(implementation, piece, *options):
 @pytest.mark.parametrize("block_bytes", [1, 3 * MATRIX, 5 * MATRIX, 100 * MATRIX], ids=["1", "2", "4", "8"])
 @pytest.mark.parametrize("heads", [HEADS, KEY_HEADS], ids=["grouped", "not grouped"])
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", CHUNKS)
 def test_values_and_gradients(name, with_durations, heads, block_bytes, monkeypatch):
     """A key head at a time, two of four, a whole row of the two, and everything at once."""
     monkeypatch.setattr(blocked, "BLOCK_BYTES", block_bytes)
-    case = PIECES[name], with_durations, heads
+    case = CHUNKS[name], with_durations, heads
     expected = output_and_gradients("eager", *case)
     for ours, plain in zip(output_and_gradients("blocked", *case), expected, strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-12, rtol=1e-12)
@@ -58,28 +58,28 @@ def test_blocks_are_as_large_as_they_may_be(monkeypatch):
     sizes = []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda left, right, out: sizes.append(len(left)) or bmm(left, right, out=out))
-    (query, key, value), _, visibility = inputs(PIECES["memory"], False)
+    (query, key, value), _, mask = inputs(CHUNKS["memory"], False)
     for block_bytes, expected in {1: [1] * 8, 3 * MATRIX: [2] * 4, 7 * MATRIX: [4] * 2, 8 * MATRIX: [8]}.items():
         sizes.clear()
         monkeypatch.setattr(blocked, "BLOCK_BYTES", block_bytes)
-        IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.0)
+        IMPLEMENTATIONS["blocked"](query, key, value, mask, 0.3, 0.0)
         assert sizes == expected
 
 
 def test_nothing_of_the_size_of_the_scores_waits_for_the_backward_pass():
-    (query, key, value), _, visibility = inputs(PIECES["memory"], True)
+    (query, key, value), _, mask = inputs(CHUNKS["memory"], True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: saved.append(tensor.data_ptr()) or tensor, lambda t: t
     ):
-        IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.0)
+        IMPLEMENTATIONS["blocked"](query, key, value, mask, 0.3, 0.0)
     assert saved == [tensor.data_ptr() for tensor in (query, key, value)]
 
 
 def test_dropout_is_refused():
-    (query, key, value), _, visibility = inputs(PIECES["memory"], False)
+    (query, key, value), _, mask = inputs(CHUNKS["memory"], False)
     with pytest.raises(ValueError, match=r"attention_dropout=0.1 to 0 or use sdpa"):
-        IMPLEMENTATIONS["blocked"](query, key, value, visibility, 0.3, 0.1)
+        IMPLEMENTATIONS["blocked"](query, key, value, mask, 0.3, 0.1)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
@@ -119,10 +119,10 @@ def test_bfloat16_is_as_good_as_the_formula_written_out():
     """Root mean square error against float64 of weights' averages: no more than eager's, which rounds the same."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 6, 40, 16, generator=generator).bfloat16() for _ in range(3))
-    piece = PIECES["first segment"]
-    exact = IMPLEMENTATIONS["eager"](query.double(), key.double(), value.double(), Visibility(piece), 0.25, 0.0)
+    chunk = CHUNKS["first segment"]
+    exact = IMPLEMENTATIONS["eager"](query.double(), key.double(), value.double(), AttentionMask(chunk), 0.25, 0.0)
     errors = {
-        name: (IMPLEMENTATIONS[name](query, key, value, Visibility(piece), 0.25, 0.0).double() - exact).pow(2).mean()
+        name: (IMPLEMENTATIONS[name](query, key, value, AttentionMask(chunk), 0.25, 0.0).double() - exact).pow(2).mean()
         for name in ("eager", "blocked")
     }
     assert errors["blocked"] <= 1.1 * errors["eager"]
@@ -146,8 +146,8 @@ KEYS = torch.zeros(1, 2, 32, 8)
 )
 def test_auto(query, dropout, multiplies_bfloat16, expected, monkeypatch):
     monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", multiplies_bfloat16)
-    assert choose_attention(query, KEYS, Visibility(PIECES["memory"]), dropout) == expected
-    assert choose_attention(query.expand(9, -1, -1, -1), KEYS, Visibility(PIECES["memory"]), dropout) == expected
+    assert choose_attention(query, KEYS, AttentionMask(CHUNKS["memory"]), dropout) == expected
+    assert choose_attention(query.expand(9, -1, -1, -1), KEYS, AttentionMask(CHUNKS["memory"]), dropout) == expected
 
 
 def test_auto_leaves_matrices_that_are_too_large(monkeypatch):
@@ -155,7 +155,7 @@ def test_auto_leaves_matrices_that_are_too_large(monkeypatch):
     query = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 8, 1024, 64)
     for num_key_heads, expected in {8: "blocked", 2: "blocked", 1: "sdpa"}.items():  # 4, 16 and 32 MiB
         key = query[:, :num_key_heads, :1].expand(-1, -1, 2048, -1)
-        assert choose_attention(query, key, Visibility(PIECES["memory"]), 0.0) == expected
+        assert choose_attention(query, key, AttentionMask(CHUNKS["memory"]), 0.0) == expected
 
 
 class OnCuda:
@@ -171,13 +171,13 @@ class OnCuda:
 def test_auto_on_cuda(installed, monkeypatch):
     """flash-attn where a mask would cost sdpa its own flash kernel."""
     monkeypatch.setattr(dispatch, "is_flash_attn_2_available", lambda: installed)
-    apart, weighed = Visibility(PIECES["rows apart"]), Visibility(PIECES["memory"], torch.zeros(2, 12))
+    apart, weighed = AttentionMask(CHUNKS["rows apart"]), AttentionMask(CHUNKS["memory"], torch.zeros(2, 12))
     package = "flash_attention_2" if installed else "sdpa"
-    for visibility in (apart, weighed):
-        assert choose_attention(OnCuda(3, torch.bfloat16), KEYS, visibility, 0.0) == package
-        assert choose_attention(OnCuda(3, torch.float32), KEYS, visibility, 0.0) == "sdpa"
-        assert choose_attention(OnCuda(1, torch.bfloat16), KEYS, visibility, 0.0) == "sdpa"
-    assert choose_attention(OnCuda(3, torch.bfloat16), KEYS, Visibility(PIECES["memory"]), 0.0) == "sdpa"
+    for mask in (apart, weighed):
+        assert choose_attention(OnCuda(3, torch.bfloat16), KEYS, mask, 0.0) == package
+        assert choose_attention(OnCuda(3, torch.float32), KEYS, mask, 0.0) == "sdpa"
+        assert choose_attention(OnCuda(1, torch.bfloat16), KEYS, mask, 0.0) == "sdpa"
+    assert choose_attention(OnCuda(3, torch.bfloat16), KEYS, AttentionMask(CHUNKS["memory"]), 0.0) == "sdpa"
 
 
 def test_auto_is_what_models_have(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context, start_processes
 
-from condense.execution.pipeline_parallel import Stage
+from condense.execution.pipeline_parallel import PipelineStage
 
-from .models import VOCAB, random_ids, tiny_model
+from ..models import VOCAB, random_ids, tiny_model
 
 TIMEOUT_S = 60
 LENGTH = 23  # four whole segments of 5 and a short one
@@ -86,7 +86,7 @@ def on_this_rank(cases) -> list:
         model = model_of(fields, settings)
         if settings.get("recomputes"):
             model.gradient_checkpointing_enable()
-        stage = Stage(model, settings.get("layers_per_rank"), group)
+        stage = PipelineStage(model, settings.get("layers_per_rank"), group)
         runs = []
         stage.layers[0].register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         for _ in range(repeats := settings.get("repeats", 1)):
@@ -158,7 +158,7 @@ def test_losses_and_all_gradients_are_those_of_one_process(num_ranks, cases, tmp
 def meeting_in_every_tick(barrier) -> list:
     """Shapes of the messages that this rank sent, while it met all others wherever all have work."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    stage = Stage(tiny_model(**FIVE_LAYERS).train())
+    stage = PipelineStage(tiny_model(**FIVE_LAYERS).train())
     sent, ticks = [], {"forward": rank, "backward": num_ranks - 1 - rank}
     isend, backward = dist.isend, torch.autograd.backward
 
@@ -210,8 +210,8 @@ def test_what_does_not_fit_is_refused():
     model = tiny_model()
     for layers_per_rank in ([2], [1, 2], []):
         with pytest.raises(ValueError, match="add up to the model's layers"):
-            Stage(model, layers_per_rank)
-    stage = Stage(model)
+            PipelineStage(model, layers_per_rank)
+    stage = PipelineStage(model)
     with pytest.raises(ValueError, match="hides every token"):
         stage.loss(**text(attention_mask=torch.zeros(2, LENGTH)))
     with pytest.raises(ValueError, match="one label a token"):

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from condense import FoldedCache
 
-from .models import random_ids, tiny_model
-from .test_gradients import torch_checkpoint
+from ..models import random_ids, tiny_model, torch_checkpoint
 
 
 class Copies(TorchDispatchMode):

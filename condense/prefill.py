@@ -1,4 +1,7 @@
-"""Reading a long text into a state, some segments at a time."""
+"""Reads a long text into a state, some segments in each call of the model.
+
+Axes: B rows of a batch, N tokens of a text.
+"""
 
 import re
 from collections.abc import Callable
@@ -8,40 +11,43 @@ import torch
 from .cache import FoldedCache
 from .modeling import CondenseForCausalLM
 
-TOKENS_PER_CALL = 4096  # enough to fill a device; a call's memory does not depend on the text's length
-SEGMENTS_PER_CALL = 64  # enough for a wave to spend most of its steps at full width
-CHARACTERS_PER_BLOCK = 2**16  # tokenizers hold hundreds of bytes for every token of a call
+TOKENS_PER_CALL = 4096  # enough to fill a device; the memory of a call does not depend on the length of the text
+SEGMENTS_PER_CALL = 64  # enough for a wave to run most of its diagonals at full width
+CHARACTERS_PER_BLOCK = 2**16  # a tokenizer holds hundreds of bytes for every token of a call
 
 
 @torch.no_grad()
-def read(
+def prefill(
     model: CondenseForCausalLM,
     input_ids: torch.Tensor,
     cache: FoldedCache | None = None,
     progress: Callable[[int], object] = lambda num_segments: None,
+    attention_mask: torch.Tensor | None = None,
 ) -> FoldedCache:
     """The state after `input_ids` [B, N], in memory that does not depend on N.
 
-    `progress` is called with the number of segments read since its last call. To go on from the state
-    with `generate`, pass the next token and the cache.
+    `attention_mask` [B, N] is 0 at padding. `progress` is called with the number of segments read since its last call.
+    To continue from the state with `generate`, pass the next token and the cache.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length
     num_segments = max(SEGMENTS_PER_CALL, TOKENS_PER_CALL // (length * len(input_ids)))
-    for chunk in input_ids.split(length * num_segments, dim=1):
-        model(chunk.to(model.device), past_key_values=cache, logits_to_keep=1)
-        progress(-(-chunk.shape[1] // length))
-    # `generate` slices its input by the columns a cache has seen, and copies a mask as long for every token.
+    for start in range(0, input_ids.shape[1], length * num_segments):
+        part = slice(start, start + length * num_segments)
+        mask_BN = None if attention_mask is None else attention_mask[:, part]
+        part_BN = input_ids[:, part].to(model.device)
+        model(part_BN, attention_mask=mask_BN, past_key_values=cache, logits_to_keep=1)
+        progress(-(-part_BN.shape[1] // length))
+    # `generate` slices its input by the columns that a cache has seen, and copies a mask of that length for each token.
     cache.num_columns = 0
     return cache
 
 
 def encode(tokenizer, text: str) -> torch.Tensor:
-    """The token ids [1, N] of a text, in the memory of one block of it besides the ids themselves.
+    """The token ids [1, N] of a text, in the memory of one block of the text and the ids.
 
-    The text is cut at single spaces between two words, where tokenizers split it anyway; whether the
-    space then belongs to the next word is found by trying. A tokenizer that does neither gets the
-    text in one piece.
+    The text is cut at single spaces between two words, where tokenizers split it anyway. A trial shows whether the
+    space belongs to the next word. A tokenizer without either behaviour gets the whole text at once.
     """
 
     def plain(part: str) -> list[int]:

@@ -17,8 +17,8 @@ from transformers import (
 
 from condense.continuity import ContinuousLM, Sentence
 
-from .models import VOCAB, tiny_model
-from .test_continuous_lm import LEARNS, SMALL, TOKENS, any_model, build
+from ..models import VOCAB, tiny_model
+from .test_adapter import LEARNS, SMALL, TOKENS, any_model, build
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from condense import to_llama
 from condense.continuity import ContinuousLM, Sentence
 from condense.reference import reference_logits
 
-from .models import VOCAB, random_durations, random_ids, tiny_model, weights
+from ..models import VOCAB, random_durations, random_ids, tiny_model, weights
 
 LENGTH, WINDOW, LEARNED = 14, 4, 32
 SMALL = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

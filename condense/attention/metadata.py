@@ -1,0 +1,93 @@
+"""The data about a chunk that all layers share.
+
+Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E head dimension.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..memory import KeyValueState, RecurrentState
+from ..segmentation import Chunk, UnpaddedBatch, on_device
+from .mask import AttentionMask
+
+RotaryTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [R or 1, T, E]
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """The data about a chunk that all layers share.
+
+    `rotary` are the tables at the tokens' positions in [memory ; current segment], `memory_rotary` those at their
+    positions as the next segment's memory. `writes_memory` is false if no later chunk can see a memory of this one.
+    `detach_R` is true for rows whose memory of this chunk passes no gradient.
+    """
+
+    chunk: Chunk
+    rotary: RotaryTables
+    memory_rotary: RotaryTables
+    mask: AttentionMask
+    writes_memory: bool
+    detach_R: tuple[bool, ...]
+
+    def groups(self, key_values: KeyValueState | None) -> Iterator[tuple[slice, AttentionMask, KeyValueState | None]]:
+        """Groups of rows, each for one call of attention: the rows, their mask, and their key-value state."""
+        yield slice(None), self.mask, key_values
+
+
+class AttentionMetadataBuilder:
+    """Makes the metadata of one call's chunks in their order; the durations of each chunk enter the state's timeline.
+
+    `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `durations_BN` is on
+    the host. `bptt_segments` is the configuration's. `keeps_state` is true if a later call can see this one's memory.
+    """
+
+    def __init__(
+        self,
+        rotary_emb: Callable[[torch.Tensor, torch.Tensor], RotaryTables],
+        like: torch.Tensor,
+        batch: UnpaddedBatch,
+        state: RecurrentState,
+        durations_BN: torch.Tensor | None,
+        bptt_segments: int | None,
+        keeps_state: bool,
+    ):
+        self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
+        self.timeline, self.durations_BN = state.timeline, durations_BN
+        self.bptt_segments, self.keeps_state = bptt_segments, keeps_state
+        self._tables: dict[tuple[int | float, int], RotaryTables] = {}
+
+    def build(self, chunk: Chunk) -> AttentionMetadata:
+        position_RT, memory_position_RT, log_duration_RK = self._positions(chunk)
+        span = self.bptt_segments
+        return AttentionMetadata(
+            chunk=chunk,
+            rotary=self._rotary(position_RT),
+            memory_rotary=self._rotary(memory_position_RT),
+            mask=AttentionMask(chunk, log_duration_RK),
+            writes_memory=self.keeps_state or chunk.starts[0] + chunk.width < max(self.batch.lengths),
+            detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
+        )
+
+    def _positions(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Positions [R or 1, T] after the memory and as the next memory, and log durations [R, K] if there are any."""
+        if self.timeline is None or self.durations_BN is None:
+            num_rows = 1 if chunk.uniform else len(chunk.rows)  # rows at one offset share their positions
+            local_RT = torch.tensor(chunk.offsets[:num_rows])[:, None] + torch.arange(chunk.width)
+            return local_RT + torch.tensor(chunk.memory_lengths[:num_rows])[:, None], local_RT, None
+        position_RT, local_RT = self.timeline.advance(self.batch.gather(self.durations_BN, chunk), chunk)
+        log_duration_RK = self.timeline.log_durations(chunk.rows)
+        if chunk.uniform:
+            log_duration_RK = log_duration_RK[:, chunk.visible_keys]
+        accurate = torch.promote_types(self.like.dtype, torch.float32)
+        self.timeline.roll([chunk.rows[r] for r in chunk.completed])
+        return position_RT, local_RT, on_device(log_duration_RK.to(accurate), self.like.device)
+
+    def _rotary(self, position_RT: torch.Tensor) -> RotaryTables:
+        if self.timeline is not None or len(position_RT) > 1:
+            return self.rotary_emb(self.like, on_device(position_RT, self.like.device))
+        key = position_RT[0, 0].item(), position_RT.shape[1]
+        if key not in self._tables:  # most segments begin at the same position
+            self._tables[key] = self.rotary_emb(self.like, on_device(position_RT, self.like.device))
+        return self._tables[key]

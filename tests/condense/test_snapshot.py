@@ -1,0 +1,194 @@
+"""Snapshots of a cache and removal of its last tokens, against reading the remaining text from its beginning."""
+
+import copy
+
+import pytest
+import torch
+
+from condense import FoldedCache
+from condense.cache import CROP_TOKENS
+
+from .models import random_durations, random_ids, tiny_model
+
+ROWS = 2
+
+
+def assert_continues(model, cache, read, **read_options):
+    """What follows has the logits of a model that reads everything again."""
+    for count in (1, 3, 9):  # within a segment and over borders
+        following = random_ids(len(read), count, seed=100 + count)
+        branch = copy.deepcopy(cache)
+        logits = model(following, past_key_values=branch).logits
+        durations = read_options.get("durations")
+        if durations is not None:
+            durations = torch.cat([durations, torch.ones(len(read), count, dtype=durations.dtype)], dim=1)
+        whole = model(torch.cat([read, following], dim=1), durations=durations, use_cache=False).logits
+        torch.testing.assert_close(logits, whole[:, -count:], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["ordinary", "fixed decoding"])
+@pytest.mark.parametrize("after", [[1], [1] * 7, [4], [11], [2, 9, 1]], ids=str)
+@pytest.mark.parametrize("before", [0, 1, 5, 8, 13])
+@torch.no_grad()
+def test_a_snapshot_is_restored(before, after, static):
+    """Segments of 5 tokens: with and without a border between snapshot and restoration, twice from one snapshot."""
+    model, ids = tiny_model(segment_length=5), random_ids(ROWS, 40)
+    model.fixed_decoding = static
+    cache = FoldedCache(model.config)
+    if before:
+        model(ids[:, :before], past_key_values=cache)
+    snapshot = cache.snapshot()
+    for seed in (1, 2):
+        for count in after:
+            model(random_ids(ROWS, count, seed=seed), past_key_values=cache)
+        cache.restore(snapshot)
+        assert cache.get_seq_length() == before
+        assert_continues(model, cache, ids[:, :before])
+
+
+@torch.no_grad()
+def test_a_snapshot_of_padded_rows_with_durations():
+    model, ids = tiny_model(segment_length=5), random_ids(3, 17)
+    mask = torch.ones(3, 17, dtype=torch.long)
+    mask[1, :6] = mask[2, :11] = 0
+    durations = random_durations(3, 17)
+    cache = FoldedCache(model.config)
+    model(ids, attention_mask=mask, durations=durations, past_key_values=cache)
+    snapshot = cache.snapshot()
+    expected = model(random_ids(3, 8), past_key_values=copy.deepcopy(cache)).logits
+    model(random_ids(3, 14, seed=3), durations=random_durations(3, 14), past_key_values=cache)
+    cache.restore(snapshot)
+    torch.testing.assert_close(model(random_ids(3, 8), past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_a_snapshot_outlives_a_selection_of_rows():
+    model, ids = tiny_model(segment_length=5), random_ids(ROWS, 13)
+    cache = model(ids).past_key_values
+    snapshot = cache.snapshot()
+    cache.batch_repeat_interleave(3)
+    model(random_ids(3 * ROWS, 4), past_key_values=cache)
+    cache.restore(snapshot)
+    assert_continues(model, cache, ids)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+@torch.no_grad()
+def test_a_snapshot_mends_a_cache_whose_call_was_interrupted(schedule, monkeypatch):
+    model, ids = tiny_model(segment_length=5, schedule=schedule), random_ids(ROWS, 8)
+    cache = model(ids).past_key_values
+    snapshot = cache.snapshot()
+    layer, calls = model.model.layers[-1].mlp, iter(range(100))
+    forward = layer.forward
+
+    def failing(hidden):
+        if next(calls) == 3:
+            raise Interrupted
+        return forward(hidden)
+
+    if schedule == "sequential":
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "forward", failing)
+            with pytest.raises(Interrupted):
+                model(random_ids(ROWS, 30), past_key_values=cache)
+    else:  # waves take no layer with a forward of its own
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.norm, "forward", lambda hidden: (_ for _ in ()).throw(Interrupted))
+            with pytest.raises(Interrupted):
+                model(random_ids(ROWS, 30), past_key_values=cache)
+    with pytest.raises(ValueError, match="interrupted"):
+        cache.snapshot()
+    cache.restore(snapshot)
+    assert_continues(model, cache, ids)
+
+
+@torch.no_grad()
+def test_a_snapshot_has_the_size_of_the_state_and_belongs_to_one_model():
+    model = tiny_model(segment_length=5)
+    cache = model(random_ids(1, 300)).past_key_values
+    snapshot = cache.snapshot()
+    held = sum(buffer.nbytes for buffers in snapshot.buffers for buffer in buffers)
+    assert held <= cache.num_bytes
+    other = FoldedCache(tiny_model(segment_length=6).config)
+    with pytest.raises(ValueError, match="another model"):
+        other.restore(snapshot)
+
+
+@pytest.mark.parametrize("with_durations", [False, True])
+@pytest.mark.parametrize("segment_length", [3, 8, 64])
+@torch.no_grad()
+def test_cropped_tokens_leave_no_trace(segment_length, with_durations):
+    """Every number of tokens from every position, over no border, one and several."""
+    model, ids = tiny_model(segment_length=segment_length), random_ids(1, 60)
+    durations = random_durations(1, 60) if with_durations else None
+    for first, drafted, removed in ((7, 5, 3), (7, 5, 5), (8, 1, 1), (1, 20, 19), (15, 20, 20), (20, 17, 1), (3, 9, 9)):
+        cache = FoldedCache(model.config)
+        model(ids[:, :first], durations=durations if durations is None else durations[:, :first], past_key_values=cache)
+        cache.activate_past_recording()
+        read = ids[:, :first]
+        known = None if durations is None else durations[:, :first]
+        for round_number in range(3):  # some tokens are kept, and further ones come
+            draft = random_ids(1, drafted, seed=round_number)
+            draft_durations = None if durations is None else random_durations(1, drafted, seed=round_number)
+            model(draft, durations=draft_durations, past_key_values=cache)
+            cache.crop(-removed)
+            read = torch.cat([read, draft[:, : drafted - removed]], dim=1)
+            if known is not None:
+                known = torch.cat([known, draft_durations[:, : drafted - removed]], dim=1)
+            assert cache.get_seq_length() == read.shape[1]
+            assert_continues(model, cache, read, durations=known)
+
+
+@torch.no_grad()
+def test_cropping_after_tokens_one_by_one_and_with_padding_in_the_next_call():
+    """The hidden state of the last token left is known again: a column of padding has its logits."""
+    model, ids = tiny_model(segment_length=4), random_ids(ROWS, 30)
+    cache = FoldedCache(model.config)
+    model(ids[:, :6], past_key_values=cache)
+    cache.activate_past_recording()
+    for n in range(6, 15):
+        model(ids[:, n : n + 1], past_key_values=cache)
+    cache.crop(-7)
+    assert_continues(model, cache, ids[:, :8])
+    mask = torch.ones(ROWS, 10, dtype=torch.long)
+    mask[1, -1] = mask[1, -2] = 0
+    logits = model(ids[:, 8:10], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(logits[1], model(ids[1:, :8]).logits[0, [7, 7]], atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_what_cannot_be_cropped_is_refused():
+    model = tiny_model(segment_length=4)
+    cache = model(random_ids(ROWS, 9)).past_key_values
+    cache.crop(0)
+    with pytest.raises(ValueError, match="last 0 tokens"):
+        cache.crop(-1)
+    cache.activate_past_recording()
+    model(random_ids(ROWS, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match="last 5 tokens"):
+        cache.crop(-6)
+    model(random_ids(ROWS, 3 * CROP_TOKENS), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"last {CROP_TOKENS} tokens"):
+        cache.crop(-CROP_TOKENS - 1)
+    cache.crop(-CROP_TOKENS)
+    mask = torch.ones(ROWS, 3, dtype=torch.long)
+    mask[0, 0] = 0
+    model(random_ids(ROWS, 3), attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="last 0 tokens"):
+        cache.crop(-1)
+
+
+@torch.no_grad()
+def test_a_recording_cache_grows_by_no_token():
+    model = tiny_model(segment_length=4)
+    cache = FoldedCache(model.config)
+    cache.activate_past_recording()
+    sizes = set()
+    for _ in range(5):
+        model(random_ids(1, 400), past_key_values=cache)
+        sizes.add(cache.num_bytes)
+    assert len(sizes) == 1

@@ -7,10 +7,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SLOW_TIMEOUT_S = 1800
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+LAST = "condense"  # many files of seconds, which fill the workers evenly at the end; the others start processes
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.relative_to(ROOT / "tests").parts[0] == LAST)
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))

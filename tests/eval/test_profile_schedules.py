@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import condense_cli
 from condense.attention import IMPLEMENTATIONS, dispatch
-from condense.execution import RUNS
+from condense.execution import EXECUTORS
 from eval.profile import run as running
 from eval.profile import schedules as module
 from eval.profile.point import Point
@@ -42,7 +42,7 @@ def spied(monkeypatch, functions) -> list[str]:
 
 @pytest.fixture
 def ran(monkeypatch):
-    return spied(monkeypatch, RUNS)
+    return spied(monkeypatch, EXECUTORS)
 
 
 @pytest.fixture

@@ -307,7 +307,7 @@ class FoldedCache(Cache):
 
     def _record_roll(self) -> None:
         """Keeps the state before the roll: as many of them as `CROP_TOKENS` tokens can reach back."""
-        kept = 1 + -(-CROP_TOKENS // self.config.segment_length)
+        kept = -(-CROP_TOKENS // self.config.segment_length)
         before_roll = self._copy_state(None if self.timeline is None else self.timeline.before_roll)
         self.rolls = [*self.rolls, before_roll][-kept:]
 

@@ -106,11 +106,12 @@ class CondenseModel(nn.Module):
         they are; a block that returns a `Memory` finds it in its `key_values` in the next segment. The model must not
         have a cache in use: a cache has one entry for each member of the stack.
 
-        Raises `ValueError` for a range that is not within the stack.
+        Raises `ValueError` for a range that is not within the stack, and for a block that is no module.
         """
+        if not isinstance(block, nn.Module):
+            raise ValueError(f"block is a {type(block).__name__}: pass an nn.Module with the interface DecoderBlock.")
         if not 0 <= first < end <= len(self.layers):
             raise ValueError(f"layers {first} to {end}: choose 0 <= first < end <= {len(self.layers)}.")
-        assert isinstance(block, nn.Module)
         self.layers = nn.ModuleList([*self.layers[:first], block, *self.layers[end:]])
         self.config.num_hidden_layers = len(self.layers)
 

@@ -29,7 +29,7 @@ from ..cache import FoldedCache, FoldedCacheLayer
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
 from .executor import run_layers
 
-IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
+STATIC_IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
 UNFIT_ROPE_TYPES = ("dynamic", "longrope")  # their tables depend on the longest position of a call
 # A chunk holds positions as Python numbers, which a graph would record as constants: any use of it must fail.
 NO_CHUNK = cast(Chunk, None)
@@ -117,7 +117,7 @@ def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch)
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return False  # autocast keeps its casts of weights outside of a graph, and not for long
     implementation, rope_type = model.config._attn_implementation, model.model.rotary_emb.rope_type
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in STATIC_IMPLEMENTATIONS:
         raise ValueError(
             f"fixed_decoding has no step for attn_implementation={implementation!r}: call "
             "model.set_attn_implementation('sdpa'), or set model.fixed_decoding = False."

@@ -10,7 +10,7 @@ from pathlib import Path
 from training.launch import _free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = "from training import process_group; process_group.join(); print('joined'); process_group.leave()"
+CODE = "from training import distributed; distributed.join(); print('joined'); distributed.leave()"
 
 
 def join(**variables: object) -> subprocess.Popen:
@@ -42,7 +42,7 @@ def test_a_build_that_was_killed_is_done_again(tmp_path):
                 os.killpg(other.pid, signal.SIGKILL)
     assert [other.returncode for other in others] == [0, 0]
     assert all(output.endswith("joined\n") for output in printed)
-    assert sum("is of a build that was killed" in output for output in printed) == 1
+    assert sum("is left of a build that was killed" in output for output in printed) == 1
     assert not locks[0].exists()
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from training.batches import StageBatches
+from training.data.batches import StageBatches
 from training.data.examples import Example
 from training.recipe import load_recipe
 

@@ -6,7 +6,7 @@ import pytest
 
 from training.recipe import Recipe, load_recipe
 
-RECIPES = Path(__file__).resolve().parents[2] / "training" / "recipes"
+RECIPES = Path(__file__).resolve().parents[3] / "training" / "recipes"
 BASE = "model: m\noutput: o\ndata: {task: passkey}\noptimizer: {warmup_steps: 10}\n"
 STAGES = BASE + "stages: [{total_length: 64, steps: 20}, {total_length: 128, steps: 40}]\nglobal_batch: 8\n"
 CURRICULUM = BASE + "curriculum: {steps: 60, tokens_per_step: 4096}\n"
@@ -45,10 +45,14 @@ def test_table_3(name):
     assert (recipe.optimizer.learning_rate, recipe.optimizer.final_learning_rate) == (rate, floor)
     assert recipe.global_batch == 64 and recipe.dtype == "bfloat16" and recipe.deepspeed.name == "zero2.json"
     assert recipe.decay_steps == sum(steps) - recipe.optimizer.warmup_steps  # cosine all the way
-    assert recipe.segment_length == (512 if name != "summarize_llama_baseline" else None)
+    if name == "summarize_llama_baseline":
+        assert recipe.model.kind == "llama"
+    else:
+        assert recipe.model.kind == "condense" and recipe.model.segment_length == 512
     assert shortest is None or recipe.data.min_tokens == shortest
     tiny = load_recipe(RECIPES / f"{name}_tiny.yaml")  # the same run, smaller
-    assert (tiny.data.task, tiny.folded, len(tiny.stages)) == (recipe.data.task, recipe.folded, len(recipe.stages))
+    assert (tiny.data.task, tiny.model.kind) == (recipe.data.task, recipe.model.kind)
+    assert len(tiny.stages) == len(recipe.stages)
     assert tiny.gradient_checkpointing == recipe.gradient_checkpointing and tiny.dtype == recipe.dtype
     assert (tiny.evaluation is None) == (recipe.evaluation is None)
 
@@ -105,12 +109,31 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["global_batch=4"], "leave out global_batch"),
         (CURRICULUM, ["data={task: text, sources: [{files: x}]}"], "goes with the passkey task"),
         (CURRICULUM, ["evaluation.every=4"], "leave out evaluation"),
-        (STAGES, ["folded=false", "segment_length=4"], "has no segment_length"),
-        (STAGES, ["folded=false", "schedule=wavefront"], "has no schedule"),
-        (STAGES, ["folded=false", "attention=blocked"], "has no attention=blocked"),
+        (STAGES, ["model.kind=llama", "model.segment_length=4"], "model.segment_length is no key of model.kind=llama"),
+        (STAGES, ["model.kind=llama", "model.schedule=wavefront"], "model.schedule is no key of .*kind, source"),
+        (STAGES, ["model.kind=llama", "attention=blocked"], "has no attention=blocked: choose one of auto, eager"),
+        (CURRICULUM, ["model.kind=llama"], "a curriculum counts segments, and model.kind='llama' has none"),
+        (STAGES, ["model.kind=gpt"], "model: .*kind='gpt' is unknown: choose one of 'condense', 'llama'"),
+        (
+            STAGES,
+            ["model.segment_lenght=4"],
+            "model.segment_lenght is no key of model.kind=condense, which has .*length",
+        ),
+        (STAGES, ["model.segment_length=0"], "model.segment_length=0: .*greater than or equal to 1"),
+        (STAGES, ["model.source=[]"], "model.source=.*string"),
+        (STAGES, ["model={kind: llama}"], "model.source is missing"),
+        (STAGES, ["model=4"], "model=4"),
+        (STAGES, ["model.schedule=diagonal"], "model.schedule='diagonal': .*'auto', 'sequential', 'wavefront'"),
+        (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'eager'"),
+        (STAGES, ["objective.kind=diffusion"], "objective: .*kind='diffusion' is unknown: choose one of 'next_token'"),
+        (STAGES, ["optimizer.name=sgd"], "optimizer.name='sgd': .*'adamw'"),
+        # keys that recipes had before models had kinds
+        (STAGES, ["folded=false"], "folded is no key of a recipe any more: write model.kind=llama"),
+        (STAGES + "segment_length: 4\n", [], "segment_length is no key .*: write model.segment_length"),
+        (STAGES, ["schedule=wavefront"], "schedule is no key .*: write model.schedule"),
         (STAGES, ["attention=blocked", "attention_dropout=0.1"], "attention=blocked has no dropout"),
-        (STAGES, ["offload_memories=true"], "set gradient_checkpointing=true too"),
-        (STAGES, ["evaluation.sources=[{files: x}]"], "passkeys are made, not read"),
+        (STAGES, ["model.offload_memories=true"], "set gradient_checkpointing=true too"),
+        (STAGES, ["evaluation.sources=[{files: x}]"], "passkeys are generated, not read"),
         (STAGES, ["evaluation.sources=[{files: x, hub: y}]"], "either files or hub"),
         (STAGES, ["evaluation.sources=[{files: x, split: y}]"], "belong to a source of the hub"),
         (STAGES, ["evaluation.sources=[{files: x, revision: y}]"], "belong to a source of the hub"),

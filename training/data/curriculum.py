@@ -1,7 +1,7 @@
-"""Lengths that grow as the loss falls, and the batches of those lengths.
+"""A curriculum: lengths that grow as the loss falls, and the batches of those lengths.
 
-Which length a step has is decided two steps ahead and written down, since the next batch is fetched
-before a step ends: a resumed run makes the same batches as one that was never stopped.
+The length of a step is decided two steps ahead and recorded, since the next batch is fetched before a step
+ends: a resumed run makes the same batches as a run that was never stopped.
 """
 
 import json
@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from transformers import TrainerCallback
 
-from .data.passkey import PasskeyTask
-from .recipe import Curriculum, PasskeyData, Recipe
+from ..recipe import Curriculum, PasskeyData, Recipe
+from .passkey import PasskeyTask
 
 STATE_FILE = "curriculum.json"
 
 
-class LengthSchedule:
-    """From which step on texts are how many segments long."""
+class CurriculumState:
+    """The lengths reached so far, each with the step it begins at, and the losses that the next growth depends on."""
 
     def __init__(self, curriculum: Curriculum):
         self.curriculum = curriculum
@@ -31,14 +30,14 @@ class LengthSchedule:
         return self.milestones[-1][1]
 
     def at(self, step: int, generator: np.random.Generator) -> int:
-        """Segments of the text at a step; past the last growth, some steps review an earlier length."""
+        """Segments of the text at a step; after the last growth, some steps review an earlier length."""
         reached = [segments for start, segments in self.milestones if start <= step]
         if reached[-1] == self.curriculum.last_segments and generator.random() < self.curriculum.review:
             return int(generator.choice(reached))
         return reached[-1]
 
     def observe(self, step: int, loss: float, num_steps: int) -> bool:
-        """Takes the mean loss of the last `num_steps` steps; true where the text grows."""
+        """Records the mean loss of the last `num_steps` steps; true where the text grows."""
         self.losses = [*self.losses, loss][-max(1, self.curriculum.patience // num_steps) :]
         full = len(self.losses) * num_steps >= self.curriculum.patience
         if (
@@ -62,12 +61,10 @@ class LengthSchedule:
 
 
 class CurriculumBatches(Dataset):
-    """Item i is the i-th micro-batch of the run, the same whenever it is asked for."""
+    """Item i is the i-th micro-batch of the run, the same at any time."""
 
-    def __init__(
-        self, recipe: Recipe, schedule: LengthSchedule, task: PasskeyTask, segment_length: int, world_size: int
-    ):
-        self.recipe, self.schedule, self.task = recipe, schedule, task
+    def __init__(self, recipe: Recipe, state: CurriculumState, task: PasskeyTask, segment_length: int, world_size: int):
+        self.recipe, self.state, self.task = recipe, state, task
         self.segment_length, self.world_size = segment_length, world_size
         assert recipe.curriculum is not None and isinstance(recipe.data, PasskeyData)
         self.background = recipe.data.background
@@ -85,10 +82,10 @@ class CurriculumBatches(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         step = index // self.world_size
-        segments = self.schedule.at(step, np.random.default_rng([self.recipe.seed, step]))
+        segments = self.state.at(step, np.random.default_rng([self.recipe.seed, step]))
         generator = np.random.default_rng([self.recipe.seed, step, index])
-        # Any length above the last one that the curriculum names: fillers come whole, and within a single segment not
-        # every place of it would come to hold the question.
+        # Any length above the previous one of the curriculum: prompts grow by whole fillers, so lengths within a single
+        # segment would leave some of its positions without the question.
         lengths = self.curriculum.lengths
         shorter = lengths[max(lengths.index(segments) - 1, 0)] * self.segment_length
         longest = segments * self.segment_length
@@ -96,15 +93,3 @@ class CurriculumBatches(Dataset):
         num_rows = self.curriculum.tokens_per_step // (longest * self.world_size)
         batch = self.task.training_batch(num_rows, num_tokens, self.background, generator)
         return batch | {"name": f"micro-batch {index}"}
-
-
-class CurriculumCallback(TrainerCallback):
-    """Lets the length grow with the logged loss, and logs it."""
-
-    def __init__(self, schedule: LengthSchedule):
-        self.schedule = schedule
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            logs["segments"] = self.schedule.segments
-            self.schedule.observe(state.global_step, logs["loss"], args.logging_steps)

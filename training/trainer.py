@@ -1,31 +1,27 @@
-"""The loop around a step: Trainer's own, with losses by segment, validation, and a stop before damage.
+"""Trainer on a recipe's objective, with losses by segment, validation, and a stop before damage.
 
 Axes: S segments.
 """
 
-import json
 import math
 import resource
 import time
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers import Trainer, TrainerControl
 
-from condense import CondenseForCausalLM
-
-from .batches import ValidationBatches
-from .data.examples import IGNORE_INDEX
-from .recipe import Recipe
+from .data.batches import ValidationBatches
+from .recipe import ObjectiveKind
 
 UNTOUCHED = "The optimizer has not moved, and the last complete checkpoint is as it was."
 
 
 class SegmentLosses:
-    """Sums of losses and of their numbers by segment, over micro-batches and then over ranks."""
+    """Sums of losses and numbers of targets by segment, over micro-batches and then over ranks."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -64,7 +60,7 @@ def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, floa
 
 
 def peak_memory() -> dict[str, int]:
-    """What the run has needed at most so far, named for what it is."""
+    """The most memory that the run has used so far, named by its kind."""
     if torch.cuda.is_available():
         return {"peak_cuda_bytes": torch.cuda.max_memory_allocated()}
     return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
@@ -83,20 +79,30 @@ def over_ranks(value: float, device: torch.device) -> float:
     return total.item()
 
 
-class FoldedTrainer(Trainer):
-    """Trainer on named micro-batches in their own order, which a loss or gradient that is not finite ends."""
+class RecipeTrainer(Trainer):
+    """Trainer on named micro-batches in their own order; a loss or gradient that is not finite ends the run."""
 
     control: TrainerControl
+    loss_is_scaled_for_ga = True  # the objective divides by the targets of all micro-batches
 
-    def __init__(self, *args, validation: ValidationBatches | None = None, max_skipped_steps: int = 0, **kwargs):
+    def __init__(
+        self,
+        *args,
+        objective: ObjectiveKind,
+        by_segment: bool,
+        validation: ValidationBatches | None = None,
+        max_skipped_steps: int = 0,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        self.folded = isinstance(self.model, CondenseForCausalLM)
+        self.model_accepts_loss_kwargs = True  # lets Trainer count the targets, for the objective
+        self.objective, self.by_segment = objective, by_segment
         self.validation, self.max_skipped_steps = validation, max_skipped_steps
         self.names: list[str] = []  # of the micro-batches of the current step
         self._start_window()
 
     def _start_window(self) -> None:
-        """What is logged is taken over the steps since the last logged line."""
+        """Begins the steps that the next logged line describes."""
         self.window = SegmentLosses(self.args.device)
         self.window_tokens, self.window_start = 0, time.perf_counter()
 
@@ -104,38 +110,42 @@ class FoldedTrainer(Trainer):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Trainer's loss; one that is not finite ends the run before its gradients are taken."""
+        """The objective's loss; one that is not finite ends the run before its gradients are computed."""
+        assert not return_outputs and num_items_in_batch is not None
         self.names.append(inputs.pop("name"))
         self.window_tokens += num_tokens(inputs)
-        loss, output = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        losses = self.objective.losses(model, inputs, num_items_in_batch)
+        loss = losses.loss * self.accelerator.num_processes  # gradients are averaged over ranks, targets are summed
         if not math.isfinite(loss.item()):
             raise FloatingPointError(
                 f"step {self.state.global_step + 1}, rank {self.args.process_index}: the loss of {self.names[-1]} is "
                 f"{loss.item()}. {UNTOUCHED}"
             )
-        if getattr(output, "segment_losses", None) is not None:
-            self.window.add(output.segment_losses, output.segment_targets)
-        return (loss, output) if return_outputs else loss
+        if self.by_segment:
+            self.window.add(losses.sums_S, losses.targets_S)
+        return loss
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Trainer's gradient norm; one that is not finite ends the run, or is counted as the recipe allows.
 
-        Without DeepSpeed this is before the optimizer's step; with it, DeepSpeed has left the step out.
+        Without DeepSpeed this runs before the optimizer's step; with it, DeepSpeed has already skipped the step.
         """
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         names, self.names = self.names, []
-        what = (
+        message = (
             f"step {self.state.global_step + 1}, rank {self.args.process_index}: the gradient, summed over all ranks, "
             f"is not finite; this rank's part came from {', '.join(names)}."
         )
         if not self.is_deepspeed_enabled:
             if norm is not None and not math.isfinite(norm):
-                raise FloatingPointError(f"{what} {UNTOUCHED}")
+                raise FloatingPointError(f"{message} {UNTOUCHED}")
         elif not self.model_wrapped.was_step_applied():
             skipped = f"DeepSpeed has skipped {self.model_wrapped.skipped_steps} steps"
             if self.model_wrapped.skipped_steps > self.max_skipped_steps:
-                raise FloatingPointError(f"{what} {skipped}; max_skipped_steps={self.max_skipped_steps}. {UNTOUCHED}")
-            print(f"WARNING: {what} {skipped}.", flush=True)
+                raise FloatingPointError(
+                    f"{message} {skipped}; max_skipped_steps={self.max_skipped_steps}. {UNTOUCHED}"
+                )
+            print(f"WARNING: {message} {skipped}.", flush=True)
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -161,85 +171,20 @@ class FoldedTrainer(Trainer):
         numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
         for n in tqdm(range(most), desc="validation", unit="sequence", leave=False, disable=rank > 0):
-            # Parameters that are spread over the ranks need all ranks in every pass, also one whose share has ended.
-            batch = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
+            # Parameters divided among ranks need all ranks in every pass, also a rank whose sequences have ended.
+            batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():
-                output = model(**batch, num_items_in_batch=1, use_cache=False)
-            if n >= len(numbers):
-                continue
-            if getattr(output, "segment_losses", None) is not None:
-                losses.add(output.segment_losses, output.segment_targets)
-            else:
-                losses.add(output.loss[None], (batch["labels"][:, 1:] != IGNORE_INDEX).sum()[None])
+                output = self.objective.losses(model, batch, num_targets=1)
+            if n < len(numbers):
+                losses.add(output.sums_S, output.targets_S)
         model.train()
         losses_S, targets_S = losses.over_ranks()
         metrics = {"loss": (losses_S.sum() / targets_S.sum()).item()}
-        if self.folded:
+        if self.by_segment:
             metrics |= by_octave(losses_S, targets_S)
         metrics["seconds"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.window_start += time.perf_counter() - start  # training's speed is without it
+        self.window_start += time.perf_counter() - start  # the speed of training excludes it
         return metrics
-
-
-class Evaluations(TrainerCallback):
-    """Asks for validation every so many steps and after each stage."""
-
-    def __init__(self, recipe: Recipe):
-        assert recipe.evaluation is not None
-        self.every, self.ends = recipe.evaluation.every, set(recipe.stage_ends)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step in self.ends or (self.every and state.global_step % self.every == 0):
-            control.should_evaluate = True
-
-
-class Progress(TrainerCallback):
-    """One bar over the steps, with the last logged loss and length."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            desc="training",
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=1,
-            disable=not state.is_world_process_zero,
-        )
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.bar.update(1)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        shown = {name: logs[name] for name in ("loss", "eval_loss", "segments") if name in logs}
-        if shown:
-            self.shown = getattr(self, "shown", {}) | shown
-            self.bar.set_postfix(self.shown, refresh=False)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.bar.close()
-
-
-class Log(TrainerCallback):
-    """Appends every logged line to `log.jsonl`."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Drops what a killed run logged after its last checkpoint, or before its first: those steps come again."""
-        if state.is_world_process_zero and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            done = state.global_step or -1
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(kept), encoding="utf-8")
-            partial.replace(self.path)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")

@@ -1,9 +1,9 @@
 """Checkpoints that are complete or absent.
 
 Trainer and DeepSpeed write a checkpoint's files in place, so a killed run leaves a folder that looks
-whole. A marker is written last; only folders that have it count, and old ones go only after it is there.
-It lists all files with their sizes, so that a checkpoint which lost something later is refused, and holds
-the recipe, so that a run goes on as it began.
+complete. A marker is written last: only folders that have it count, and older ones are deleted only after that.
+It lists all files with their sizes, so that a checkpoint that lost a file later is refused, and holds
+the recipe, so that a run resumes under the recipe it began with.
 """
 
 import json
@@ -31,8 +31,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def check(checkpoint: Path) -> dict:
-    """What the marker says. Raises `ValueError` for a checkpoint that is missing, incomplete or damaged."""
-    remedy = "Delete the folder to go on from the one before it."
+    """The content of the marker. Raises `ValueError` for a checkpoint that is missing, incomplete or damaged."""
+    remedy = "Delete the folder to resume from the one before it."
     if not checkpoint.is_dir():
         raise ValueError(f"there is no checkpoint {checkpoint}.")
     try:
@@ -53,7 +53,7 @@ def check(checkpoint: Path) -> dict:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """What a killed run was writing: the next one writes it anew, into an empty folder."""
+    """Deletes the checkpoint that a killed run was writing: the next run writes it into an empty folder."""
     for path in _all_checkpoints(folder):
         if not (path / MARKER).exists():
             shutil.rmtree(path)
@@ -69,7 +69,7 @@ def _step(path: Path) -> int:
 
 
 class CompleteCheckpoints(TrainerCallback):
-    """Completes each checkpoint with what `write` adds and the marker, then prunes older ones."""
+    """Completes each checkpoint: calls `write` with its folder, writes the marker, then deletes older checkpoints."""
 
     def __init__(self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any]):
         self.write, self.keep, self.recipe = write, keep, recipe

@@ -1,13 +1,7 @@
-"""The estimate against what autograd and DeepSpeed hold: every storage is counted from its allocation to its end.
-
-Run by the launcher, this file is one rank of a DeepSpeed engine that measures itself.
-"""
+"""The estimate against what autograd and DeepSpeed hold: every storage is counted from its allocation to its end."""
 
 import gc
 import json
-import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -16,21 +10,18 @@ import torch
 import transformers.masking_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
-from training import process_group
-from training.estimate import GIB, estimate, estimates, parameter_shapes, plan, table
-from training.launch import _free_port
+from training import distributed
+from training.planning.memory import estimate
+from training.planning.passes import parameter_shapes
 from training.recipe import Recipe
 
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "tie_word_embeddings": True}
-LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-LLAMA_1B |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}
-PLAIN = {"zero_optimization": {"stage": 0}}
+from ..ranks import run_ranks
+from .shapes import LLAMA_1B, PLAIN, SMALL, recipe
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Allocations(TorchDispatchMode):
@@ -60,27 +51,12 @@ class Allocations(TorchDispatchMode):
         self.peak = max(self.peak, self.alive)
 
 
-def recipe(total_length, rows=2, dtype="bfloat16", attention="sdpa", checkpointing=False, folded=True, **fields):
-    fields = {"global_batch": rows, "stages": [{"total_length": total_length, "steps": 100}]} | fields
-    return Recipe(
-        model="m",
-        output="o",
-        data={"task": "text", "sources": [{"files": "x"}], "fit": "cut"},
-        micro_batch=rows,
-        dtype=dtype,
-        attention=attention,
-        gradient_checkpointing=checkpointing,
-        folded=folded,
-        **fields,
-    )
-
-
 def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, int]:
     """Bytes kept between the forward and the backward pass, and the peak of both, gradients included."""
-    given = {"segment_length": trained.segment_length, "bptt_segments": trained.bptt_segments}
     fields = {key: value for key, value in config.to_dict().items() if key != "model_type"}
     with torch.device(device):
-        if trained.folded:
+        if trained.model.kind == "condense":
+            given = {"segment_length": trained.model.segment_length, "bptt_segments": trained.model.bptt_segments}
             shape = CondenseConfig(
                 schedule="sequential", **fields | {key: value for key, value in given.items() if value}
             )
@@ -91,7 +67,7 @@ def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, in
     if trained.gradient_checkpointing:
         model._set_gradient_checkpointing(True, _checkpoint)
     ids = torch.zeros(trained.micro_batch, trained.stages[0].total_length, dtype=torch.long)
-    labels = ids if trained.folded else ids.to(device)  # a folded model reads labels on the CPU
+    labels = ids if trained.model.has_segments else ids.to(device)  # a folded model reads labels on the CPU
     with Allocations([*model.parameters(), *model.buffers(), ids, labels]) as allocations:
         loss = model(input_ids=ids.to(device), labels=labels, use_cache=False).loss
         kept = allocations.alive
@@ -172,7 +148,7 @@ def test_a_stock_llama_keeps_what_is_estimated(dtype, attention, checkpointing):
     for shape in SHAPES.values():
         config = LlamaConfig(**SMALL | shape)
         for total in (96, 256):
-            trained = recipe(total, 2, dtype, attention, checkpointing, folded=False)
+            trained = recipe(total, 2, dtype, attention, checkpointing, kind="llama")
             assert expected_peak(config, trained) == pytest.approx(measure(config, trained)[1], rel=tolerance)
 
 
@@ -185,21 +161,21 @@ def _flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     [
         (4096, 1, {}),
         (4096, 2, {"checkpointing": True}),
-        (4096, 1, {"folded": False, "checkpointing": True}),
+        (4096, 1, {"kind": "llama", "checkpointing": True}),
         pytest.param(512, 1, {}, marks=pytest.mark.slow),
         pytest.param(4096, 1, {"bptt_segments": 2}, marks=pytest.mark.slow),
         pytest.param(4096, 1, {"dtype": "float32", "checkpointing": True}, marks=pytest.mark.slow),
         pytest.param(4096, 4, {"attention": "eager"}, marks=pytest.mark.slow),
         pytest.param(16384, 1, {"checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param(4096, 1, {"folded": False}, marks=pytest.mark.slow),
-        pytest.param(4096, 1, {"folded": False, "attention": "eager"}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"kind": "llama"}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"kind": "llama", "attention": "eager"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_of_1b_with_the_flash_kernel(total, rows, fields, monkeypatch):
     """At its real size, on the meta device: within 1 % what is kept, within 6 % the peak."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _flash)
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    config, folded = LlamaConfig(**LLAMA_1B), fields.get("folded", True)
+    config, folded = LlamaConfig(**LLAMA_1B), fields.get("kind") != "llama"
     trained = recipe(total, rows, **fields, **({"segment_length": 512} if folded else {}))
     parts = estimate(config, trained, PLAIN, 1)
     kept, peak = measure(config, trained, "meta")
@@ -230,7 +206,8 @@ def test_zero_2_comes_down_to_the_weights_and_what_is_owned():
 def test_the_curriculums_length_that_needs_most():
     config = LlamaConfig(**SMALL)
     curriculum = {"steps": 100, "tokens_per_step": 2048, "first_segments": 2, "last_segments": 16}
-    fields = {"model": "m", "output": "o", "data": {"task": "passkey"}, "curriculum": curriculum, "segment_length": 32}
+    fields = {"model": {"source": "m", "segment_length": 32}, "output": "o", "data": {"task": "passkey"}}
+    fields |= {"curriculum": curriculum}
     parts = [
         estimate(config, Recipe(**fields, gradient_checkpointing=checkpointing), PLAIN, 2)
         for checkpointing in (False, True)
@@ -241,41 +218,6 @@ def test_the_curriculums_length_that_needs_most():
     assert parts[1].activations == short.activations
     with pytest.raises(ValueError, match="allow at least 2560"):
         estimate(config, Recipe(**fields), PLAIN, 5)
-
-
-def test_flops_are_those_of_the_operations():
-    """Within 10 %: the counter takes hidden scores as computed."""
-    config = LlamaConfig(**SMALL | {"tie_word_embeddings": True})
-    for trained in (recipe(128, segment_length=32, attention="eager"), recipe(64, folded=False, attention="eager")):
-        if trained.folded:
-            shape = CondenseConfig(**SMALL, segment_length=32, schedule="sequential")
-            model = CondenseForCausalLM._from_config(shape, attn_implementation="eager")
-        else:
-            model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
-        ids = torch.zeros(2, trained.stages[0].total_length, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            model.train()(input_ids=ids, labels=ids).loss.backward()
-        assert plan(config, trained, 1)["flops"] / 100 == pytest.approx(counter.get_total_flops(), rel=0.1)
-
-
-def test_the_plan_counts_sequences_and_tokens():
-    stages = [{"total_length": 1024, "steps": 30}, {"total_length": 4096, "steps": 70}]
-    trained = recipe(4096, 2, segment_length=512, global_batch=64, stages=stages)
-    numbers = plan(LlamaConfig(**LLAMA_1B), trained, 8)
-    assert numbers["accumulation"] == 4 and numbers["steps"] == 100 and numbers["sequences"] == 6400
-    assert numbers["tokens"] == 64 * (30 * 1024 + 70 * 4096) and numbers["tokens_per_step"] == 64 * 4096
-    assert numbers["flops"] == pytest.approx(6 * 1_235_814_400 * numbers["tokens"], rel=0.1)
-    json.dumps(numbers)
-
-
-def test_the_table_says_where_a_batch_does_not_divide():
-    config = LlamaConfig(**SMALL)
-    rows = estimates(config, recipe(128, 2, segment_length=32, global_batch=8), PLAIN, [1, 2, 3, 4])
-    assert [row["ranks"] for row in rows] == [1, 2, 3, 4] and "total" in rows[3]
-    assert "global_batch=8" in rows[2]["error"]
-    text = table(json.loads(json.dumps(rows))).splitlines()
-    assert len(text) == 5 and "does not divide" in text[3] and "host" not in text[0]
-    assert f"{rows[0]['total'] / GIB:.2f}" in text[1]
 
 
 ENGINE = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
@@ -289,14 +231,8 @@ def check_engines(settings, tmp_path, most=1.1):
     What stays within 2 %; the peak is not missed by more than 3 %, and overestimated up to `most`: parts are counted
     as if they met. Of the fuller rank; CPU ranks offload from CPU to CPU.
     """
-    file = tmp_path / "settings.json"
-    file.write_text(json.dumps(settings))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    command += ["--master_port", str(_free_port()), str(Path(__file__)), str(file)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    succeeded, printed = run_ranks(measure_engines, settings, tmp_path)
+    assert succeeded, printed[-5000:]
     measured = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for number, setting in enumerate(settings):
         parts = estimate(LlamaConfig(**ENGINE), engine_recipe(setting), zero_of(setting), 2)
@@ -392,14 +328,11 @@ def measure_engine(setting) -> dict[str, int]:
     return {"stays": stays, "peak": stays + allocations.peak}
 
 
-def measure_engines(file: Path) -> None:
-    process_group.join()
+def measure_engines(settings, folder: Path) -> None:
+    """One rank of engines that measure themselves."""
+    distributed.join()
     torch.manual_seed(0)
-    figures = [measure_engine(setting) for setting in json.loads(file.read_text())]
+    figures = [measure_engine(setting) for setting in settings]
     rank = torch.distributed.get_rank()
-    (file.parent / f"rank{rank}.json").write_text(json.dumps(figures))
-    process_group.leave()
-
-
-if __name__ == "__main__":
-    measure_engines(Path(sys.argv[-1]))
+    (folder / f"rank{rank}.json").write_text(json.dumps(figures))
+    distributed.leave()

@@ -121,7 +121,7 @@ def test_reading_on_changes_no_loss():
     examples = [
         example for n in (0, 1) for example in TextExamples(Documents([5, 7]), 0, 2, "pack", None).sequence(n, 7)
     ]
-    shorter, longer = model(**collate(examples)), model(**collate(examples, read_on_to=18))
+    shorter, longer = model(**collate(examples)), model(**collate(examples, extend_to=18))
     torch.testing.assert_close(shorter.loss, longer.loss)
     assert len(shorter.segment_losses) == 2 and len(longer.segment_losses) == 5
 

@@ -10,8 +10,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from condense import CondenseForCausalLM
-from training.batches import StageBatches
 from training.data.answers import AnswerExamples, question_encoder
+from training.data.batches import StageBatches
 from training.data.documents import Document
 from training.data.store import Tokens
 from training.data.tasks import make_examples
@@ -141,9 +141,8 @@ def test_each_document_that_fits_is_taken_once_an_epoch():
 
 
 RECIPE = """
-model: {folder}/llama
+model: {{source: {folder}/llama, segment_length: 4}}
 output: {folder}/trained
-segment_length: 4
 data:
   task: questions
   sources: [{{files: {folder}/questions.jsonl, text: prompt, summary: answer}}]
@@ -192,7 +191,7 @@ def test_the_recipe_trains(recipe):
     """The loss on held-out answers falls; the prompt's words have no part in it."""
     tokenizer = words()
     training, held_out = make_examples(recipe, tokenizer)
-    model = CondenseForCausalLM.from_pretrained(recipe.model, segment_length=recipe.segment_length).train()
+    model = CondenseForCausalLM.from_pretrained(recipe.model.source, segment_length=recipe.model.segment_length).train()
     batches = StageBatches(recipe, training, ranks=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.optimizer.learning_rate)
 

@@ -18,7 +18,7 @@ from training.data.text import text_encoder
 from training.recipe import Source, TextData
 from training.small_llama import word_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WORDS = [f"w{n}" for n in range(50)]
 ALL = Need(lambda lengths: lengths, 10**9)
 
@@ -187,7 +187,7 @@ def test_killed_before_the_summary_is_written(documents, monkeypatch, capsys):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from tests.training import test_store as t
+from tests.training.data import test_store as t
 from training.data import store
 store.PART_TOKENS = 500
 write = store._write_part

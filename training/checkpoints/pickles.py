@@ -1,8 +1,8 @@
-"""What the pickle files of a checkpoint may hold: DeepSpeed loads them in a way that runs whatever code they name.
+"""Checks the pickle files of a checkpoint, since DeepSpeed's loader runs any code that they name.
 
 Each file is loaded with torch's weights-only unpickler first, which builds nothing but tensors, plain containers and
-the few classes that DeepSpeed writes. Tensors are mapped, not read, so this takes milliseconds. What Trainer and
-transformers load themselves (*.pth, *.bin) they load weights-only.
+the few classes that DeepSpeed writes. Tensors are mapped, not read, so this takes milliseconds. Trainer and
+transformers load their own files (*.pth, *.bin) weights-only.
 """
 
 import os

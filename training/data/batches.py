@@ -3,8 +3,8 @@
 The sequences of a run are numbered, those of each length from 0; ranks and accumulation only divide them.
 So a run has the same batches on any number of ranks.
 
-Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must run equally many segments:
-where texts differ in length, one row of each micro-batch reads on to the full length.
+Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must run the same number of segments:
+where texts differ in length, one row of each micro-batch is extended to the full length.
 """
 
 from typing import Any
@@ -12,29 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from condense.loss import MAX_LOGITS
-
-from .data.examples import Examples, collate
-from .recipe import Recipe
-
-
-def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
-    """Raises `ValueError` for what ZeRO-3 can't run: waves, and losses that ranks take in unequally many chunks."""
-    if recipe.schedule == "wavefront":
-        raise ValueError(
-            "schedule='wavefront' calls many layers at once, and ZeRO-3 gathers one layer's weights when it is called: "
-            "set schedule='sequential' (or 'auto'), or use ZeRO-2."
-        )
-    if recipe.curriculum:
-        raise ValueError("a curriculum gives ranks texts of unequal lengths, which ZeRO-3 can't run: use ZeRO-2.")
-    assert recipe.stages is not None
-    tokens = recipe.micro_batch * max(stage.total_length for stage in recipe.stages)
-    equal = recipe.data.task == "text" and recipe.data.fit == "cut"
-    if recipe.folded and not equal and tokens * vocab_size > MAX_LOGITS:
-        raise ValueError(
-            f"under ZeRO-3, texts of unequal lengths may have at most {MAX_LOGITS // vocab_size} tokens a micro-batch "
-            f"with a vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}: use ZeRO-2."
-        )
+from ..recipe import Recipe
+from .examples import Examples, collate
 
 
 class StageBatches(Dataset):
@@ -53,7 +32,7 @@ class StageBatches(Dataset):
         numbers = range(first, first + self.recipe.micro_batch)
         sequences = [self.examples.sequence(number, total_length) for number in numbers]
         examples = [example for sequence in sequences for example in sequence]
-        batch = collate(examples, read_on_to=total_length if self.equal_lengths else 0)
+        batch = collate(examples, extend_to=total_length if self.equal_lengths else 0)
         return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]} of length {total_length}"}
 
     def _stage_at(self, step: int) -> tuple[int, int]:
@@ -79,4 +58,4 @@ class ValidationBatches(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         examples = self.examples.sequence(index, self.total_length)
-        return collate(examples, read_on_to=self.total_length if self.equal_lengths else 0)
+        return collate(examples, extend_to=self.total_length if self.equal_lengths else 0)

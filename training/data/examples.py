@@ -31,7 +31,7 @@ class Examples(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """The same on all ranks, unless they have prepared different documents."""
+        """A hash that is the same on all ranks, unless they have prepared different documents."""
         ...
 
 

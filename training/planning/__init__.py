@@ -1,1 +1,1 @@
-"""What a run will need: memory, operations and hours, without running it."""
+"""The cost of a run, without running it: memory, operations and hours."""

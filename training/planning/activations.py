@@ -29,7 +29,7 @@ def kept_by_llama(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str
     (length,), layers = a_pass.segments, config.num_hidden_layers
     layer, gradients = (a_pass.rows * count(config, recipe, length, 0) for count in (_layer, _layer_gradients))
     loss = LOGIT_COPIES * FLOAT32 * config.vocab_size * a_pass.tokens
-    if recipe.gradient_checkpointing:  # layers keep their inputs, and are recomputed when the logits are gone
+    if recipe.gradient_checkpointing:  # layers keep their inputs, and are recomputed after the logits are freed
         inputs, later = layers * a_pass.tokens * config.hidden_size * element_size(recipe), layer + gradients
     else:
         inputs, later = layers * layer, gradients
@@ -104,25 +104,30 @@ def _layer_gradients(config: LlamaConfig, recipe: Recipe, tokens: int, memory: i
 
 
 def summed_gradients(
-    config: LlamaConfig, recipe: Recipe, a_pass: Pass, shapes: list[torch.Size], leave: bool, kept: dict[str, int]
+    config: LlamaConfig,
+    recipe: Recipe,
+    a_pass: Pass,
+    shapes: list[torch.Size],
+    freed_at_once: bool,
+    kept: dict[str, int],
 ) -> int:
-    """Gradients that autograd holds at the end of the backward pass, beyond the activations that are gone by then.
+    """Gradients that autograd holds at the end of the backward pass, less the activations that are freed by then.
 
-    A weight's gradients are summed over all its uses before DeepSpeed sees them: over all segments, which ends in the
-    first one, so that no ZeRO stage divides them before. A weight of a single use loses its gradient at once, where
-    `leave` is true.
+    A weight's gradients are summed over all its uses before DeepSpeed receives them: over all segments, down to the
+    first, so that no ZeRO stage divides them before. The gradient of a weight with a single use is freed at once,
+    where `freed_at_once` is true.
     """
     numels, size = [shape.numel() for shape in shapes], element_size(recipe)
     whole = size * sum(numels)
     if len(a_pass.segments) > 1:
-        # Another gradient of the head, and the sum with it, come when the logits go.
+        # Another gradient of the head, and the sum with it, exist after the logits are freed.
         another = max(0, 2 * size * max(numels) - kept["loss"])
-        gone = 0 if recipe.gradient_checkpointing else kept["activations"] // len(a_pass.segments)
-        return max(0, whole + another - gone)
+        freed = 0 if recipe.gradient_checkpointing else kept["activations"] // len(a_pass.segments)
+        return max(0, whole + another - freed)
     length, tied = a_pass.segments[0], size * max(numels) * config.tie_word_embeddings
     first_layer = a_pass.rows * sum(part(config, recipe, length, 0) for part in (_layer, _layer_gradients))
-    # The head's gradient waits for the embedding's; in the end there are both, and their sum.
-    summed = (tied if leave else whole) + max(2 * tied, first_layer)
+    # The head's gradient waits for the embedding's; at the end both exist, and their sum.
+    summed = (tied if freed_at_once else whole) + max(2 * tied, first_layer)
     return max(0, summed - kept["activations"] - kept["loss"])
 
 

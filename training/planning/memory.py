@@ -55,8 +55,8 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
     estimates = []
     for a_pass in passes(config, recipe, ranks):
         kept = kept_by_autograd(config, recipe, a_pass)
-        leave = zero.get("stage", 0) >= 2 or accumulates
-        summed = summed_gradients(config, recipe, a_pass, shapes, leave, kept)
+        freed_at_once = zero.get("stage", 0) >= 2 or accumulates
+        summed = summed_gradients(config, recipe, a_pass, shapes, freed_at_once, kept)
         estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))
     return max(estimates, key=lambda one: one.total)
 
@@ -87,11 +87,11 @@ def _kept_by_deepspeed(
         parts["weights"] = size * count
         if stage < 2 and accumulates:
             parts["gradients"] = size * count
-        if stage > 0 and not offloads:  # a further micro-batch is reduced beside the ones before
+        if stage > 0 and not offloads:  # another micro-batch is reduced beside the previous ones
             parts["gradients"] += size * owned * (2 if stage == 2 and accumulates else 1)
         if stage > 0 and zero.get("contiguous_gradients", True):
             parts["reduce_buckets"] = size * bucket * (2 if zero.get("overlap_comm") else 1)
-        if offloads:  # buffers for one gradient, the new weights, and gradients of the micro-batches before
+        if offloads:  # buffers for one gradient, the new weights, and gradients of the previous micro-batches
             parts["gradients"] += size * largest
             parts["host"] += size * (largest + share + (owned if stage == 2 and accumulates else 0))
     has_master = size < FLOAT32 or stage > 0  # ZeRO copies float32 weights too
@@ -106,10 +106,10 @@ def _kept_by_deepspeed(
 
 
 def _fullest_partition(shapes: list[torch.Size], ranks: int) -> tuple[int, int]:
-    """Elements of a rank's partition under ZeRO-1 and 2; and, on the fullest rank, of the weights that begin, end or
-    lie in it: their gradients are kept whole."""
+    """Elements of a rank's partition under ZeRO-1 and 2; and, on the fullest rank, those of the weights that overlap
+    it: their gradients are kept whole."""
     share, owned = 0, [0] * ranks
-    for decays in (True, False):  # DeepSpeed divides each of Trainer's two groups by itself
+    for decays in (True, False):  # DeepSpeed divides each of Trainer's two groups separately
         numels = [shape.numel() for shape in shapes if (len(shape) > 1) == decays]
         partition = 2 * ceil(sum(numels) / (2 * ranks))
         share += partition

@@ -4,6 +4,7 @@ from .loading import load_recipe
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, Losses, ObjectiveKind
 from .schema import (
+    BadDocuments,
     Checkpoints,
     Curriculum,
     Data,
@@ -24,6 +25,7 @@ __all__ = [
     "MAY_CHANGE",
     "MODELS",
     "OBJECTIVES",
+    "BadDocuments",
     "Checkpoints",
     "Curriculum",
     "Data",

@@ -71,11 +71,14 @@ class Source(Section):
         return self
 
 
+BadDocuments = Literal["skip", "refuse"]
+
+
 class DocumentData(Section):
     """The keys of all tasks that read documents."""
 
     sources: list[Source] = Field(min_length=1)
-    bad_documents: Literal["skip", "refuse"] = Field("refuse", description="broken lines, missing fields, ...")
+    bad_documents: BadDocuments = Field("refuse", description="broken lines, missing fields, ...")
     prepared: Annotated[Path, MAY_CHANGE] = Field(
         Path("runs/prepared"), description="folder that keeps documents as tokens"
     )

@@ -99,7 +99,7 @@ def test_a_slow_tokenizer_is_refused():
     class Slow:
         is_fast = False
 
-    with pytest.raises(ValueError, match="Slow does not tell where an answer begins: load a fast tokenizer"):
+    with pytest.raises(ValueError, match="Slow does not report where an answer begins: load a fast tokenizer"):
         question_encoder(Slow(), 10)
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from training.data.documents import Document, DocumentReader, Problem
+from training.data.documents import Document, DocumentReader, Problem, good_documents
 from training.recipe import Source
 
 
@@ -169,3 +169,18 @@ def test_a_stream_of_the_hub(tmp_path, monkeypatch, kind):
         taken = [next(records) for _ in range(number)]
         position = json.loads(json.dumps(reader.position))
         assert taken + read(source, position=position) == everything
+
+
+def test_bad_documents_are_skipped_or_refused():
+    one, bad, two = Document("a:1", "x"), Problem("a:2", "broken JSON", "line 2"), Document("a:3", "y")
+    skipped = []
+    assert list(good_documents([one, bad, two], "skip", skipped.append, "")) == [one, two] and skipped == [bad]
+    refusing = good_documents([one, bad, two], "refuse", skipped.append, "--bad-documents skip")
+    assert next(refusing) == one
+    with pytest.raises(
+        ValueError, match=r"a:2: broken JSON \(line 2\). Correct it, or leave .* with --bad-documents skip"
+    ):
+        next(refusing)
+    with pytest.raises(ValueError, match=r"\(line 2\). Correct or remove it"):
+        list(good_documents([bad], "refuse", skipped.append, ""))
+    assert skipped == [bad]

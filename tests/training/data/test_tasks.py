@@ -65,4 +65,4 @@ def test_documents_for_the_evaluation(recipe, tmp_path):
 
 def test_epochs_are_said(recipe, capsys):
     make_examples(load_recipe(recipe, ["stages.0.steps=60"]), word_tokenizer([WORDS]))
-    assert "sequences of 8 tokens: 240 to train on, 120 there: 2.00 epochs" in capsys.readouterr().out
+    assert "sequences of 8 tokens: 240 to train on, 120 available: 2.00 epochs" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def spans(sequence):
 def test_cut_by_hand():
     examples = TextExamples(Documents([3, 10, 25, 9]), 0, 4, "cut", seed=None)
     assert [spans(sequence) for sequence in sequences(examples, 10)] == [[(100, 10)], [(200, 10)], [(210, 10)]]
-    assert examples.left_out(10) == "rests of 17 tokens left out" and examples.left_out(1) == ""
+    assert examples.left_out(10) == "remainders of 17 tokens left out" and examples.left_out(1) == ""
 
 
 def test_pack_by_hand():
@@ -53,9 +53,9 @@ def test_pack_by_hand():
         [(610, 10)],
         [(300, 9)],
         [(220, 5), (0, 3)],
-        [(500, 2)],  # the rests of a single token predict nothing
+        [(500, 2)],  # the remainders of a single token predict nothing
     ]
-    assert examples.left_out(10) == "rests of 2 tokens left out"
+    assert examples.left_out(10) == "remainders of 2 tokens left out"
     alike = TextExamples(Documents([3, 7, 3, 6, 3, 2]), 0, 6, "pack", seed=None)
     assert [spans(sequence) for sequence in sequences(alike, 10)] == [
         [(100, 7)],

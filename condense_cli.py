@@ -204,7 +204,7 @@ def train(
                 f"training ended with exit code {error.returncode}; the ranks' messages are above."
             ) from None
         return
-    from training.dry_run import dry_run as describe
+    from training.planning.dry_run import dry_run as describe
 
     figures, text = describe(load_recipe(recipe, given), ranks or DRY_RUN_RANKS)
     print(text)

@@ -49,7 +49,7 @@ def test_the_graph_is_seen():
     """The control: known imports of each form are in it."""
     assert "condense.attention.dispatch" in GRAPH["condense.attention"]
     assert "condense.durations" in GRAPH["condense.continuity.sentence"]
-    assert "condense.loading" in GRAPH["training.models"] and len(GRAPH) > 100
+    assert "condense.loading" in GRAPH["training.recipe.models"] and len(GRAPH) > 100
 
 
 def test_nothing_imports_upwards():

@@ -35,7 +35,7 @@ def test_a_killed_quickstart_goes_on(tmp_path):
 
     again = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert "[fold it (folded)] done before" in again.stdout and "going on from" in again.stdout
+    assert "[fold it (folded)] done before" in again.stdout and "resuming from" in again.stdout
     for name in ("folded", "transformer-xl"):
         lines = [json.loads(line) for line in (tmp_path / name / "trained" / "log.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines if "loss" in line] == list(range(10, 201, 10))

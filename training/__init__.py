@@ -1,1 +1,1 @@
-"""Training of folded models on the DeepSpeed launcher."""
+"""Training from recipes, with the Trainer of transformers and the DeepSpeed launcher."""

@@ -24,7 +24,7 @@ def num_ranks() -> int:
 
 
 def local_overrides(overrides: Sequence[str]) -> list[str]:
-    """The overrides behind what this machine needs: without a GPU, a DeepSpeed configuration for CPUs."""
+    """The overrides, after those that this machine needs: without a GPU, a DeepSpeed configuration for CPUs."""
     return [*overrides] if torch.cuda.is_available() else [f"deepspeed={CPU_CONFIG}", *overrides]
 
 
@@ -32,7 +32,7 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     """Runs `training/train.py` on `ranks` ranks that end with this process. Raises `CalledProcessError` on failure."""
     ranks = ranks or num_ranks()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, of Trainer's and DeepSpeed's own code
+    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, from Trainer's and DeepSpeed's own code
     if not torch.cuda.is_available():
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
         print(f"no GPU: {ranks} ranks on the CPU, with {CPU_CONFIG.name} unless an override names another", flush=True)
@@ -48,7 +48,7 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
 
 
 def _devices(ranks: int) -> list[str]:
-    """The launcher's choice of devices; it ignores CUDA_VISIBLE_DEVICES beside `--num_gpus`."""
+    """The launcher's options that choose devices; with `--num_gpus` it ignores CUDA_VISIBLE_DEVICES."""
     if not torch.cuda.is_available():
         return ["--num_accelerators", str(ranks)]
     if not (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
@@ -56,7 +56,7 @@ def _devices(ranks: int) -> list[str]:
     numbers = visible.split(",")
     if not all(number.strip().isdecimal() for number in numbers) or ranks > len(numbers):
         raise ValueError(
-            f"CUDA_VISIBLE_DEVICES={visible}: {ranks} ranks need as many GPUs, given by number, as the launcher wants."
+            f"CUDA_VISIBLE_DEVICES={visible}: {ranks} ranks need {ranks} GPUs, given by number for the launcher."
         )
     return ["--include", "localhost:" + ",".join(number.strip() for number in numbers[:ranks])]
 

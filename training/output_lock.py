@@ -1,7 +1,7 @@
 """One run at a time in an output folder.
 
-The lock is the operating system's (flock), so it ends with its process. Its file says who holds it, for whoever is
-refused, and is empty once it was released.
+The lock is the operating system's (flock), so it ends with its process. Its file names the holder, for the error of a
+second process, and is empty after it was released.
 """
 
 import fcntl
@@ -21,9 +21,9 @@ PATIENCE_S = 2.0  # a check by another start takes the lock for a moment
 
 @contextmanager
 def output_lock(folder: Path, name: str = "run") -> Iterator[None]:
-    """Holds `folder` for what `name` writes there. Where the file system has no locks, a warning is printed instead.
+    """Locks `folder` for the files of `name`. Where the file system has no locks, a warning is printed instead.
 
-    Raises `ValueError` naming the process that holds it already: which one, on which machine, and since when.
+    Raises `ValueError` naming the process that holds it already, its machine, and the time since when.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = lock_file(folder, name)
@@ -45,7 +45,7 @@ def output_lock(folder: Path, name: str = "run") -> Iterator[None]:
 
 
 def check_unlocked(folder: Path, name: str = "run") -> None:
-    """Raises `ValueError` as `output_lock` would, and takes nothing."""
+    """Raises `ValueError` as `output_lock` would, without locking."""
     path = lock_file(folder, name)
     if path.exists():
         descriptor = os.open(path, os.O_RDONLY)
@@ -56,7 +56,7 @@ def check_unlocked(folder: Path, name: str = "run") -> None:
 
 
 def was_finished(folder: Path, name: str = "run") -> bool:
-    """Whether whoever held the folder last came to an end: not while it is held, and not after an error or a kill."""
+    """Whether the last holder of the folder has finished: not while it is held, and not after an error or a kill."""
     path = lock_file(folder, name)
     return path.exists() and path.stat().st_size == 0
 
@@ -86,5 +86,5 @@ def _owner(path: Path) -> str:
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
         return f"process {owner['process']} on {owner['host']} since {owner['since']} ({owner['command']})"
-    except (OSError, ValueError, KeyError, TypeError):  # it has just begun
+    except (OSError, ValueError, KeyError, TypeError):  # its file is not written yet
         return "another process"

@@ -1,10 +1,9 @@
-"""A small Llama, stories and summaries, made from nothing, to try every recipe on: no download.
+"""A small Llama, stories and summaries, generated without a download, to try every recipe on.
 
     python -m training.sample_data FOLDER [--seed 0]
 
-A story tells early where its people come from, what their trades are and which things are theirs, and comes
-back to that again and again: who remembers can predict it. An article is a story with two sentences marked
-as its news; they are its summary.
+A story states early the town, trade and possessions of its people, and repeats these facts later: a model with a
+memory can predict them. An article is a story with two sentences marked as its news; they are its summary.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from .data.passkey import NAMES, PASSKEY_TEXTS
 from .small_llama import small_llama, word_tokenizer
 
 NUM_DOCUMENTS = {"train": 400, "validation": 40}
-# What is a person's own: no two people of a story share any of it.
+# Attributes of a person: no two people of a story share any value.
 ATTRIBUTES = {
     attribute: words.split()
     for attribute, words in {
@@ -59,7 +58,7 @@ MARK = "Here is the news: "
 
 
 def story(random: Random, num_words: int, events: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """A text that no further sentence would fit into, and its news: each event happens to somebody else."""
+    """A text filled up to `num_words`, and its news: each event happens to another person."""
     size = 3 + num_words // 600
     columns = [random.sample(values, size) for values in ATTRIBUTES.values()]
     cast = [dict(zip(ATTRIBUTES, person, strict=True)) for person in zip(*columns, strict=True)]
@@ -85,7 +84,7 @@ def _words(sentences: list[str]) -> int:
 
 
 def text_document(random: Random) -> dict[str, str]:
-    num_words = int(120 * 25 ** random.random())  # up to 3,000; as many up to 346 as above
+    num_words = int(120 * 25 ** random.random())  # from 120 to 3,000, with a median of 600
     return {"text": story(random, num_words)[0]}
 
 
@@ -95,7 +94,7 @@ def summary_document(random: Random) -> dict[str, str]:
 
 
 def make_documents(seed: int) -> dict[str, list[dict[str, str]]]:
-    """By file name without its ending, such as `text/train`."""
+    """Documents by file name without its ending, such as `text/train`."""
     return {
         f"{kind}/{split}": [make(Random(f"{seed} {kind}/{split} {number}")) for number in range(count)]
         for kind, make in (("text", text_document), ("summaries", summary_document))
@@ -104,7 +103,7 @@ def make_documents(seed: int) -> dict[str, list[dict[str, str]]]:
 
 
 def write_sample_data(folder: Path, seed: int = 0) -> None:
-    """Writes `llama`, `text` and `summaries` into a folder and prints what each file holds.
+    """Writes `llama`, `text` and `summaries` into a folder and prints the size of each file.
 
     Raises `ValueError`, and changes nothing, where a file of the folder exists with another content.
     """

@@ -1,4 +1,4 @@
-"""A small Llama and a word-level tokenizer for it, made from nothing: no download, no corpus.
+"""A small Llama with random weights and a word-level tokenizer for it: no download, no corpus.
 
 python -m training.small_llama FOLDER
 """

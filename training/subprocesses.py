@@ -1,7 +1,8 @@
-"""Processes that end with the one that started them, however that one ends.
+"""Processes that end when the process that started them ends, by any signal.
 
-Between `condense train` and its ranks stand DeepSpeed's runner and its launcher. Neither passes on every signal, and
-SIGKILL can be passed on by nobody: so the parent ends what it has started, and each rank watches its parents.
+`condense train` starts DeepSpeed's runner, which starts its launcher, which starts the ranks. Neither of the two
+forwards every signal, and no process can forward SIGKILL: so the parent ends its children, and each rank watches its
+parents.
 """
 
 import os
@@ -22,7 +23,7 @@ INTERVAL_S = 1.0
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options) -> int:
-    """The exit code of a command. SIGTERM, SIGHUP and exceptions here end the command and all that it has started."""
+    """Runs a command and returns its exit code. SIGTERM, SIGHUP and exceptions here end it and all its children."""
     with _signals_as_exit():
         process = subprocess.Popen(command, env={**environment, PARENT: str(os.getpid())}, **options)
         try:
@@ -33,9 +34,9 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options
 
 
 def end_with_parents() -> None:
-    """Ends this process, and what it has started, within seconds of the end of any process that it was started for.
+    """Ends this process and its children within seconds after any of its watched parents ends.
 
-    Those are the process that `run_to_end` was called in and all between, or else DeepSpeed's launcher and runner.
+    Watched are the process that called `run_to_end` and all processes between, or else DeepSpeed's launcher and runner.
     """
     parents = _parents()
     if not parents:
@@ -45,7 +46,7 @@ def end_with_parents() -> None:
         while all(map(_is_alive, parents)):
             time.sleep(INTERVAL_S)
         gone = next(parent.pid for parent in parents if not _is_alive(parent))
-        with suppress(OSError):  # the terminal may have gone as well
+        with suppress(OSError):  # the terminal may be closed as well
             print(f"process {os.getpid()} ends: its parent, process {gone}, has gone", file=sys.stderr, flush=True)
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -98,7 +99,7 @@ def _signals_as_exit() -> Iterator[None]:
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    # What was ignored remains so, as SIGHUP under nohup.
+    # Ignored signals stay ignored, such as SIGHUP under nohup.
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in numbers}
     try:

@@ -1,17 +1,18 @@
-"""Trains a folded model; started by the `deepspeed` launcher, by `condense train`, or alone.
+"""Trains a recipe's model; started by the `deepspeed` launcher, by `condense train`, or alone.
 
     deepspeed --num_gpus 8 training/train.py --recipe training/recipes/passkey_pretrain_1b.yaml [key=value ...]
 
-Started again, it goes on from its last complete checkpoint.
+Started again, it resumes from its last complete checkpoint.
 """
 
 import argparse
 import atexit
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):  # the launcher runs this file by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,32 +24,113 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments, se
 from transformers.utils import logging
 
 from condense.files import use_default_mode
-from training import process_group
-from training.batches import StageBatches, ValidationBatches
-from training.checkpoints import CompleteCheckpoints, remove_incomplete
-from training.curriculum import CurriculumBatches, CurriculumCallback, LengthSchedule
+from training import distributed
+from training.callbacks import Evaluations, GrowCurriculum, Log, Progress
+from training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
+from training.checkpoints.resume import find_checkpoint, make_universal
+from training.data.batches import StageBatches, ValidationBatches
+from training.data.curriculum import CurriculumBatches, CurriculumState
 from training.data.examples import Examples
 from training.data.passkey import PasskeyTask
 from training.data.tasks import make_examples
-from training.loop import Evaluations, FoldedTrainer, Log, Progress
-from training.models import load_config, load_model, load_tokenizer
+from training.distributed import Process
 from training.output_lock import output_lock
 from training.preflight import check_run
 from training.recipe import PasskeyData, Recipe, load_recipe
-from training.resume import adapt, find_checkpoint
 from training.subprocesses import end_with_parents
+from training.trainer import RecipeTrainer
+
+OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
+
+
+class TrainingData(NamedTuple):
+    """The tokenizer and, unless a curriculum generates its texts, the examples to train on and to validate with."""
+
+    tokenizer: Any
+    examples: Examples | None
+    held_out: Examples | None
+
+
+class Batches(NamedTuple):
+    """The micro-batches of a run; the state of its curriculum, where it has one."""
+
+    training: Dataset
+    validation: ValidationBatches | None
+    curriculum: CurriculumState | None
+
+
+def train(recipe: Recipe) -> None:
+    """Runs a recipe as one rank. Raises `ValueError` for a run that can't begin, before it writes anything."""
+    process = Process.from_environment()
+    check_launch(recipe, process)
+    deepspeed = recipe.deepspeed_settings() if process.launched else None
+    check_run(recipe, process.num_ranks, deepspeed)
+    # Other ranks write only after they have joined the group, which needs the first rank.
+    with output_lock(recipe.output) if process.is_first else nullcontext():
+        run(recipe, process, deepspeed)
+
+
+def run(recipe: Recipe, process: Process, deepspeed: dict[str, Any] | None) -> None:
+    """Trains as one rank, from the newest checkpoint or from the recipe's model, and saves the trained model."""
+    zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
+    checkpoint = find_checkpoint(recipe)
+    # Data come before the group: ranks that wait there for another rank's preparation would time out.
+    data = prepare_data(recipe)
+    if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
+        assert deepspeed is not None
+        deepspeed["checkpoint"] = {"load_universal": True}
+    if process.launched:
+        distributed.join()
+    arguments = training_arguments(recipe, process.num_ranks, deepspeed)
+    arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
+    set_seed(recipe.seed)
+    model = recipe.model.load(recipe.attention, recipe.attention_dropout)
+    if process.is_first:
+        begin_output(recipe, checkpoint)
+    with run_configuration(recipe, model):
+        batches = make_batches(recipe, data, model, process, checkpoint, equal_lengths=zero_stage == 3)
+        trainer = make_trainer(recipe, model, arguments, data, batches)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    save(recipe, trainer, batches, process)
+    if process.launched:
+        distributed.leave()
+
+
+def check_launch(recipe: Recipe, process: Process) -> None:
+    """Raises `ValueError` for one process on several GPUs; prints which keys a process without DeepSpeed ignores."""
+    if process.launched:
+        return
+    if torch.cuda.device_count() > 1:
+        raise ValueError(
+            f"this machine has {torch.cuda.device_count()} GPUs: start training/train.py with the deepspeed launcher, "
+            "or show it one GPU with CUDA_VISIBLE_DEVICES."
+        )
+    unused = f"{recipe.deepspeed}" + (" and max_skipped_steps are" if recipe.max_skipped_steps else " is")
+    print(f"started without the deepspeed launcher: one process, {unused} not used", flush=True)
+
+
+def prepare_data(recipe: Recipe) -> TrainingData:
+    """Loads the tokenizer, and reads and tokenises the documents that have not been prepared."""
+    tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
+    if recipe.curriculum:
+        return TrainingData(tokenizer, None, None)
+    return TrainingData(tokenizer, *make_examples(recipe, tokenizer))
 
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
     optimizer = recipe.optimizer
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
     return TrainingArguments(
         output_dir=str(recipe.output),
         max_steps=recipe.steps,
         per_device_train_batch_size=1,  # a data set item is a whole micro-batch
         gradient_accumulation_steps=recipe.accumulation(ranks),
+        optim=OPTIMIZERS[optimizer.name],
         learning_rate=optimizer.learning_rate,
         weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.beta1,
         adam_beta2=optimizer.beta2,
+        adam_epsilon=optimizer.eps,
         max_grad_norm=optimizer.max_grad_norm,
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={
@@ -60,17 +142,59 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
         use_cpu=not torch.cuda.is_available(),
         deepspeed=deepspeed,
         gradient_checkpointing=recipe.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False}
-        | ({"offload_memories": True} if recipe.offload_memories else {}),
+        gradient_checkpointing_kwargs={"use_reentrant": False} | recipe.model.checkpointing_options(),
         logging_steps=recipe.log_every,
         logging_nan_inf_filter=False,
         save_steps=recipe.checkpoints.every,
-        save_total_limit=None,  # CompleteCheckpoints prunes
+        save_total_limit=None,  # CompleteCheckpoints deletes older ones
         report_to=recipe.report_to,
         seed=recipe.seed,
         disable_tqdm=True,  # Progress has the bar
         remove_unused_columns=False,
     )
+
+
+def begin_output(recipe: Recipe, checkpoint: Path | None) -> None:
+    """Cleans up after a killed run, and writes the recipe."""
+    if checkpoint is not None:
+        print(f"resuming from {checkpoint}", flush=True)
+    remove_incomplete(recipe.output)
+    (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
+
+
+@contextmanager
+def run_configuration(recipe: Recipe, model: Any) -> Iterator[None]:
+    """Gives the model's configuration the values of this run; after it, those that a saved model should have."""
+    values = recipe.model.run_configuration()
+    own = {name: getattr(model.config, name) for name in values}
+    model.config.update(values)
+    yield
+    # Trainer switches the cache off, and dropout is the run's.
+    model.config.update(own | {"use_cache": True, "attention_dropout": 0.0})
+
+
+def make_batches(
+    recipe: Recipe, data: TrainingData, model: Any, process: Process, checkpoint: Path | None, equal_lengths: bool
+) -> Batches:
+    """The micro-batches of a curriculum or of stages; `equal_lengths` extends them to the full length, for ZeRO-3."""
+    if data.examples is None:
+        return curriculum_batches(recipe, data.tokenizer, model.config, process.num_ranks, checkpoint)
+    if process.launched:
+        check_same_documents(data.examples, process.num_ranks)
+    training = StageBatches(recipe, data.examples, process.num_ranks, equal_lengths)
+    validation = ValidationBatches(recipe, data.held_out, equal_lengths) if data.held_out else None
+    return Batches(training, validation, None)
+
+
+def curriculum_batches(recipe: Recipe, tokenizer: Any, config: Any, ranks: int, checkpoint: Path | None) -> Batches:
+    assert recipe.curriculum is not None and isinstance(recipe.data, PasskeyData)
+    state = CurriculumState(recipe.curriculum)
+    if checkpoint is not None:
+        state.load(checkpoint)
+    task = PasskeyTask(tokenizer, recipe.data.num_keys, recipe.data.num_digits)
+    segment_length = recipe.model.tokens_per_segment(config)
+    assert segment_length is not None
+    return Batches(CurriculumBatches(recipe, state, task, segment_length, ranks), None, state)
 
 
 def check_same_documents(examples: Examples, ranks: int) -> None:
@@ -84,102 +208,49 @@ def check_same_documents(examples: Examples, ranks: int) -> None:
         )
 
 
-def train(recipe: Recipe) -> None:
-    """Runs a recipe as one rank. Raises `ValueError` for a run that can't begin, before it writes anything."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    launched = "LOCAL_RANK" in os.environ
-    first = int(os.environ.get("RANK", 0)) == 0
-    if not launched and torch.cuda.device_count() > 1:
-        raise ValueError(
-            f"this machine has {torch.cuda.device_count()} GPUs: start training/train.py with the deepspeed launcher, "
-            "or show it one GPU with CUDA_VISIBLE_DEVICES."
-        )
-    if not launched:
-        unused = f"{recipe.deepspeed}" + (" and max_skipped_steps are" if recipe.max_skipped_steps else " is")
-        print(f"started without the deepspeed launcher: one process, {unused} not used", flush=True)
-    settings = recipe.deepspeed_settings() if launched else None
-    check_run(recipe, ranks, settings)
-    # What other ranks write, they write after they have joined the group, which needs the first one.
-    with output_lock(recipe.output) if first else nullcontext():
-        _train(recipe, ranks, settings, launched, first)
-
-
-def _train(recipe: Recipe, ranks: int, settings: dict[str, Any] | None, launched: bool, first: bool) -> None:
-    zero_stage = settings["zero_optimization"]["stage"] if settings else None
-    checkpoint = find_checkpoint(recipe)
-    tokenizer = load_tokenizer(recipe, load_config(recipe))
-    # Before any rank joins the group: ranks that wait there for one that prepares documents would time out.
-    examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer)
-    if checkpoint is not None and adapt(checkpoint, ranks, zero_stage):
-        assert settings is not None
-        settings["checkpoint"] = {"load_universal": True}
-    if launched:
-        process_group.join()
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
-    arguments = training_arguments(recipe, ranks, settings)
-    arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
-    set_seed(recipe.seed)
-    model = load_model(recipe)
-    if first:
-        if checkpoint is not None:
-            print(f"going on from {checkpoint}", flush=True)
-        remove_incomplete(recipe.output)
-        (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
-    own_schedule = getattr(model.config, "schedule", None)
-    if recipe.folded:
-        model.config.schedule = recipe.schedule
-
-    callbacks: list[TrainerCallback] = []
-    schedule: LengthSchedule | None = None
-    batches: Dataset
-    if examples is None:
-        assert recipe.curriculum is not None and isinstance(recipe.data, PasskeyData)
-        schedule = LengthSchedule(recipe.curriculum)
-        if checkpoint is not None:
-            schedule.load(checkpoint)
-        task = PasskeyTask(tokenizer, recipe.data.num_keys, recipe.data.num_digits)
-        batches = CurriculumBatches(recipe, schedule, task, model.config.segment_length, ranks)
-        callbacks += [CurriculumCallback(schedule)]
-    else:
-        if launched:
-            check_same_documents(examples, ranks)
-        batches = StageBatches(recipe, examples, ranks, equal_lengths=zero_stage == 3)
-        callbacks += [Evaluations(recipe)] if recipe.evaluation else []
-    trainer = FoldedTrainer(
+def make_trainer(
+    recipe: Recipe, model: Any, arguments: TrainingArguments, data: TrainingData, batches: Batches
+) -> RecipeTrainer:
+    trainer = RecipeTrainer(
         model=model,
         args=arguments,
-        train_dataset=batches,
-        validation=ValidationBatches(recipe, held_out, equal_lengths=zero_stage == 3) if held_out else None,
+        objective=recipe.objective,
+        by_segment=recipe.model.has_segments,
+        train_dataset=batches.training,
+        validation=batches.validation,
         max_skipped_steps=recipe.max_skipped_steps,
         data_collator=_only_item,
-        processing_class=tokenizer,
-        callbacks=[
-            *callbacks,
-            CompleteCheckpoints(
-                schedule.save if schedule else None, recipe.checkpoints.keep, recipe.model_dump(mode="json")
-            ),
-            Log(recipe.output / "log.jsonl"),
-            Progress(),
-        ],
+        processing_class=data.tokenizer,
+        callbacks=make_callbacks(recipe, batches.curriculum),
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    # Trainer switches the cache off, dropout and schedule are the run's: none of them belongs to the model.
-    model.config.use_cache, model.config.attention_dropout = True, 0.0
-    if recipe.folded:
-        model.config.schedule = own_schedule
-    trainer.save_model(str(recipe.output))
-    if first:
-        use_default_mode(recipe.output)
-    if first and schedule is not None:
-        schedule.save(recipe.output)
-    if launched:
-        process_group.leave()
+    return trainer
+
+
+def make_callbacks(recipe: Recipe, curriculum: CurriculumState | None) -> list[TrainerCallback]:
+    """In the order in which they run: a curriculum grows before the checkpoint records it, and before the log line."""
+    write_state = curriculum.save if curriculum else None
+    return [
+        *([GrowCurriculum(curriculum)] if curriculum else []),
+        *([Evaluations(recipe)] if recipe.evaluation else []),
+        CompleteCheckpoints(write_state, recipe.checkpoints.keep, recipe.model_dump(mode="json")),
+        Log(recipe.output / "log.jsonl"),
+        Progress(),
+    ]
 
 
 def _only_item(items: list[dict]) -> dict:
     (item,) = items
     return item
+
+
+def save(recipe: Recipe, trainer: RecipeTrainer, batches: Batches, process: Process) -> None:
+    """Writes the trained model, and the state of its curriculum beside it. All ranks take part."""
+    trainer.save_model(str(recipe.output))
+    if process.is_first:
+        use_default_mode(recipe.output)
+        if batches.curriculum is not None:
+            batches.curriculum.save(recipe.output)
 
 
 def main() -> None:
@@ -197,7 +268,7 @@ def main() -> None:
     except (ValueError, OSError, FloatingPointError) as error:  # for the user: the message is the answer
         sys.exit(f"train{'' if rank in (None, '0') else f', rank {rank}'}: {error}")
     if "LOCAL_RANK" in os.environ:
-        # Everything is written. DeepSpeed may still hold threads, whose destructors would abort the rank now and then.
+        # Everything is written. DeepSpeed may still hold threads, whose destructors sometimes abort the rank.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Runs through the real launcher, and the same training written out plainly."""
+"""Runs of a recipe on several ranks, and the same training written out plainly."""
 
 import json
 import subprocess
@@ -9,11 +9,16 @@ import torch
 from transformers import AutoTokenizer, get_wsd_schedule
 
 from condense import CondenseForCausalLM
-from training.batches import StageBatches
-from training.curriculum import CurriculumBatches, LengthSchedule
+from training import train
+from training.data.batches import StageBatches
+from training.data.curriculum import CurriculumBatches, CurriculumState
 from training.data.passkey import PasskeyTask
 from training.data.tasks import make_examples
+from training.launch import local_overrides
+from training.output_lock import was_finished
 from training.recipe import Recipe, load_recipe
+
+from .ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "import sys; from training.launch import launch; launch(sys.argv[1], sys.argv[3:], int(sys.argv[2]))"
@@ -27,38 +32,54 @@ def log_lines(output: Path, name="loss") -> list[dict]:
     return [line for line in map(json.loads, (output / "log.jsonl").read_text().splitlines()) if name in line]
 
 
-def run(recipe, output, *overrides, ranks=2) -> tuple[list[float], str]:
+def run(recipe, output, *overrides, ranks=2, launcher=False) -> tuple[list[float], str]:
     """The logged losses, and what was printed."""
-    command = launch_command(recipe, f"output={output}", *overrides, ranks=ranks)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return [line["loss"] for line in log_lines(output)], done.stdout
+    succeeded, printed = _start(recipe, output, overrides, ranks, launcher)
+    assert succeeded and was_finished(output), printed[-6000:]
+    return [line["loss"] for line in log_lines(output)], printed
 
 
-def fails(recipe, output, *overrides, ranks=2) -> str:
-    command = launch_command(recipe, f"output={output}", *overrides, ranks=ranks)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode != 0
-    return done.stdout + done.stderr
+def fails(recipe, output, *overrides, ranks=2, launcher=False) -> str:
+    """What was printed by a run that fails."""
+    succeeded, printed = _start(recipe, output, overrides, ranks, launcher)
+    assert not succeeded
+    return printed
+
+
+def _start(recipe, output, overrides, ranks: int, launcher: bool) -> tuple[bool, str]:
+    if launcher:
+        command = launch_command(recipe, f"output={output}", *overrides, ranks=ranks)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return done.returncode == 0, done.stdout + done.stderr
+    arguments = ["--recipe", str(recipe), *local_overrides([f"output={output}", *overrides])]
+    return run_ranks(train_with, arguments, ranks=ranks)
+
+
+def train_with(arguments: list[str]) -> None:
+    """The command line of training/train.py."""
+    sys.argv[1:] = arguments
+    train.main()
 
 
 def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and weights of one process without Trainer and DeepSpeed: a step's rows are one sum."""
     torch.manual_seed(recipe.seed)
-    model = CondenseForCausalLM.from_pretrained(recipe.model).train()
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    schedule = None
+    model = CondenseForCausalLM.from_pretrained(recipe.model.source).train()
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.source)
+    curriculum = None
     if recipe.curriculum:
-        schedule = LengthSchedule(recipe.curriculum)
+        curriculum = CurriculumState(recipe.curriculum)
         segment_length = model.config.segment_length
-        batches = CurriculumBatches(recipe, schedule, PasskeyTask(tokenizer), segment_length, ranks)
+        batches = CurriculumBatches(recipe, curriculum, PasskeyTask(tokenizer), segment_length, ranks)
     else:
         batches = StageBatches(recipe, make_examples(recipe, tokenizer)[0], ranks)
     settings = recipe.optimizer
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, settings.beta2), eps=1e-8)
+    optimizer = torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.eps
+    )
     rates = get_wsd_schedule(
         optimizer,
         settings.warmup_steps,
@@ -80,8 +101,8 @@ def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], d
         rates.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if schedule is not None:
-            schedule.observe(step + 1, loss.item(), 1)
+        if curriculum is not None:
+            curriculum.observe(step + 1, loss.item(), 1)
     return losses, norms, model.state_dict()
 
 

@@ -40,7 +40,7 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, pa
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
     text = [
         f"model={stories}",
-        f"segment_length={SEGMENT}",
+        f"model.segment_length={SEGMENT}",
         f"data.sources=[{{files: '{novel.parent}/[ADFT]*.txt'}}]",
         f"data.prepared={tmp_path / 'prepared'}",
         f"evaluation={{sequences: 24, sources: [{{files: '{novel.parent}/Eliot_*.txt'}}]}}",

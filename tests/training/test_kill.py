@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from condense import CondenseForCausalLM
-from training.checkpoints import MARKER
+from training.checkpoints.complete import MARKER
 from training.small_llama import save_small_llama
 
 from .runs import ROOT, launch_command, log_lines, run
@@ -91,7 +91,8 @@ def test_twenty_kills_change_nothing(tmp_path):
         print(f"kill {kills}: {sorted(path.name for path in output.glob('checkpoint-*'))}", flush=True)
     all_losses, printed = run(recipe, output)
     print(
-        f"{kills} kills, {in_writing} of them left a checkpoint without its marker; {printed.count('going on')} resumed"
+        f"{kills} kills, {in_writing} of them left a checkpoint without its marker; "
+        f"{printed.count('resuming from')} resumed"
     )
     assert in_writing >= KILLS // 4
     assert all_losses == losses

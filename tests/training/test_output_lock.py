@@ -113,7 +113,7 @@ def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path):
     save_small_llama(tmp_path / "start")
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
     recipe = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
-    options = [f"model={tmp_path / 'start'}", f"output={tmp_path / 'out'}", "segment_length=40"]
+    options = [f"model={tmp_path / 'start'}", f"output={tmp_path / 'out'}", "model.segment_length=40"]
     start = time.perf_counter()
     command = [sys.executable, "-m", "condense_cli", "train", str(recipe), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

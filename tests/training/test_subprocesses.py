@@ -136,7 +136,7 @@ def test_a_real_run_ends_and_resumes(who, number, tmp_path):
     save_small_llama(tmp_path / "start")
     recipe = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
     output = tmp_path / "out"
-    options = [f"model={tmp_path / 'start'}", f"output={output}", "segment_length=40", "curriculum.steps=400"]
+    options = [f"model={tmp_path / 'start'}", f"output={output}", "model.segment_length=40", "curriculum.steps=400"]
     options += ["curriculum.patience=10", "optimizer.warmup_steps=5", "optimizer.decay_steps=5", "checkpoints.every=10"]
     command = launch_command(recipe, *options)
     front = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

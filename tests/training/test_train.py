@@ -1,4 +1,4 @@
-"""The real launcher, on two ranks of a CPU, against training written out plainly."""
+"""Training on two ranks of a CPU, through the launcher and without it, against training written out plainly."""
 
 import os
 import shutil
@@ -13,14 +13,15 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
-from training.batches import ValidationBatches
-from training.checkpoints import MARKER, checkpoints, newest_checkpoint
+from training.checkpoints.complete import MARKER, checkpoints, newest_checkpoint
+from training.checkpoints.resume import find_checkpoint
+from training.data.batches import ValidationBatches
 from training.data.tasks import make_examples
 from training.recipe import load_recipe
-from training.resume import find_checkpoint
 from training.small_llama import save_small_llama
 
-from .runs import ROOT, expected, fails, launch_command, log_lines, run, same_weights
+from .ranks import run_ranks
+from .runs import ROOT, expected, fails, launch_command, log_lines, run, same_weights, train_with
 
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
@@ -60,7 +61,7 @@ def finished(stages, tmp_path_factory):
     """The output of a run of two ranks of ZeRO-2."""
     output = tmp_path_factory.mktemp("finished")
     before = set(SHARED_MEMORY.iterdir())
-    run(stages, output)
+    run(stages, output, launcher=True)
     left = {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith("deepspeed_")}
     assert not left, "DeepSpeed's buffers are still there"
     return output
@@ -99,7 +100,7 @@ def test_the_same_with_checkpointing_and_validation(stages, tmp_path):
     lines = log_lines(tmp_path, "eval_loss")
     assert [line["step"] for line in lines] == [0, 3, 8]
     recipe = load_recipe(stages, ["evaluation.sequences=3"])
-    batches = ValidationBatches(recipe, make_examples(recipe, AutoTokenizer.from_pretrained(recipe.model))[1])
+    batches = ValidationBatches(recipe, make_examples(recipe, AutoTokenizer.from_pretrained(recipe.model.source))[1])
     model = CondenseForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         losses = [model(**batches[n], num_items_in_batch=1).loss.item() for n in range(3)]
@@ -110,8 +111,8 @@ def test_the_same_with_checkpointing_and_validation(stages, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["schedule=wavefront"], marks=pytest.mark.slow),
-        ["schedule=wavefront", "gradient_checkpointing=true", "offload_memories=true"],
+        pytest.param(["model.schedule=wavefront"], marks=pytest.mark.slow),
+        ["model.schedule=wavefront", "gradient_checkpointing=true", "model.offload_memories=true"],
     ],
     ids=["waves", "checkpointed waves"],
 )
@@ -125,7 +126,8 @@ def test_waves_train_as_one_plain_process(stages, tmp_path, overrides):
 def test_waves_in_bfloat16(stages, tmp_path):
     """The first losses are those of the sequential order; later ones drift apart by rounding."""
     losses = [
-        run(stages, tmp_path / name, "dtype=bfloat16", f"schedule={name}")[0] for name in ("sequential", "wavefront")
+        run(stages, tmp_path / name, "dtype=bfloat16", f"model.schedule={name}")[0]
+        for name in ("sequential", "wavefront")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=2e-2)
     assert losses[1][0] == pytest.approx(losses[0][0], abs=2e-3)
@@ -133,7 +135,7 @@ def test_waves_in_bfloat16(stages, tmp_path):
 
 @pytest.mark.slow
 def test_zero_3_refuses_waves(stages, tmp_path):
-    overrides = ["schedule=wavefront", "deepspeed=deepspeed_configs/zero3.json"]
+    overrides = ["model.schedule=wavefront", "deepspeed=deepspeed_configs/zero3.json"]
     assert "schedule='sequential' (or 'auto')" in fails(stages, tmp_path, *overrides)
 
 
@@ -180,7 +182,7 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path)
     (broken / "checkpoint-11" / "trainer_state.json").write_text("{}")
 
     all_losses, output = run(QUICKSTART, broken, *overrides)
-    assert f"going on from {kept}" in output
+    assert f"resuming from {kept}" in output
     assert all_losses == losses
     config = CondenseForCausalLM.from_pretrained(broken).config
     assert config.use_cache and config.attention_dropout == 0  # neither is left as the run had it
@@ -209,43 +211,36 @@ def test_a_loss_that_is_not_finite_stops_the_run(stages, tmp_path):
     assert [line["step"] for line in log_lines(tmp_path)] == [1]
 
 
-GRADIENT = """
-import runpy, sys, torch
-sys.path.insert(0, {root!r})
-from condense import CondenseForCausalLM
-forward, calls = CondenseForCausalLM.forward, [0]
-def poisoned(self, *args, **kwargs):
-    output = forward(self, *args, **kwargs)
-    if self.training:
-        calls[0] += 1
-        if calls[0] == 9 and {rank} == int(__import__("os").environ.get("RANK", 0)):  # step 5 of 2 micro-batches each
-            output.loss.register_hook(lambda gradient: gradient * float("inf"))
-    return output
-CondenseForCausalLM.forward = poisoned
-sys.argv[0] = {root!r} + "/training/train.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def train_with_a_poisoned_gradient(arguments: list[str]) -> None:
+    """In step 5, of 2 micro-batches a step, rank 1 has a gradient that is not finite."""
+    forward, calls = CondenseForCausalLM.forward, [0]
+
+    def poisoned(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if self.training:
+            calls[0] += 1
+            if calls[0] == 9 and os.environ["RANK"] == "1":
+                output.loss.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+    CondenseForCausalLM.forward = poisoned
+    train_with(arguments)
 
 
 @pytest.mark.parametrize("allowed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_gradient_that_is_not_finite(stages, tmp_path, allowed):
     """It comes from one rank of two; DeepSpeed leaves the step out, and the run ends where none is allowed."""
-    script = tmp_path / "poisoned.py"
-    script.write_text(GRADIENT.format(root=str(ROOT), rank=1))
     output = tmp_path / "out"
-    command = ["deepspeed", "--num_accelerators", "2", "--master_port", "29611", str(script), "--recipe", str(stages)]
-    command += [f"output={output}", "deepspeed=deepspeed_configs/zero2_cpu.json", f"max_skipped_steps={allowed}"]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    printed = done.stdout + done.stderr
+    overrides = [f"output={output}", "deepspeed=deepspeed_configs/zero2_cpu.json", f"max_skipped_steps={allowed}"]
+    succeeded, printed = run_ranks(train_with_a_poisoned_gradient, ["--recipe", str(stages), *overrides])
     if allowed:
-        assert done.returncode == 0, printed[-3000:]
+        assert succeeded, printed[-3000:]
         assert "WARNING: step 5, rank 0: the gradient" in printed
         assert [line["skipped_steps"] for line in log_lines(output)] == [0, 0, 0, 0, 1, 1, 1, 1]
         weights = CondenseForCausalLM.from_pretrained(output).state_dict()
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
     else:
-        assert done.returncode != 0
+        assert not succeeded
         assert "train, rank 1: step 5, rank 1: the gradient, summed over all ranks, is not finite" in printed
         part = "this rank's part came from sequences 10 to 11 of length 200, sequences 14 to 15 of length 200"
         assert part in printed

@@ -1,1 +1,1 @@
-"""What models are trained and measured on."""
+"""The data that models are trained and measured on."""

@@ -1,4 +1,4 @@
-"""Prompts, and what is to be predicted behind them: questions with answers, documents with summaries."""
+"""Prompts, each followed by the tokens to predict: questions with answers, documents with summaries."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,13 +12,13 @@ from .store import Store, Tokens
 
 
 def question_encoder(tokenizer, total_length: int):
-    """Tokenises prompts as they stand, with their answers and an eos, into at most `total_length` tokens.
+    """Tokenises unchanged prompts, with their answers and an eos, into at most `total_length` tokens.
 
-    Prompt and answer are one text to the tokenizer, which puts in front what it always does: so what stands behind
-    a prompt is what a model that is asked will meet. Tokens that reach into the answer belong to it.
+    Prompt and answer are one text to the tokenizer, which adds its usual first tokens: so a model sees the same tokens
+    in training as when it is asked. A token that contains characters of both belongs to the answer.
     """
     if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} does not tell where an answer begins: load a fast tokenizer.")
+        raise ValueError(f"{type(tokenizer).__name__} does not report where an answer begins: load a fast tokenizer.")
     last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode_one(prompt: str, ids: list[int], places: list[tuple[int, int]]) -> Tokens | str:
@@ -38,7 +38,7 @@ def question_encoder(tokenizer, total_length: int):
 
 
 class AnswerExamples:
-    """A prompt with its answer a sequence: documents `first` to `last - 1` of a store."""
+    """One prompt with its answer per sequence: documents `first` to `last - 1` of a store."""
 
     def __init__(self, store: Store, first: int, last: int, seed: int | None):
         self.store, self.first, self.last = store, first, last
@@ -46,7 +46,7 @@ class AnswerExamples:
         self.places = lru_cache(maxsize=4)(self._places)
 
     def _places(self, total_length: int) -> np.ndarray:
-        """The documents that fit."""
+        """The numbers of the documents that fit."""
         places = np.flatnonzero(self.store.lengths[self.first : self.last] <= total_length)
         if not len(places):
             raise ValueError(f"no prompt with its answer fits into total_length={total_length} tokens: allow more.")
@@ -56,7 +56,7 @@ class AnswerExamples:
         return len(self.places(total_length))
 
     def left_out(self, total_length: int) -> str:
-        """What no sequence of this length holds, in words; nothing where there is nothing."""
+        """Describes the documents that no sequence of this length holds; empty where there are none."""
         documents = self.last - self.first - len(self.places(total_length))
         return f"{documents:,} longer documents left out" if documents else ""
 

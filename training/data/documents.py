@@ -1,16 +1,16 @@
-"""Documents of a recipe's sources, one by one, and what is wrong with those that can't be read.
+"""Documents of a recipe's sources, one by one, and the problems of those that can't be read.
 
-Several sources take turns until each has ended. A reader's position can be noted and gone back to.
+Several sources take turns until each has ended. A reader can be resumed from a recorded position.
 """
 
 import glob
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..recipe import Source
+from ..recipe import BadDocuments, Source
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
@@ -26,18 +26,39 @@ class Document:
 
 @dataclass(frozen=True)
 class Problem:
-    """A document that can't be used: `kind` is counted, `detail` helps to mend it."""
+    """A document that can't be used: `kind` is counted, `detail` helps to correct it."""
 
     where: str
     kind: str
     detail: str = ""
 
 
+def good_documents(
+    records: Iterable[Document | Problem],
+    bad_documents: BadDocuments,
+    on_skip: Callable[[Problem], object],
+    option: str,
+) -> Iterator[Document]:
+    """The documents among `records`: the one policy for bad ones, of training and of every evaluation.
+
+    `on_skip` is called with each problem that is skipped. Where problems are refused, raises `ValueError` for the first
+    one; `option`, such as `data.bad_documents=skip`, is how its reader would skip it ("" where that is impossible).
+    """
+    for record in records:
+        if isinstance(record, Document):
+            yield record
+        elif bad_documents == "skip":
+            on_skip(record)
+        else:
+            remedy = f"Correct it, or leave such documents out with {option}." if option else "Correct or remove it."
+            raise ValueError(f"{record.where}: {record.kind} ({record.detail}). {remedy}")
+
+
 Record = tuple[str, dict[str, Any] | Problem]  # where, fields
 
 
 class DocumentReader:
-    """Iterates over documents and problems; `position` is JSON, and says what has been read so far."""
+    """Iterates over documents and problems; `position` is JSON, and records how far it has read."""
 
     def __init__(self, sources: Sequence[Source], with_summaries: bool, position: list | None = None):
         states = position or [None] * len(sources)
@@ -49,7 +70,7 @@ class DocumentReader:
         return [reader.position for reader in self._readers]
 
     def __iter__(self) -> Iterator[Document | Problem]:
-        # The one that has read least is next: so sources take turns, also after going back to a position.
+        # The reader that has read least is next: so sources take turns, also after a position was restored.
         while open_readers := [n for n, reader in enumerate(self._readers) if not reader.ended]:
             turn = min(open_readers, key=lambda n: self._readers[n].num_read)
             record = self._readers[turn].read()

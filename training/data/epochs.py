@@ -1,4 +1,4 @@
-"""The order in which a fixed number of sequences is asked for, again and again."""
+"""The order of a fixed number of sequences in each epoch."""
 
 from functools import lru_cache
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 class Epochs:
-    """Maps the number of a sequence to its place: each epoch all places once, in an order of its own.
+    """Maps the number of a sequence to its place: each epoch has every place once, in its own order.
 
-    Without a seed all epochs have the order of the places.
+    Without a seed, every epoch has the places in their order.
     """
 
     def __init__(self, seed: int | None):

@@ -1,7 +1,7 @@
-"""What every task hands to training: sequences by number, and how they become a batch.
+"""The interface between a task and training: sequences by number, collated into batches.
 
-A task's sequence number k is the same whenever, and on whichever rank, it is asked for. So the position
-in the data is a count: a resumed run, on any number of ranks, goes on exactly where the former one was.
+A task's sequence number k is the same at any time and on any rank. So the position in the data is a count:
+a resumed run, on any number of ranks, continues exactly where the former run stopped.
 
 Axes: B rows, N tokens.
 """
@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-IGNORE_INDEX = -100
+from condense.readers import IGNORE_INDEX
 
 
 class Example(NamedTuple):
-    """Tokens of one document and, of the same length, what is asked for: -100 where nothing is.
+    """Tokens of one document and, of the same length, the labels: `IGNORE_INDEX` where no loss is taken.
 
-    Nothing can be asked for at the first token.
+    The first token has no label, since nothing predicts it.
     """
 
     input_ids: np.ndarray
@@ -31,18 +31,18 @@ class Examples(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """The same on all ranks, unless they have prepared different documents."""
+        """A hash that is the same on all ranks, unless they have prepared different documents."""
         ...
 
 
-def collate(examples: Sequence[Example], read_on_to: int = 0) -> dict[str, torch.Tensor]:
+def collate(examples: Sequence[Example], extend_to: int = 0) -> dict[str, torch.Tensor]:
     """`input_ids`, `labels` and, where lengths differ, `attention_mask` [B, N], padded on the right.
 
     Each document is a row of its own, also those packed into one sequence: rows share no memory. With
-    `read_on_to`, the longest row reads on to so many tokens, behind its end and without labels.
+    `extend_to`, the longest row is extended to that number of tokens, with tokens that have no labels.
     """
     lengths = [len(example.input_ids) for example in examples]
-    longest = max(*lengths, read_on_to)
+    longest = max(*lengths, extend_to)
     input_ids = torch.zeros(len(examples), longest, dtype=torch.long)
     labels = torch.full_like(input_ids, IGNORE_INDEX)
     mask = torch.zeros_like(input_ids)
@@ -52,6 +52,6 @@ def collate(examples: Sequence[Example], read_on_to: int = 0) -> dict[str, torch
         input_ids[row, :length] = torch.as_tensor(example.input_ids)
         labels[row, :length] = torch.as_tensor(example.labels)
         mask[row, :length] = 1
-    mask[lengths.index(max(lengths)), :read_on_to] = 1
+    mask[lengths.index(max(lengths)), :extend_to] = 1
     batch = {"input_ids": input_ids, "labels": labels}
     return batch if bool(mask.all()) else batch | {"attention_mask": mask}

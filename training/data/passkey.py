@@ -55,7 +55,7 @@ class _Frame(NamedTuple):
     sentences: list[list[int]]
     question: list[int]
     answer: list[int]
-    surprises: list[int]  # unpredictable first tokens of each sentence, then of the question
+    surprises: list[int]  # numbers of unpredictable first tokens of each sentence, then of the question
     length: int  # of the row that has no filler
 
 
@@ -66,7 +66,7 @@ class _Row(NamedTuple):
 
 
 class PasskeyTask:
-    """Makes prompts of a wanted length by repeating the filler before, between and behind the key sentences."""
+    """Makes prompts of a given length by repeating the filler before, between and after the key sentences."""
 
     def __init__(self, tokenizer, num_keys: int = 1, num_digits: int = 4):
         if num_keys < 1 or num_digits < 1:
@@ -83,7 +83,7 @@ class PasskeyTask:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _usable_names(self) -> list[str]:
-        """Names of as many tokens as most have, so that the rows of a batch are equally long."""
+        """The names of the most common number of tokens, so that the rows of a batch have the same length."""
         by_length = defaultdict(list)
         for name in NAMES:
             ids = self._encode(" " + name)
@@ -103,10 +103,10 @@ class PasskeyTask:
     def batch(
         self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None = None
     ) -> Passkeys:
-        """Prompts with answers of at most `num_tokens`, as long as whole fillers allow.
+        """Prompts with answers, of at most `num_tokens` tokens, filled with whole fillers.
 
-        `depth` 0 puts the key asked for before all fillers, 1 behind them, None anywhere with equal
-        probability, as all other keys. Raises `ValueError` where not even the frame fits.
+        `depth` 0 puts the requested key before all fillers, 1 after them, None anywhere with equal
+        probability, as all other keys. Raises `ValueError` where the prompt without fillers is too long.
         """
         return _stack(self._rows(num_rows, num_tokens, generator, depth))
 
@@ -115,8 +115,8 @@ class PasskeyTask:
     ) -> dict[str, torch.Tensor]:
         """`input_ids` and `labels` [B, N + A]: the answer's tokens, and `background` other tokens a row.
 
-        The background keeps the model reading the text between; the keys' first mentions and the name that
-        is asked for, which nothing could predict, are not part of it.
+        The background trains the model on the text between; it excludes the keys' first mentions and the requested
+        name, which are random.
         """
         rows = self._rows(num_rows, num_tokens, generator, depth=None)
         passkeys = _stack(rows)
@@ -126,7 +126,9 @@ class PasskeyTask:
 
     def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
         if depth is not None and not 0 <= depth <= 1:
-            raise ValueError(f"depth={depth} is outside 0 to 1: 0 is right behind the preamble, 1 before the question.")
+            raise ValueError(
+                f"depth={depth} is outside 0 to 1: 0 is directly after the preamble, 1 before the question."
+            )
         return [self._fill(self._frame(num_tokens, generator), num_tokens, generator, depth) for _ in range(num_rows)]
 
     def _frame(self, num_tokens: int, generator: np.random.Generator) -> _Frame:
@@ -151,7 +153,7 @@ class PasskeyTask:
         return _Frame(keys[asked], asked, sentences, question, answer, surprises, length)
 
     def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator, depth: float | None) -> _Row:
-        """Keys go to gaps between fillers; those that meet in one gap stand in the order they were drawn in."""
+        """Puts each key into a gap between fillers; keys in the same gap keep the order in which they were drawn."""
         fillers = (num_tokens - frame.length) // len(self.filler)
         gaps = [
             int(generator.integers(0, fillers + 1)) if depth is None or which != frame.asked else round(depth * fillers)
@@ -178,7 +180,7 @@ def _stack(rows: list[_Row]) -> Passkeys:
 
 
 def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
-    """[N + A]: the answer, and `background` tokens that can be predicted."""
+    """Labels [N + A]: the answer, and `background` tokens that can be predicted."""
     input_ids = np.array(row.prompt + row.frame.answer)
     predictable = np.ones(len(row.prompt), dtype=bool)
     predictable[0] = False

@@ -1,13 +1,13 @@
 """Documents as tokens on disk, prepared once: after that, any of them is read by its number.
 
-Parts are written whole or not at all, each with the position behind it, so a preparation that was killed
-goes on, and ends with the same documents. The first process to ask prepares, others wait.
+Parts are written completely or not at all, each with the reader's position after it, so a preparation that was
+killed resumes, and ends with the same documents. The first process prepares, others wait.
 """
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from ..recipe import DocumentData, Source
-from .documents import Document, DocumentReader, Problem, source_files
+from .documents import Document, DocumentReader, Problem, good_documents, source_files
 
 BATCH = 64  # documents tokenised at once
 PART_TOKENS = 2**24  # of a part, about
@@ -26,24 +26,24 @@ PART_DOCUMENTS = 2**16  # read for a part: where most are dropped, a kill costs 
 
 
 class Tokens(NamedTuple):
-    """A document as tokens; the first `num_given` are not asked for. A `remark` is counted when it is kept."""
+    """A document as tokens; the first `num_given` have no labels. A `remark` is counted when the document is kept."""
 
     input_ids: np.ndarray
     num_given: int
     remark: str = ""
 
 
-Encode = Callable[[Sequence[Document]], Sequence[Tokens | str]]  # the tokens, or why the document is dropped
+Encode = Callable[[Sequence[Document]], Sequence[Tokens | str]]  # the tokens, or the reason why the document is dropped
 
 
 class Need(NamedTuple):
-    """How much a caller needs: documents until their weights, by their numbers of tokens, come to an amount."""
+    """The documents that a caller needs: their weights, by their numbers of tokens, sum up to an amount."""
 
     weigh: Callable[[np.ndarray], np.ndarray]
     amount: int
 
     def prefix(self, lengths: np.ndarray) -> int:
-        """How many documents, from the first on, are enough; all of them where they are not."""
+        """The number of documents, from the first, that is enough; all of them where they are too few."""
         return min(int(np.searchsorted(np.cumsum(self.weigh(lengths)), self.amount)) + 1, len(lengths))
 
 
@@ -73,24 +73,24 @@ class Store:
         return Tokens(part.values[start : part.ends[place]], int(part.num_given[place]))
 
     def fingerprint(self, first: int, last: int) -> str:
-        """Of documents `first` to `last - 1`: other documents have other lengths."""
+        """A hash of the lengths of documents `first` to `last - 1`: other documents have other lengths."""
         return hashlib.sha256(self.lengths[first:last].astype(np.int64).tobytes()).hexdigest()
 
     @property
     def notes(self) -> dict[str, Any]:
-        """After the last part: the reader's position, whether the sources have ended, and counts."""
+        """The state after the last part: the reader's position, whether the sources have ended, and counts."""
         return self.parts[-1].notes if self.parts else {"position": None, "ended": False, "counts": {}}
 
 
 def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settings) -> Path:
-    """Where documents are kept: named for everything that decides what they become."""
+    """The folder of prepared documents, named by a hash of everything that their tokens depend on."""
     files = [
         [str(path), path.stat().st_size, path.stat().st_mtime_ns]
         for source in sources
         if source.files is not None
         for path in source_files(source)
     ]
-    # Truncation and padding are what the tokenizer's last call has left there.
+    # Truncation and padding are settings of the tokenizer's last call, not of the tokenizer.
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     described = {
         "sources": [source.model_dump() for source in sources],
@@ -105,7 +105,7 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
 def prepare(
     folder: Path, data: DocumentData, sources: Sequence[Source], encode: Encode, need: Need, with_summaries: bool
 ) -> Store:
-    """Reads and tokenises documents until those kept are as many as needed, or the sources end.
+    """Reads and tokenises documents until enough are kept, or the sources end.
 
     Raises `ValueError` for the first document with a problem if `bad_documents` is "refuse", and where no
     document is left.
@@ -124,7 +124,7 @@ def prepare(
 
 
 class _Preparation:
-    """Where a preparation stands."""
+    """The progress of a preparation."""
 
     def __init__(self, store: Store, data: DocumentData, need: Need):
         self.folder, self.data, self.need = store.folder, data, need
@@ -147,8 +147,11 @@ class _Preparation:
                 while not self.finished and num_tokens < PART_TOKENS and self.counts["read"] < last:
                     batch = list(islice(records, BATCH))
                     self.ended = len(batch) < BATCH
-                    problems += _check(batch, self.data.bad_documents)
-                    new = self._encode(batch, encode)
+                    skipped: list[Problem] = []
+                    option = "data.bad_documents=skip"
+                    documents = list(good_documents(batch, self.data.bad_documents, skipped.append, option))
+                    new = self._encode(documents, skipped, encode)
+                    problems += skipped
                     kept += new
                     num_tokens += sum(len(tokens.input_ids) for tokens in new)
                     bar.update(len(batch))
@@ -161,29 +164,18 @@ class _Preparation:
                 _write_part(self.folder / f"part-{self.num_parts:05d}.arrow", kept, notes)
                 self.num_parts += 1
 
-    def _encode(self, batch: Sequence[Document | Problem], encode: Encode) -> list[Tokens]:
-        documents = [record for record in batch if isinstance(record, Document)]
+    def _encode(self, documents: Sequence[Document], skipped: Sequence[Problem], encode: Encode) -> list[Tokens]:
         encoded = encode(documents) if documents else []
         kept = [item for item in encoded if not isinstance(item, str)]
         lengths = np.array([len(tokens.input_ids) for tokens in kept], dtype=int)
         self.counts.update(item for item in encoded if isinstance(item, str))
         self.counts.update(tokens.remark for tokens in kept if tokens.remark)
-        self.counts.update(record.kind for record in batch if isinstance(record, Problem))
-        self.counts.update({"read": len(batch), "kept": len(kept), "tokens kept": int(lengths.sum())})
+        self.counts.update(problem.kind for problem in skipped)
+        num_read = len(documents) + len(skipped)
+        self.counts.update({"read": num_read, "kept": len(kept), "tokens kept": int(lengths.sum())})
         self.num_kept += len(kept)
         self.weight += int(self.need.weigh(lengths).sum())
         return kept
-
-
-def _check(batch: Sequence[Document | Problem], bad_documents: str) -> Iterator[Problem]:
-    for record in batch:
-        if isinstance(record, Problem):
-            if bad_documents == "refuse":
-                raise ValueError(
-                    f"{record.where}: {record.kind} ({record.detail}). Mend it, or leave such documents out with "
-                    "data.bad_documents=skip."
-                )
-            yield record
 
 
 def _write_part(path: Path, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
@@ -205,14 +197,14 @@ def _read_part(path: Path) -> Part:
 
 
 def _summarize(store: Store) -> None:
-    """Writes `problems.jsonl` and `summary.json`, and says what became of the documents, if that is new."""
+    """Writes `problems.jsonl` and `summary.json`, and prints the counts of documents, where they have changed."""
     counts, summary = store.notes["counts"], store.folder / "summary.json"
     text = json.dumps(counts, indent=2)
     if summary.exists() and summary.read_text() == text:
         return
     problems = [problem for part in store.parts for problem in part.notes["problems"]]
     (store.folder / "problems.jsonl").write_text("".join(json.dumps(item) + "\n" for item in problems))
-    summary.write_text(text)  # last: what is killed before is done again
+    summary.write_text(text)  # last: a run that is killed before this writes both again
     others = ", ".join(
         f"{count:,} {what}" for what, count in counts.items() if what not in ("read", "kept", "tokens kept")
     )

@@ -1,4 +1,4 @@
-"""Summaries to predict behind their documents (appendix D of the paper)."""
+"""Documents, each followed by a summary to predict (appendix D of the paper)."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -17,14 +17,14 @@ def _ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def prompt_frame(tokenizer) -> tuple[list[int], list[int]]:
-    """What stands before and behind a document's tokens; the summary follows."""
+    """The tokens before and after a document's tokens; the summary follows."""
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     before, behind = _ids(tokenizer, [BEFORE, BEHIND])
     return first + before, behind
 
 
 def prompt_ids(tokenizer, document: str) -> list[int]:
-    """What a model goes on from when it is to summarise: the same tokens as in training."""
+    """The prompt for a summary of a document: the same tokens as in training."""
     before, behind = prompt_frame(tokenizer)
     return [*before, *_ids(tokenizer, [document])[0], *behind]
 

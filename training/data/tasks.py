@@ -13,7 +13,7 @@ from .store import Need, Store, folder_of, prepare
 from .summarization import summary_encoder
 from .text import TextExamples, text_encoder
 
-VALIDATION_SEED = 2**40  # added to the run's: passkeys of its own
+VALIDATION_SEED = 2**40  # added to the seed of the run: other passkeys than those of training
 
 
 def make_examples(recipe: Recipe, tokenizer) -> tuple[Examples, Examples | None]:
@@ -26,7 +26,7 @@ def make_examples(recipe: Recipe, tokenizer) -> tuple[Examples, Examples | None]
 
 
 class DocumentTask:
-    """A recipe's documents: how many are needed, and which are held out."""
+    """A recipe's documents: the number that is needed, and those that are held out."""
 
     def __init__(self, recipe: Recipe, data: TextData | SummarizationData | QuestionData, tokenizer):
         assert recipe.stages is not None and recipe.global_batch is not None
@@ -42,7 +42,9 @@ class DocumentTask:
             return Need(np.ones_like, sum(asked.values()))
         tokens = sum(total_length * count for total_length, count in asked.items())
         if self.data.fit == "pack":
-            return Need(lambda lengths: lengths - (lengths % self.longest == 1), tokens)  # a single token is no rest
+            return Need(
+                lambda lengths: lengths - (lengths % self.longest == 1), tokens
+            )  # a remainder of a single token predicts nothing
         return Need(lambda lengths: lengths // self.longest * self.longest, tokens)
 
     def _prepare(self, sources: Sequence[Source], need: Need) -> Store:
@@ -74,7 +76,7 @@ class DocumentTask:
             store = self._prepare(evaluation.sources or self.data.sources, need_held_out)
             num_documents = need_held_out.prefix(store.lengths)
             held_out = self._of(store, 0, num_documents, seed=None)
-            if not evaluation.sources:  # training begins behind them
+            if not evaluation.sources:  # training begins after them
                 first = num_documents
                 need = need._replace(amount=need.amount + int(need.weigh(store.lengths[:first]).sum()))
         store = self._prepare(self.data.sources, need)
@@ -96,9 +98,9 @@ class DocumentTask:
 
     def _describe(self, training: TextExamples | AnswerExamples) -> None:
         for total_length, asked in self.asked.items():
-            there, left_out = training.num_sequences(total_length), training.left_out(total_length)
+            available, left_out = training.num_sequences(total_length), training.left_out(total_length)
             print(
-                f"sequences of {total_length} tokens: {asked:,} to train on, {there:,} there: "
-                f"{asked / there:.2f} epochs" + (f"; {left_out}" if left_out else ""),
+                f"sequences of {total_length} tokens: {asked:,} to train on, {available:,} available: "
+                f"{asked / available:.2f} epochs" + (f"; {left_out}" if left_out else ""),
                 flush=True,
             )

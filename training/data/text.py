@@ -1,9 +1,9 @@
-"""Text to predict: documents in pieces of the total length, or packed into sequences of it.
+"""Text to predict: documents cut into pieces of the total length, or packed into sequences of it.
 
-A document longer than the total length is cut into whole pieces. What remains of it, and shorter
-documents, are left out (`cut`) or put together (`pack`), each as a row of its own: so no memory passes
-from one document to the next. Rows of similar length go together, and rows x the longest of them is at
-most the total length: so a packed sequence never needs more memory than a whole piece.
+A document longer than the total length is cut into whole pieces. Its remainder, and shorter documents, are
+left out (`cut`) or packed together (`pack`), each as its own row: so no memory passes from one document to
+the next. Rows of similar length are packed together, and rows x the longest of them is at most the total
+length: so a packed sequence never needs more memory than a whole piece.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def text_encoder(tokenizer, min_tokens: int):
 
 
 class Plan(NamedTuple):
-    """Pieces of documents, and which of them make a sequence: those from `firsts[k]` up to `firsts[k + 1]`."""
+    """Pieces of documents; sequence k consists of the pieces from `firsts[k]` up to `firsts[k + 1]`."""
 
     document: np.ndarray
     start: np.ndarray
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 
 class TextExamples:
-    """Sequences of the documents `first` to `last - 1` of a store, in an order for each epoch by `seed`."""
+    """Sequences of the documents `first` to `last - 1` of a store; `seed` gives each epoch its own order."""
 
     def __init__(self, store: Store, first: int, last: int, fit: Literal["cut", "pack"], seed: int | None):
         self.store, self.first, self.last, self.fit = store, first, last, fit
@@ -55,9 +55,9 @@ class TextExamples:
         return len(self.plan(total_length).firsts) - 1
 
     def left_out(self, total_length: int) -> str:
-        """What no sequence of this length holds, in words; nothing where there is nothing."""
+        """Describes the tokens that no sequence of this length holds; empty where there are none."""
         tokens = self.store.lengths[self.first : self.last].sum() - self.plan(total_length).length.sum()
-        return f"rests of {tokens:,} tokens left out" if tokens else ""
+        return f"remainders of {tokens:,} tokens left out" if tokens else ""
 
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)

@@ -1,0 +1,41 @@
+"""Micro-batches by number: the same on any number of ranks, and no sequence twice."""
+
+import numpy as np
+import pytest
+
+from training.data.batches import StageBatches
+from training.data.examples import Example
+from training.recipe import load_recipe
+
+RECIPE = """
+model: m
+output: o
+data: {task: passkey}
+stages: [{total_length: 4, steps: 1}, {total_length: 6, steps: 2}, {total_length: 4, steps: 2}]
+global_batch: 4
+micro_batch: 2
+optimizer: {warmup_steps: 1}
+"""
+
+
+class Numbered:
+    """Sequence n of length N is n, n, ... and is asked for here as (n, N)."""
+
+    def __init__(self):
+        self.asked = []
+
+    def sequence(self, number, total_length):
+        self.asked.append((number, total_length))
+        return [Example(np.full(total_length, number), np.full(total_length, -100))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sequences_are_numbered_within_their_length(tmp_path, ranks):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    examples = Numbered()
+    batches = StageBatches(load_recipe(path), examples, ranks)
+    names = [batches[index]["name"] for index in range(len(batches))]
+    stages = [[(n, 4) for n in range(4)], [(n, 6) for n in range(8)], [(n, 4) for n in range(4, 12)]]
+    assert examples.asked == [item for stage in stages for item in stage]
+    assert names[2] == "sequences 0 to 1 of length 6" and names[6] == "sequences 4 to 5 of length 4"

@@ -1,0 +1,186 @@
+"""Documents of every format, and what is broken, by file and line."""
+
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from training.data.documents import Document, DocumentReader, Problem, good_documents
+from training.recipe import Source
+
+
+def read(*sources, summaries=False, position=None):
+    return list(DocumentReader(sources, summaries, position))
+
+
+def write_json_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_formats(tmp_path):
+    (tmp_path / "b.txt").write_text("second\nfile")
+    (tmp_path / "a.txt").write_text("first file")
+    assert read(Source(files=str(tmp_path / "*.txt"))) == [
+        Document(str(tmp_path / "a.txt"), "first file"),
+        Document(str(tmp_path / "b.txt"), "second\nfile"),
+    ]
+    lines = write_json_lines(tmp_path / "c.jsonl", [{"text": "x"}, {"text": ["y", "z"]}])
+    assert read(Source(files=str(lines))) == [Document(f"{lines}:1", "x"), Document(f"{lines}:2", "y z")]
+    rows = tmp_path / "d.parquet"
+    pa.parquet.write_table(pa.table({"article": ["n1", "n2"], "highlights": ["h1", "h2"]}), rows)
+    cnn = Source(files=str(rows), text="article", summary="highlights")
+    assert read(cnn, summaries=True) == [
+        Document(f"{rows}:row 0", "n1", "h1"),
+        Document(f"{rows}:row 1", "n2", "h2"),
+    ]
+    chapters = tmp_path / "e.parquet"
+    pa.parquet.write_table(pa.table({"chapter": ["c"], "summary_text": ["s"]}), chapters)
+    assert read(Source(files=str(chapters), text="chapter", summary="summary_text"), summaries=True) == [
+        Document(f"{chapters}:row 0", "c", "s")
+    ]
+    titles = write_json_lines(tmp_path / "f.jsonl", [{"source": ["One.", "Two."], "target": ["short", "other"]}])
+    assert read(Source(files=str(titles), text="source", summary="target"), summaries=True) == [
+        Document(f"{titles}:1", "One. Two.", "short")
+    ]
+
+
+def test_what_is_broken_is_named_by_file_and_line(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(
+        b'{"text": "good"}\n'
+        b'{"text": "cut\n'
+        b'{"text": "\xff bad"}\n'
+        b"[1]\n"
+        b"\n"
+        b'{"texts": "other"}\n'
+        b'{"text": null}\n'
+        b'{"text": 7}\n'
+        b'{"text": "  "}\n'
+        b'{"text": "half a pair: \\ud800"}\n'
+        b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+        b'{"text": "last"}'
+    )
+    records = read(Source(files=str(path)))
+    assert [record for record in records if isinstance(record, Document)] == [
+        Document(f"{path}:1", "good"),
+        Document(f"{path}:12", "last"),
+    ]
+    assert [(record.where, record.kind) for record in records if isinstance(record, Problem)] == [
+        (f"{path}:2", "broken JSON"),
+        (f"{path}:3", "wrong encoding"),
+        (f"{path}:4", "no JSON object"),
+        (f"{path}:6", "missing field"),
+        (f"{path}:7", "missing field"),
+        (f"{path}:8", "wrong type"),
+        (f"{path}:9", "empty document"),
+        (f"{path}:10", "wrong encoding"),
+        (f"{path}:11", "broken JSON"),
+    ]
+    text = tmp_path / "y.txt"
+    text.write_bytes(b"fine\nfine\nnot \xe9 fine\n")
+    (problem,) = read(Source(files=str(text)))
+    assert (problem.where, problem.kind) == (f"{text}:3", "wrong encoding")
+
+
+def test_a_truncated_parquet_file(tmp_path):
+    whole, broken = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    table = pa.table({"text": [f"document {n} " + "x" * 200 for n in range(2_000)]})
+    pa.parquet.write_table(table, whole, row_group_size=500, compression=None)
+    data = bytearray(whole.read_bytes())
+    broken.write_bytes(data[: len(data) // 2])
+    records = read(Source(files=str(tmp_path / "*.parquet")))
+    assert len(records) == 2_001 and isinstance(records[-1], Problem)
+    assert (records[-1].where, records[-1].kind) == (f"{broken}:row 0", "unreadable Parquet")
+    # Damage in the middle: rows before it are kept, and the row is named.
+    damaged = bytearray(data)
+    start = len(data) // 2
+    damaged[start - 60_000 : start + 60_000] = bytes(120_000)
+    broken.write_bytes(damaged)
+    records = read(Source(files=str(broken)))
+    problems = [record for record in records if isinstance(record, Problem)]
+    assert problems and all(str(broken) in problem.where for problem in problems)
+
+
+def test_a_badly_encoded_row_of_parquet_costs_only_itself(tmp_path):
+    path = tmp_path / "x.parquet"
+    offsets = pa.py_buffer(np.array([0, 4, 8, 12], dtype=np.int32).tobytes())
+    texts = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"goodb\xffadlast")])
+    pa.parquet.write_table(pa.table({"text": texts}), path)
+    first, problem, last = read(Source(files=str(path)))
+    assert (first, last) == (Document(f"{path}:row 0", "good"), Document(f"{path}:row 2", "last"))
+    assert (problem.where, problem.kind) == (f"{path}:row 1", "wrong encoding")
+
+
+def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
+    (tmp_path / "part[1].txt").write_text("text")
+    assert [document.text for document in read(Source(files=str(tmp_path / "part[1].txt")))] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"), [("nothing/*.txt", "names no file"), ("{}/a.pdf", r"a.pdf.*read from .txt, .jsonl, .parquet")]
+)
+def test_files_that_are_none(tmp_path, files, words):
+    (tmp_path / "a.pdf").write_text("")
+    with pytest.raises(ValueError, match=words):
+        read(Source(files=files.format(tmp_path)))
+
+
+def test_sources_take_turns_and_positions_are_gone_back_to(tmp_path):
+    long = Source(files=str(write_json_lines(tmp_path / "a.jsonl", [{"text": f"a{n}"} for n in range(5)])))
+    (tmp_path / "b.txt").write_text("b")
+    short = Source(files=str(tmp_path / "b.txt"))
+    texts = [document.text for document in read(long, short)]
+    assert texts == ["a0", "b", "a1", "a2", "a3", "a4"]
+    for taken in range(len(texts) + 1):
+        reader = DocumentReader([long, short], False)
+        records = iter(reader)
+        for _ in range(taken):
+            next(records)
+        position = json.loads(json.dumps(reader.position))
+        assert [document.text for document in read(long, short, position=position)] == texts[taken:]
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_stream_of_the_hub(tmp_path, monkeypatch, kind):
+    """The hub's own streaming, on local files; going back to a position by the stream's state."""
+    for shard in range(2):
+        records = [{"body": f"{shard}-{n}"} for n in range(20)]
+        write_json_lines(tmp_path / f"{shard}.json", records)
+        pa.parquet.write_table(pa.Table.from_pylist(records), tmp_path / f"{shard}.parquet", row_group_size=7)
+    load, asked = datasets.load_dataset, []
+
+    def load_dataset(name, configuration, split, revision, streaming):
+        asked.append((name, configuration, split, revision))
+        return load(kind, data_files=str(tmp_path / f"*.{kind}"), split="train", streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = Source(hub="owner/name", name="small", revision="v1", text="body")
+    everything = read(source)
+    assert asked == [("owner/name", "small", "train", "v1")]
+    assert [document.text for document in everything] == [f"{shard}-{n}" for shard in range(2) for n in range(20)]
+    assert everything[25].where == "owner/name:row 25"
+    for number in (0, 7, 23, 40):
+        reader = DocumentReader([source], False)
+        records = iter(reader)
+        taken = [next(records) for _ in range(number)]
+        position = json.loads(json.dumps(reader.position))
+        assert taken + read(source, position=position) == everything
+
+
+def test_bad_documents_are_skipped_or_refused():
+    one, bad, two = Document("a:1", "x"), Problem("a:2", "broken JSON", "line 2"), Document("a:3", "y")
+    skipped = []
+    assert list(good_documents([one, bad, two], "skip", skipped.append, "")) == [one, two] and skipped == [bad]
+    refusing = good_documents([one, bad, two], "refuse", skipped.append, "--bad-documents skip")
+    assert next(refusing) == one
+    with pytest.raises(
+        ValueError, match=r"a:2: broken JSON \(line 2\). Correct it, or leave .* with --bad-documents skip"
+    ):
+        next(refusing)
+    with pytest.raises(ValueError, match=r"\(line 2\). Correct or remove it"):
+        list(good_documents([bad], "refuse", skipped.append, ""))
+    assert skipped == [bad]

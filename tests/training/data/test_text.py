@@ -1,0 +1,190 @@
+"""Documents become sequences: nothing twice, nothing lost, nothing leaking."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from condense import CondenseForCausalLM
+from tests.condense.models import tiny_config
+from training.data.examples import collate
+from training.data.store import Tokens
+from training.data.tasks import make_examples
+from training.data.text import TextExamples
+from training.recipe import load_recipe
+from training.small_llama import word_tokenizer
+
+
+class Documents:
+    """A store in memory: document n is 100 n, 100 n + 1, ..."""
+
+    def __init__(self, lengths):
+        self.lengths = np.array(lengths)
+
+    def __getitem__(self, n):
+        return Tokens(100 * n + np.arange(self.lengths[n]), 1)
+
+
+def sequences(examples, total_length, epoch=0):
+    count = examples.num_sequences(total_length)
+    return [examples.sequence(epoch * count + n, total_length) for n in range(count)]
+
+
+def spans(sequence):
+    return [(int(example.input_ids[0]), len(example.input_ids)) for example in sequence]
+
+
+def test_cut_by_hand():
+    examples = TextExamples(Documents([3, 10, 25, 9]), 0, 4, "cut", seed=None)
+    assert [spans(sequence) for sequence in sequences(examples, 10)] == [[(100, 10)], [(200, 10)], [(210, 10)]]
+    assert examples.left_out(10) == "remainders of 17 tokens left out" and examples.left_out(1) == ""
+
+
+def test_pack_by_hand():
+    examples = TextExamples(Documents([3, 10, 25, 9, 1, 2, 21]), 0, 7, "pack", seed=None)
+    assert [spans(sequence) for sequence in sequences(examples, 10)] == [
+        [(100, 10)],
+        [(200, 10)],
+        [(210, 10)],
+        [(600, 10)],
+        [(610, 10)],
+        [(300, 9)],
+        [(220, 5), (0, 3)],
+        [(500, 2)],  # the remainders of a single token predict nothing
+    ]
+    assert examples.left_out(10) == "remainders of 2 tokens left out"
+    alike = TextExamples(Documents([3, 7, 3, 6, 3, 2]), 0, 6, "pack", seed=None)
+    assert [spans(sequence) for sequence in sequences(alike, 10)] == [
+        [(100, 7)],
+        [(300, 6)],
+        [(0, 3), (200, 3), (400, 3)],
+        [(500, 2)],
+    ]
+
+
+@pytest.mark.parametrize("total_length", [5, 16, 64])
+def test_every_token_once_an_epoch(total_length):
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(2, 90, 200)
+    examples = TextExamples(Documents(lengths), 20, 180, "pack", seed=7)
+    expected = Counter()
+    for n in range(20, 180):
+        tokens = 100 * (n) + np.arange(lengths[n])
+        expected.update(tokens[:-1].tolist() if lengths[n] % total_length == 1 else tokens.tolist())
+    orders = []
+    for epoch in range(2):
+        seen, order = Counter(), []
+        for sequence in sequences(examples, total_length, epoch):
+            assert len(sequence) * max(len(example.input_ids) for example in sequence) <= total_length
+            for example in sequence:
+                seen.update(example.input_ids.tolist())
+                assert example.labels[0] == -100 and (example.labels[1:] == example.input_ids[1:]).all()
+            order.append(spans(sequence))
+        assert seen == expected
+        orders.append(order)
+    assert orders[0] != orders[1]
+    again = examples.sequence(3, total_length)
+    assert spans(again) == orders[0][3]
+
+
+def test_no_whole_piece_is_named():
+    with pytest.raises(ValueError, match="no document has total_length=50 tokens; the longest has 9"):
+        TextExamples(Documents([3, 9]), 0, 2, "cut", seed=0).sequence(0, 50)
+
+
+def test_no_memory_passes_from_one_document_to_the_next():
+    """The rows of packed sequences give, token for token, what each document gives alone, and so does their loss."""
+    torch.manual_seed(0)
+    model = CondenseForCausalLM(tiny_config(vocab_size=700, segment_length=4)).double().eval()
+    examples = TextExamples(Documents([3, 25, 5, 9, 4]), 0, 5, "pack", seed=None)
+    packed = [example for sequence in sequences(examples, 12) for example in sequence]
+    assert any(len(sequence) > 1 for sequence in sequences(examples, 12))
+    batch = collate(packed)
+    together = model(**batch)
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    losses, targets = 0.0, 0
+    for row, example in enumerate(packed):
+        alone = collate([example])
+        torch.testing.assert_close(logits[row, : len(example.input_ids)], model(alone["input_ids"]).logits[0])
+        losses += model(**alone, num_items_in_batch=1).loss
+        targets += len(example.input_ids) - 1
+    torch.testing.assert_close(together.loss, losses / targets)
+
+
+def test_reading_on_changes_no_loss():
+    """What ZeRO-3 needs: all ranks run equally many segments."""
+    torch.manual_seed(0)
+    model = CondenseForCausalLM(tiny_config(vocab_size=700, segment_length=4)).double()
+    examples = [
+        example for n in (0, 1) for example in TextExamples(Documents([5, 7]), 0, 2, "pack", None).sequence(n, 7)
+    ]
+    shorter, longer = model(**collate(examples)), model(**collate(examples, extend_to=18))
+    torch.testing.assert_close(shorter.loss, longer.loss)
+    assert len(shorter.segment_losses) == 2 and len(longer.segment_losses) == 5
+
+
+RECIPE = """
+model: m
+output: o
+data: {{task: text, fit: {fit}, sources: [{{files: "{files}"}}], prepared: {folder}/prepared}}
+stages: [{{total_length: {total_length}, steps: {steps}}}]
+global_batch: 4
+optimizer: {{warmup_steps: 1}}
+evaluation: {{sequences: {held_out}}}
+"""
+
+
+def examples_of(folder, tokenizer, **fields):
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, **fields))
+    return make_examples(load_recipe(folder / "recipe.yaml"), tokenizer)
+
+
+def test_rests_of_a_single_token_are_no_sequences_to_validate_with(tmp_path):
+    """Documents of four tokens make one sequence of three each, so eight sequences take eight documents."""
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text((json.dumps({"text": "a b"}) + "\n") * 100)
+    tokenizer = word_tokenizer(["a b"])
+    training, held_out = examples_of(
+        tmp_path, tokenizer, fit="pack", files=documents, total_length=3, steps=5, held_out=8
+    )
+    assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 20
+
+
+def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path):
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"text": "a b " * n}) + "\n" for n in (500, 50, 50, 50)))
+    tokenizer = word_tokenizer(["a b"])
+    training, held_out = examples_of(
+        tmp_path, tokenizer, fit="cut", files=documents, total_length=10, steps=5, held_out=2
+    )
+    assert (held_out.first, held_out.last, training.first, training.last) == (0, 1, 1, 3)
+    assert training.num_sequences(10) == 20
+
+
+def test_max_documents_limits_training_and_not_the_validation(tmp_path):
+    for name, words in (("train", "a b " * 20), ("other", "b a " * 5)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": words}) + "\n") * 200)
+    fields = {"fit": "cut", "files": tmp_path / "train.jsonl", "folder": tmp_path, "total_length": 10, "steps": 50}
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(held_out=150, **fields))
+    overrides = ["data.max_documents=2", f"evaluation.sources=[{{files: {tmp_path}/other.jsonl}}]"]
+    training, held_out = make_examples(load_recipe(tmp_path / "recipe.yaml", overrides), word_tokenizer(["a b"]))
+    assert (training.first, training.last, held_out.num_sequences(10)) == (0, 2, 150)
+
+
+def test_a_novel_in_whole_pieces(tmp_path, stories, novel):
+    """A real tokenizer: the pieces are the book's tokens, and only the first has a bos."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    text = novel.read_text(encoding="utf-8")[:60_000]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    training, _ = examples_of(
+        tmp_path, tokenizer, fit="cut", files=tmp_path / "*.txt", total_length=512, steps=2, held_out=1
+    )
+    ids = np.array([1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2])
+    expected = {tuple(piece) for piece in ids[: len(ids) // 512 * 512].reshape(-1, 512).tolist()}
+    pieces = [tuple(sequence[0].input_ids.tolist()) for sequence in sequences(training, 512)]
+    assert set(pieces) == expected and len(pieces) == len(expected) == len(ids) // 512
+    assert [piece[0] for piece in pieces].count(1) == 1

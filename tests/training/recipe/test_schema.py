@@ -1,0 +1,164 @@
+"""Recipes are checked before anything runs."""
+
+from pathlib import Path
+
+import pytest
+
+from training.recipe import Recipe, load_recipe
+
+RECIPES = Path(__file__).resolve().parents[3] / "training" / "recipes"
+BASE = "model: m\noutput: o\ndata: {task: passkey}\noptimizer: {warmup_steps: 10}\n"
+STAGES = BASE + "stages: [{total_length: 64, steps: 20}, {total_length: 128, steps: 40}]\nglobal_batch: 8\n"
+CURRICULUM = BASE + "curriculum: {steps: 60, tokens_per_step: 4096}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        (tmp_path / "recipe.yaml").write_text(text)
+        return tmp_path / "recipe.yaml"
+
+    return write
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_recipes_are_valid(path):
+    assert isinstance(load_recipe(path), Recipe)
+
+
+TABLE_3 = {  # total lengths, steps, learning rates, smallest document
+    "passkey_pretrain_1b": ([4096], [6491], 6e-5, 2e-5, 4097),
+    "passkey_finetune_1b": ([2048, 4096, 8192, 16384], [500, 300, 1000, 1000], 6e-5, 6e-5, None),
+    "summarize_pretrain_3b": ([5120], [9426], 6e-5, 6e-6, 6145),
+    "summarize_finetune_a": ([3072], [3700], 6e-6, 6e-7, None),
+    "summarize_finetune_b": ([5632], [3855], 6e-6, 6e-7, None),
+    "summarize_llama_baseline": ([3072], [112], 6e-6, 6e-7, None),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_table_3(name):
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    lengths, steps, rate, floor, shortest = TABLE_3[name]
+    assert [stage.total_length for stage in recipe.stages] == lengths
+    assert [stage.steps for stage in recipe.stages] == steps
+    assert (recipe.optimizer.learning_rate, recipe.optimizer.final_learning_rate) == (rate, floor)
+    assert recipe.global_batch == 64 and recipe.dtype == "bfloat16" and recipe.deepspeed.name == "zero2.json"
+    assert recipe.decay_steps == sum(steps) - recipe.optimizer.warmup_steps  # cosine all the way
+    if name == "summarize_llama_baseline":
+        assert recipe.model.kind == "llama"
+    else:
+        assert recipe.model.kind == "condense" and recipe.model.segment_length == 512
+    assert shortest is None or recipe.data.min_tokens == shortest
+    tiny = load_recipe(RECIPES / f"{name}_tiny.yaml")  # the same run, smaller
+    assert (tiny.data.task, tiny.model.kind) == (recipe.data.task, recipe.model.kind)
+    assert len(tiny.stages) == len(recipe.stages)
+    assert tiny.gradient_checkpointing == recipe.gradient_checkpointing and tiny.dtype == recipe.dtype
+    assert (tiny.evaluation is None) == (recipe.evaluation is None)
+
+
+def test_overrides(recipe):
+    changed = load_recipe(
+        recipe(STAGES),
+        ["stages.1.steps=70", "optimizer.learning_rate=1e-4", "data.num_keys=3", "dtype=float32", "evaluation.every=5"],
+    )
+    assert (changed.steps, changed.optimizer.learning_rate) == (90, 1e-4)
+    assert (changed.data.num_keys, changed.dtype, changed.evaluation.every) == (3, "float32", 5)
+
+
+def test_stages_and_batches(recipe):
+    stages = load_recipe(recipe(STAGES), ["micro_batch=2"])
+    assert stages.steps == 60 and stages.stage_ends == [20, 60] and stages.decay_steps == 50
+    assert [stages.stage_at(step) for step in (0, 19, 20, 59)] == [0, 0, 1, 1]
+    assert [stages.accumulation(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
+    with pytest.raises(ValueError, match="global_batch=8 does not divide into micro_batch=2 x 3 ranks.*multiple of 6"):
+        stages.accumulation(3)
+    curriculum = load_recipe(recipe(CURRICULUM))
+    assert curriculum.steps == 60 and curriculum.accumulation(2) == 1 and curriculum.stage_ends == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "words"),
+    [
+        (CURRICULUM + "stepz: 3\n", [], "stepz is no key.*did you mean"),
+        (STAGES + "global_bach: 3\n", [], "global_bach is no key.*'global_batch'"),
+        (CURRICULUM, ["optimizer.learning_rat=1"], "optimizer.learning_rat is no key.*'learning_rate'"),
+        (CURRICULUM, ["data.backgroud=1"], "  data.backgroud is no key.*'background'"),
+        (STAGES, ["evaluation={sources: [{fils: x}]}"], "evaluation.sources.0.fils is no key.*'files'"),
+        (STAGES, ["stages.0.lenght=1"], "stages.0.lenght is no key.*'total_length'"),
+        (CURRICULUM, ["curriculum.steps=0"], "steps=0.*greater than or equal to 1"),
+        (CURRICULUM, ["steps"], "'steps' is no override: write key=value"),
+        (CURRICULUM, ["dtype=float16"], "dtype='float16'.*'bfloat16' or 'float32'"),
+        (CURRICULUM, ["data.task=poems"], "'poems'.*'text', 'summarization', 'questions', 'passkey'"),
+        (CURRICULUM, ["data={task: text}"], "data.sources is missing"),
+        (CURRICULUM, ["curriculum.last_segments=1"], "last_segments=1 is below first_segments=2"),
+        ("seed: 3\n", [], "model is missing"),
+        ("model: [\n", [], "is no YAML"),
+        (CURRICULUM, ["model=[x"], "'\\[x' is no YAML"),
+        (CURRICULUM, ["data.task.x=1"], "'data.task.x=1': data.task holds no keys"),
+        (STAGES, ["stages.5.steps=1"], "'stages.5.steps=1': stages.5 holds no keys"),
+        ("- seed\n", ["seed=1"], "holds a list, not keys and values"),
+        (CURRICULUM, ["optimizer.decay_steps=100"], "warmup_steps=10 and optimizer.decay_steps=100 do not fit into 60"),
+        (CURRICULUM, ["optimizer.final_learning_rate=1"], "final_learning_rate=1.0? is above learning_rate=0.001"),
+        (CURRICULUM, ["checkpoints.every=25"], "checkpoints.every=25 is no multiple of log_every=10"),
+        (CURRICULUM, ["curriculum.patience=15"], "curriculum.patience=15 is no multiple of log_every=10"),
+        # contradictions
+        (BASE, [], "either stages or a curriculum"),
+        (CURRICULUM, ["stages=[{total_length: 9, steps: 3}]"], "either stages or a curriculum"),
+        (STAGES, ["global_batch=null"], "stages need a global_batch"),
+        (CURRICULUM, ["global_batch=4"], "leave out global_batch"),
+        (CURRICULUM, ["data={task: text, sources: [{files: x}]}"], "goes with the passkey task"),
+        (CURRICULUM, ["evaluation.every=4"], "leave out evaluation"),
+        (STAGES, ["model.kind=llama", "model.segment_length=4"], "model.segment_length is no key of model.kind=llama"),
+        (STAGES, ["model.kind=llama", "model.schedule=wavefront"], "model.schedule is no key of .*kind, source"),
+        (STAGES, ["model.kind=llama", "attention=blocked"], "has no attention=blocked: choose one of auto, eager"),
+        (CURRICULUM, ["model.kind=llama"], "a curriculum counts segments, and model.kind='llama' has none"),
+        (STAGES, ["model.kind=gpt"], "model: .*kind='gpt' is unknown: choose one of 'condense', 'llama'"),
+        (
+            STAGES,
+            ["model.segment_lenght=4"],
+            "model.segment_lenght is no key of model.kind=condense, which has .*length",
+        ),
+        (STAGES, ["model.segment_length=0"], "model.segment_length=0: .*greater than or equal to 1"),
+        (STAGES, ["model.source=[]"], "model.source=.*string"),
+        (STAGES, ["model={kind: llama}"], "model.source is missing"),
+        (STAGES, ["model=4"], "model=4"),
+        (STAGES, ["model.schedule=diagonal"], "model.schedule='diagonal': .*'auto', 'sequential', 'wavefront'"),
+        (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'eager'"),
+        (STAGES, ["objective.kind=diffusion"], "objective: .*kind='diffusion' is unknown: choose one of 'next_token'"),
+        (STAGES, ["optimizer.name=sgd"], "optimizer.name='sgd': .*'adamw'"),
+        # keys that recipes had before models had kinds
+        (STAGES, ["folded=false"], "folded is no key of a recipe any more: write model.kind=llama"),
+        (STAGES + "segment_length: 4\n", [], "segment_length is no key .*: write model.segment_length"),
+        (STAGES, ["schedule=wavefront"], "schedule is no key .*: write model.schedule"),
+        (STAGES, ["attention=blocked", "attention_dropout=0.1"], "attention=blocked has no dropout"),
+        (STAGES, ["model.offload_memories=true"], "set gradient_checkpointing=true too"),
+        (STAGES, ["evaluation.sources=[{files: x}]"], "passkeys are generated, not read"),
+        (STAGES, ["evaluation.sources=[{files: x, hub: y}]"], "either files or hub"),
+        (STAGES, ["evaluation.sources=[{files: x, split: y}]"], "belong to a source of the hub"),
+        (STAGES, ["evaluation.sources=[{files: x, revision: y}]"], "belong to a source of the hub"),
+        (STAGES, ["micro_batch=2", "data={task: text, sources: [{files: x}]}"], "fit=pack goes with micro_batch=1"),
+        (STAGES, ["data={task: summarization, sources: [{files: x}], too_long: cut}"], "have \\[64, 128\\]"),
+        (STAGES, ["resume=o/checkpoint-3"], "lies in this run's own output"),
+    ],
+)
+def test_mistakes_are_named(recipe, lines, overrides, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        load_recipe(recipe(lines), overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "can't be read as JSON"), ("{", "can't be read as JSON"), ("{}", "does not say zero_optimization.stage")],
+)
+def test_deepspeed_configurations_that_say_nothing(recipe, tmp_path, text, words):
+    if text is not None:
+        (tmp_path / "zero.json").write_text(text)
+    loaded = load_recipe(recipe(STAGES), [f"deepspeed={tmp_path / 'zero.json'}"])
+    with pytest.raises(ValueError, match=f"zero.json {words}"):
+        loaded.deepspeed_settings()
+
+
+def test_a_missing_recipe_is_named():
+    with pytest.raises(ValueError, match="nowhere.yaml"):
+        load_recipe(Path("nowhere.yaml"))

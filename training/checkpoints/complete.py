@@ -1,0 +1,97 @@
+"""Checkpoints that are complete or absent.
+
+Trainer and DeepSpeed write a checkpoint's files in place, so a killed run leaves a folder that looks
+complete. A marker is written last: only folders that have it count, and older ones are deleted only after that.
+It lists all files with their sizes, so that a checkpoint that lost a file later is refused, and holds
+the recipe, so that a run resumes under the recipe it began with.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from condense.files import use_default_mode
+
+MARKER = "complete.json"
+FIELDS = {"step", "ranks", "zero_stage", "recipe", "files"}  # of the marker
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    return [path for path in _all_checkpoints(folder) if (path / MARKER).exists()]
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    return found[-1] if (found := checkpoints(folder)) else None
+
+
+def check(checkpoint: Path) -> dict:
+    """The content of the marker. Raises `ValueError` for a checkpoint that is missing, incomplete or damaged."""
+    remedy = "Delete the folder to resume from the one before it."
+    if not checkpoint.is_dir():
+        raise ValueError(f"there is no checkpoint {checkpoint}.")
+    try:
+        marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"checkpoint {checkpoint} was never completed: it has no {MARKER}. {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: {MARKER} is not readable. {remedy}") from error
+    if not isinstance(marker, dict) or not marker.keys() >= FIELDS:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: {MARKER} lacks {', '.join(sorted(FIELDS))}. {remedy}")
+    for name, size in marker["files"].items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes, and {size:,} were written"
+            raise ValueError(f"checkpoint {checkpoint} is damaged: {name} {state}. {remedy}")
+    return marker
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Deletes the checkpoint that a killed run was writing: the next run writes it into an empty folder."""
+    for path in _all_checkpoints(folder):
+        if not (path / MARKER).exists():
+            shutil.rmtree(path)
+
+
+def _all_checkpoints(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+class CompleteCheckpoints(TrainerCallback):
+    """Completes each checkpoint: calls `write` with its folder, writes the marker, then deletes older checkpoints."""
+
+    def __init__(self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any]):
+        self.write, self.keep, self.recipe = write, keep, recipe
+
+    def on_save(self, args, state, control, **kwargs):
+        if dist.is_initialized():
+            dist.barrier()  # every rank has written its part
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self.write is not None:
+            self.write(folder)
+        use_default_mode(folder)
+        partial = folder / f"{MARKER}.partial"
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else None
+        marker = {"step": state.global_step, "ranks": args.world_size, "zero_stage": zero_stage}
+        marker |= {"recipe": self.recipe, "files": files}
+        partial.write_text(json.dumps(marker), encoding="utf-8")
+        partial.rename(folder / MARKER)
+        kept = checkpoints(folder.parent)[-self.keep :]
+        for old in _all_checkpoints(folder.parent):
+            if old not in kept and _step(old) < state.global_step:
+                (old / MARKER).unlink(missing_ok=True)
+                shutil.rmtree(old)

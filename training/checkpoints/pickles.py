@@ -1,0 +1,64 @@
+"""Checks the pickle files of a checkpoint, since DeepSpeed's loader runs any code that they name.
+
+Each file is loaded with torch's weights-only unpickler first, which builds nothing but tensors, plain containers and
+the few classes that DeepSpeed writes. Tensors are mapped, not read, so this takes milliseconds. Trainer and
+transformers load their own files (*.pth, *.bin) weights-only.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from condense.files import read_text
+
+POINTERS = ("latest", "latest_universal")  # files that name the folder DeepSpeed loads from
+
+
+def check_pickles(checkpoint: Path) -> None:
+    """Raises `ValueError` for a file of a checkpoint that could run code when it is loaded."""
+    for name in POINTERS:
+        pointer = checkpoint / name
+        if pointer.is_file() and read_text(pointer).strip() not in os.listdir(checkpoint):
+            raise ValueError(
+                f"{pointer} names no folder of the checkpoint, as DeepSpeed does: do not load it, and take the "
+                "checkpoint from a place that you trust."
+            )
+    with torch.serialization.safe_globals(_written_by_deepspeed()):
+        for path in _pickles(checkpoint):
+            try:
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except pickle.UnpicklingError as error:
+                raise ValueError(
+                    f"{path} holds more than tensors and DeepSpeed's own classes, and could run code when it is loaded "
+                    f"({_cause(error)}): do not load it, and take the checkpoint from a place that you trust."
+                ) from error
+            except (RuntimeError, EOFError, OSError) as error:
+                raise ValueError(
+                    f"{path} is damaged ({str(error).splitlines()[0]}): delete the checkpoint's folder to resume from "
+                    "the one before it."
+                ) from error
+
+
+def _pickles(checkpoint: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{error.filename} can't be read: {error.strerror}. Make it readable.") from error
+
+    for folder, _, names in os.walk(checkpoint, followlinks=True, onerror=refuse):
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".pt"))
+
+
+def _written_by_deepspeed() -> list:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _cause(error: Exception) -> str:
+    """The line of torch's message that names the class or function."""
+    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+    return lines[0][:200] if lines else str(error).splitlines()[0][:200]

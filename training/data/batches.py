@@ -1,0 +1,61 @@
+"""The micro-batches of a run with stages, by number.
+
+The sequences of a run are numbered, those of each length from 0; ranks and accumulation only divide them.
+So a run has the same batches on any number of ranks.
+
+Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must run the same number of segments:
+where texts differ in length, one row of each micro-batch is extended to the full length.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from ..recipe import Recipe
+from .examples import Examples, collate
+
+
+class StageBatches(Dataset):
+    """Item i is the i-th micro-batch over all ranks: whole steps of `accumulation` micro-batches a rank."""
+
+    def __init__(self, recipe: Recipe, examples: Examples, ranks: int, equal_lengths: bool = False):
+        self.recipe, self.examples, self.equal_lengths = recipe, examples, equal_lengths
+        self.per_step = recipe.accumulation(ranks) * ranks
+
+    def __len__(self) -> int:
+        return self.recipe.steps * self.per_step
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        total_length, before = self._stage_at(index // self.per_step)
+        first = (index - before * self.per_step) * self.recipe.micro_batch
+        numbers = range(first, first + self.recipe.micro_batch)
+        sequences = [self.examples.sequence(number, total_length) for number in numbers]
+        examples = [example for sequence in sequences for example in sequence]
+        batch = collate(examples, extend_to=total_length if self.equal_lengths else 0)
+        return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]} of length {total_length}"}
+
+    def _stage_at(self, step: int) -> tuple[int, int]:
+        """The length of a step's texts, and how many of the steps before it had texts of another length."""
+        assert self.recipe.stages is not None
+        stage = self.recipe.stage_at(step)
+        total_length = self.recipe.stages[stage].total_length
+        earlier = self.recipe.stages[:stage]
+        return total_length, sum(other.steps for other in earlier if other.total_length != total_length)
+
+
+class ValidationBatches(Dataset):
+    """One sequence an item, all as long as the longest stage: losses of all stages compare."""
+
+    def __init__(self, recipe: Recipe, examples: Examples, equal_lengths: bool = False):
+        assert recipe.evaluation is not None and recipe.stages is not None
+        self.examples, self.num_sequences = examples, recipe.evaluation.sequences
+        self.equal_lengths = equal_lengths
+        self.total_length = max(stage.total_length for stage in recipe.stages)
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        examples = self.examples.sequence(index, self.total_length)
+        return collate(examples, extend_to=self.total_length if self.equal_lengths else 0)

@@ -1,0 +1,95 @@
+"""The group of ranks, and DeepSpeed's compiled operators and shared memory, which it would leave behind when killed.
+
+DeepSpeed compiles its operators when they are first used, and the file it uses as a lock remains when a build is
+killed: every later run would wait for that file forever, silently. Here an operator is built in a folder of this
+environment's own, under a lock that ends with its process; the process that holds that lock knows the file is stale.
+
+On the CPUs of one machine, DeepSpeed's all-reduce makes a file of some 35 MB per rank in /dev/shm and never removes
+it. An open file needs no name, so each rank unlinks its own file after all ranks have opened it.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+from torch.utils.cpp_extension import get_default_build_root
+
+OURS = "condense-"  # prefix of folders that only this package builds in
+
+
+class Process(NamedTuple):
+    """This process among those of the run, as the launcher's environment variables describe it."""
+
+    rank: int
+    num_ranks: int
+    launched: bool  # by the DeepSpeed launcher; otherwise it runs alone, without DeepSpeed
+
+    @classmethod
+    def from_environment(cls) -> "Process":
+        rank, num_ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        return cls(rank, num_ranks, "LOCAL_RANK" in os.environ)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def join() -> None:
+    """Joins the group through DeepSpeed: ZeRO-3 asks DeepSpeed for the ranks when a model is loaded."""
+    import deepspeed.comm
+
+    _guard_builds()
+    deepspeed.comm.init_distributed()
+    dist.barrier()
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
+
+
+def leave() -> None:
+    """Leaves the group: a rank that exits while the group's threads are alive may abort, and the others with it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _guard_builds() -> None:
+    """Makes DeepSpeed build each operator under a lock that other runs of this package respect.
+
+    In a TORCH_EXTENSIONS_DIR that the user has set, other programs may build too: there a lock file is not removed.
+    """
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    if hasattr(OpBuilder.jit_load, "__wrapped__"):
+        return
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(get_default_build_root()) / f"{OURS}{_environment()}")
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    build = OpBuilder.jit_load
+
+    @functools.wraps(build)
+    def build_alone(self, *arguments, **options):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{self.name}.lock"):
+            held = folder / self.name / "lock"
+            if held.exists() and folder.name.startswith(OURS):
+                print(f"{held} is left of a build that was killed: building {self.name} again", flush=True)
+                held.unlink()
+            elif held.exists():
+                print(f"waiting for {held}: if nothing is building {self.name}, remove that file", flush=True)
+            return build(self, *arguments, **options)
+
+    OpBuilder.jit_load = build_alone
+
+
+def _environment() -> str:
+    """A hash of what operators are compiled for: the installation, and the machine with its processor."""
+    from deepspeed import __version__
+
+    parts = sys.prefix, torch.__version__, __version__, platform.node()
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]

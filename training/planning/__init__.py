@@ -1,0 +1,1 @@
+"""The cost of a run, without running it: memory, operations and hours."""

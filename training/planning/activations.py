@@ -1,0 +1,137 @@
+"""Bytes that autograd keeps for the backward pass, by kind of model.
+
+Attention is counted as its kernels keep it: eager with its scores, all others (sdpa as on a GPU) without.
+"""
+
+from collections.abc import Callable
+
+import torch
+from transformers import LlamaConfig
+
+from condense.loss import MAX_LOGITS
+
+from ..recipe import Recipe
+from ..recipe.models import CondenseModel
+from .passes import FLOAT32, Pass, element_size
+
+LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, all in float32
+
+
+def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
+    """The parts `memories`, `activations` and `loss`. Raises `ValueError` for a kind of model that is not counted."""
+    count = KEPT_BY_KIND.get(recipe.model.kind)
+    if count is None:
+        raise ValueError(f"the memory of model.kind={recipe.model.kind!r} is not estimated: start the run to see it.")
+    return count(config, recipe, a_pass)
+
+
+def kept_by_llama(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
+    (length,), layers = a_pass.segments, config.num_hidden_layers
+    layer, gradients = (a_pass.rows * count(config, recipe, length, 0) for count in (_layer, _layer_gradients))
+    loss = LOGIT_COPIES * FLOAT32 * config.vocab_size * a_pass.tokens
+    if recipe.gradient_checkpointing:  # layers keep their inputs, and are recomputed after the logits are freed
+        inputs, later = layers * a_pass.tokens * config.hidden_size * element_size(recipe), layer + gradients
+    else:
+        inputs, later = layers * layer, gradients
+    activations = inputs + a_pass.tokens * _norm(config, recipe) + max(0, later - loss)
+    return {"memories": 0, "activations": activations, "loss": loss}
+
+
+def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
+    assert isinstance(recipe.model, CondenseModel)
+    layers, width, vocab, size = config.num_hidden_layers, config.hidden_size, config.vocab_size, element_size(recipe)
+    checkpointing, last = recipe.gradient_checkpointing, len(a_pass.segments) - 1
+    span = recipe.model.bptt_segments or getattr(config, "bptt_segments", None)
+    # Checkpoints keep memories as they are; otherwise they are a part of what attention keeps.
+    repeated = recipe.attention == "eager" and not checkpointing
+    heads = config.num_attention_heads if repeated else config.num_key_value_heads
+    kept_memories, activations, memory = [], [], 0
+    for number, tokens in enumerate(a_pass.segments):
+        kept_memories.append(2 * a_pass.rows * layers * memory * heads * config.head_dim * size)
+        layer = _layer(config, recipe, tokens, memory)
+        if number < last:  # the norm before the next segment's keys and values
+            layer += 2 * tokens * width * size
+            cut = span is not None and (number + 1) % span == 0
+            if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
+                layer += tokens * width * FLOAT32
+        activations.append(a_pass.rows * (layers * layer + tokens * _norm(config, recipe)))
+        memory = tokens
+    first = a_pass.segments[0]
+    chunk = min(a_pass.rows * first, max(1, MAX_LOGITS // vocab))
+    if checkpointing:  # a whole segment is recomputed, with the logits of all its chunks
+        held = a_pass.rows * first
+    else:  # logits are recomputed by chunks, where they are wider than hidden states
+        held = chunk if vocab > width else a_pass.tokens
+    loss = FLOAT32 * vocab * ((LOGIT_COPIES - 1) * chunk + held)
+    later = a_pass.rows * _layer_gradients(config, recipe, first, first if last else 0)
+    kept = max(activations) if checkpointing else sum(activations)
+    # On the host, all wait but those of the segment that is computed.
+    memories = max(kept_memories) if recipe.model.offload_memories else sum(kept_memories)
+    if checkpointing and recipe.model.schedule == "wavefront":  # every diagonal keeps the hidden states it was given
+        kept += a_pass.tokens * layers * width * size
+    return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
+
+
+def _norm(config: LlamaConfig, recipe: Recipe) -> int:
+    """Bytes that a norm keeps of a token: its input in float32, normalized, and multiplied by its weight."""
+    return (FLOAT32 + 2 * element_size(recipe)) * config.hidden_size
+
+
+def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
+    """Bytes that autograd keeps of a layer for one row, without the memory where that is counted separately."""
+    size, heads, keys = element_size(recipe), config.num_attention_heads, memory + tokens
+    norms = 2 * _norm(config, recipe)
+    mlp = 4 * size * config.intermediate_size  # gate, its SiLU, up, and their product
+    query_and_output = 2 * size * heads * config.head_dim
+    own_keys = keys if recipe.gradient_checkpointing else tokens
+    if recipe.attention == "eager":
+        keys_and_values = 2 * own_keys * size * heads * config.head_dim
+        score = FLOAT32 + (size if size < FLOAT32 else 0)  # softmax, and what values are weighed with
+        if recipe.attention_dropout:
+            score += 1 + (size if size == FLOAT32 else 0)
+        scores = heads * tokens * keys * score
+    else:
+        keys_and_values = 2 * own_keys * size * config.num_key_value_heads * config.head_dim
+        scores = heads * tokens * FLOAT32  # their sums
+    return tokens * (norms + mlp + query_and_output) + keys_and_values + scores
+
+
+def _layer_gradients(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
+    """Bytes that a layer's own gradients add, for one row: those of the MLP's inner states, or of the scores."""
+    inner = element_size(recipe) * tokens * (2 * config.intermediate_size + config.hidden_size)
+    scores = FLOAT32 * tokens * (tokens + memory) * config.num_attention_heads
+    return max(inner, scores if recipe.attention == "eager" else 0)
+
+
+def summed_gradients(
+    config: LlamaConfig,
+    recipe: Recipe,
+    a_pass: Pass,
+    shapes: list[torch.Size],
+    freed_at_once: bool,
+    kept: dict[str, int],
+) -> int:
+    """Gradients that autograd holds at the end of the backward pass, less the activations that are freed by then.
+
+    A weight's gradients are summed over all its uses before DeepSpeed receives them: over all segments, down to the
+    first, so that no ZeRO stage divides them before. The gradient of a weight with a single use is freed at once,
+    where `freed_at_once` is true.
+    """
+    numels, size = [shape.numel() for shape in shapes], element_size(recipe)
+    whole = size * sum(numels)
+    if len(a_pass.segments) > 1:
+        # Another gradient of the head, and the sum with it, exist after the logits are freed.
+        another = max(0, 2 * size * max(numels) - kept["loss"])
+        freed = 0 if recipe.gradient_checkpointing else kept["activations"] // len(a_pass.segments)
+        return max(0, whole + another - freed)
+    length, tied = a_pass.segments[0], size * max(numels) * config.tie_word_embeddings
+    first_layer = a_pass.rows * sum(part(config, recipe, length, 0) for part in (_layer, _layer_gradients))
+    # The head's gradient waits for the embedding's; at the end both exist, and their sum.
+    summed = (tied if freed_at_once else whole) + max(2 * tied, first_layer)
+    return max(0, summed - kept["activations"] - kept["loss"])
+
+
+KEPT_BY_KIND: dict[str, Callable[[LlamaConfig, Recipe, Pass], dict[str, int]]] = {
+    "condense": kept_by_condense,
+    "llama": kept_by_llama,
+}

@@ -1,0 +1,121 @@
+"""Memory of a rank by part: the weights and states that DeepSpeed keeps, and what a pass adds. Nothing is run.
+
+All sizes are in bytes. Not counted: the CUDA context, the allocator's fragmentation, buffers of NCCL, and tensors that
+live within a single operation.
+"""
+
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from ..recipe import Recipe
+from .activations import kept_by_autograd, summed_gradients
+from .passes import FLOAT32, element_size, parameter_shapes, passes
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the fullest rank: all parts except `step` and `host` at the worst moment of a pass."""
+
+    weights: int  # those that passes compute with; under ZeRO-3 the rank's share of them
+    gathered_weights: int  # ZeRO-3: the most of all shares that is present at a time
+    master_weights: int  # the optimizer's own, float32
+    moments: int  # Adam's two, float32
+    gradients: int  # as the ZeRO stage keeps them, and buffers for them that stay
+    reduce_buckets: int  # buffers that reduce them over ranks, after the logits are freed
+    summed_gradients: int  # gradients that autograd still sums up, less the activations that are freed by then
+    memories: int  # keys and values that each segment reads from the segment before
+    activations: int  # all else that autograd keeps
+    loss: int  # logits that exist at a time, with their gradients
+    step: int  # the optimizer step's copies of the gradients; no pass is running then
+    host: int  # in the CPU's memory, where DeepSpeed offloads to it
+
+    @property
+    def total(self) -> int:
+        """The most that the device holds at a time."""
+        stays = self.weights + self.gathered_weights + self.master_weights + self.moments + self.gradients
+        in_pass = self.summed_gradients + self.memories + self.activations + max(self.loss, self.reduce_buckets)
+        return stays + max(in_pass, self.step)
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
+
+
+def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> MemoryEstimate:
+    """Memory of a rank, at the length that needs most; `deepspeed` is the content of DeepSpeed's configuration file.
+
+    Raises `ValueError` where the recipe's batch does not divide by the number of ranks.
+    """
+    accumulates = recipe.accumulation(ranks) > 1
+    shapes, zero = parameter_shapes(config), deepspeed.get("zero_optimization") or {}
+    states = _kept_by_deepspeed(config, recipe, zero, ranks, shapes, accumulates)
+    estimates = []
+    for a_pass in passes(config, recipe, ranks):
+        kept = kept_by_autograd(config, recipe, a_pass)
+        freed_at_once = zero.get("stage", 0) >= 2 or accumulates
+        summed = summed_gradients(config, recipe, a_pass, shapes, freed_at_once, kept)
+        estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))
+    return max(estimates, key=lambda one: one.total)
+
+
+def _kept_by_deepspeed(
+    config: LlamaConfig, recipe: Recipe, zero: dict[str, Any], ranks: int, shapes: list[torch.Size], accumulates: bool
+) -> dict[str, int]:
+    """The parts that deepspeed/runtime/zero/stage_1_and_2.py and stage3.py allocate."""
+    stage, size = zero.get("stage", 0), element_size(recipe)
+    numels = [shape.numel() for shape in shapes]
+    count, largest = sum(numels), max(numels)
+    bucket = zero.get("reduce_bucket_size", 500_000_000)
+    bucket = config.hidden_size**2 if bucket == "auto" else int(bucket)
+    offloads, offloads_weights = (
+        (zero.get(name) or {}).get("device", "none") != "none" for name in ("offload_optimizer", "offload_param")
+    )
+    parts = dict.fromkeys(("weights", "gathered_weights", "gradients", "reduce_buckets", "host"), 0)
+    if stage == 3:
+        share = sum(ceil(numel / ranks) for numel in numels)
+        parts["host" if offloads_weights else "weights"] += size * share
+        parts["gathered_weights"] = size * min(count, int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
+        parts["host" if offloads else "gradients"] += size * share
+        parts["gradients"] += size * bucket
+        at_once = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
+    else:
+        share, owned = (count, 0) if stage == 0 else _fullest_partition(shapes, ranks)
+        at_once = share
+        parts["weights"] = size * count
+        if stage < 2 and accumulates:
+            parts["gradients"] = size * count
+        if stage > 0 and not offloads:  # another micro-batch is reduced beside the previous ones
+            parts["gradients"] += size * owned * (2 if stage == 2 and accumulates else 1)
+        if stage > 0 and zero.get("contiguous_gradients", True):
+            parts["reduce_buckets"] = size * bucket * (2 if zero.get("overlap_comm") else 1)
+        if offloads:  # buffers for one gradient, the new weights, and gradients of the previous micro-batches
+            parts["gradients"] += size * largest
+            parts["host"] += size * (largest + share + (owned if stage == 2 and accumulates else 0))
+    has_master = size < FLOAT32 or stage > 0  # ZeRO copies float32 weights too
+    master, moments = FLOAT32 * share * has_master, 2 * FLOAT32 * share
+    if offloads:
+        parts["host"] += master + moments + FLOAT32 * share  # and float32 gradients
+        return {**parts, "master_weights": 0, "moments": 0, "step": 0}
+    step = (FLOAT32 + (size if size < FLOAT32 else 0)) * at_once * has_master
+    if stage == 0 and not accumulates:
+        step += size * count
+    return {**parts, "master_weights": master, "moments": moments, "step": step}
+
+
+def _fullest_partition(shapes: list[torch.Size], ranks: int) -> tuple[int, int]:
+    """Elements of a rank's partition under ZeRO-1 and 2; and, on the fullest rank, those of the weights that overlap
+    it: their gradients are kept whole."""
+    share, owned = 0, [0] * ranks
+    for decays in (True, False):  # DeepSpeed divides each of Trainer's two groups separately
+        numels = [shape.numel() for shape in shapes if (len(shape) > 1) == decays]
+        partition = 2 * ceil(sum(numels) / (2 * ranks))
+        share += partition
+        start = 0
+        for numel in numels:
+            for rank in range(start // partition, (start + numel - 1) // partition + 1):
+                owned[rank] += numel
+            start += numel
+    return share, max(owned)

@@ -1,0 +1,54 @@
+"""Parameters, steps, sequences, tokens and floating-point operations of a run. Nothing is run."""
+
+from typing import Any
+
+from transformers import LlamaConfig
+
+from ..recipe import Recipe
+from .passes import Pass, parameter_shapes, passes
+
+
+def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """The run in numbers: parameters, steps, sequences, tokens, FLOPs. Those of a curriculum are of its last length.
+
+    FLOPs exclude the second forward pass of checkpointing.
+    """
+    parameters = sum(shape.numel() for shape in parameter_shapes(config))
+    accumulation = recipe.accumulation(ranks)
+    stage_passes = passes(config, recipe, ranks)
+    if recipe.curriculum:
+        stage_passes = stage_passes[-1:]
+    steps = [recipe.steps] if recipe.curriculum else [stage.steps for stage in recipe.stages or ()]
+    stages, flops = [], 0
+    for stage_pass, num_steps in zip(stage_passes, steps, strict=True):
+        sequences = stage_pass.rows * ranks * accumulation
+        flops += num_steps * sequences * _sequence_flops(config, parameters, stage_pass)
+        length = sum(stage_pass.segments)
+        stages.append({"total_length": length, "steps": num_steps, "sequences_per_step": sequences})
+    return {
+        "parameters": parameters,
+        "ranks": ranks,
+        "accumulation": accumulation,
+        "sequences_at_once": stage_passes[-1].rows,
+        "stages": stages,
+        "tokens_per_step": max(stage["sequences_per_step"] * stage["total_length"] for stage in stages),
+        "steps": sum(steps),
+        "sequences": sum(stage["steps"] * stage["sequences_per_step"] for stage in stages),
+        "tokens": sum(stage["steps"] * stage["sequences_per_step"] * stage["total_length"] for stage in stages),
+        "flops": flops,
+    }
+
+
+def _sequence_flops(config: LlamaConfig, parameters: int, stage_pass: Pass) -> int:
+    """FLOPs of a sequence, forward and backward.
+
+    They are 6 per parameter and token, 12 per channel for each pair of a query and a key, and those of the memories'
+    keys and values.
+    """
+    heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim
+    pairs, remembered = 0, 0
+    for number, tokens in enumerate(stage_pass.segments):
+        pairs += tokens * (stage_pass.segments[0] if number else 0) + tokens * (tokens + 1) // 2
+        remembered += tokens if number < len(stage_pass.segments) - 1 else 0
+    per_layer = 12 * heads * config.head_dim * pairs + 6 * 2 * config.hidden_size * key_width * remembered
+    return 6 * parameters * sum(stage_pass.segments) + config.num_hidden_layers * per_layer

@@ -1,0 +1,57 @@
+"""The passes of a run: the rows and segments of a micro-batch, for each length of its texts."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..recipe import Recipe
+
+FLOAT32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The rows and segments that a rank runs at once."""
+
+    rows: int
+    segments: list[int]  # tokens of each; a stock Llama has one
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * sum(self.segments)
+
+
+def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
+    """One for each length of the recipe's texts; a curriculum's shorter texts have more rows."""
+    length = recipe.model.tokens_per_segment(config)
+    if recipe.curriculum:
+        assert length is not None
+        return _curriculum_passes(recipe, length, ranks)
+    return [Pass(recipe.micro_batch, _segments(stage.total_length, length)) for stage in recipe.stages or ()]
+
+
+def _segments(total_length: int, length: int | None) -> list[int]:
+    length = length or total_length
+    return [min(length, total_length - start) for start in range(0, total_length, length)]
+
+
+def _curriculum_passes(recipe: Recipe, length: int, ranks: int) -> list[Pass]:
+    assert recipe.curriculum is not None
+    tokens, lengths = recipe.curriculum.tokens_per_step // ranks, recipe.curriculum.lengths
+    if tokens < lengths[-1] * length:
+        raise ValueError(
+            f"tokens_per_step={recipe.curriculum.tokens_per_step} does not hold one text of {lengths[-1]} segments "
+            f"of {length} tokens on each of {ranks} ranks: allow at least {lengths[-1] * length * ranks}."
+        )
+    return [Pass(tokens // (segments * length), [length] * segments) for segments in lengths]
+
+
+def parameter_shapes(config: LlamaConfig) -> list[torch.Size]:
+    """The shape of every parameter, tied ones once, in the model's order."""
+    with torch.device("meta"):  # a folded Llama has the parameters of its Llama
+        return [parameter.shape for parameter in LlamaForCausalLM(config).parameters()]
+
+
+def element_size(recipe: Recipe) -> int:
+    return 2 if recipe.dtype == "bfloat16" else FLOAT32

@@ -1,0 +1,47 @@
+"""A run as one object: what is trained, on what data, for how long, and where it is written."""
+
+from .loading import load_recipe
+from .models import MODELS, ModelKind
+from .objectives import OBJECTIVES, Losses, ObjectiveKind
+from .schema import (
+    BadDocuments,
+    Checkpoints,
+    Curriculum,
+    Data,
+    DocumentData,
+    Evaluation,
+    Optimizer,
+    PasskeyData,
+    QuestionData,
+    Recipe,
+    Source,
+    Stage,
+    SummarizationData,
+    TextData,
+)
+from .section import MAY_CHANGE, Section
+
+__all__ = [
+    "MAY_CHANGE",
+    "MODELS",
+    "OBJECTIVES",
+    "BadDocuments",
+    "Checkpoints",
+    "Curriculum",
+    "Data",
+    "DocumentData",
+    "Evaluation",
+    "Losses",
+    "ModelKind",
+    "ObjectiveKind",
+    "Optimizer",
+    "PasskeyData",
+    "QuestionData",
+    "Recipe",
+    "Section",
+    "Source",
+    "Stage",
+    "SummarizationData",
+    "TextData",
+    "load_recipe",
+]

@@ -1,0 +1,56 @@
+"""Explains what is wrong with a recipe: the key, the value and the nearest key that exists."""
+
+import difflib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from .section import Section, registry_of, sections_of
+
+
+def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's errors about a recipe's `fields`."""
+    path, section = _walk(problem["loc"], recipe, fields)
+    where = ".".join(map(str, path)) or "the recipe"
+    if problem["type"] == "extra_forbidden":
+        keys = list(section.model_fields)
+        if "kind" in keys:
+            kind = f"{path[-2]}.kind={section.model_fields['kind'].default}"
+            return f"  {where} is no key of {kind}, which has {', '.join(keys)}."
+        (nearest,) = difflib.get_close_matches(str(path[-1]), keys, n=1, cutoff=0)
+        return f"  {where} is no key of a recipe; did you mean {nearest!r}?"
+    if problem["type"] == "missing":
+        return f"  {where} is missing."
+    if isinstance(problem["input"], Mapping):  # the message says which of its keys
+        return f"  {where}: {problem['msg']}"
+    return f"  {where}={problem['input']!r}: {problem['msg']}"
+
+
+def _walk(loc: tuple[int | str, ...], section: type[Section], given: Any) -> tuple[list[int | str], type[Section]]:
+    """The keys as the user wrote them (pydantic adds the task of the data), and the section that holds the last one."""
+    path: list[int | str] = []
+    remaining = list(loc)
+    while remaining:
+        key = remaining.pop(0)
+        path.append(key)
+        field = section.model_fields.get(str(key))
+        if field is None or not remaining:
+            break
+        given = given.get(key) if isinstance(given, Mapping) else None
+        registry = registry_of(field)
+        found = registry.find(given) if registry else None
+        sections = [found] if found else sections_of(field)
+        if isinstance(remaining[0], int):
+            path.append(remaining.pop(0))
+        tagged = [one for one in sections if _is_tag(one, remaining[0])] if remaining else []
+        if tagged:
+            remaining.pop(0)
+        if not sections or not remaining:
+            break
+        section = (tagged or sections)[0]
+    return path, section
+
+
+def _is_tag(section: type[Section], key: int | str) -> bool:
+    field = section.model_fields.get("task")
+    return field is not None and key in typing.get_args(field.annotation)

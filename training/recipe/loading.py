@@ -1,0 +1,80 @@
+"""Recipes from YAML files, with overrides from the command line."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from condense.files import read_text
+
+from .errors import explain
+from .schema import Recipe
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a YAML recipe and applies overrides such as `optimizer.learning_rate=1e-4` or `stages.0.steps=10`.
+
+    Raises `ValueError` naming every unknown or impossible key, and the nearest key that exists.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no recipe {str(path)!r}: pass the path of a YAML file.")
+    try:
+        fields = yaml.safe_load(read_text(Path(path))) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe {path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"recipe {path} holds a {type(fields).__name__}, not keys and values.")
+    if isinstance(fields.get("model"), str):
+        fields["model"] = {"source": fields["model"]}
+    for override in overrides:
+        _apply(fields, override)
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        problems = "\n".join(explain(problem, Recipe, fields) for problem in error.errors())
+        raise ValueError(f"recipe {path}:\n{problems}") from error
+
+
+def _apply(fields: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals:
+        raise ValueError(f"{override!r} is no override: write key=value.")
+    value = _parse(text)
+    if name == "model" and isinstance(value, str):  # the other keys of the model stay
+        name = "model.source"
+    *sections, last = name.split(".")
+    section: Any = fields
+    for key in sections:
+        if isinstance(section, dict):
+            if section.get(key) is None:
+                section[key] = {}
+            section = section[key]
+        else:
+            section = _item(section, key)
+    if isinstance(section, list) and _item(section, last) is not None:
+        section[int(last)] = value
+    elif isinstance(section, dict):
+        section[last] = value
+    else:
+        raise ValueError(f"{override!r}: {'.'.join(sections) or 'the recipe'} holds no keys.")
+
+
+def _item(section: Any, key: str) -> Any:
+    fits = isinstance(section, list) and key.isdecimal() and int(key) < len(section)
+    return section[int(key)] if fits else None
+
+
+def _parse(text: str) -> Any:
+    """YAML's value, except that 1e-4 is a number."""
+    try:
+        parsed = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the override's value {text!r} is no YAML: {error}") from error
+    if isinstance(parsed, str):
+        try:
+            return float(parsed)
+        except ValueError:
+            pass
+    return parsed

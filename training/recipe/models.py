@@ -1,0 +1,164 @@
+"""The models that a recipe can train, by kind: a kind's fields are the keys of `model`, its methods load the model.
+
+Another kind is a subclass of `ModelKind`, registered with `@MODELS.register`.
+"""
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from condense import CondenseConfig, CondenseForCausalLM, loading
+from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
+from condense.loss import MAX_LOGITS
+
+from .section import MAY_CHANGE, Registry, Section, one_of
+
+STOCK_ATTENTION = ("auto", *(name for name in ATTENTION_IMPLEMENTATIONS if name not in OWN_ATTENTION))
+
+
+class ModelKind(Section):
+    """What training asks of a model. Weights are float32: bfloat16 is DeepSpeed's or autocast's copy of them."""
+
+    kind: str
+    source: str = Field(description="folder or hub id of the checkpoint that training starts from")
+
+    # Whether a text is read in segments, with a memory between them: a curriculum and losses by segment need it.
+    has_segments: ClassVar[bool] = False
+    attention_implementations: ClassVar[tuple[str, ...]] = STOCK_ATTENTION
+
+    @abstractmethod
+    def load_config(self) -> Any:
+        """The configuration that the model is loaded with. Raises `ValueError` for a checkpoint of another type."""
+
+    @abstractmethod
+    def load(self, attention: str, attention_dropout: float, **options: Any) -> Any:
+        """The model in float32; `options` go to `from_pretrained`."""
+
+    def load_tokenizer(self, config: Any) -> Any:
+        """The tokenizer beside the model. Raises `ValueError` where it does not fit."""
+        return loading.load_tokenizer(self.source, config)
+
+    def run_configuration(self) -> dict[str, Any]:
+        """Values of the model's configuration that hold for the run alone; the saved model has its own."""
+        return {}
+
+    def checkpointing_options(self) -> dict[str, Any]:
+        """Further arguments of the model's `gradient_checkpointing_enable`."""
+        return {}
+
+    def tokens_per_segment(self, config: Any) -> int | None:
+        """None where a text is read as a whole."""
+        return None
+
+    def check(self, attention: str, gradient_checkpointing: bool) -> None:
+        """Raises `ValueError` for other keys of the recipe that do not fit this model."""
+        if attention not in self.attention_implementations:
+            raise ValueError(
+                f"model.kind={self.kind!r} has no attention={attention}: choose one of "
+                f"{', '.join(self.attention_implementations)}"
+            )
+
+    def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
+        """Raises `ValueError` for what this model can't do under ZeRO-3 with micro-batches of up to `tokens` tokens.
+
+        ZeRO-3 gathers a weight from all ranks for each of its uses, so all ranks must use it equally often.
+        """
+
+
+def attention_option(attention: str) -> str | None:
+    return None if attention == "auto" else attention
+
+
+MODELS = Registry[ModelKind](default="condense")
+
+
+@MODELS.register
+class CondenseModel(ModelKind):
+    """A folded Llama; `source` holds a folded one or any Llama."""
+
+    kind: Literal["condense"] = "condense"
+    segment_length: int | None = Field(None, ge=1, description="None: the model's own")
+    bptt_segments: int | None = Field(None, ge=1, description="segments that a gradient crosses; None: all")
+    schedule: Annotated[str, one_of(SCHEDULES), MAY_CHANGE] = Field(
+        "auto", description="order in which (layer, segment) cells are run"
+    )
+    offload_memories: Annotated[bool, MAY_CHANGE] = Field(
+        False, description="checkpoints wait for the backward pass in the host's memory"
+    )
+
+    has_segments = True
+    attention_implementations = ATTENTION_IMPLEMENTATIONS
+
+    def load_config(self) -> CondenseConfig:
+        return loading.load_config(CondenseConfig, self.source, **self._given())
+
+    def load(self, attention: str, attention_dropout: float, **options: Any) -> CondenseForCausalLM:
+        return loading.load_model(
+            CondenseForCausalLM,
+            self.source,
+            dtype=torch.float32,
+            attn_implementation=attention_option(attention),
+            attention_dropout=attention_dropout,
+            **self._given(),
+            **options,
+        )
+
+    def _given(self) -> dict[str, int]:
+        given = {"segment_length": self.segment_length, "bptt_segments": self.bptt_segments}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def run_configuration(self) -> dict[str, Any]:
+        return {"schedule": self.schedule}
+
+    def checkpointing_options(self) -> dict[str, Any]:
+        return {"offload_memories": True} if self.offload_memories else {}
+
+    def tokens_per_segment(self, config: Any) -> int:
+        return self.segment_length or getattr(config, "segment_length", None) or CondenseConfig.segment_length
+
+    def check(self, attention: str, gradient_checkpointing: bool) -> None:
+        super().check(attention, gradient_checkpointing)
+        if self.offload_memories and not gradient_checkpointing:
+            raise ValueError(
+                "model.offload_memories=true moves the memories that checkpoints keep: set gradient_checkpointing=true "
+                "too"
+            )
+
+    def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
+        if self.schedule == "wavefront":
+            raise ValueError(
+                "schedule='wavefront' calls many layers at once, and ZeRO-3 gathers one layer's weights when it is "
+                "called: set model.schedule='sequential' (or 'auto'), or use ZeRO-2."
+            )
+        if not equal_lengths and tokens * vocab_size > MAX_LOGITS:  # ranks would take the loss in unequal numbers
+            raise ValueError(
+                f"under ZeRO-3, texts of unequal lengths may have at most {MAX_LOGITS // vocab_size} tokens a "
+                f"micro-batch with a vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}: use "
+                "ZeRO-2."
+            )
+
+
+@MODELS.register
+class LlamaModel(ModelKind):
+    """A stock Llama, for comparison."""
+
+    kind: Literal["llama"] = "llama"
+
+    def load_config(self) -> LlamaConfig:
+        config = loading.load_config(AutoConfig, self.source)
+        if not isinstance(config, LlamaConfig):
+            raise ValueError(f"model={self.source!r} is of type {config.model_type!r}: model.kind=llama trains Llamas.")
+        return config
+
+    def load(self, attention: str, attention_dropout: float, **options: Any) -> LlamaForCausalLM:
+        return loading.load_model(
+            LlamaForCausalLM,
+            self.source,
+            dtype=torch.float32,
+            attn_implementation=attention_option(attention),
+            attention_dropout=attention_dropout,
+            **options,
+        )

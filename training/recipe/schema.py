@@ -1,0 +1,326 @@
+"""The keys of a recipe, their meanings, and the combinations that are refused."""
+
+import json
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializeAsAny, model_validator
+
+from condense.configuration import ATTENTION_IMPLEMENTATIONS
+
+from .models import MODELS, ModelKind
+from .objectives import OBJECTIVES, NextToken, ObjectiveKind
+from .section import MAY_CHANGE, Section, one_of
+
+
+class Stage(Section):
+    """A number of steps on texts of up to `total_length` tokens."""
+
+    total_length: int = Field(ge=2, description="tokens of a sequence")
+    steps: int = Field(ge=1)
+
+
+class Curriculum(Section):
+    """Instead of stages: texts grow as the loss falls, and every batch holds the same number of tokens."""
+
+    steps: int = Field(ge=1)
+    tokens_per_step: int = Field(ge=1, description="over all ranks")
+    first_segments: int = Field(2, ge=1)
+    last_segments: int = Field(16, ge=1)
+    growth: float = Field(1.5, gt=1, description="factor from one length to the next")
+    loss_below: float = Field(0.1, gt=0, description="mean loss at which the text grows")
+    patience: int = Field(30, ge=1, description="optimizer steps that the mean is taken over")
+    review: float = Field(
+        0.0, ge=0, lt=1, description="share of batches at an earlier length once the last length is reached"
+    )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Segments of the texts, from the first length to the last."""
+        lengths = [self.first_segments]
+        while lengths[-1] < self.last_segments:
+            lengths.append(min(max(lengths[-1] + 1, int(lengths[-1] * self.growth)), self.last_segments))
+        return lengths
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.last_segments < self.first_segments:
+            raise ValueError(f"last_segments={self.last_segments} is below first_segments={self.first_segments}")
+        return self
+
+
+class Source(Section):
+    """Documents: local files by name or glob pattern (.txt, .jsonl, .parquet), or a data set of the hub."""
+
+    files: str | None = None
+    hub: str | None = Field(None, description="OWNER/NAME, streamed")
+    name: str | None = Field(None, description="configuration of the hub's data set")
+    split: str | None = Field(None, description="of the hub's data set; train where not given")
+    revision: str | None = Field(None, description="branch, tag or commit of the hub's data set")
+    text: str = Field("text", description="field that holds the document; a list is joined by spaces")
+    summary: str = Field("summary", description="field that holds its summary; of a list, the first")
+
+    @model_validator(mode="after")
+    def _one_place(self):
+        if (self.files is None) == (self.hub is None):
+            raise ValueError("a source names either files or hub, one of the two")
+        if self.files is not None and (self.name or self.split or self.revision):
+            raise ValueError("name, split and revision belong to a source of the hub, not to files")
+        return self
+
+
+BadDocuments = Literal["skip", "refuse"]
+
+
+class DocumentData(Section):
+    """The keys of all tasks that read documents."""
+
+    sources: list[Source] = Field(min_length=1)
+    bad_documents: BadDocuments = Field("refuse", description="broken lines, missing fields, ...")
+    prepared: Annotated[Path, MAY_CHANGE] = Field(
+        Path("runs/prepared"), description="folder that keeps documents as tokens"
+    )
+    max_documents: int | None = Field(
+        None, ge=1, description="stop reading after this many kept documents; None: after as many as the steps need"
+    )
+
+
+class TextData(DocumentData):
+    """Text to predict."""
+
+    task: Literal["text"]
+    min_tokens: int = Field(2, ge=2, description="shorter documents are dropped")
+    fit: Literal["cut", "pack"] = Field(
+        "pack", description="cut: whole pieces of the total length; pack: remainders share sequences"
+    )
+
+
+class SummarizationData(DocumentData):
+    """Documents, each followed by a summary to predict."""
+
+    task: Literal["summarization"]
+    too_long: Literal["drop", "cut"] = Field("drop", description="cut: the document loses its end")
+
+
+class QuestionData(DocumentData):
+    """Prompts, used unchanged, each followed by an answer to predict."""
+
+    task: Literal["questions"]
+
+
+class PasskeyData(Section):
+    """Numbers to find in irrelevant text."""
+
+    task: Literal["passkey"]
+    background: int = Field(2, ge=0, description="tokens of each text, besides the answer, that are trained on")
+    shortest: float = Field(0.5, gt=0, le=1, description="length of the shortest text as a share of the total length")
+    num_keys: int = Field(1, ge=1, description="keys in a text, one of which is asked for")
+    num_digits: int = Field(4, ge=1, description="of each key")
+
+
+Data = Annotated[TextData | SummarizationData | QuestionData | PasskeyData, Field(discriminator="task")]
+
+
+class Optimizer(Section):
+    """The learning rate rises over the warm-up, stays, and falls over the decay as a cosine."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: float = Field(1e-3, gt=0)
+    final_learning_rate: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(50, ge=1)
+    decay_steps: int | None = Field(None, ge=1, description="None: all steps after the warm-up")
+    weight_decay: float = Field(0.01, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, gt=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _falling(self):
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate={self.final_learning_rate} is above learning_rate={self.learning_rate}"
+            )
+        return self
+
+
+class Evaluation(Section):
+    """Loss on sequences that are not trained on: before the first step, every `every` steps, and after each stage."""
+
+    every: int | None = Field(None, ge=1, description="steps; None: before the first one and after each stage")
+    sequences: int = Field(64, ge=1)
+    sources: list[Source] = Field([], description="its documents; none: some training documents are held out")
+
+
+class Checkpoints(Section):
+    every: int = Field(500, ge=1, description="steps; one more is written at the end")
+    keep: Annotated[int, MAY_CHANGE] = Field(2, ge=1)
+
+
+# Keys that recipes had before models had kinds.
+FORMER_KEYS = {
+    "folded": "model.kind=llama for folded=false, or leave it out for folded=true",
+    "segment_length": "model.segment_length",
+    "bptt_segments": "model.bptt_segments",
+    "schedule": "model.schedule",
+    "offload_memories": "model.offload_memories",
+}
+
+
+class Recipe(Section):
+    """Everything a run depends on. Paths are relative to the folder where it is started."""
+
+    model: Annotated[SerializeAsAny[ModelKind], MODELS] = Field(description="a text stands for model.source")
+    objective: Annotated[SerializeAsAny[ObjectiveKind], OBJECTIVES] = NextToken()
+    output: Annotated[Path, MAY_CHANGE]
+    data: Data
+    stages: list[Stage] | None = Field(None, min_length=1)
+    curriculum: Curriculum | None = None
+    global_batch: int | None = Field(None, ge=1, description="sequences per optimizer step, over all ranks")
+    micro_batch: Annotated[int, MAY_CHANGE] = Field(1, ge=1, description="sequences that a rank runs at once")
+    optimizer: Optimizer = Optimizer()
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Annotated[str, one_of(ATTENTION_IMPLEMENTATIONS), MAY_CHANGE] = "auto"
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
+    deepspeed: Annotated[Path, MAY_CHANGE] = Path("deepspeed_configs/zero2.json")
+    evaluation: Evaluation | None = None
+    checkpoints: Checkpoints = Checkpoints()
+    resume: Annotated[Path | None, MAY_CHANGE] = Field(
+        None, description="a checkpoint of another output, used while this output has none of its own"
+    )
+    log_every: int = Field(10, ge=1)
+    max_skipped_steps: Annotated[int, MAY_CHANGE] = Field(
+        0, ge=0, description="steps with a gradient that is not finite; more end the run"
+    )
+    report_to: Annotated[Literal["tensorboard", "wandb", "trackio", "none"], MAY_CHANGE] = "tensorboard"
+    seed: int = Field(0, ge=0)
+
+    @property
+    def steps(self) -> int:
+        return self.curriculum.steps if self.curriculum else sum(stage.steps for stage in self.stages or ())
+
+    @property
+    def decay_steps(self) -> int:
+        return self.optimizer.decay_steps or self.steps - self.optimizer.warmup_steps
+
+    @property
+    def stage_ends(self) -> list[int]:
+        """The number of steps done after each stage."""
+        return list(accumulate(stage.steps for stage in self.stages or ()))
+
+    def stage_at(self, step: int) -> int:
+        """The number of the stage that a step belongs to; both count from 0."""
+        return next(n for n, end in enumerate(self.stage_ends) if step < end)
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-batches that each rank runs per optimizer step."""
+        if self.curriculum:
+            return 1
+        assert self.global_batch is not None
+        at_once = self.micro_batch * ranks
+        if self.global_batch % at_once:
+            raise ValueError(
+                f"global_batch={self.global_batch} does not divide into micro_batch={self.micro_batch} x {ranks} "
+                f"ranks: make it a multiple of {at_once}."
+            )
+        return self.global_batch // at_once
+
+    def deepspeed_settings(self) -> dict[str, Any]:
+        """The content of the DeepSpeed configuration file. Raises `ValueError` where it can't be used."""
+        try:
+            settings = json.loads(self.deepspeed.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"deepspeed={self.deepspeed} can't be read as JSON: {error}.") from error
+        zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
+        if not isinstance(zero, dict) or "stage" not in zero:
+            raise ValueError(f"deepspeed={self.deepspeed} does not say zero_optimization.stage: 0, 1, 2 or 3.")
+        for key in ("optimizer", "scheduler"):
+            if key in settings:
+                raise ValueError(
+                    f"deepspeed={self.deepspeed} has its own {key}, which would replace the recipe's optimizer: remove "
+                    f"{key!r} from the file and set the recipe's optimizer.* instead."
+                )
+        return settings
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_former_keys(cls, fields: Any) -> Any:
+        for key in fields if isinstance(fields, dict) else ():
+            if key in FORMER_KEYS:
+                raise ValueError(f"{key} is no key of a recipe any more: write {FORMER_KEYS[key]}")
+        return fields
+
+    @model_validator(mode="after")
+    def _check_combinations(self):
+        checks: tuple[Callable[[Recipe], None], ...] = (
+            _check_length, _check_model, _check_data, _check_resume, _check_steps,
+        )  # fmt: skip
+        for check in checks:
+            check(self)
+        return self
+
+
+def _check_length(recipe: Recipe) -> None:
+    """Either stages or a curriculum, with the keys that go with it."""
+    if (recipe.stages is None) == (recipe.curriculum is None):
+        raise ValueError("a recipe has either stages or a curriculum")
+    if recipe.stages and recipe.global_batch is None:
+        raise ValueError("stages need a global_batch")
+    if not recipe.curriculum:
+        return
+    if recipe.global_batch is not None or "micro_batch" in recipe.model_fields_set:
+        raise ValueError("a curriculum has tokens_per_step: leave out global_batch and micro_batch")
+    if recipe.data.task != "passkey":
+        raise ValueError(f"a curriculum goes with the passkey task, not with data.task={recipe.data.task!r}")
+    if recipe.evaluation:
+        raise ValueError("a curriculum reads its own loss: leave out evaluation")
+    if not recipe.model.has_segments:
+        raise ValueError(f"a curriculum counts segments, and model.kind={recipe.model.kind!r} has none: write stages")
+
+
+def _check_model(recipe: Recipe) -> None:
+    recipe.model.check(recipe.attention, recipe.gradient_checkpointing)
+    if recipe.attention in ("blocked", "flex_attention") and recipe.attention_dropout:
+        raise ValueError(f"attention={recipe.attention} has no dropout: set attention_dropout=0, or attention=auto")
+
+
+def _check_data(recipe: Recipe) -> None:
+    data = recipe.data
+    if recipe.evaluation and recipe.evaluation.sources and data.task == "passkey":
+        raise ValueError("evaluation.sources: passkeys are generated, not read; leave the sources out")
+    if data.task == "text" and data.fit == "pack" and recipe.micro_batch > 1:
+        raise ValueError(
+            f"data.fit=pack goes with micro_batch=1, not {recipe.micro_batch}: a packed sequence already is several "
+            "rows, and those of two sequences would be padded to each other; or choose data.fit=cut"
+        )
+    if data.task == "summarization" and data.too_long == "cut":
+        lengths = {stage.total_length for stage in recipe.stages or ()}
+        if len(lengths) > 1:
+            raise ValueError(f"data.too_long=cut cuts to one length, and the stages have {sorted(lengths)}")
+
+
+def _check_resume(recipe: Recipe) -> None:
+    if recipe.resume and recipe.resume.parent.resolve() == recipe.output.resolve():
+        raise ValueError(
+            f"resume={recipe.resume} lies in this run's own output, whose newest checkpoint is resumed in any case: "
+            "leave resume out, and to resume from an earlier checkpoint delete the later ones"
+        )
+
+
+def _check_steps(recipe: Recipe) -> None:
+    optimizer = recipe.optimizer
+    if optimizer.warmup_steps + max(1, recipe.decay_steps) > recipe.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and "
+            f"optimizer.decay_steps={optimizer.decay_steps} do not fit into {recipe.steps} steps"
+        )
+    # Losses are averaged between logged lines, and a resumed run begins a new average.
+    multiples = {"checkpoints.every": recipe.checkpoints.every}
+    if recipe.curriculum:
+        multiples["curriculum.patience"] = recipe.curriculum.patience
+    for name, value in multiples.items():
+        if value % recipe.log_every:
+            raise ValueError(f"{name}={value} is no multiple of log_every={recipe.log_every}")

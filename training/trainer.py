@@ -1,0 +1,190 @@
+"""Trainer on a recipe's objective, with losses by segment, validation, and a stop before damage.
+
+Axes: S segments.
+"""
+
+import math
+import resource
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import SequentialSampler
+from tqdm import tqdm
+from transformers import Trainer, TrainerControl
+
+from .data.batches import ValidationBatches
+from .recipe import ObjectiveKind
+
+UNTOUCHED = "The optimizer has not moved, and the last complete checkpoint is as it was."
+
+
+class SegmentLosses:
+    """Sums of losses and numbers of targets by segment, over micro-batches and then over ranks."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.sums_2S = torch.zeros(2, 0, dtype=torch.float64, device=device)
+
+    def add(self, losses_S: torch.Tensor, targets_S: torch.Tensor) -> None:
+        longest = max(self.sums_2S.shape[1], len(losses_S))
+        sums_2S = self.sums_2S.new_zeros(2, longest)
+        sums_2S[:, : self.sums_2S.shape[1]] += self.sums_2S
+        sums_2S[0, : len(losses_S)] += losses_S
+        sums_2S[1, : len(targets_S)] += targets_S.to(self.device)
+        self.sums_2S = sums_2S
+
+    def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses and targets [S], summed over ranks: a collective call."""
+        sums_2S = self.sums_2S
+        if dist.is_initialized():
+            longest = torch.tensor(sums_2S.shape[1], device=self.device)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+            sums_2S = torch.nn.functional.pad(sums_2S, (0, int(longest) - sums_2S.shape[1]))
+            dist.all_reduce(sums_2S)
+        return sums_2S[0].cpu(), sums_2S[1].cpu()
+
+
+def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, float]:
+    """Mean loss of segment 1, 2, 3-4, 5-8, ...: does the memory help later segments?"""
+    means, first = {}, 1
+    while first <= len(losses_S):
+        last = min(1 if first == 1 else 2 * (first - 1), len(losses_S))
+        targets = targets_S[first - 1 : last].sum().item()
+        if targets:
+            name = f"{first}" if first == last else f"{first}-{last}"
+            means[f"loss_segment_{name}"] = losses_S[first - 1 : last].sum().item() / targets
+        first = last + 1
+    return means
+
+
+def peak_memory() -> dict[str, int]:
+    """The most memory that the run has used so far, named by its kind."""
+    if torch.cuda.is_available():
+        return {"peak_cuda_bytes": torch.cuda.max_memory_allocated()}
+    return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def num_tokens(inputs: dict[str, torch.Tensor]) -> int:
+    mask = inputs.get("attention_mask")
+    return inputs["input_ids"].numel() if mask is None else int(mask.sum())
+
+
+def over_ranks(value: float, device: torch.device) -> float:
+    """The sum over ranks: a collective call."""
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.item()
+
+
+class RecipeTrainer(Trainer):
+    """Trainer on named micro-batches in their own order; a loss or gradient that is not finite ends the run."""
+
+    control: TrainerControl
+    loss_is_scaled_for_ga = True  # the objective divides by the targets of all micro-batches
+
+    def __init__(
+        self,
+        *args,
+        objective: ObjectiveKind,
+        by_segment: bool,
+        validation: ValidationBatches | None = None,
+        max_skipped_steps: int = 0,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = True  # lets Trainer count the targets, for the objective
+        self.objective, self.by_segment = objective, by_segment
+        self.validation, self.max_skipped_steps = validation, max_skipped_steps
+        self.names: list[str] = []  # of the micro-batches of the current step
+        self._start_window()
+
+    def _start_window(self) -> None:
+        """Begins the steps that the next logged line describes."""
+        self.window = SegmentLosses(self.args.device)
+        self.window_tokens, self.window_start = 0, time.perf_counter()
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The objective's loss; one that is not finite ends the run before its gradients are computed."""
+        assert not return_outputs and num_items_in_batch is not None
+        self.names.append(inputs.pop("name"))
+        self.window_tokens += num_tokens(inputs)
+        losses = self.objective.losses(model, inputs, num_items_in_batch)
+        loss = losses.loss * self.accelerator.num_processes  # gradients are averaged over ranks, targets are summed
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(
+                f"step {self.state.global_step + 1}, rank {self.args.process_index}: the loss of {self.names[-1]} is "
+                f"{loss.item()}. {UNTOUCHED}"
+            )
+        if self.by_segment:
+            self.window.add(losses.sums_S, losses.targets_S)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        """Trainer's gradient norm; one that is not finite ends the run, or is counted as the recipe allows.
+
+        Without DeepSpeed this runs before the optimizer's step; with it, DeepSpeed has already skipped the step.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        names, self.names = self.names, []
+        message = (
+            f"step {self.state.global_step + 1}, rank {self.args.process_index}: the gradient, summed over all ranks, "
+            f"is not finite; this rank's part came from {', '.join(names)}."
+        )
+        if not self.is_deepspeed_enabled:
+            if norm is not None and not math.isfinite(norm):
+                raise FloatingPointError(f"{message} {UNTOUCHED}")
+        elif not self.model_wrapped.was_step_applied():
+            skipped = f"DeepSpeed has skipped {self.model_wrapped.skipped_steps} steps"
+            if self.model_wrapped.skipped_steps > self.max_skipped_steps:
+                raise FloatingPointError(
+                    f"{message} {skipped}; max_skipped_steps={self.max_skipped_steps}. {UNTOUCHED}"
+                )
+            print(f"WARNING: {message} {skipped}.", flush=True)
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds to a training line the loss by segment, speed, memory and skipped steps: a collective call."""
+        if "loss" in logs:
+            logs |= by_octave(*self.window.over_ranks())
+            seconds = time.perf_counter() - self.window_start
+            logs["tokens_per_second"] = over_ranks(self.window_tokens, self.args.device) / seconds
+            logs |= peak_memory()
+            if self.is_deepspeed_enabled:
+                logs["skipped_steps"] = self.model_wrapped.skipped_steps
+            self._start_window()
+        super().log(logs, start_time)
+
+    @torch.no_grad()
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
+        """The mean loss over all targets of the validation sequences, which are divided among the ranks."""
+        assert self.validation is not None
+        start, model = time.perf_counter(), self.model_wrapped
+        model.eval()
+        losses = SegmentLosses(self.args.device)
+        ranks, rank = self.args.world_size, self.args.process_index
+        numbers = range(rank, len(self.validation), ranks)
+        most = -(-len(self.validation) // ranks)
+        for n in tqdm(range(most), desc="validation", unit="sequence", leave=False, disable=rank > 0):
+            # Parameters divided among ranks need all ranks in every pass, also a rank whose sequences have ended.
+            batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
+            with self.compute_loss_context_manager():
+                output = self.objective.losses(model, batch, num_targets=1)
+            if n < len(numbers):
+                losses.add(output.sums_S, output.targets_S)
+        model.train()
+        losses_S, targets_S = losses.over_ranks()
+        metrics = {"loss": (losses_S.sum() / targets_S.sum()).item()}
+        if self.by_segment:
+            metrics |= by_octave(losses_S, targets_S)
+        metrics["seconds"] = time.perf_counter() - start
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.window_start += time.perf_counter() - start  # the speed of training excludes it
+        return metrics

@@ -151,15 +151,20 @@ def count_launches(model: Any, tokens: int, schedule: str) -> int:
     return counted.count
 
 
-def print_launches() -> None:
-    print("Launches of a prefill of the 1.2 B shape")
+def meta_model() -> Any:
+    """The 1.2 B shape without storage, with rotary frequencies that are computed."""
     shape = LLAMA_1B | {"vocab_size": 1000}
     with torch.device("meta"):
         model: Any = CondenseForCausalLM(CondenseConfig(**shape, segment_length=SEGMENT)).bfloat16().eval()
     with torch.device("cpu"):
         model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
     model.model.rotary_emb.to("meta")
-    cost = Cost(LLAMA_1B)
+    return model
+
+
+def print_launches() -> None:
+    print("Launches of a prefill of the 1.2 B shape")
+    model, cost = meta_model(), Cost(LLAMA_1B)
     for tokens in (2048, 8192, 65_536, 131_072):
         counts = {schedule: count_launches(model, tokens, schedule) for schedule in SCHEDULES}
         seconds = tokens * cost.folded / OPERATIONS_PER_SECOND

@@ -4,20 +4,13 @@ import csv
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from eval.benchmark.cases import BenchmarkCase
-from eval.benchmark.gpu.bars import LONGEST_BAR, judge
 from eval.benchmark.gpu.command import ROOT, main
-from eval.benchmark.gpu.comparison import Entry, compare
-from eval.benchmark.gpu.session import Session
-from eval.benchmark.gpu.sizes import REAL, REHEARSAL
-from eval.benchmark.models import build_model
 
+EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
 MEASURED = ("training", "prefill", "decoding", "schedules", "longest")
 
 # One query of each segment sees one key too many.
@@ -43,8 +36,9 @@ def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.Com
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> Path:
+    """A run where the packages of the extras are not installed: the command needs torch and transformers alone."""
     folder = tmp_path_factory.mktemp("gpu")
-    run = benchmark(folder)
+    run = benchmark(folder, before=f"import sys; sys.modules |= dict.fromkeys({EXTRAS})")
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.strip() == (folder / "gpu.txt").read_text().strip()
     return folder
@@ -67,24 +61,6 @@ def test_every_part_runs_and_is_written(rehearsal, capsys):
     assert sorted(path.name for path in rehearsal.iterdir()) == ["gpu.csv", "gpu.json", "gpu.txt"]
     with (rehearsal / "gpu.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(results["points"])
-
-
-def test_it_needs_torch_and_transformers_alone():
-    """The command also starts where the packages of the extras are not installed."""
-    extras = (
-        "pydantic",
-        "psutil",
-        "matplotlib",
-        "datasets",
-        "deepspeed",
-        "accelerate",
-        "pyarrow",
-        "jinja2",
-        "rouge_score",
-    )
-    code = f"import sys; sys.modules |= dict.fromkeys({extras}); from eval.benchmark.gpu.command import main; main()"
-    run = subprocess.run([sys.executable, "-c", code, "--list"], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.startswith("correctness"), run.stderr[-3000:]
 
 
 def test_correctness_asks_for_every_attention_schedule_and_text(rehearsal):
@@ -172,44 +148,3 @@ def test_parts_by_name_and_by_time(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--only", "speed"])
     assert "choose from correctness" in capsys.readouterr().err
-
-
-def test_a_case_that_does_not_fit_is_a_point_and_the_others_are_timed():
-    class NoMemory:
-        description = "none"
-        now = restart = peak = lambda self: 0
-
-    def too_much():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model = build_model("stock", REHEARSAL, None, "sdpa")
-    session = Session(REAL, torch.device("cpu"), torch.float32, time.monotonic() + 60, NoMemory())
-    calls = []
-    case = BenchmarkCase(kind="stock", mode="training", length=4096)
-    entries = [Entry("training 4,096", case, model, call) for call in (too_much, lambda: calls.append(1))]
-    compare(session, entries, repeats=3)
-    points = session.points
-    assert [point["out_of_memory"] for point in points] == [True, False]
-    assert "seconds" not in points[0] and points[1]["repeats"] == 3 and len(calls) == 4
-    bars = {bar["what"]: bar for bar in judge(REAL, [points[0]])}
-    assert bars["training step, Table I shape, flash, 4,096: stock / folded time"]["met"] == "OOM"
-
-
-def test_unknown_limits_are_told():
-    def longest(kind, tokens, failed):
-        return {
-            "row": "longest training text", "kind": kind, "attention": "sdpa", "segment_length": 512,
-            "schedule": "sequential", "checkpointing": True, "longest": tokens, "failed": failed,
-        }  # fmt: skip
-
-    def verdict(*points):
-        return judge(REAL, list(points))[-1]
-
-    assert verdict()["met"] == "unmeasured"
-    stock = longest("stock", 1024, 2048)
-    assert verdict(stock, longest("folded", None, 8192))["met"] == "OOM"
-    ended = verdict(stock, longest("folded", 1024 * LONGEST_BAR, None))
-    assert ended["met"] == "yes" and "at least" in ended["of"]
-    assert verdict(stock, longest("folded", 4096, None))["met"] == "unknown"
-    assert verdict(stock, longest("folded", 4096, 8192))["met"] == "no"
-    assert verdict(longest("stock", 1024, None), longest("folded", 4096, 8192))["met"] == "unknown"

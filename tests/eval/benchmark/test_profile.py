@@ -33,7 +33,7 @@ def test_points(results):
         assert point["repeats"] == (2 if point["mode"] == "training" else 2 * NEW_TOKENS)
         assert point["peak_bytes"] > point["before_bytes"] > 2**20
     state = {(point["kind"], point["length"]): point.get("state_bytes") for point in points if "state_bytes" in point}
-    # What the state must be: 2 layers x (2L + L) places x keys and values x 64 numbers of 4 bytes, one hidden state.
+    # The exact size: 2 layers x (2L + L) tokens x keys and values x 64 numbers of 4 bytes, one hidden state.
     assert state["folded", 512] == 2 * 3 * 64 * 2 * 64 * 4 + 64 * 4
     # A stock cache also holds the tokens decoded.
     assert state["stock", 512] == 2 * 2 * 64 * 4 * (512 + WARM_UP_TOKENS + 2 * NEW_TOKENS)

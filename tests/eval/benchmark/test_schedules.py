@@ -21,7 +21,7 @@ from eval.benchmark.schedule_tables import tables
 from eval.benchmark.workloads import WHOLE_TEXT_WORKLOADS, random_ids
 from eval.report import write_report
 
-# Two layers: a wave saves a launch per segment but the first, so 5 segments are too few for it and 20 enough.
+# Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segments", "20", "--repeats", "3"]
 
 
@@ -132,7 +132,7 @@ def test_all_run_in_turn(llama, ran, attended):
     for mode in WHOLE_TEXT_WORKLOADS:
         case = case_of(mode, 100, batch=2, attention="sdpa")
         compared = module.compare(model_of(llama, case), case, 2, NoMemory())
-        # A warm-up and two repeats; then the attentions, under what auto takes.
+        # A warm-up and two repeats; then the attentions, under the schedule that auto takes.
         assert ran == ["sequential", "wavefront"] * 3 + ["sequential"] * 6
         assert [name for name, _ in groupby(attended)] == ["sdpa", "blocked"] * 3
         assert {name: len(seconds) for name, seconds in compared["times"].items()} == dict.fromkeys(

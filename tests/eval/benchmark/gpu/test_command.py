@@ -99,12 +99,12 @@ def test_the_ratios_are_those_of_the_points(rehearsal):
         assert fitting
         return (max if figure == "longest" else min)(point[figure] for point in fitting)
 
-    def expect(what, ratio):
-        (bar,) = [bar for name, bar in found.items() if name.startswith(what)]
+    def expect(begin, ratio):
+        (bar,) = [bar for name, bar in found.items() if name.startswith(begin)]
         assert bar["measured"] == pytest.approx(ratio, rel=1e-12)
-        up_to = "over" in what
-        met = [(ratio <= goal) if up_to else (ratio >= goal) for goal in (bar["bar"], bar["stretch"])]
-        if "longest" not in what:
+        at_most = "over" in begin
+        met = [(ratio <= goal) if at_most else (ratio >= goal) for goal in (bar["bar"], bar["stretch"])]
+        if "longest" not in begin:
             assert bar["met"] == ("stretch" if met[1] else "yes" if met[0] else "no")
 
     for words, row in ((": ", ""), (", checkpointing on both sides: ", ", checkpointing")):
@@ -112,9 +112,9 @@ def test_the_ratios_are_those_of_the_points(rehearsal):
             name = f"training {length}{row}"
             ratio = best(name, "stock") / best(name, "folded")
             expect(f"training step, Table I shape, flash, {length}{words}", ratio)
-        for name, what in (("training memory, eager", "eager, 128"), ("training memory", "flash, 192")):
+        for name, size in (("training memory, eager", "eager, 128"), ("training memory", "flash, 192")):
             ratio = best(name + row, "stock", "peak_bytes") / best(name + row, "folded", "peak_bytes")
-            expect(f"training memory, Table I shape, {what}{words}", ratio)
+            expect(f"training memory, Table I shape, {size}{words}", ratio)
     orders = [best("prefill", "folded", schedule=name) for name in ("sequential", "wavefront")]
     expect("prefill, 1.2 B shape, segment", orders[0] / orders[1])
     expect("prefill, 1.2 B shape, 160", best("prefill, full", "stock") / best("prefill, full", "folded"))

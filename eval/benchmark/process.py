@@ -47,10 +47,9 @@ class ForkServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends the server, and after an exception, by the end of its parent, also a call that is running."""
+        """Ends the server. A call that is running, after an exception, ends as it watches its parent."""
         if self._server is not None:
-            if exception[0] is not None:
-                self._server.kill()
+            self._server.kill()
             self._server.communicate()
         self._errors.close()
 
@@ -64,8 +63,10 @@ class ForkServer:
             pickle.dump(arguments, server.stdin)
             server.stdin.flush()
             exit_code, result = pickle.load(server.stdout)
-        except (EOFError, BrokenPipeError):
-            exit_code, result = server.wait(), None
+        except (EOFError, BrokenPipeError):  # the server itself has ended: the next call starts another
+            self._server, result = None, None
+            server.communicate()
+            exit_code = server.returncode
         if exit_code == -9:
             raise ProcessKilledError(f"{arguments}: the system has killed the process.")
         if exit_code:

@@ -64,6 +64,14 @@ def test_a_killed_and_a_failing_call_are_told_apart(server):
     assert server.call("ordinary")["calls"] == 1
 
 
+def test_a_server_that_is_killed_is_replaced(server):
+    first = server.call("ordinary")["parent"]
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(ProcessKilledError):
+        server.call("ordinary")
+    assert server.call("ordinary")["parent"] != first
+
+
 def test_a_fork_holds_the_memory_of_a_fresh_process(server):
     code = "import torch; from tests.eval.benchmark import test_process; print(test_process.resident())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -11,9 +11,11 @@ from eval.benchmark.process import ForkServer, ProcessKilledError
 from eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, ProfileOptions, profile
 from eval.benchmark.profile_tables import tables
 
+pytestmark = pytest.mark.usefixtures("one_server")
+
 
 @pytest.fixture(scope="module")
-def results(llama, tmp_path_factory):
+def results(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("profile")
     arguments = ["profile", "--config", str(llama), "--segments", "64", "--lengths", "512", "--repeats", "2"]
     arguments += ["--modes", "training,decoding", "--kinds", "folded,stock", "--output", str(output)]

@@ -25,8 +25,11 @@ from eval.report import write_report
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segments", "20", "--repeats", "3"]
 
 
+pytestmark = pytest.mark.usefixtures("one_server")
+
+
 @pytest.fixture(scope="module")
-def measured(llama, tmp_path_factory):
+def measured(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("schedules")
     arguments = ["profile", "--schedules", "--config", str(llama), *ARGUMENTS, "--output", str(output)]
     done = CliRunner().invoke(condense_cli.app, arguments)

@@ -107,52 +107,46 @@ def profile(
         typer.Option("--schedules", help="Instead: a folded model's two schedules in turn, and whether auto is right."),
     ] = False,
 ) -> None:
-    """Memory and speed against length, folded against stock, each point in a fresh process (table I, figures 5-7).
+    """Memory and speed against length, folded against stock, each case in its own process (table I, figures 5-7).
 
     With --schedules: a folded model's schedules against each other, and which of them "auto" takes.
     """
     quiet()
-    from . import profile as module
+    from .benchmark import profile_tables, schedule_tables
+    from .benchmark.grid import GridOptions
+    from .benchmark.profile import ProfileOptions
+    from .benchmark.profile import profile as measure_profile
+    from .benchmark.schedules import schedules as measure_schedules
 
     if (preset is None) == (not config):
         raise ValueError(f"--config={config!r} and --preset={preset and preset.value}: pass one of the two.")
     saves = {"off": False, "on": True}
     if wrong := [item for item in checkpointing.split(",") if item not in saves]:
         raise ValueError(f"--checkpointing={wrong}: write off, on, or off,on.")
-    shape = config or "table1"
-    modes_given = modes.split(",") if modes else None
-    lengths_given = numbers(lengths) if lengths else None
-    batches_given = numbers(batches) if batches else None
-    segments_given = numbers(segments) if segments else None
-    attentions = attention.split(",") if attention else None
+    shared: dict[str, Any] = {
+        "shape": config or "table1",
+        "modes": modes.split(",") if modes else None,
+        "lengths": numbers(lengths) if lengths else None,
+        "batches": numbers(batches) if batches else None,
+        "segments": numbers(segments) if segments else None,
+        "attentions": attention.split(",") if attention else None,
+        "vocab_size": vocabulary,
+        "dtype": dtype,
+        "repeats": repeats,
+    }
     if schedules:
         given = {"--kinds": kinds, "--checkpointing": checkpointing != "off", "--snapshots": snapshots}
         if wrong := [name for name, value in given.items() if value]:
             raise ValueError(f"--schedules compares a folded model with itself: leave out {', '.join(wrong)}.")
-        from .profile import schedules as side_by_side
-
-        found = side_by_side.schedules(
-            output, shape, modes_given, lengths_given, batches_given, segments_given, attentions, vocabulary, dtype,
-            repeats,
-        )  # fmt: skip
-        show(found, side_by_side, output)
+        show(measure_schedules(output, GridOptions(**shared)), schedule_tables, output)
         return
-    results = module.profile(
-        output,
-        shape,
-        kinds.split(",") if kinds else ("folded", "stock"),
-        modes_given,
-        lengths_given,
-        batches_given,
-        segments_given,
-        attentions,
-        [saves[item] for item in checkpointing.split(",")],
-        vocabulary,
-        dtype,
-        repeats,
-        snapshots,
+    options = ProfileOptions(
+        **shared,
+        kinds=kinds.split(",") if kinds else ("folded", "stock"),
+        checkpointing=[saves[item] for item in checkpointing.split(",")],
+        snapshots=snapshots,
     )
-    show(results, module, output)
+    show(measure_profile(output, options), profile_tables, output)
 
 
 def report(

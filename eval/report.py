@@ -19,7 +19,7 @@ from .results import Table, picture
 
 KINDS = ("passkey", "summarization", "perplexity", "attention", "profile", "schedules")
 ORIGIN = ("command", "hardware", "versions", "date")  # how a result was made
-MODULES = {"schedules": "profile.schedules"}  # where a kind's module has not its name
+MODULES = {"profile": "benchmark.profile_tables", "schedules": "benchmark.schedule_tables"}  # of other names
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
     "greedy decoding gives all digits. Prompts are fresh; lengths are in tokens, answer included.",

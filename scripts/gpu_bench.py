@@ -1,11 +1,11 @@
-"""Checks and measures folded models on a GPU; see `eval.gpu_bench`."""
+"""Checks and measures folded models on a GPU; see `eval.benchmark.gpu`."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval.gpu_bench.run import main
+from eval.benchmark.gpu.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,57 @@
+"""The cases of a benchmark: a variant of a model and a workload of one size."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from condense import configuration
+
+MODES = ("training", "prefill", "decoding")
+SCHEDULES = tuple(name for name in configuration.SCHEDULES if name != "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelVariant:
+    """How a model is run.
+
+    `kind` is one of `models.MODEL_KINDS`. `segment_length` is None for a stock model, and half the window for a
+    sliding-window model. `schedule` is None where the model chooses or has no schedules.
+    """
+
+    kind: str
+    attention: str = "sdpa"
+    segment_length: int | None = None
+    schedule: str | None = None
+    checkpointing: bool = False
+    fixed_decoding: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkCase(ModelVariant):
+    """`mode` is one of `MODES`; `length` counts tokens of each of `batch` texts."""
+
+    mode: str
+    length: int
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The settings that all cases of a profile share.
+
+    `shape` holds fields of a `LlamaConfig`, and `snapshots` is a folder. `dtype` "auto" is bfloat16 on CUDA, and
+    float32 on a CPU.
+    """
+
+    shape: dict[str, Any]
+    dtype: str
+    repeats: int
+    snapshots: str | None
+
+
+def device_and_dtype(dtype: str) -> tuple[str, str]:
+    """The device of this machine, and the number format there."""
+    on_cuda = torch.cuda.is_available()
+    chosen = {"auto": "bfloat16" if on_cuda else "float32"}.get(dtype, dtype)
+    return "cuda" if on_cuda else "cpu", chosen

@@ -1,0 +1,96 @@
+"""Variants of models side by side: time and peak memory, measured in turn."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from ..cases import BenchmarkCase, ModelVariant
+from ..models import configure, parameter_bytes
+from ..timing import Contender, free_memory, measure_in_turn, summarize
+from ..workloads import WHOLE_TEXT_WORKLOADS, random_ids
+from .session import Session, log
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case of a comparison: `call` runs `model`, configured for `case`. `row` names the comparison in the results."""
+
+    row: str
+    case: BenchmarkCase
+    model: Any
+    call: Callable[[], object]
+    state_bytes: int | None = None
+
+    def point(self) -> dict[str, Any]:
+        """The fields of the result that are known before the measurement."""
+        first = {"row": self.row, "mode": self.case.mode, "length": self.case.length, "batch": self.case.batch}
+        held = {} if self.state_bytes is None else {"state_bytes": self.state_bytes}
+        return first | held | asdict(self.case)
+
+
+def compare_variants(
+    session: Session,
+    row: str,
+    mode: str,
+    models: dict[str, Any],
+    variants: Sequence[ModelVariant],
+    length: int,
+    batch: int = 1,
+) -> None:
+    """Compares variants on a text of random tokens, and adds a point for each under the name `row`."""
+    entries = []
+    for variant in variants:
+        model = models[variant.kind]
+        case = BenchmarkCase(**asdict(variant), mode=mode, length=length, batch=batch)
+        call = WHOLE_TEXT_WORKLOADS[mode](model, random_ids(model, batch, length))
+        entries.append(Entry(row, case, model, call))
+    compare(session, entries, session.sizes.repeats)
+
+
+def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: int = 1) -> None:
+    """Measures the entries in turn and adds their points.
+
+    `seconds` is the median of the repeats; `peak_bytes` is the peak during them, on CUDA without the bytes that other
+    entries hold; `before_bytes` is the model alone. An entry that does not fit into memory has `out_of_memory`.
+    """
+    free_memory()
+    contenders = [Contender(entry.model, entry.call, partial(configure, entry.model, entry.case)) for entry in entries]
+    measured = measure_in_turn(contenders, session.memory, repeats, warm_ups, partial(_has_time, session))
+    for entry, samples in zip(entries, measured, strict=True):
+        point = entry.point() | {
+            "part": session.part,
+            "hidden_size": entry.model.config.hidden_size,
+            "layers": entry.model.config.num_hidden_layers,
+            "out_of_memory": not samples,
+            "memory_is": session.memory.description,
+            "before_bytes": parameter_bytes(entry.model),
+        }
+        if samples:
+            point |= summarize([sample.seconds for sample in samples])
+            point["peak_bytes"] = max(sample.peak_bytes for sample in samples)
+        session.points.append(point)
+        log(f"  {describe(point)}")
+
+
+def _has_time(session: Session, seconds_of_a_repeat: float) -> bool:
+    if session.seconds_left() >= 2 * seconds_of_a_repeat:
+        return True
+    log("  fewer repeats: the time is nearly over")
+    return False
+
+
+def describe(point: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    name = f"{point['row']}, {point['length']:,} tokens: {variant_name(point)}"
+    if point["out_of_memory"]:
+        return f"{name}: OOM"
+    state = f", state {point['state_bytes'] / 2**20:,.1f} MiB" if "state_bytes" in point else ""
+    return f"{name}: {1000 * point['seconds']:,.2f} ms, peak {point['peak_bytes'] / 2**20:,.0f} MiB{state}"
+
+
+def variant_name(point: dict[str, Any]) -> str:
+    words = [point["kind"], point["attention"]]
+    if point["kind"] == "folded":
+        words += [f"segment {point['segment_length']}", str(point["schedule"])]
+    return " ".join(words + ["checkpointing"] * point["checkpointing"])

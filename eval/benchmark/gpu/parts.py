@@ -1,0 +1,115 @@
+"""The timed parts: training steps, prefill, decoding, and the schedules against each other.
+
+Axes: B rows, N tokens of an input.
+"""
+
+import copy
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from ...models import state_bytes
+from ..cases import BenchmarkCase, ModelVariant
+from ..models import configure, folded_variants
+from ..timing import free_memory
+from ..workloads import decoding_step, random_ids, read_context
+from .comparison import Entry, compare, compare_variants
+from .session import OutOfTimeError, Session, build_models
+
+WARM_UP_TOKENS = 4
+SEGMENTS_PER_CALL = 64  # of a context that is read before decoding
+
+
+def attentions() -> list[str]:
+    """The fastest implementations of stock transformers; the CUDA kernel of SDPA is FlashAttention."""
+    return ["sdpa", "flash_attention_2"] if is_flash_attn_2_available() else ["sdpa"]
+
+
+def training(session: Session) -> None:
+    """Peak memory and time of a training step of the Table I shape, with and without gradient checkpointing."""
+    sizes, models = session.sizes, build_models(session, session.sizes.table_1)
+    rows = [
+        (f"training {length:,}", length, attention) for length in sizes.training_steps for attention in attentions()
+    ]
+    rows += [("training memory", sizes.training_memory, attention) for attention in attentions()]
+    rows += [("training memory, eager", sizes.training_eager, "eager")]
+    for checkpointing in (False, True):
+        for row, length, attention in rows:
+            variants = [
+                ModelVariant(kind="stock", attention=attention, checkpointing=checkpointing),
+                *folded_variants(sizes.training_segments, attention, checkpointing),
+            ]
+            row += ", checkpointing" * checkpointing
+            compare_variants(session, row, "training", models, variants, length)
+
+
+def prefills(session: Session) -> None:
+    """A long prompt of the 1.2 B shape: schedules against each other, and against full attention."""
+    sizes, models = session.sizes, build_models(session, session.sizes.large)
+    for attention in attentions():
+        ours = folded_variants([sizes.segment], attention)
+        stock = ModelVariant(kind="stock", attention=attention)
+        compare_variants(session, "prefill", "prefill", models, ours, sizes.prefill_schedules)
+        compare_variants(session, "prefill, full", "prefill", models, [stock, *ours], sizes.prefill_full)
+
+
+def decoding(session: Session) -> None:
+    """New tokens one at a time, after short and long contexts in turn; each context is read once.
+
+    The tokens lie around a segment's border at all lengths, so that a segment becomes the memory among them. Folded
+    models take part twice: with ordinary steps and, unless the part `graph` has found it wrong, with a replayed graph.
+    """
+    sizes, models = session.sizes, build_models(session, session.sizes.large)
+    graphs = all(check["passed"] for check in session.checks if check["part"] == "graph")
+    for batch, longest in sizes.decode_long.items():
+        contexts = [("folded", sizes.decode_short), ("folded", longest), ("stock", sizes.stock_decode[batch])]
+        contexts += [("stock", sizes.decode_short)] if sizes.stock_decode[batch] != sizes.decode_short else []
+        entries = []
+        for kind, length in contexts:
+            segment, schedule = (sizes.segment, "auto") if kind == "folded" else (None, None)
+            variant = ModelVariant(kind=kind, segment_length=segment, schedule=schedule)
+            case = BenchmarkCase(**asdict(variant), mode="decoding", length=length, batch=batch)
+            entries += _decoders(session, models[kind], case, graphs and kind == "folded")
+        compare(session, entries, sizes.new_tokens, WARM_UP_TOKENS)
+
+
+def _decoders(session: Session, model: Any, case: BenchmarkCase, graph: bool) -> list[Entry]:
+    """New tokens after a context; twice, with ordinary steps and with a graph, if `graph`."""
+    context_BN = random_ids(model, case.batch, case.length - session.sizes.new_tokens // 2)
+    cache = _read(session, model, case, context_BN)
+    cases = [(f"decoding, batch {case.batch}", case, cache)]
+    if graph:
+        twin = replace(case, fixed_decoding=True)
+        cases.append((f"decoding, graph, batch {case.batch}", twin, copy.deepcopy(cache)))
+    held = state_bytes(cache)
+    return [Entry(row, each, model, decoding_step(model, own, context_BN[:, -1:]), held) for row, each, own in cases]
+
+
+def _read(session: Session, model: Any, case: BenchmarkCase, context_BN: torch.Tensor) -> Any:
+    """The cache after a context; of a stock model in one call."""
+
+    def check_time() -> None:
+        if session.seconds_left() < 0:
+            raise OutOfTimeError(f"while a context of {context_BN.shape[1]:,} tokens was read")
+
+    configure(model, case)
+    tokens_per_call = SEGMENTS_PER_CALL * case.segment_length if case.segment_length else context_BN.shape[1]
+    return read_context(model, context_BN, tokens_per_call, check_time)[0]
+
+
+def schedule_table(session: Session) -> None:
+    """Sequential against wavefront over shapes, segments and lengths: the measurements for the rule of `auto`."""
+    sizes = session.sizes
+    for name, shape in (("1.2B", sizes.large), ("Table I", sizes.table_1)):
+        models = build_models(session, shape, ["folded"])
+        for mode, lengths in (("prefill", sizes.schedule_lengths), ("training", sizes.schedule_training_lengths)):
+            for segment in sizes.schedule_segments:
+                for length in lengths:
+                    if session.seconds_left() < 0:
+                        raise OutOfTimeError(f"before {name} {mode} at segment {segment}, {length:,} tokens")
+                    row = f"schedules, {name}, {mode}, segment {segment}, {length:,}"
+                    compare_variants(session, row, mode, models, folded_variants([segment]), length)
+        del models
+        free_memory()

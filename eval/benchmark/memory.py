@@ -1,0 +1,69 @@
+"""Peak memory: of the CUDA allocator on a GPU, and of the process (resident memory) on a CPU."""
+
+import resource
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+
+class PeakMemory(Protocol):
+    """Bytes that are in use now, and the most since the last `restart`."""
+
+    description: str
+
+    def now(self) -> int: ...
+
+    def restart(self) -> None: ...
+
+    def peak(self) -> int: ...
+
+
+class CudaMemory:
+    description = "peak of the CUDA allocator"
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+
+class ResidentMemory:
+    """The accounting of Linux, where a process can restart its peak. Raises `OSError` on other systems."""
+
+    description = "peak resident memory of the process"
+
+    def _read(self, path: str, name: str) -> int:
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+        raise OSError(f"{path} has no {name}: memory can be measured on Linux only.")
+
+    def __init__(self) -> None:
+        # The system then refuses an allocation that does not fit, instead of swapping or killing the process.
+        available = self._read("/proc/meminfo", "MemAvailable:")
+        resource.setrlimit(resource.RLIMIT_DATA, (self._read("/proc/self/status", "VmData") + available, -1))
+
+    def now(self) -> int:
+        return self._read("/proc/self/status", "VmRSS")
+
+    def restart(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        return self._read("/proc/self/status", "VmHWM")
+
+
+def memory_of(device: str) -> PeakMemory:
+    return CudaMemory() if device == "cuda" else ResidentMemory()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """The CPU's allocator raises an ordinary `RuntimeError`."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )

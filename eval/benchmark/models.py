@@ -1,0 +1,122 @@
+"""The models that are compared: one shape, equally many parameters, random weights.
+
+- `folded`: this package's.
+- `stock`: transformers' Llama.
+- `sliding_window`: transformers' Mistral, the nearest maintained peer: its state is bounded too, and its layers are the
+  Llama's, weight for weight. It has no memory: a token sees the last 2 segments, which is the most that a token of a
+  folded model sees directly, and earlier tokens only through the layers below.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.loading import load_config
+
+from .cases import SCHEDULES, ModelVariant
+
+MODEL_KINDS = ("folded", "stock", "sliding_window")
+TABLE_1_PARAMETERS = 126_489_088
+SHAPE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+    "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def table_1() -> dict[str, Any]:
+    """The paper's configuration for memory and speed: Llama 3.2 with 4 layers of width 512, 126 million parameters."""
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=512,
+        intermediate_size=8192,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )
+    return _fields(config)
+
+
+def shape_of(source: str, vocab_size: int | None = None) -> dict[str, Any]:
+    """The shape of a Llama: of a folder, a hub id or the preset `table1`. `vocab_size` replaces the shape's own.
+
+    Raises `ValueError` for a model of another type.
+    """
+    if source == "table1":
+        fields = table_1()
+    else:
+        config = load_config(AutoConfig, source)
+        if not isinstance(config, LlamaConfig):
+            raise ValueError(f"{source!r} is of type {config.model_type!r}: a profile compares Llamas, pass one.")
+        fields = _fields(config)
+    return fields if vocab_size is None else fields | {"vocab_size": vocab_size}
+
+
+def _fields(config: LlamaConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in SHAPE_FIELDS}
+
+
+def build_model(kind: str, shape: dict[str, Any], segment_length: int | None, attention: str) -> Any:
+    """A model with random weights; `kind` is one of `MODEL_KINDS`."""
+    options = {"attn_implementation": None if attention == "auto" else attention}
+    if kind == "folded":
+        return CondenseForCausalLM(CondenseConfig(**shape, **options, segment_length=segment_length))
+    if kind == "stock":
+        return LlamaForCausalLM(LlamaConfig(**shape, **options))
+    assert kind == "sliding_window", kind
+    assert segment_length is not None
+    return MistralForCausalLM(MistralConfig(**shape, **options, sliding_window=2 * segment_length))
+
+
+def configure(model: Any, variant: ModelVariant) -> None:
+    """Prepares a model for a variant of its kind: the model reads these settings in every forward pass."""
+    model.set_attn_implementation(variant.attention)
+    if variant.kind == "folded":
+        model.config.segment_length = variant.segment_length
+        model.config.schedule = variant.schedule
+        model.fixed_decoding = variant.fixed_decoding
+    set_checkpointing(model, variant.checkpointing)
+
+
+def set_checkpointing(model: Any, enabled: bool) -> None:
+    """Gradient checkpointing: by layer in stock models, by segment in a folded one."""
+    if enabled:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def folded_variants(
+    segments: Sequence[int], attention: str = "sdpa", checkpointing: bool = False
+) -> list[ModelVariant]:
+    """A folded model with each segment length and each schedule."""
+    return [
+        ModelVariant(
+            kind="folded",
+            attention=attention,
+            segment_length=segment,
+            schedule=schedule,
+            checkpointing=checkpointing,
+        )
+        for segment in segments
+        for schedule in SCHEDULES
+    ]
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
+    """The model with its parameters cast, as by `from_pretrained`; `model.to(dtype)` also rounds rotary frequencies."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def parameter_bytes(model: Any) -> int:
+    """Bytes of parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

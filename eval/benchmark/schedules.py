@@ -1,0 +1,108 @@
+"""The schedules and attentions of a folded model in turn, and whether "auto" takes the faster ones.
+
+Each case is measured in a process of its own, in which the schedules take turns, repeat by repeat: a drift of the
+machine affects both. Then the implementations of attention take turns, under the schedule that "auto" takes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from condense.attention import AttentionMask, choose_attention
+from condense.checks import check_attention, check_dtype
+from condense.execution import choose_schedule
+from condense.segmentation import SegmentPositions
+
+from .cases import SCHEDULES, BenchmarkCase, Environment, device_and_dtype
+from .grid import DEFAULTS, GridOptions, axes, grid, run_grid
+from .memory import PeakMemory, is_out_of_memory, memory_of
+from .models import build_model, shape_of
+from .schedule_tables import draw
+from .timing import Contender, measure_in_turn, summarize
+from .workloads import WHOLE_TEXT_WORKLOADS, random_ids
+
+
+def schedules(output: Path, options: GridOptions) -> dict[str, Any]:
+    """Measures every combination and writes output/schedules.*.
+
+    Without gradient checkpointing, under which "auto" is sequential at any size, to save memory. A measurement that was
+    stopped resumes when it is called again with the same options. Raises `ValueError` for options that cannot be
+    measured.
+    """
+    chosen = axes(options, DEFAULTS | {"modes": tuple(WHOLE_TEXT_WORKLOADS)})
+    if wrong := [mode for mode in chosen["modes"] if mode not in WHOLE_TEXT_WORKLOADS]:
+        raise ValueError(
+            f"modes={wrong}: schedules differ where one call reads several segments, so choose from "
+            f"{', '.join(WHOLE_TEXT_WORKLOADS)}."
+        )
+    check_dtype(options.dtype)
+    for name in chosen["attentions"]:
+        check_attention(name)
+    cases = list(grid(("folded",), **chosen, checkpointing=(False,)))
+    environment = Environment(shape_of(options.shape, options.vocab_size), options.dtype, options.repeats, None)
+    return run_grid("schedules", output, cases, measure, environment, draw, threads=torch.get_num_threads())
+
+
+def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
+    """Seconds of each schedule and attention, and the choices of "auto", in this process.
+
+    A case that does not fit into memory has `out_of_memory`.
+    """
+    device, dtype = device_and_dtype(environment.dtype)
+    memory = memory_of(device)  # on a CPU it limits the memory of this process
+    torch.manual_seed(0)
+    model = build_model("folded", environment.shape, case.segment_length, case.attention)
+    figures: dict[str, Any] = {"parameters": model.num_parameters(), "dtype": dtype, "out_of_memory": False}
+    try:
+        return figures | compare(model.to(device, getattr(torch, dtype)), case, environment.repeats, memory)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return figures | {"out_of_memory": True}
+
+
+def compare(model: Any, case: BenchmarkCase, repeats: int, memory: PeakMemory) -> dict[str, Any]:
+    """After a warm-up of each; `times` holds the seconds of every repeat."""
+    call = WHOLE_TEXT_WORKLOADS[case.mode](model, random_ids(model, case.batch, case.length))
+    schedule, attention = choices_of_auto(model, case)
+    set_schedule = partial(setattr, model.config, "schedule")
+
+    def times_of(settings: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        contenders = [Contender(model, call, choose) for choose in settings.values()]
+        taken = measure_in_turn(contenders, memory, repeats)
+        if not all(taken):
+            raise MemoryError(f"{case} does not fit into memory.")
+        seconds = ([sample.seconds for sample in samples] for samples in taken)
+        return dict(zip(settings, seconds, strict=True))
+
+    times = times_of({name: partial(set_schedule, name) for name in SCHEDULES})
+    set_schedule(schedule)
+    times |= times_of({name: partial(model.set_attn_implementation, name) for name in attentions_of(model)})
+    figures: dict[str, Any] = {"auto": schedule, "auto_attention": attention}
+    for name, seconds in times.items():
+        figures |= {f"{name}_{figure}": value for figure, value in summarize(seconds).items()}
+    return figures | {"times": times}
+
+
+def attentions_of(model: Any) -> list[str]:
+    """The implementations that "auto" chooses from."""
+    if model.device.type == "cpu":
+        return ["sdpa"] if model.training and model.config.attention_dropout else ["sdpa", "blocked"]
+    return ["sdpa", "flash_attention_2"] if is_flash_attn_2_available() else ["sdpa"]
+
+
+def choices_of_auto(model: Any, case: BenchmarkCase) -> tuple[str, str]:
+    """Schedule and attention: the model's own choices, for whole texts of one length and their second segment."""
+    lengths, config = [case.length] * case.batch, model.config
+    positions = SegmentPositions(case.batch, config.segment_length)
+    schedule = choose_schedule(config, model.model.layers, lengths, positions, case.checkpointing)
+    chunk = list(positions.chunks(lengths))[:2][-1]
+    num_keys = chunk.visible_keys.stop - chunk.visible_keys.start
+    heads = (config.num_attention_heads, chunk.width), (config.num_key_value_heads, num_keys)
+    query, key = (next(model.parameters()).new_empty(case.batch, *size, config.head_dim) for size in heads)
+    dropout = config.attention_dropout if model.training else 0.0
+    return schedule, choose_attention(query, key, AttentionMask(chunk), dropout)

@@ -1,0 +1,150 @@
+"""The GPU benchmark at tiny sizes: every part runs, the last table has the measured ratios, a wrong model is found."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.benchmark.gpu.command import ROOT, main
+
+EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
+MEASURED = ("training", "prefill", "decoding", "schedules", "longest")
+
+# One query of each segment sees one key too many.
+WRONG = """
+import condense.attention as attention
+right = attention.AttentionMask.boolean
+def wrong(self, num_queries, num_keys, device):
+    mask = right(self, num_queries, num_keys, device)
+    if num_queries > 1:
+        mask[..., -2, -1] = True
+    return mask
+attention.AttentionMask.boolean = wrong
+"""
+
+
+def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess:
+    """The command; `before` is run in its process first."""
+    code = f"{before}\nimport sys\nfrom eval.benchmark.gpu.command import main\nsys.exit(main(sys.argv[1:]))"
+    start = ["-c", code] if before else ["scripts/gpu_bench.py"]
+    command = [sys.executable, *start, "--smoke", "--output", str(output), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory) -> Path:
+    """A run where the packages of the extras are not installed: the command needs torch and transformers alone."""
+    folder = tmp_path_factory.mktemp("gpu")
+    run = benchmark(folder, before=f"import sys; sys.modules |= dict.fromkeys({EXTRAS})")
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip() == (folder / "gpu.txt").read_text().strip()
+    return folder
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "gpu.json").read_text())
+
+
+def test_every_part_runs_and_is_written(rehearsal, capsys):
+    results = read(rehearsal)
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out.split("\n")
+    names = {line.split()[0] for line in listed if line} - {"tests"}
+    assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(names, "done")
+    assert {point["part"] for point in results["points"]} == set(MEASURED)
+    assert {check["part"] for check in results["checks"]} == {"correctness", "kernels", "graph", "flex"}
+    assert results["smoke"] and "rehearsal" in (rehearsal / "gpu.txt").read_text()
+    assert {"torch", "transformers"} <= results["versions"].keys() and results["hardware"]
+    assert sorted(path.name for path in rehearsal.iterdir()) == ["gpu.csv", "gpu.json", "gpu.txt"]
+    with (rehearsal / "gpu.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(results["points"])
+
+
+def test_correctness_asks_for_every_attention_schedule_and_text(rehearsal):
+    results = read(rehearsal)
+    names = [check["name"] for check in results["checks"] if check["passed"]]
+    for attention in ("eager", "sdpa", "flex_attention"):
+        for schedule in results["schedules"]:
+            for dtype in ("float32", "bfloat16"):
+                for text in ("whole segments", "part of a segment left", "durations", "padded", "padded, durations"):
+                    for figure in ("logits", "gradients"):
+                        asked = f"tiny, {attention}, {schedule}, {dtype}, {text}: {figure}" in names
+                        # FlexAttention has no backward pass on a CPU.
+                        on_cpu = attention == "flex_attention" and results["device"] == "cpu"
+                        assert asked == (not (on_cpu and figure == "gradients"))
+                assert f"tiny, {attention}, {schedule}, {dtype}: token by token" in names
+
+
+def test_decoding_is_compared_with_and_without_a_graph(rehearsal):
+    results = read(rehearsal)
+    checks = {check["name"]: check["passed"] for check in results["checks"] if check["part"] == "graph"}
+    assert len(checks) == 8 and all(checks.values())
+    for batch, longest in ((1, 256), (2, 64)):
+        for row, fixed in ((f"decoding, batch {batch}", False), (f"decoding, graph, batch {batch}", True)):
+            points = [point for point in results["points"] if point["row"] == row and point["kind"] == "folded"]
+            assert [point["length"] for point in points] == [32, longest]
+            assert {point["fixed_decoding"] for point in points} == {fixed}
+
+
+def test_the_ratios_are_those_of_the_points(rehearsal):
+    results = read(rehearsal)
+    points, found = results["points"], {bar["what"]: bar for bar in results["bars"]}
+    assert len(found) == len(results["bars"]) == 13
+
+    def best(row, kind, figure="seconds", **fields):
+        fitting = [p for p in points if p["row"] == row and p["kind"] == kind and fields.items() <= p.items()]
+        assert fitting
+        return (max if figure == "longest" else min)(point[figure] for point in fitting)
+
+    def expect(begin, ratio):
+        (bar,) = [bar for name, bar in found.items() if name.startswith(begin)]
+        assert bar["measured"] == pytest.approx(ratio, rel=1e-12)
+        at_most = "over" in begin
+        met = [(ratio <= goal) if at_most else (ratio >= goal) for goal in (bar["bar"], bar["stretch"])]
+        if "longest" not in begin:
+            assert bar["met"] == ("stretch" if met[1] else "yes" if met[0] else "no")
+
+    for words, row in ((": ", ""), (", checkpointing on both sides: ", ", checkpointing")):
+        for length in (96, 64):
+            name = f"training {length}{row}"
+            ratio = best(name, "stock") / best(name, "folded")
+            expect(f"training step, Table I shape, flash, {length}{words}", ratio)
+        for name, size in (("training memory, eager", "eager, 128"), ("training memory", "flash, 192")):
+            ratio = best(name + row, "stock", "peak_bytes") / best(name + row, "folded", "peak_bytes")
+            expect(f"training memory, Table I shape, {size}{words}", ratio)
+    orders = [best("prefill", "folded", schedule=name) for name in ("sequential", "wavefront")]
+    expect("prefill, 1.2 B shape, segment", orders[0] / orders[1])
+    expect("prefill, 1.2 B shape, 160", best("prefill, full", "stock") / best("prefill, full", "folded"))
+    for batch, length in ((1, 256), (2, 64)):
+        row = f"decoding, batch {batch}"
+        ratio = best(row, "folded", length=length) / best(row, "folded", length=32)
+        expect(f"decoding, 1.2 B shape, batch {batch}: a token at {length} over", ratio)
+    longest = [best("longest training text", kind, "longest") for kind in ("folded", "stock")]
+    expect("longest training text", longest[0] / longest[1])
+    # Nothing was too long for this machine: no ratio of limits is known.
+    assert found["longest training text, 1.2 B shape, checkpointing on both sides: folded / stock"]["met"] == "unknown"
+
+
+def test_a_wrong_model_stops_the_run(tmp_path):
+    run = benchmark(tmp_path, "--only", "correctness,prefill", before=WRONG)
+    assert run.returncode == 1
+    parts = read(tmp_path)["parts"]
+    assert parts["correctness"]["status"] == "failed" and "sdpa" in parts["correctness"]["reason"]
+    assert parts["prefill"]["status"] == "skipped" and "correctness failed" in parts["prefill"]["reason"]
+    assert "correctness: failed: " in run.stdout
+    assert not read(tmp_path)["points"]
+
+
+def test_parts_by_name_and_by_time(tmp_path, capsys):
+    run = benchmark(tmp_path, "--only", "schedules,flex", "--minutes", "0.6")
+    assert run.returncode == 0, run.stderr[-3000:]
+    parts = read(tmp_path)["parts"]
+    assert list(parts) == ["schedules", "flex"]
+    assert parts["schedules"]["status"] == "skipped" and "needs 40 s" in parts["schedules"]["reason"]
+    assert parts["flex"]["status"] == "done"
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "speed"])
+    assert "choose from correctness" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Cases are measured in processes of their own, one by one, and compared with their exact figures."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import condense_cli
+from eval.benchmark.models import TABLE_1_PARAMETERS
+from eval.benchmark.process import ForkServer, ProcessKilledError
+from eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, ProfileOptions, profile
+from eval.benchmark.profile_tables import tables
+
+pytestmark = pytest.mark.usefixtures("one_server")
+
+
+@pytest.fixture(scope="module")
+def results(llama, one_server, tmp_path_factory):
+    output = tmp_path_factory.mktemp("profile")
+    arguments = ["profile", "--config", str(llama), "--segments", "64", "--lengths", "512", "--repeats", "2"]
+    arguments += ["--modes", "training,decoding", "--kinds", "folded,stock", "--output", str(output)]
+    done = CliRunner().invoke(condense_cli.app, arguments)
+    assert done.exit_code == 0, done.output
+    results = json.loads((output / "profile.json").read_text())
+    assert (output / "profile.csv").exists() and (output / "profile.svg").exists()
+    return results, done.output, output
+
+
+def test_points(results):
+    points = results[0]["points"]
+    assert len(points) == 4
+    for point in points:
+        assert point["parameters"] == 102_208 and point["dtype"] == "float32" and not point["out_of_memory"]
+        assert 0 < point["seconds_low"] <= point["seconds"] <= point["seconds_high"]
+        assert point["repeats"] == (2 if point["mode"] == "training" else 2 * NEW_TOKENS)
+        assert point["peak_bytes"] > point["before_bytes"] > 2**20
+    state = {(point["kind"], point["length"]): point.get("state_bytes") for point in points if "state_bytes" in point}
+    # The exact size: 2 layers x (2L + L) tokens x keys and values x 64 numbers of 4 bytes, one hidden state.
+    assert state["folded", 512] == 2 * 3 * 64 * 2 * 64 * 4 + 64 * 4
+    # A stock cache also holds the tokens decoded.
+    assert state["stock", 512] == 2 * 2 * 64 * 4 * (512 + WARM_UP_TOKENS + 2 * NEW_TOKENS)
+
+
+def test_tables_are_printed_and_curves_drawn(results):
+    _, printed, output = results
+    for words in ("training step, batch 1, attention auto", "folded, segment 64", "stock's peak", "new token"):
+        assert words in printed
+    assert "peak resident memory of the process" in printed or "CUDA allocator" in printed
+    assert (output / "profile.png").stat().st_size > 20_000
+
+
+def test_a_stopped_profile_resumes(llama, results, monkeypatch):
+    before, _, output = results
+    path = output / "profile.records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]) + lines[-1][:50])
+    measured = []
+    real = ForkServer.call
+    monkeypatch.setattr(ForkServer, "call", lambda self, *given: measured.append(given) or real(self, *given))
+    options = ProfileOptions(shape=str(llama), modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2)
+    again = profile(output, options)
+    assert len(measured) == 1
+    assert again["points"][:-1] == before["points"][:-1]
+
+
+def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
+    options = ProfileOptions(
+        shape=str(llama), kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
+    )
+    measured = profile(tmp_path, options)
+    # A window of 128 tokens: it keeps the 127 before the next one.
+    assert {point["state_bytes"] for point in measured["points"]} == {2 * 2 * 64 * 4 * 127}
+
+
+def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
+    """The system kills the processes of the stock model."""
+    real = ForkServer.call
+
+    def call(self, case, environment):
+        if case.kind == "stock":
+            raise ProcessKilledError
+        return real(self, case, environment)
+
+    monkeypatch.setattr(ForkServer, "call", call)
+    options = ProfileOptions(shape=str(llama), modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
+    measured = profile(tmp_path, options)
+    folded = measured["points"][::2]
+    assert [point["out_of_memory"] for point in measured["points"]] == [False, True, False, True]
+    assert folded[0]["state_bytes"] == folded[1]["state_bytes"]
+    (table,) = tables(measured)[:1]
+    assert [row[2] for row in table.rows if row[1] == "stock"] == ["OOM", "OOM"] and table.rows[0][-1] == "OOM"
+
+
+def test_ratios_beside_the_papers():
+    shared = {"mode": "training", "length": 8192, "batch": 1, "attention": "eager", "checkpointing": False}
+    shared |= {"out_of_memory": False, "parameters": TABLE_1_PARAMETERS, "before_bytes": 0, "memory_is": "peak"}
+    shared |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
+    points = [
+        {**shared, "kind": "folded", "segment_length": 256, "peak_bytes": 2 * 2**30},
+        {**shared, "kind": "stock", "segment_length": None, "peak_bytes": 9 * 2**30},
+    ]
+    *_, paper = tables({"points": points})
+    assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kinds": ["folded", "mamba"]}, r"kinds=\['mamba'\]: choose from folded, stock, sliding_window"),
+        ({"modes": ["sleeping"]}, r"modes=\['sleeping'\]"),
+        ({"snapshots": True}, "snapshots are the CUDA allocator's"),
+    ],
+)
+def test_mistakes_are_named(llama, tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        profile(tmp_path, ProfileOptions(shape=str(llama), **{"lengths": [64], **options}))
+
+
+def test_a_failing_case_says_why(llama, tmp_path):
+    with pytest.raises(RuntimeError, match="segment_length=0"):
+        profile(tmp_path, ProfileOptions(shape=str(llama), modes=["prefill"], lengths=[128], segments=[0]))
+    done = CliRunner().invoke(condense_cli.app, ["profile", "--output", str(tmp_path)])
+    assert isinstance(done.exception, ValueError) and "pass one of the two" in str(done.exception)

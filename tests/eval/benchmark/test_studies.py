@@ -1,0 +1,51 @@
+"""The studies of docs/results: their counted output is that of the stored files, the timed ones run at small sizes."""
+
+import pytest
+import torch
+
+from condense.attention import blocked
+from eval.benchmark.process import ROOT
+from eval.benchmark.studies import attention, attention_alternatives, costs, schedule_rule, training_floor
+
+RESULTS = ROOT / "docs" / "results"
+
+
+def test_the_rule_of_auto_gives_the_stored_table(capsys):
+    schedule_rule.main()
+    assert capsys.readouterr().out == (RESULTS / "schedules" / "rule.txt").read_text()
+
+
+def test_counted_costs_are_the_stored_ones(capsys):
+    stored = (RESULTS / "costs" / "costs.txt").read_text()
+    costs.print_texts()
+    costs.print_borders()
+    printed = capsys.readouterr().out
+    assert stored.startswith(printed)
+    assert len(printed.splitlines()) > 20
+    model = costs.meta_model()
+    counts = [costs.count_launches(model, 2048, schedule) for schedule in ("sequential", "wavefront")]
+    assert f"  2,048 tokens: sequential {counts[0]:,}, wavefront {counts[1]:,};" in stored
+
+
+@pytest.mark.parametrize("mode", ["training", "durations", "reading", "decoding"])
+def test_implementations_of_a_case_agree(mode):
+    tensors, visibility = attention.case_of("stories", 32, mode, torch.float64)
+    sdpa, blocked, eager = (attention.attend(name, tensors, visibility) for name in attention.NAMES)
+    torch.testing.assert_close(sdpa, eager)
+    torch.testing.assert_close(blocked, eager)
+    attention.run("sdpa", tensors, visibility)
+    assert all(tensor.requires_grad == (mode in ("training", "durations")) for tensor in tensors)
+
+
+def test_alternatives_are_one_attention(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", blocked.BLOCK_BYTES)  # the variants set it
+    query, key, value = (torch.randn(1, 2, length, 8, dtype=torch.float64) for length in (16, 32, 32))
+    expected = attention_alternatives.ALTERNATIVES["one call with a mask"](query, key, value)
+    for variant in (*attention_alternatives.ALTERNATIVES.values(), *attention_alternatives.SIZES.values()):
+        torch.testing.assert_close(variant(query, key, value), expected)
+
+
+def test_floors_are_timed():
+    assert all(rate > 0 for rate in training_floor.product_rates(4, torch.float32).values())
+    for kind, tokens in (("folded", 256), ("stock", 16)):
+        assert training_floor.attention_seconds(kind, tokens, 2 * tokens, torch.float32) > 0

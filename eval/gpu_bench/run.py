@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..results import circumstances, write_results
+from ..results import run_metadata, write_results
 from .bars import judge, schedule_ratios, table
 from .correctness import correctness, flex, graph
 from .kernels import kernels
@@ -135,7 +135,7 @@ def _outcome(name: str, status: str, reason: str) -> dict[str, Any]:
 
 
 def _circumstances(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    found = circumstances()
+    found = run_metadata()
     found["command"] = shlex.join(["scripts/gpu_bench", *sys.argv[1:]])
     found["versions"] |= {"cuda": torch.version.cuda} | ({"commit": options.commit} if options.commit else {})
     for package in ("flash-attn", "triton"):

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from condense.checks import check_attention, check_dtype
 from condense.configuration import OWN_ATTENTION
 
-from ..records import open_records
-from ..results import circumstances, hardware, versions, write_results
+from ..results import hardware, run_metadata, versions, write_results
+from ..results_store import open_results_store
 from .point import MODES, Point, Setting
 from .show import draw
 
@@ -90,7 +90,7 @@ def profile(
     points = list(grid(kinds, **chosen))
     setting = Setting(fields, dtype, repeats, str(output / "snapshots") if snapshots else None)
     settings = {**asdict(setting), "hardware": hardware(), "torch": versions()["torch"]}
-    with open_records(output / "profile.records.jsonl", settings) as records:
+    with open_results_store(output / "profile.records.jsonl", settings) as records:
         measured = []
         bar = tqdm(points, unit="point", desc="profile")
         for point in bar:
@@ -99,7 +99,7 @@ def profile(
             measured.append({**key, **records.get(key, lambda point=point: in_a_process("point", point, setting))})
         if shape == "table1" and vocab_size is None:
             assert {point["parameters"] for point in measured} == {TABLE_1_PARAMETERS}
-        results = {"kind": "profile", **circumstances(), **settings, "points": measured}
+        results = {"kind": "profile", **run_metadata(), **settings, "points": measured}
         write_results(output / "profile", results, measured)
         draw(results, output / "profile")
     return results

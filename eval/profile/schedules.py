@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from condense.checks import check_attention, check_dtype
 
-from ..records import open_records
-from ..results import Table, circumstances, hardware, picture, versions, write_results
+from ..results import Table, hardware, picture, run_metadata, versions, write_results
+from ..results_store import open_results_store
 from .point import Point, Setting, place, prefill, timed, times, training_step
 from .run import DEFAULTS, given, grid, in_a_process
 from .show import token_axis
@@ -133,7 +133,7 @@ def schedules(
     setting = Setting(shape_of(shape, vocab_size), dtype, repeats, None)
     settings = {**asdict(setting), "hardware": hardware(), "torch": versions()["torch"]}
     settings |= {"threads": torch.get_num_threads()}
-    with open_records(output / "schedules.records.jsonl", settings) as records:
+    with open_results_store(output / "schedules.records.jsonl", settings) as records:
         measured = []
         bar = tqdm(points, unit="point", desc="schedules")
         for point in bar:
@@ -141,7 +141,7 @@ def schedules(
             bar.set_postfix_str(f"{point.mode} {point.length:,} segment {point.segment_length}")
             record = records.get(key, lambda point=point: in_a_process("schedules", point, setting))
             measured.append({**key, **record})
-        results = {"kind": "schedules", **circumstances(), **settings, "points": measured}
+        results = {"kind": "schedules", **run_metadata(), **settings, "points": measured}
         write_results(output / "schedules", results, measured)
         draw(results, output / "schedules")
     return results

@@ -5,7 +5,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from condense.continuity import ContinuousLM
-from eval.continuity import probes
+from eval.continuity import counts, memory, probes, space, sums, transformations
 from eval.continuity.engine import Reader
 from eval.continuity.options import ProbeOptions
 from tests.condense.models import tiny_model
@@ -52,3 +52,24 @@ def gpt2_reader(tokenizer, n_positions=64, **options):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, **TOKENS}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=n_positions, **sizes))
     return Reader(ContinuousLM(model.double().eval(), **options), tokenizer)
+
+
+def first_of(prompts):
+    """The first pair of words with its first prompt."""
+    words, (first, *_) = next(iter(prompts.items()))
+    return {words: (first,)}
+
+
+def shrink_sets(monkeypatch):
+    """One item of each kind in the fixed sets of the probes, so that all of them run in seconds."""
+    for module, name, few in (
+        (sums, "PAIRS", ()),
+        (counts, "WORDS", counts.WORDS[:1]),
+        (memory, "WORDS", counts.WORDS[:1]),
+        (memory, "DISTANCES", (0, 1, 2)),
+        (counts, "PASSAGES", {"shop": counts.PASSAGES["shop"]}),
+        (space, "OPERATORS", space.OPERATORS[:1]),
+        *((space, name, first_of(getattr(space, name))) for name in ("QUESTIONS", "SENTENCES", "STORIES")),
+        (transformations, "SENTENCES", {"France": transformations.SENTENCES["France"]}),
+    ):
+        monkeypatch.setattr(module, name, few)

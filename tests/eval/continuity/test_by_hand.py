@@ -28,7 +28,7 @@ from eval.continuity.probes import PROBES
 from eval.continuity.prompts import counting_prompt
 from eval.continuity.questions import write_questions
 
-from .models import options, probe
+from .models import options, probe, shrink_sets
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,8 @@ def check_files(folder, name, names):
     assert pictures and all(path.with_suffix(".svg").exists() for path in pictures)
 
 
-def test_all_probes(models, tmp_path):
+def test_all_probes(models, tmp_path, monkeypatch):
+    shrink_sets(monkeypatch)
     shown = condense("probe", "all", "--model", models / "folded", "--limit", 2, "--output", tmp_path, "--speed")
     assert shown.exit_code == 0 and "speed-up" in shown.output
     page = (tmp_path / "report.html").read_text()

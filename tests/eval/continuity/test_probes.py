@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import condense_cli
 from condense import CondenseForCausalLM
-from eval.continuity import counts, memory, probes, space, sums, transformations
+from eval.continuity import probes, space, sums, transformations
 from eval.continuity.aggregation import SET
 from eval.continuity.classes import DIGITS
 from eval.continuity.data import load
@@ -23,7 +23,7 @@ from eval.continuity.prompts import counting_prompt
 from eval.continuity.questions import write_questions
 from training.small_llama import word_tokenizer
 
-from .models import gpt2_reader, llama, probe, with_bos
+from .models import first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
 from .models import options as probe_options
 
 # From the command line
@@ -202,16 +202,7 @@ def test_a_folded_models_own_limits(folder, tmp_path, undrawn):
 
 def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):
     """Small sets of everything, drawn."""
-    for module, name, few in (
-        (sums, "PAIRS", ()),
-        (counts, "WORDS", counts.WORDS[:1]),
-        (memory, "WORDS", counts.WORDS[:1]),
-        (memory, "DISTANCES", (0, 1, 2)),
-        (counts, "PASSAGES", {"shop": counts.PASSAGES["shop"]}),
-        (space, "OPERATORS", space.OPERATORS[:1]),
-        (transformations, "SENTENCES", {"France": transformations.SENTENCES["France"]}),
-    ):
-        monkeypatch.setattr(module, name, few)
+    shrink_sets(monkeypatch)
     named = ["--model", f"one={folder / 'llama'}", "--model", f"two={folder / 'folded'}"]
     done = asked("all", *named, "--output", tmp_path, "--limit", 1, "--template", "listed", "--speed")
     assert done.exit_code == 0, (done.output, done.exception)
@@ -237,8 +228,7 @@ def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):
 
 def test_what_lies_between_objects_is_drawn(folder, tmp_path, monkeypatch):
     for name in ("QUESTIONS", "SENTENCES", "STORIES"):
-        words, (frame, *_) = next(iter(getattr(space, name).items()))
-        monkeypatch.setattr(space, name, {words: (frame,)})
+        monkeypatch.setattr(space, name, first_of(getattr(space, name)))
     results, _ = probed(tmp_path, "space", folder / "stories", options=["--limit", 1])
     summary = results["models"][0]["summary"]
     assert (summary["records"], summary["valid"], len(summary["m_max_of_each"])) == (4, 4, 4)

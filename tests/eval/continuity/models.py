@@ -73,3 +73,7 @@ def shrink_sets(monkeypatch):
         (transformations, "SENTENCES", {"France": transformations.SENTENCES["France"]}),
     ):
         monkeypatch.setattr(module, name, few)
+
+
+def parts(text, places):
+    return [text[start:end] for start, end in places]

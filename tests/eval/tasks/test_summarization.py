@@ -5,7 +5,6 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from eval.models import EvaluatedModel, load_evaluated
 from eval.runner import measure
 from eval.statistics import bootstrap
 from eval.tasks import evaluate, summarization
-from eval.tasks.corpus import Corpus, find_source, read_corpus
+from eval.tasks.corpus import Corpus, read_corpus
 from eval.tasks.options import SummarizationOptions
 from eval.tasks.rouge import METRICS, Rouge
 from eval.tasks.summarization import Summarization
@@ -30,28 +29,10 @@ from training.recipe import Source
 from training.small_llama import small_llama, word_tokenizer
 
 from ...conftest import SHARED
+from .documents import TEXT, made_documents, write_lines
 
-TEXT = "a cat sat on the mat and saw two dogs run far away from one old red house by the sea"
-WORDS = TEXT.split()
 NEW = 14
 GREEDY = SummarizationOptions(models=[], data="", temperature=0.0, new_tokens=NEW)
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def made_documents(number, seed=0):
-    """Sentences of random length as lists, with two summaries each."""
-    generator = np.random.default_rng(seed)
-
-    def sentence(longest):
-        return " ".join(generator.choice(WORDS, generator.integers(2, longest)))
-
-    return [
-        {"source": [sentence(40) for _ in range(3)], "target": [sentence(12), "not the first"]} for _ in range(number)
-    ]
 
 
 def letter_tokenizer():
@@ -95,64 +76,6 @@ def command(*arguments):
     result = CliRunner().invoke(evaluations, ["summarization", *map(str, arguments), *fields], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
-
-
-def naive_rouge(reference, prediction):
-    """By counting: n-grams, and all subsequences of the shorter text. Words of at most three letters have no stem."""
-    reference, prediction = reference.split(), prediction.split()
-
-    def f1(shared, total_reference, total_prediction):
-        return 2 * shared / (total_reference + total_prediction) if shared else 0.0
-
-    def grams(words, n):
-        return Counter(zip(*(words[i:] for i in range(n)), strict=False))
-
-    def is_within(words, text):
-        rest = iter(text)
-        return all(word in rest for word in words)
-
-    scores = {}
-    for n in (1, 2):
-        ours, theirs = grams(reference, n), grams(prediction, n)
-        scores[f"rouge{n}"] = f1((ours & theirs).total(), ours.total(), theirs.total())
-    longest = max(
-        n
-        for n in range(len(prediction) + 1)
-        if any(is_within(chosen, reference) for chosen in combinations(prediction, n))
-    )
-    return scores | {"rougeL": f1(longest, len(reference), len(prediction))}
-
-
-def test_rouge_against_counting():
-    generator = np.random.default_rng(0)
-    for _ in range(60):
-        reference, prediction = (" ".join(generator.choice(list("abcd"), generator.integers(1, 10))) for _ in "12")
-        expected = naive_rouge(reference, prediction)
-        found = Rouge().f1(reference, prediction)
-        assert found == pytest.approx(expected | {"rougeLsum": expected["rougeL"]})  # one line: both are the same
-
-
-@pytest.mark.parametrize(
-    ("reference", "prediction", "expected"),
-    [
-        # The rouge-score package's own examples, from its tests.
-        ("testing one two", "testing", {"rouge1": 1 / 2}),
-        ("testing one two", "testing one", {"rouge2": 2 / 3, "rougeL": 4 / 5}),
-        ("testing one two", "testing two", {"rougeL": 4 / 5}),
-        ("testing one two", "", dict.fromkeys(METRICS, 0.0)),
-        ("w1 w2 w3 w4 w5", "/", dict.fromkeys(METRICS, 0.0)),
-        ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8\nw1 w3 w8 w9 w5", {"rougeLsum": 2 * 0.8 * 0.4 / 1.2}),
-        ("First sentence.\nSecond Sentence.", "Second sentence.\nFirst Sentence.", {"rougeLsum": 1.0, "rougeL": 1 / 2}),
-        ("First sentence. Second Sentence.", "Second sentence. First Sentence.", {"rougeLsum": 1 / 2}),
-        # the cat were run | the cat run: three words, all of the prediction, three quarters of the reference
-        ("The cats were running", "the cat runs", {"rouge1": 6 / 7, "rouge2": 2 / 5, "rougeL": 6 / 7}),
-        # Case and punctuation don't count, a hyphen parts words, digits do count.
-        ("A well-known 7% rise!", "well known: 7 rise", {"rouge1": 8 / 9}),
-    ],
-)
-def test_rouge_worked_by_hand(reference, prediction, expected):
-    found = Rouge().f1(reference, prediction)
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_averages_by_hand():
@@ -322,71 +245,6 @@ def test_a_model_without_an_end_is_refused(stock):
     evaluated.model.generation_config.eos_token_id = evaluated.tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"no token that ends a text"):
         summarization.summarize(evaluated, ["a cat"], GREEDY)
-
-
-def test_documents_are_the_first_and_the_shortest_come_first(tmp_path):
-    tokenizer = word_tokenizer([BEFORE, BEHIND, *WORDS])
-    texts = ["the cat sat on the mat", "two dogs", "a red house", "the sea", "one old mat"]
-    path = write_lines(tmp_path / "data.jsonl", [{"text": text, "summary": text.upper()} for text in texts])
-    corpus = read_corpus(find_source(str(path)), tokenizer, num_documents=4)
-    assert [document.text for document in corpus.documents] == ["two dogs", "the sea", "a red house", texts[0]]
-    assert corpus.num_tokens == [2, 2, 3, 6] and corpus.left_out == {}
-    frame = len(prompt_ids(tokenizer, ""))
-    corpus = read_corpus(find_source(str(path)), tokenizer, num_documents=4, longest=frame + 2)
-    assert [document.text for document in corpus.documents] == ["two dogs", "the sea"]
-    assert corpus.left_out == {f"prompt over {frame + 2} tokens": 2}  # of the first four, not of all
-    with pytest.raises(ValueError, match=rf"no document to summarise \(prompt over {frame} tokens: 5\)"):
-        read_corpus(find_source(str(path)), tokenizer, longest=frame)
-
-
-def test_broken_documents(tmp_path):
-    tokenizer = word_tokenizer(WORDS)
-    lines = ['{"text": "a cat", "summary": "cat"}', '{"text": "a cat"}', "{", '{"text": "a cat", "summary": "猫 です"}']
-    path = tmp_path / "data.jsonl"
-    for broken, message in (
-        (lines[1], r"data.jsonl:2: missing field \('summary'; there are 'text'\).*--bad-documents skip"),
-        (lines[2], r"data.jsonl:2: broken JSON"),
-        (lines[3], r"data.jsonl:2: summary without words of a-z and 0-9 \('猫 です'\)"),
-    ):
-        path.write_text(f"{lines[0]}\n{broken}\n", encoding="utf-8")
-        with pytest.raises(ValueError, match=message):
-            read_corpus(find_source(str(path)), tokenizer)
-    path.write_text("\n".join([*lines, lines[1], lines[0]]), encoding="utf-8")
-    corpus = read_corpus(find_source(str(path)), tokenizer, num_documents=2, bad_documents="skip")
-    assert len(corpus.documents) == 2  # broken ones don't count
-    assert corpus.left_out == {"missing field": 2, "broken JSON": 1, "summary without words of a-z and 0-9": 1}
-    path.write_text("")
-    with pytest.raises(ValueError, match=r"data.jsonl has no document to summarise \(it is empty\)"):
-        read_corpus(find_source(str(path)), tokenizer)
-
-
-def test_known_data_sets(tmp_path, monkeypatch):
-    """With the fields that they have on the hub; SciTLDR comes as the file of one of its configurations."""
-    from datasets import Dataset, IterableDataset
-
-    rows = {
-        ("abisee/cnn_dailymail", "3.0.0", "test"): {"article": "long", "highlights": "one .\ntwo .", "id": "x"},
-        ("kmfoda/booksum", None, "test"): {"chapter": "long", "summary_text": "one", "summary": "{}", "book_id": "y"},
-    }
-
-    def load_dataset(hub, name, split, **options):
-        return IterableDataset.from_generator(lambda: iter([rows[hub, name, split]]))
-
-    def download(repository, file, repo_type, revision):
-        assert (repository, repo_type, revision) == ("allenai/scitldr", "dataset", "refs/convert/parquet")
-        folder, split, name = file.split("/")
-        assert (folder, split) == ("Abstract", "test")
-        Dataset.from_list([{"source": ["a b.", "c."], "target": ["one", "two"]}]).to_parquet(tmp_path / name)
-        return str(tmp_path / name)
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    tokenizer = word_tokenizer(WORDS)
-    for name, text, summary in (
-        ("cnn_dailymail", "long", "one .\ntwo ."), ("booksum", "long", "one"), ("scitldr", "a b. c.", "one")
-    ):  # fmt: skip
-        (document,) = read_corpus(find_source(name), tokenizer).documents
-        assert (document.text, document.summary) == (text, summary)
 
 
 def test_what_a_caller_may_get_wrong(folded, data, tmp_path):

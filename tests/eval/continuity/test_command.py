@@ -11,18 +11,10 @@ from typer.testing import CliRunner
 import condense_cli
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.continuity import ContinuousLM, find_spans
-from eval.continuity.aggregation import with_global
 from eval.continuity.data import load
 from eval.continuity.engine import Reader
 from eval.continuity.items import Item, NotValid
 from eval.continuity.memory import dialled
-from eval.continuity.metrics import (
-    normalised_max_derivative,
-    outside_ends,
-    peak_frequencies,
-    shrunk_labels,
-    sum_properties,
-)
 from eval.continuity.probe import Probe
 from eval.continuity.probes import PROBES
 from eval.continuity.prompts import counting_prompt
@@ -54,52 +46,6 @@ def condense(*arguments):
 def reader(folder) -> Reader:
     model = CondenseForCausalLM.from_pretrained(folder).eval()
     return Reader(ContinuousLM(model), AutoTokenizer.from_pretrained(folder))
-
-
-def test_peaks_by_hand():
-    """Of a word that stands four times; at four factors 1, 0, 1 and 4 are on top."""
-    curves = {
-        "0": [0.1, 0.6, 0.1, 0.1],
-        "1": [0.5, 0.2, 0.5, 0.1],
-        "3": [0.2, 0.1, 0.3, 0.3],
-        "4": [0.0, 0.0, 0.0, 0.4],
-    }
-    expected = {"counterfactual": 0.25, "observed": 0.75, "observed_expected": 0.5, "ratio": 3, "ratio_expected": 2}
-    assert peak_frequencies(curves, 4) == expected
-
-
-@pytest.mark.parametrize(
-    ("six", "two", "three", "nine", "expected"),
-    [
-        ([0.5, 0.9], [0.3, 0.0], [0.3, 0.0], [0.0, 0.0], (True, True, True, True)),
-        ([0.5, 0.9], [0.3, 0.0], [0.3, 0.0], [0.55, 0.0], (True, True, True, False)),  # once another is on top
-        ([0.5, 0.9], [0.3, 0.0], [0.3, 0.0], [0.7, 0.0], (True, True, False, False)),
-        ([0.7, 0.9], [0.3, 0.0], [0.3, 0.0], [0.0, 0.0], (True, False, False, False)),
-        ([0.5, 0.3], [0.3, 0.4], [0.3, 0.0], [0.0, 0.0], (False, True, True, True)),
-    ],
-)
-def test_sums_by_hand(six, two, three, nine, expected):
-    """24 + 37 = 61; 24 + 3 and 24 + 7 begin with 2 and 3."""
-    assert shrunk_labels(24, 37) == {"2", "3"}
-    found = sum_properties({"6": six, "2": two, "3": three, "9": nine}, "6", {"2", "3", "6"})
-    assert tuple(found[name] for name in ("valid", "P1", "P2", "P3")) == expected
-
-
-def test_the_global_row_by_hand():
-    """Three valid records of one model and one of another; a model without any has no figure."""
-    one, other = {"records": 4, "valid": 3, "P1": 0.2}, {"records": 4, "valid": 1, "P1": 1.0}
-    none = {"records": 4, "valid": 0, "P1": None}
-    assert with_global({"a": one}, ["P1"]) == {"a": one}
-    found = with_global({"a": one, "b": other, "c": none}, ["P1"])["Global"]
-    assert found == {"records": 12, "valid": 4, "P1": pytest.approx(0.4)}
-
-
-def test_curves_by_hand():
-    assert outside_ends([0.2, 0.5, 0.3, 0.1, 0.4]) == pytest.approx(0.1)
-    assert outside_ends([0.4, 0.3, 0.2]) == 0 and outside_ends([0.4, 0.45, 0.2]) == pytest.approx(0.05)
-    # Between neighbours 0.5 / 1, then (0.9 - 0) / 2 and at the end 0.4 / 1, over an amplitude of 0.9.
-    assert normalised_max_derivative([0, 1, 2], [0.0, 0.5, 0.9]) == pytest.approx(0.5 / 0.9)
-    assert normalised_max_derivative([0, 1, 2], [0.3, 0.3, 0.3]) is None
 
 
 def test_own_data():

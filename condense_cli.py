@@ -1,4 +1,4 @@
-"""The front door: `condense COMMAND`. A command is one function here; what it needs is imported inside it."""
+"""The front door: `condense COMMAND`. A command is one function here, which imports its modules when it is called."""
 
 import json
 import os
@@ -7,11 +7,12 @@ import sys
 import time
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from eval.cli import Attention, attention, evaluations, probe, profile, quiet, report
+from eval.options import DTYPE_HELP
 
 app = typer.Typer(
     help="A Llama with unbounded memory.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -23,8 +24,8 @@ for command in (profile, attention, probe, report):
     app.command()(command)
 
 PARENT = "CONDENSE_PARENT"  # see training.subprocesses
-LOWEST_TEMPERATURE = 0.01  # logits are divided by it
-DRY_RUN_RANKS = 8  # a node; what is planned is seldom planned where it will run
+LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
+DRY_RUN_RANKS = 8  # a node, since a run is seldom planned on the machine that it will run on
 
 
 class Kind(str, Enum):
@@ -42,13 +43,15 @@ def convert(
     source: Annotated[str, typer.Argument(help="Folder or hub id of a Llama, or of a folded one with --to llama.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     segment_length: Annotated[
-        int | None, typer.Option(help="Tokens per segment; what the source has, or 512.", show_default=False)
+        int | None, typer.Option(help="Tokens of a segment; default that of the source, or 512.", show_default=False)
     ] = None,
     memory_source: Annotated[
         str | None, typer.Option(help="layer_output, or layer_input for Transformer-XL.", show_default=False)
     ] = None,
-    to: Annotated[Kind, typer.Option(help="What to write: a folded model, or a stock Llama.")] = Kind.condense,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    to: Annotated[
+        Kind, typer.Option(help="The kind of model to write: a folded one, or a stock Llama.")
+    ] = Kind.condense,
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
 ) -> None:
     """Turns a Llama checkpoint into a folded one, or back. Weights stay as they are."""
     given = {"segment_length": segment_length, "memory_source": memory_source}
@@ -70,38 +73,31 @@ def convert(
         written.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         use_default_mode(folder)
-    what = f"segments of {model.config.segment_length} tokens" if to is Kind.condense else "a stock Llama"
-    print(f"{target}: {model.num_parameters():,} parameters, {what}")
+    form = f"segments of {model.config.segment_length} tokens" if to is Kind.condense else "a stock Llama"
+    print(f"{target}: {model.num_parameters():,} parameters, {form}")
 
 
 @app.command()
 def generate(
     model: Annotated[str, typer.Option(help="Folder or hub id: a folded model, or any Llama.")],
-    prompt: Annotated[str, typer.Option(help="The prompt, behind the prompt file where both are given.")] = "",
-    prompt_file: Annotated[Path | None, typer.Option(help="A text to read first, however long.")] = None,
+    prompt: Annotated[str, typer.Option(help="The prompt; it comes after the prompt file where both are given.")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="A text of any length to read first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
-    segment_length: Annotated[int | None, typer.Option(help="For a Llama that has none; default 512.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    segment_length: Annotated[int | None, typer.Option(help="For a stock Llama; default 512.")] = None,
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     attention: Attention = "auto",
     fixed_decoding: Annotated[
-        bool, typer.Option("--fixed-decoding", help="Write by a step that never changes: on CUDA a replayed graph.")
+        bool, typer.Option("--fixed-decoding", help="Decode by a step of fixed shape: on CUDA a replayed graph.")
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
 ) -> None:
     """Reads a prompt of any length in constant memory and streams the answer."""
     quiet()
-    import torch
-    from tqdm import tqdm
-    from transformers import LogitsProcessorList, TextStreamer
-
-    from condense import CondenseForCausalLM
     from condense.checks import check_attention, check_dtype
-    from condense.files import check_output_file, read_text
-    from condense.generation import RefuseNonFiniteLogits
-    from condense.loading import load_model, load_tokenizer
-    from condense.prefill import encode, prefill
+    from condense.files import check_output_file
+    from condense.prefill import encode
 
     check_dtype(dtype)
     check_attention(attention)
@@ -111,78 +107,118 @@ def generate(
         )
     if report is not None:
         check_output_file(report)
-    text = ("" if prompt_file is None else read_text(prompt_file)) + prompt
-    if not text:
-        raise ValueError("there is no prompt: pass --prompt, --prompt-file or both.")
+    text = _prompt_text(prompt, prompt_file)
     fields = {} if segment_length is None else {"segment_length": segment_length}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_model(CondenseForCausalLM, model, dtype=dtype, attn_implementation=attention, **fields)
-    loaded = loaded.to(device).eval()
+    loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
     loaded.fixed_decoding = fixed_decoding
-    tokenizer = load_tokenizer(model, loaded.config)
+
     input_ids = encode(tokenizer, text)
-    num_tokens, length = input_ids.shape[1], loaded.config.segment_length
-
-    start = time.perf_counter()
-    cache = None
-    if num_tokens > 1:
-        with tqdm(total=-(-(num_tokens - 1) // length), unit="segment", desc="reading") as bar:
-            cache = prefill(loaded, input_ids[:, :-1], progress=bar.update)
-    reading = time.perf_counter() - start
-
-    torch.manual_seed(seed)
+    cache, prefill_seconds = _prefill(loaded, input_ids[:, :-1])
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    start = time.perf_counter()
-    with torch.no_grad():
-        output = loaded.generate(
-            input_ids[:, -1:].to(device),
-            attention_mask=torch.ones(1, 1, dtype=torch.long, device=device),
-            past_key_values=cache,
-            max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
-            return_dict_in_generate=True,
-            **sampling,
-        )
-    writing = time.perf_counter() - start
-    new_ids = output.sequences[0, 1:]
+    output, decoding_seconds = _decode(
+        loaded, tokenizer, input_ids[:, -1:], cache, seed, max_new_tokens=max_new_tokens, **sampling
+    )
+
+    num_tokens, new_ids = input_ids.shape[1], output.sequences[0, 1:]
     figures = {
         "prompt_tokens": num_tokens,
-        "prompt_tokens_per_second": (num_tokens - 1) / reading if num_tokens > 1 else None,
+        "prompt_tokens_per_second": (num_tokens - 1) / prefill_seconds if num_tokens > 1 else None,
         "new_tokens": len(new_ids),
-        "new_tokens_per_second": len(new_ids) / writing,
+        "new_tokens_per_second": len(new_ids) / decoding_seconds,
         "state_bytes": output.past_key_values.num_bytes,
-        "segment_length": length,
+        "segment_length": loaded.config.segment_length,
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
     }
-    read_rate = f" at {figures['prompt_tokens_per_second']:,.0f} tokens/s" if cache is not None else ""
-    print(
-        f"read {num_tokens:,} tokens{read_rate}, wrote {len(new_ids):,} at {figures['new_tokens_per_second']:,.1f} "
-        f"tokens/s; state held: {figures['state_bytes']:,} bytes",
-        file=sys.stderr,
-    )
+    _print_figures(figures)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
+def _prompt_text(prompt: str, prompt_file: Path | None) -> str:
+    from condense.files import read_text
+
+    text = ("" if prompt_file is None else read_text(prompt_file)) + prompt
+    if not text:
+        raise ValueError("there is no prompt: pass --prompt, --prompt-file or both.")
+    return text
+
+
+def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
+    """A folded model, on the GPU if there is one, and its tokenizer."""
+    import torch
+
+    from condense import CondenseForCausalLM
+    from condense.loading import load_model, load_tokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(CondenseForCausalLM, source, **options).to(device).eval()
+    return model, load_tokenizer(source, model.config)
+
+
+def _prefill(model: Any, input_ids: Any) -> tuple[Any, float]:
+    """The cache after a prompt, None for an empty one, and the seconds."""
+    from tqdm import tqdm
+
+    from condense.prefill import prefill
+
+    start, num_tokens, cache = time.perf_counter(), input_ids.shape[1], None
+    if num_tokens:
+        with tqdm(total=-(-num_tokens // model.config.segment_length), unit="segment", desc="reading") as bar:
+            cache = prefill(model, input_ids, progress=bar.update)
+    return cache, time.perf_counter() - start
+
+
+def _decode(model: Any, tokenizer: Any, last_token: Any, cache: Any, seed: int, **options: Any) -> tuple[Any, float]:
+    """The output of `generate` after the last token of the prompt, streamed to the terminal, and the seconds."""
+    import torch
+    from transformers import LogitsProcessorList, TextStreamer
+
+    from condense.generation import RefuseNonFiniteLogits
+
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    with torch.no_grad():
+        output = model.generate(
+            last_token.to(model.device),
+            attention_mask=torch.ones(1, 1, dtype=torch.long, device=model.device),
+            past_key_values=cache,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
+            return_dict_in_generate=True,
+            **options,
+        )
+    return output, time.perf_counter() - start
+
+
+def _print_figures(figures: dict[str, Any]) -> None:
+    rate = figures["prompt_tokens_per_second"]
+    read_rate = "" if rate is None else f" at {rate:,.0f} tokens/s"
+    print(
+        f"read {figures['prompt_tokens']:,} tokens{read_rate}, wrote {figures['new_tokens']:,} at "
+        f"{figures['new_tokens_per_second']:,.1f} tokens/s; state held: {figures['state_bytes']:,} bytes",
+        file=sys.stderr,
+    )
+
+
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A YAML file, as those in training/recipes.")],
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, such as those in training/recipes.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as optimizer.learning_rate=1e-4.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as optimizer.learning_rate=1e-4."),
     ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(min=1, help="Processes: one per GPU, or two on a CPU; 8 in a dry run.", show_default=False),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would run and what memory it needs, and stop.")
+        bool, typer.Option("--dry-run", help="Print the plan and the memory that it needs, and stop.")
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the dry run's figures as JSON to this file.")] = None,
 ) -> None:
-    """Runs a recipe on this machine; started again, it goes on from its last complete checkpoint."""
+    """Runs a recipe on this machine; started again, it resumes from its last complete checkpoint."""
     if report is not None and not dry_run:
-        raise ValueError(f"--report {report} goes with --dry-run: a run itself writes log.jsonl into its output.")
+        raise ValueError(f"--report {report} needs --dry-run: a run writes log.jsonl into its output.")
     from condense.files import check_output_file
     from training.launch import launch, local_overrides, num_ranks
     from training.output_lock import check_unlocked
@@ -213,7 +249,7 @@ def train(
 
 
 def main() -> None:
-    """A `ValueError` is for the user: its message is the answer, not a traceback."""
+    """Runs the command. A `ValueError` is for the user: its message is printed without a traceback."""
     if PARENT in os.environ:
         from training.subprocesses import end_with_parents
 

@@ -1,10 +1,21 @@
-"""`condense eval`, `profile`, `attention`, `probe` and `report`: a command is one function and prints what it wrote."""
+"""`condense eval`, `profile`, `attention`, `probe` and `report`: a command prints tables and the names of its files.
 
+The commands of the evaluations and of the probes get their flags from the dataclasses of their options.
+"""
+
+import inspect
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .continuity.options import ProbeOptions
+from .options import ATTENTION_HELP, Options, from_command_line, numbers, parameters
+from .tasks import find_task
+from .tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
 
 evaluations = typer.Typer(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
 
@@ -13,13 +24,8 @@ class Preset(str, Enum):
     table1 = "table1"
 
 
-Models = Annotated[
-    list[str], typer.Option("--model", help="Folder or hub id, or NAME=FOLDER; several times for several models.")
-]
-
-
 def writable(folder: Path) -> Path:
-    """The folder, after checking that results can be written there."""
+    """The folder, after a check that results can be written there."""
     from condense.files import check_output_folder
 
     check_output_folder(folder)
@@ -28,61 +34,89 @@ def writable(folder: Path) -> Path:
 
 Output = Annotated[
     Path,
-    typer.Option(help="Folder for the results. Started again, a measurement continues there.", callback=writable),
+    typer.Option(help="Folder for the results. A measurement that was stopped resumes there.", callback=writable),
 ]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")]
-Attention = Annotated[
-    str,
-    typer.Option(help="sdpa, eager, flash_attention_2, flex_attention or blocked; auto: see docs/performance.md."),
-]
-
-
-def numbers(text: str) -> list[int]:
-    """Of `2048,4096` or `2k,4k,1m`. Raises `ValueError` for what is no list of positive whole numbers."""
-    factors = {"k": 2**10, "m": 2**20}
-    found = []
-    for part in text.lower().split(","):
-        number, factor = (part[:-1], factors[part[-1]]) if part[-1:] in factors else (part, 1)
-        if not number.strip().isdecimal() or int(number) == 0:
-            raise ValueError(f"{text!r}: {part!r} is no positive whole number; write 2048,4096 or 2k,4k,1m.")
-        found.append(int(number) * factor)
-    return distinct(found, text)
-
-
-def distinct(found: list[Any], text: str) -> list[Any]:
-    """Raises `ValueError` for a list that names something twice: it would be measured, or counted, twice."""
-    if twice := [item for item in found if found.count(item) > 1]:
-        raise ValueError(f"{text!r} names {twice[0]:g} twice: leave one out.")
-    return found
-
-
-def percentages(text: str) -> list[float]:
-    """Shares from 0 to 1 of `0,25,100`. Raises `ValueError` for what is no list of percentages."""
-    found = []
-    for part in text.split(","):
-        try:
-            found.append(float(part))
-        except ValueError:
-            found.append(-1.0)
-        if not 0 <= found[-1] <= 100:
-            raise ValueError(f"{text!r}: {part!r} is no percentage; write 0,25,100.")
-    return [value / 100 for value in distinct(found, text)]
+Attention = Annotated[str, typer.Option(help=ATTENTION_HELP)]
 
 
 def quiet() -> None:
-    """Keeps the libraries' notices and bars out of a command's own."""
+    """Hides the notices and progress bars of the libraries, so that those of the command remain."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
 
-def show(results: dict[str, Any], module: Any, output: Path) -> None:
-    """The tables of a result, and where the rest is."""
-    for table in module.tables(results):
+def show(results: dict[str, Any], shown_by: Any, output: Path) -> None:
+    """Prints the tables of a result, and the names of its files. `shown_by` is the task, or a module with `tables`."""
+    for table in shown_by.tables(results):
         print(table, end="\n\n")
     pictures = f"{results['kind']}-*" if results["kind"].startswith("probe_") else ""
     print(f"{output}/{results['kind']}.json, .csv, {pictures}.png and .svg")
+
+
+def command(
+    options: type[Options], action: Callable[..., None], name: str, *arguments: inspect.Parameter
+) -> Callable[..., None]:
+    """A command that calls `action(options, output, ...)`, with the flags of the options; `arguments` come first."""
+
+    def run_command(output: Path, **given: Any) -> None:
+        quiet()
+        others = {argument.name: given.pop(argument.name) for argument in arguments}
+        action(from_command_line(options, given), output, **others)
+
+    models, *rest = parameters(options)
+    folder = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Output)
+    run_command.__name__, run_command.__doc__, run_command.__annotations__ = name, options.__doc__, {}
+    run_command.__signature__ = inspect.Signature([*arguments, models, folder, *rest])  # type: ignore[attr-defined]
+    return run_command
+
+
+def run_task(kind: str, options: Options, output: Path) -> None:
+    """Measures one task and prints its results."""
+    from .runner import run
+
+    task = find_task(kind).load(options)
+    show(run(task, output), task, output)
+
+
+def run_attention(options: AttentionOptions, output: Path) -> None:
+    run_task("attention", options, output)
+    print(f"{output}/attention_mass.png and .svg")
+
+
+def run_probe(options: ProbeOptions, output: Path, name: str) -> None:
+    """Runs one probe, or all of them and writes a page of their results."""
+    from .continuity import probes
+
+    if name == "all":
+        for kind, results in probes.probe_all(output, options).items():
+            show(results, probes.PROBES[kind], output)
+        from .report import write_report
+
+        print(write_report(output, "condense probe all"))
+        return
+    show(probes.probe(name, output, options), probes.PROBES[name], output)
+
+
+PROBE_NAME = inspect.Parameter(
+    "name",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        str,
+        typer.Argument(
+            help="counting, events, sums, space, boolean, translation, scaling, density, memory, or all of them."
+        ),
+    ],
+)
+
+passkey = command(PasskeyOptions, partial(run_task, "passkey"), "passkey")
+perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "perplexity")
+summarization = command(SummarizationOptions, partial(run_task, "summarization"), "summarization")
+attention = command(AttentionOptions, run_attention, "attention")
+probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
+for evaluation in (passkey, perplexity, summarization):
+    evaluations.command()(evaluation)
 
 
 def profile(
@@ -150,189 +184,13 @@ def profile(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="What it holds, also in folders below, goes on the page.")],
+    folder: Annotated[Path, typer.Argument(help="Folder with results; those in folders below it are on the page too.")],
     title: str = "condense",
 ) -> None:
-    """One HTML page with the tables and plots of what a folder holds; needs no other file."""
+    """One HTML page with the tables and plots of a folder; the page needs no other file."""
     from .report import write_report
 
     print(write_report(folder, title))
-
-
-@evaluations.command()
-def passkey(
-    model: Models,
-    output: Output,
-    lengths: Annotated[str, typer.Option(help="Tokens, answer included; k and m are 1,024 and 1,048,576.")] = (
-        "2k,4k,8k,16k,32k,64k"
-    ),
-    depths: Annotated[str, typer.Option(help="Percent of the text before the key.")] = "0,25,50,75,100",
-    prompts: Annotated[int, typer.Option(min=1, help="In each cell of the grid.")] = 20,
-    keys: Annotated[int, typer.Option(min=1, help="Keys in a text, one of which is asked for.")] = 1,
-    digits: Annotated[int, typer.Option(min=1, help="Digits of a key.")] = 4,
-    seed: int = 0,
-    longest_trained: Annotated[int | None, typer.Option(help="Tokens; drawn as a border.")] = None,
-    dtype: Dtype = "auto",
-    attention: Attention = "auto",
-) -> None:
-    """Retrieval of a number hidden in long text, by length and depth (figure 8)."""
-    quiet()
-    from . import passkey as module
-
-    results = module.passkey(
-        model, output, numbers(lengths), percentages(depths), prompts, keys, digits,
-        seed, longest_trained, dtype, attention,
-    )  # fmt: skip
-    show(results, module, output)
-
-
-@evaluations.command()
-def perplexity(
-    model: Models,
-    output: Output,
-    data: Annotated[list[str], typer.Option(help="Texts: a file or glob pattern, .txt, .jsonl or .parquet.")],
-    text_field: Annotated[str, typer.Option(help="Of .jsonl and .parquet: what holds the text.")] = "text",
-    segments: Annotated[int, typer.Option(min=2, help="In a window; one less is the most text before.")] = 8,
-    segment_length: Annotated[int, typer.Option(min=1, help="Tokens; for stock models, folded have theirs.")] = 512,
-    tokens: Annotated[str, typer.Option(help="Of text, at most; k and m are 1,024 and 1,048,576; or all.")] = "64k",
-    curves: Annotated[str, typer.Option(help="With commas; a stock model has the last.")] = (
-        "folded,layer_input,full_attention"
-    ),
-    batch: Annotated[int, typer.Option(min=1, help="Windows at once.")] = 8,
-    dtype: Dtype = "auto",
-    attention: Attention = "auto",
-) -> None:
-    """What the memory buys, and how far back: loss by number of segments before, and by position in the segment."""
-    quiet()
-    from . import perplexity as module
-
-    results = module.perplexity(
-        model, output, data, segments, segment_length, None if tokens == "all" else numbers(tokens)[0],
-        curves.split(","), batch, text_field, dtype, attention,
-    )  # fmt: skip
-    show(results, module, output)
-
-
-class BadDocuments(str, Enum):
-    refuse = "refuse"
-    skip = "skip"
-
-
-@evaluations.command()
-def summarization(
-    model: Models,
-    output: Output,
-    data: Annotated[str, typer.Option(help="cnn_dailymail, booksum, scitldr, or a .jsonl or .parquet file.")],
-    text_field: Annotated[
-        str | None, typer.Option(help="Of a file: the document; default text.", show_default=False)
-    ] = None,
-    summary_field: Annotated[
-        str | None, typer.Option(help="Of a file: the reference; default summary.", show_default=False)
-    ] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="The first so many; default all.")] = None,
-    longest: Annotated[
-        int | None, typer.Option(min=1, help="Tokens; documents with a longer prompt are left out and counted.")
-    ] = None,
-    bad_documents: Annotated[
-        BadDocuments, typer.Option(help="Broken lines, missing fields: end with an error, or skip and count them.")
-    ] = BadDocuments.refuse,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.3,
-    new_tokens: Annotated[int, typer.Option(min=1, help="At most, in each summary.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Documents at once.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="For sampling.")] = 0,
-    dtype: Dtype = "auto",
-    attention: Attention = "auto",
-) -> None:
-    """ROUGE of summaries, by length of the document (table II, figures 9, 11, 12)."""
-    quiet()
-    from . import summarization as module
-
-    results = module.summarization(
-        model, output, data, text_field, summary_field, documents, longest, bad_documents.value, temperature,
-        new_tokens, batch, seed, dtype, attention,
-    )  # fmt: skip
-    show(results, module, output)
-
-
-def attention(
-    model: Models,
-    output: Output,
-    prompt_file: Annotated[
-        str, typer.Option("--prompt-file", "--data", help="The text: .txt, or the first that is long enough of others.")
-    ],
-    layers: Annotated[str, typer.Option(help="From 0, with commas; the first, the middle and the last.")] = "",
-    segments: Annotated[str, typer.Option(help="Of the queries, from 1; their keys begin in the one before.")] = (
-        "2,4,6"
-    ),
-    heads: Annotated[str, typer.Option(help="From 0: maps of their own, beside the average over all.")] = "",
-    segment_length: Annotated[int, typer.Option(min=1, help="Tokens; for stock models, folded have theirs.")] = 512,
-    text_field: Annotated[str, typer.Option(help="Of .jsonl and .parquet: what holds the text.")] = "text",
-    dtype: Dtype = "auto",
-    attention: Attention = "auto",
-) -> None:
-    """Scores before softmax over the memory and the current segment, and how much attention memory gets (figure 10)."""
-    quiet()
-    from . import attention as module
-
-    def places(text: str) -> list[int]:
-        if wrong := [part for part in text.split(",") if not part.strip().isdecimal()]:
-            raise ValueError(f"{text!r}: {wrong[0]!r} is no whole number; write 0,2,5.")
-        return distinct([int(part) for part in text.split(",")], text)
-
-    results = module.attention(
-        model, output, prompt_file, places(layers) if layers else None, places(segments),
-        places(heads) if heads else [], segment_length, text_field, dtype, attention,
-    )  # fmt: skip
-    show(results, module, output)
-    print(f"{output}/attention_mass.png and .svg")
-
-
-def probe(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="counting, events, sums, space, boolean, translation, scaling, density, memory, or all of them."
-        ),
-    ],
-    model: Models,
-    output: Output,
-    data: Annotated[
-        Path | None, typer.Option(help="Records in the form of the probe's own; its own.", show_default=False)
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="The first so many records; all.", show_default=False)
-    ] = None,
-    template: Annotated[str, typer.Option(help="Of counting: sentence, or listed for models that want it.")] = (
-        "sentence"
-    ),
-    position_anchor: Annotated[
-        str | None, typer.Option(help="end or start of a token's interval; end, or the folded model's own.")
-    ] = None,
-    dtype: Dtype = "float32",
-    attention: Annotated[str, typer.Option(help="eager, sdpa, or auto: what the model prefers.")] = "auto",
-    speed: Annotated[bool, typer.Option("--speed", help="Measure also what running factors together saves.")] = False,
-) -> None:
-    """The continuity experiments: fractions of tokens, and what lies between two of them."""
-    quiet()
-    from . import probes
-    from .report import write_report
-
-    options: dict[str, Any] = {
-        "limit": limit,
-        "template": template,
-        "position_anchor": position_anchor,
-        "dtype": dtype,
-        "attention": attention,
-        "timed": speed,
-    }
-    if name == "all":
-        if data is not None:
-            raise ValueError("--data belongs to one probe: leave it out with all.")
-        for results in probes.probe_all(model, output, **options).values():
-            show(results, probes, output)
-        print(write_report(output, "condense probe all"))
-        return
-    show(probes.probe(name, model, output, data, **options), probes, output)
 
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -340,7 +198,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 @evaluations.command(context_settings=PASSED_ON)
 def harness(context: typer.Context) -> None:
-    """The command line of lm-evaluation-harness, which here knows --model condense."""
+    """The command line of lm-evaluation-harness, with --model condense added."""
     from .harness import main
 
     main(context.args)

@@ -1,10 +1,11 @@
-"""Folded models in lm-evaluation-harness, as its model `condense`; stock ones are its own `hf`.
+"""Folded models in lm-evaluation-harness, as its model `condense`; stock models are its own `hf`.
 
     condense eval harness --model condense --model_args pretrained=FOLDER --tasks ruler
 
-is the harness's own command line with one model more. Tokens, prompts, generation and its stopping are those of
-`hf`. What is read, is read through the state: a context once for all of its continuations, a document of any
-length as one text. Only tokens that are scored have logits, and never more than a call's at once.
+is the harness's own command line with one more model. Tokens, prompts, generation and its stopping are those of
+`hf`. The model reads each context once, chunk by chunk, and scores all continuations of the context from the state
+that results; it reads a document of any length as one text. Logits are computed for scored tokens alone, and for the
+tokens of one call at a time.
 
 Axes: B rows, N columns of an input, n scored tokens, V vocabulary.
 """
@@ -34,14 +35,16 @@ except ImportError as error:
 
 from condense import CondenseConfig, FoldedCache
 from condense.checks import check_tokenizer
+from condense.configuration import IGNORE_INDEX
 from condense.loading import check_source
 from condense.prefill import TOKENS_PER_CALL
 
-# The harness cuts what is longer than its model's longest text. A folded model has none, and what its config says
-# of one belongs to the Llama it came from. No text is this long, and nothing is ever made as large as it.
+from .prefill import columns_per_call, prefill
+
+# The harness cuts texts to the longest text of its model. A folded model has no longest text; max_position_embeddings
+# in its config belongs to the Llama that was folded. No text is as long as this, and nothing is allocated by it.
 ANY_LENGTH = 2**40
 SCORED_PER_CALL = 1024  # tokens; with 128 K token types their logits take half a GiB in float32
-NO_TARGET = -100
 
 Tokens = Sequence[int]
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts (none in a rolling window), context, continuation
@@ -51,11 +54,11 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts (none in 
 class CondenseLM(HFLM):
     """Takes the arguments of the harness's `hf`, and a `CondenseForCausalLM` or its folder as `pretrained`.
 
-    `device` is the GPU if there is one. `max_length` cuts texts to their last so many tokens, for comparison with
-    models that have a longest text; by default none is cut. Log-softmaxes are taken in float32
-    (or `softmax_dtype`) also where the model is in half precision.
+    `device` is the GPU if there is one. `max_length` cuts texts to their last `max_length` tokens, for comparison with
+    models that have a longest text; by default no text is cut. Log-softmaxes are taken in float32 (or `softmax_dtype`)
+    also where the model is in half precision.
 
-    Raises `ValueError` for a stock model, and for a tokenizer that doesn't fit.
+    Raises `ValueError` for a stock model, and for a tokenizer that does not fit.
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
@@ -63,7 +66,7 @@ class CondenseLM(HFLM):
             check_source(pretrained)
         super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
         check_tokenizer(self.model.config, self.tokenizer)
-        self.tokenizer.model_max_length = ANY_LENGTH  # the Llama's, by which `truncation` would cut questions off
+        self.tokenizer.model_max_length = ANY_LENGTH  # that of the Llama would make `truncation` cut questions
 
     def _get_backend(self, config: Any, backend: str = "default", trust_remote_code: bool | None = False) -> None:
         if config.model_type != CondenseConfig.model_type:
@@ -78,7 +81,7 @@ class CondenseLM(HFLM):
         return self._max_length or ANY_LENGTH
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """The largest batch, up to `max_batch_size`, that fits; longer texts than this one's take no more."""
+        """The largest batch, up to `max_batch_size`, that fits; texts of over three segments need no more memory."""
         length = self.model.config.segment_length
         context, continuation = [0] * (2 * length + 1), [0] * length
 
@@ -86,7 +89,7 @@ class CondenseLM(HFLM):
         def fitting(batch_size: int) -> int:
             contexts, rows = [context] * batch_size, range(batch_size)
             with tqdm(disable=True) as bar:
-                self._score(self._read(contexts, bar), rows, contexts, [continuation] * batch_size, bar)
+                self._score(self._prefill(contexts, bar), rows, contexts, [continuation] * batch_size, bar)
             return batch_size
 
         return int(self.all_gather(torch.tensor([fitting()], device=self.device)).min())
@@ -94,7 +97,7 @@ class CondenseLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Per request the log-likelihood of its continuation, and whether decoding greedily would write it."""
+        """Per request the log-likelihood of its continuation, and whether greedy decoding gives it."""
         by_context = defaultdict[tuple[int, ...], list[int]](list)
         for index, (_, context, continuation) in enumerate(requests):
             by_context[self._within_max_length(context, continuation)].append(index)
@@ -106,7 +109,7 @@ class CondenseLM(HFLM):
         disabled = disable_tqdm or self.rank != 0
         with tqdm(total=total, desc="log-likelihoods", unit="token", unit_scale=True, disable=disabled) as bar:
             for batch in chunks(contexts, batch_size):
-                state = self._read(batch, bar)
+                state = self._prefill(batch, bar)
                 asked = [(row, index) for row, context in enumerate(batch) for index in by_context[context]]
                 for part in chunks(asked, batch_size):
                     rows, scored = [row for row, _ in part], [requests[index][2] for _, index in part]
@@ -127,24 +130,19 @@ class CondenseLM(HFLM):
             raise ValueError(
                 f"{len(continuation)} tokens are to be scored and max_length={self.max_length}: leave max_length out."
             )
-        room = self.max_length + 1 - len(continuation)  # the last token of all is predicted, not read
+        room = self.max_length + 1 - len(continuation)  # the last token is predicted and not read
         if len(context) > room:
             logging.getLogger(__name__).warning(
                 f"a context of {len(context)} tokens is cut to its last {room}: max_length={self.max_length}."
             )
         return tuple(context[-room:])
 
-    def _read(self, contexts: Sequence[Tokens], bar: tqdm) -> FoldedCache:
+    def _prefill(self, contexts: Sequence[Tokens], bar: tqdm) -> FoldedCache:
         """The state before the last token of each context."""
         state = FoldedCache(self.model.config).start(len(contexts))
         ids_BN, is_real_BN = _padded([context[:-1] for context in contexts], 0)
-        segment = self.model.config.segment_length
-        width = segment * max(1, TOKENS_PER_CALL // (segment * len(contexts)))
-        for start in range(0, ids_BN.shape[1], width):
-            here = slice(start, start + width)
-            self._forward(state, ids_BN[:, here], is_real_BN[:, here], 1)
-            bar.update(int(is_real_BN[:, here].sum()))
-        return state
+        num_columns = columns_per_call(self.model, TOKENS_PER_CALL, len(contexts))
+        return prefill(self._forward, ids_BN, num_columns, is_real_BN, state, bar.update)
 
     def _score(
         self,
@@ -154,39 +152,40 @@ class CondenseLM(HFLM):
         continuations: Sequence[Tokens],
         bar: tqdm,
     ) -> list[tuple[float, bool]]:
-        """The answers for B continuations of contexts that `rows` of the state have read; the state stays as it is."""
+        """The answers for B continuations; `rows` are those of their contexts in the state, which stays unchanged."""
         state = copy.deepcopy(state)
         state.batch_select_indices(torch.tensor(rows))
         pairs = zip(contexts, continuations, strict=True)
         ids_BN, is_real_BN = _padded([[context[-1], *continuation[:-1]] for context, continuation in pairs], 0)
-        target_BN, _ = _padded(continuations, NO_TARGET)
+        target_BN, _ = _padded(continuations, IGNORE_INDEX)
         width = max(1, SCORED_PER_CALL // len(contexts))
         log_likelihood_B = torch.zeros(len(contexts), dtype=torch.float64)
         is_greedy_B = torch.ones(len(contexts), dtype=torch.bool)
         for start in range(0, ids_BN.shape[1], width):
             here = slice(start, start + width)
-            logits_BNV = self._forward(state, ids_BN[:, here], is_real_BN[:, here], 0)
+            logits_BNV = self._forward(
+                ids_BN[:, here], attention_mask=is_real_BN[:, here], past_key_values=state, logits_to_keep=0
+            ).logits
             target_n = target_BN[:, here].flatten().to(logits_BNV.device)
             logits_nV = logits_BNV.flatten(0, 1)
             accurate = self.softmax_dtype or torch.promote_types(logits_nV.dtype, torch.float32)
-            loss_n = F.cross_entropy(logits_nV.to(accurate), target_n, ignore_index=NO_TARGET, reduction="none")
-            as_greedy_n = (logits_nV.argmax(-1) == target_n) | (target_n == NO_TARGET)
+            loss_n = F.cross_entropy(logits_nV.to(accurate), target_n, ignore_index=IGNORE_INDEX, reduction="none")
+            as_greedy_n = (logits_nV.argmax(-1) == target_n) | (target_n == IGNORE_INDEX)
             log_likelihood_B -= loss_n.cpu().view(len(contexts), -1).sum(1)
             is_greedy_B &= as_greedy_n.cpu().view(len(contexts), -1).all(1)
             bar.update(int(is_real_BN[:, here].sum()))
         return list(zip(log_likelihood_B.tolist(), is_greedy_B.tolist(), strict=True))
 
     @torch.no_grad()
-    def _forward(self, state: FoldedCache, ids_BN: torch.Tensor, is_real_BN: torch.Tensor, keep: int) -> torch.Tensor:
+    def _forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        """The forward pass of the model, in the harness's mixed precision."""
         mixed = self.mixed_precision_dtype
         with torch.autocast(self.device.type, mixed, enabled=mixed is not None):
-            return self.model(
-                ids_BN.to(self.device), attention_mask=is_real_BN, past_key_values=state, logits_to_keep=keep
-            ).logits
+            return self.model(input_ids.to(self.device), **options)
 
 
 def _padded(rows: Sequence[Tokens], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, N] with `fill` behind shorter rows, so that all stand at the same place of their segments; what is real."""
+    """[B, N] with `fill` after shorter rows, so that segments begin in the same columns; and where tokens are real."""
     ids_BN = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, fill)
     return ids_BN, torch.arange(ids_BN.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 

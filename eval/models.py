@@ -1,23 +1,26 @@
-"""The models of a measurement: folded and stock ones, loaded and asked in the same way."""
+"""The models that are evaluated: folded and stock ones, loaded and run in the same way."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
-import condense  # noqa: F401  folded models are known to the Auto classes
+import condense  # noqa: F401  registers folded models with the Auto classes
 from condense.cache import FoldedCache
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_model, load_tokenizer
 
-PREFILL_TOKENS = 8192  # read at once: what is held beside the state does not grow with the prompt
+from .prefill import columns_per_call
+
+PREFILL_TOKENS = 8192  # columns of a prompt in one call: the memory beside the state does not grow with the prompt
 
 
-class Subject(NamedTuple):
-    """A model under a name that tables and plots use."""
+class EvaluatedModel(NamedTuple):
+    """A model and its tokenizer, under the name that tables and plots use."""
 
     name: str
     source: str
@@ -30,6 +33,7 @@ class Subject(NamedTuple):
         return getattr(self.model.config, "segment_length", None)
 
     def describe(self) -> dict[str, Any]:
+        """The fields that identify a model in the settings of a measurement."""
         config = self.model.config
         return {
             "name": self.name,
@@ -45,7 +49,7 @@ class Subject(NamedTuple):
 
 
 def _fingerprint(model: Any) -> str:
-    """Of the weights: a model that was trained on in the same folder is another one."""
+    """The hash of the weights: a model that was trained further in the same folder is another one."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -53,17 +57,18 @@ def _fingerprint(model: Any) -> str:
 
 
 def split_name(named: str) -> tuple[str, str]:
-    """Name and source of `NAME=SOURCE` or SOURCE, whose name is its last part. What exists as a path is a source."""
+    """Name and source of `NAME=SOURCE` or SOURCE, whose name is its last part. A path that exists is a source."""
     name, equals, source = named.partition("=")
     if not equals or not name or "/" in name or Path(named).exists():
         return Path(named).name, named
     return name, source
 
 
-def load_subject(named: str, dtype: str = "auto", attention: str = "auto") -> Subject:
+def load_evaluated(named: str, dtype: str = "auto", attention: str = "auto") -> EvaluatedModel:
     """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
 
-    Raises `ValueError` for what is no model of a known kind, for a damaged one, and for a tokenizer that doesn't fit.
+    Raises `ValueError` for a source without a model of a known kind, for a damaged one, and for a tokenizer that does
+    not fit.
     """
     name, source = split_name(named)
     model = load_model(
@@ -71,27 +76,26 @@ def load_subject(named: str, dtype: str = "auto", attention: str = "auto") -> Su
     )
     tokenizer = load_tokenizer(source, model.config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Subject(name, source, model.to(device).eval(), tokenizer)
+    return EvaluatedModel(name, source, model.to(device).eval(), tokenizer)
 
 
-def load_subjects(named: list[str], dtype: str = "auto", attention: str = "auto") -> list[Subject]:
-    """Several, each under another name. Raises `ValueError` where two share one."""
+def load_models(named: Sequence[str], dtype: str = "auto", attention: str = "auto") -> list[EvaluatedModel]:
+    """Several models as `load_evaluated` loads them. Raises `ValueError` where two have the same name."""
     check_dtype(dtype)
     check_attention(attention)
     names = [split_name(item)[0] for item in named]
     if len(set(names)) < len(names):
         raise ValueError(f"two models are called {names}: give them names, as --model NAME=FOLDER.")
-    for item in named:  # all of them, before the first one is loaded
+    for item in named:  # before the first one is loaded
         check_source(split_name(item)[1])
-    return [load_subject(item, dtype, attention) for item in named]
+    return [load_evaluated(item, dtype, attention) for item in named]
 
 
 @torch.no_grad()
 def generate(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> tuple[Any, Any]:
-    """The model's own `generate`: tokens [B, N + new] and the cache. Long prompts are read in chunks."""
+    """The tokens [B, N + new] of the model's own `generate`, and its cache. Long prompts are read in chunks."""
     if input_ids.shape[1] > PREFILL_TOKENS:
-        length = getattr(model.config, "segment_length", 1)
-        options["prefill_chunk_size"] = max(length, PREFILL_TOKENS // length * length)
+        options["prefill_chunk_size"] = columns_per_call(model, PREFILL_TOKENS)
     output = model.generate(
         input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
@@ -103,7 +107,7 @@ def generate(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, 
 
 
 def state_bytes(cache: Any) -> int:
-    """Bytes that a model holds of what it has read."""
+    """The bytes of the state that a model has after a text."""
     if isinstance(cache, FoldedCache):
         return cache.num_bytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)

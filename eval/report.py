@@ -1,6 +1,6 @@
-"""One HTML page with the tables and plots of everything that a folder holds.
+"""One HTML page with the tables and plots of all results in a folder.
 
-Looks for what the other commands wrote (`passkey.json`, `profile.json`, `probe_NAME.json`, ...) and for logs of
+It finds the results of the other commands (`passkey.json`, `profile.json`, `probe_NAME.json`, ...) and the logs of
 training runs, in the folder and below it, and writes FOLDER/report.html, which needs no other file.
 """
 
@@ -9,22 +9,27 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from condense.files import read_text
 
 from .results import Table, picture
+from .tasks import TASKS
 
-KINDS = ("passkey", "summarization", "perplexity", "attention", "profile", "schedules")
-ORIGIN = ("command", "hardware", "versions", "date")  # how a result was made
-MODULES = {"profile": "benchmark.profile_tables", "schedules": "benchmark.schedule_tables"}  # of other names
+SHOWN_BY = TASKS | {
+    "profile": "eval.benchmark.profile_tables",
+    "schedules": "eval.benchmark.schedule_tables",
+}  # these have `tables`
+PROBES = "eval.continuity.probes:PROBES"
+METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
     "greedy decoding gives all digits. Prompts are fresh; lengths are in tokens, answer included.",
     "summarization": "Summaries that the models write, against the references.",
-    "perplexity": "What the memory buys, and how far back: the same tokens, predicted with more and more text before.",
+    "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
+    "text before.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
     "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
@@ -54,7 +59,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
         raise ValueError(f"there is no folder {folder}: pass one that holds results.")
     skipped: dict[str, str] = {}
     sections = []
-    for path in (path for kind in (*KINDS, "probe_*") for path in sorted(folder.rglob(f"{kind}.json"))):
+    for path in (path for kind in (*SHOWN_BY, "probe_*") for path in sorted(folder.rglob(f"{kind}.json"))):
         try:
             sections.append(_measured(path, folder))
         except Exception as error:  # a file of another program can be wrong in any way
@@ -62,7 +67,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     sections += _training(folder, skipped)
     left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
-        wanted = ", ".join(f"{kind}.json" for kind in (*KINDS, "probe_NAME"))
+        wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME"))
         unreadable = f" that can be read: {left_out}" if skipped else ": measure something first"
         raise ValueError(f"{folder} holds no {wanted} or log.jsonl{unreadable}.")
     environment = jinja2.Environment(
@@ -74,7 +79,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     if skipped:
-        raise ValueError(f"{path} is written, without files that can't be read: {left_out}. Delete or replace them.")
+        raise ValueError(f"{path} is written, without files that cannot be read: {left_out}. Delete or replace them.")
     return path
 
 
@@ -85,18 +90,18 @@ def _why(error: Exception) -> str:
 
 
 def _measured(path: Path, folder: Path) -> Section:
-    """What a command of this package has written: the module of that name makes its tables."""
+    """The section of a result of this package."""
     kind = path.stem
     results = json.loads(read_text(path))
-    if not isinstance(results, dict) or not {"kind", *ORIGIN} <= results.keys() or results["kind"] != kind:
+    if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys() or results["kind"] != kind:
         raise ValueError("no result of a condense command")
     if not isinstance(results["versions"], dict):
         raise ValueError("versions are no object")
-    name = "probes" if kind.startswith("probe_") else MODULES.get(kind, kind)
-    module = import_module(f".{name}", __package__)
+    is_probe = kind.startswith("probe_")
+    shown_by = resolve_name(PROBES)[kind.removeprefix("probe_")] if is_probe else resolve_name(SHOWN_BY[kind])
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
     return Section(
-        _title(kind, path, folder), results.get("about") or ABOUT[kind], module.tables(results), pictures, results
+        _title(kind, path, folder), results.get("about") or ABOUT[kind], shown_by.tables(results), pictures, results
     )
 
 
@@ -118,7 +123,7 @@ def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
 
 
 def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
-    """None where nothing was logged yet."""
+    """The fields of a run for the table and the curves; None where nothing was logged yet."""
     lines = [json.loads(line) for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
     losses = [line for line in lines if "loss" in line]
     if not losses:

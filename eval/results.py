@@ -1,6 +1,6 @@
-"""What a measurement leaves in its folder: JSON, CSV and pictures, and how it was made.
+"""The files of a measurement: JSON, CSV and pictures, and the metadata of the run that wrote them.
 
-NAME.json holds everything; NAME.csv its records, one a line, for spreadsheets; NAME.png and NAME.svg the
+NAME.json holds everything; NAME.csv holds the records, one a line, for spreadsheets; NAME.png and NAME.svg hold the
 picture. Tables are for people: the terminal and the report show the same ones.
 """
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "
 
 @dataclass(frozen=True)
 class Table:
-    """Columns carry their units in their names; cells are text or numbers as they are to be read."""
+    """Columns carry their units in their names; cells are text or numbers in the form that is shown."""
 
     title: str
     columns: list[str]
@@ -37,8 +37,8 @@ class Table:
         return "\n".join([self.title, *lines])
 
 
-def circumstances() -> dict[str, Any]:
-    """The command, the hardware and the versions behind a result."""
+def run_metadata() -> dict[str, Any]:
+    """The command, the hardware, the versions and the date of a run."""
     program = Path(sys.argv[0])
     shown = "condense" if program.name in ("condense", "condense_cli.py") else f"python {program.name}"
     return {
@@ -73,7 +73,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict[str, str]:
-    """Of the checkout that the package runs from; nothing where it was installed without one."""
+    """The commit of the checkout that the package runs from; nothing where it was installed without one."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -83,7 +83,7 @@ def commit() -> dict[str, str]:
 
 
 def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
-    """Writes `path`.json, a line per field, and `path`.csv, without the values that are no single figure."""
+    """Writes `path`.json, a line per field, and `path`.csv, without the values that are dictionaries."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in results.items())
     path.with_suffix(".json").write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
@@ -97,7 +97,7 @@ def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[st
 
 @contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """A figure's axes, saved as `path`.png and `path`.svg. A dollar in a name is a dollar, and begins no formula."""
+    """A figure's axes, saved as `path`.png and `path`.svg. A dollar in a name stays a dollar and begins no formula."""
     import matplotlib
 
     matplotlib.use("Agg")

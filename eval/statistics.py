@@ -1,4 +1,4 @@
-"""Intervals: how far a figure may be from what it stands for."""
+"""Confidence intervals of shares and means."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -9,7 +9,7 @@ Z = 1.959963984540054  # two-sided 95 %
 
 
 def wilson(correct: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a share: also right at 0 % and 100 %, where the usual one has no width."""
+    """Wilson's 95 % score interval of a share: also valid at 0 % and 100 %, where the normal interval has no width."""
     if total < 1 or not 0 <= correct <= total:
         raise ValueError(f"{correct} correct of {total}: a share needs 0 <= correct <= total and total >= 1.")
     share, spread = correct / total, Z * Z / total

@@ -8,8 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..records import open_records
-from ..results import circumstances, hardware, versions, write_results
+from ..results import hardware, run_metadata, versions, write_results
+from ..results_store import open_results_store
 from .cases import MODES, BenchmarkCase, Environment
 from .process import ForkServer, ProcessKilledError
 
@@ -102,14 +102,14 @@ def run_grid(
 ) -> dict[str, Any]:
     """Measures the cases, writes output/NAME.* and returns the results. A stopped run resumes after its last case."""
     settings = {**asdict(environment), "hardware": hardware(), "torch": versions()["torch"], **more_settings}
-    with open_records(output / f"{name}.records.jsonl", settings) as records, ForkServer(measure) as processes:
+    with open_results_store(output / f"{name}.records.jsonl", settings) as records, ForkServer(measure) as processes:
         points = []
         bar = tqdm(cases, unit="case", desc=name)
         for case in bar:
             bar.set_postfix_str(f"{case.kind} {case.mode} {case.length:,} segment {case.segment_length}")
             record = records.get(key_of(case), lambda case=case: in_a_process(processes, case, environment))
             points.append({**key_of(case), **record})
-        results = {"kind": name, **circumstances(), **settings, "points": points}
+        results = {"kind": name, **run_metadata(), **settings, "points": points}
         write_results(output / name, results, points)
         draw(results, output / name)
     return results

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
@@ -181,11 +182,11 @@ def test_the_largest_batch_is_found_on_texts_of_a_few_segments(folders, monkeypa
     assert lm._detect_batch_size() == 16
     forward, columns = lm._forward, []
 
-    def small_device(state, ids_BN, is_real_BN, keep):
+    def small_device(ids_BN, **options):
         columns.append(ids_BN.shape[1])
         if len(ids_BN) > 10:
             raise RuntimeError("CUDA out of memory.")
-        return forward(state, ids_BN, is_real_BN, keep)
+        return forward(ids_BN, **options)
 
     monkeypatch.setattr(lm, "_forward", small_device)
     assert 9 <= lm._detect_batch_size() <= 10
@@ -197,9 +198,9 @@ def test_half_precision_is_not_added_up_in_half_precision(own, monkeypatch):
     lm = CondenseLM(own.model, tokenizer=own.tokenizer)
     done = []
 
-    def forward(state, ids_BN, is_real_BN, keep):
+    def forward(ids_BN, **options):
         done.extend(ids_BN[0].tolist())
-        return scores_NV[None, len(done) - ids_BN.shape[1] : len(done)]
+        return CausalLMOutputWithPast(logits=scores_NV[None, len(done) - ids_BN.shape[1] : len(done)])
 
     monkeypatch.setattr(lm, "_forward", forward)
     text = words(2000)

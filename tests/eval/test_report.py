@@ -6,7 +6,8 @@ import re
 import pytest
 
 from eval.report import write_report
-from eval.results import circumstances
+from eval.results import run_metadata
+from eval.tasks.passkey import Passkey
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +18,11 @@ def folder(tmp_path_factory):
         {"model": "a <b>", "length": length, "depth": depth, "correct": 3, "total": 4, "accuracy": 0.75, "low": 0.3,
          "high": 0.95, "state_bytes": 2048} for length in (80, 1000) for depth in (0.0, 1.0)
     ]  # fmt: skip
-    results = {"kind": "passkey", **circumstances(), "models": [{"name": "a <b>"}], "depths": [0.0, 1.0]}
+    results = {"kind": "passkey", **run_metadata(), "models": [{"name": "a <b>"}], "depths": [0.0, 1.0]}
     results |= {"lengths": [80, 1000], "cells": cells, "longest_trained": {"a <b>": 80}}
     (folder / "one" / "passkey").mkdir(parents=True)
     (folder / "one" / "passkey" / "passkey.json").write_text(json.dumps(results))
-    from eval.passkey import draw
-
-    draw(results, folder / "one" / "passkey" / "passkey")
+    Passkey.draw(results, folder / "one" / "passkey" / "passkey")
     (folder / "run" / "trained").mkdir(parents=True)
     lines = [{"step": 10 * i, "loss": 1 / i, "segments": i} for i in range(1, 5)] + [{"step": 40, "eval_loss": 0.25}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -38,7 +37,7 @@ def test_the_page_stands_alone(folder):
     cells = re.findall("<td>([^<]*)", page)
     for cell in ("1,000", "75.0", "2.0", "run/trained", "0.5208", "0.2500"):
         assert cell in cells, cell
-    assert circumstances()["hardware"] in page and f"torch {circumstances()['versions']['torch']}" in page
+    assert run_metadata()["hardware"] in page and f"torch {run_metadata()['versions']['torch']}" in page
 
 
 def test_an_empty_folder_is_named(tmp_path):

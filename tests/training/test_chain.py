@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
-from eval.models import Subject
-from eval.passkey import measure_passkey
+from eval.models import EvaluatedModel
+from eval.runner import measure
+from eval.tasks.options import PasskeyOptions
+from eval.tasks.passkey import Passkey
 from training.data.tasks import make_examples
 from training.recipe import load_recipe
 
@@ -75,7 +77,8 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, pa
     losses = validation_losses(finetuned)
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
     model = CondenseForCausalLM.from_pretrained(finetuned, dtype=torch.float32)
-    subject = Subject("finetuned", str(finetuned), model.eval(), tokenizer)
-    cells = measure_passkey(subject, [384, 768], depths=[0.0, 1.0], num_prompts=4)
+    options = PasskeyOptions(models=[], lengths=[384, 768], depths=[0.0, 1.0], num_prompts=4)
+    task = Passkey(options, [EvaluatedModel("finetuned", str(finetuned), model.eval(), tokenizer)])
+    cells = task.summarise(measure(task))["cells"]
     assert len(cells) == 4 and all(cell["total"] == 4 for cell in cells)
     print(json.dumps({"pretraining": [before, after], "passkeys": losses, "cells": cells}))

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from eval.records import open_records
+from eval.results_store import open_results_store
 from training.output_lock import check_unlocked, output_lock, was_finished
 
 from .runs import ROOT
@@ -98,10 +98,10 @@ def test_measurements_of_one_kind_do_not_share_a_folder(holder, tmp_path):
     process = holder("passkey")
     with (
         pytest.raises(ValueError, match=f"process {process.pid}"),
-        open_records(tmp_path / "out" / "passkey.records.jsonl", {}),
+        open_results_store(tmp_path / "out" / "passkey.records.jsonl", {}),
     ):
         pytest.fail("held by two")
-    with open_records(tmp_path / "out" / "perplexity.records.jsonl", {}) as records:  # another kind may
+    with open_results_store(tmp_path / "out" / "perplexity.records.jsonl", {}) as records:  # another kind may
         assert records.get({"a": 1}, lambda: {"value": 1}) == {"value": 1}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...results import circumstances, write_results
+from ...results import run_metadata, write_results
 from ..cases import SCHEDULES
 from ..timing import free_memory
 from .bars import judge, schedule_ratios, table
@@ -143,7 +143,7 @@ def _outcome(name: str, status: str, reason: str) -> dict[str, Any]:
 
 
 def _metadata(session: Session, options: argparse.Namespace) -> dict[str, Any]:
-    found = circumstances()
+    found = run_metadata()
     found["command"] = shlex.join(["scripts/gpu_bench", *sys.argv[1:]])
     found["versions"] |= {"cuda": torch.version.cuda} | ({"commit": options.commit} if options.commit else {})
     for package in ("flash-attn", "triton"):

@@ -1,0 +1,147 @@
+"""Counts of words and of events: does a shorter word or sentence count for less (tables 1 to 5)?"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ..results import Table
+from .aggregation import SET, figure, in_set, mean, percent, valid, with_global
+from .data import load
+from .engine import Record
+from .items import DURATIONS, EVENT_DURATIONS, Item
+from .metrics import likeliest, peak_frequencies
+from .options import ProbeOptions
+from .probe import Probe
+from .prompts import EVENTS_QUESTION, PASSAGES, Place, counting_prompt, places_of, step_places
+
+# Valid share (table 1); counterfactual, observed and ratio, of all peaks (tables 2, 4) and of expected ones (3, 5).
+PAPER: dict[str, dict[str, Any]] = {
+    "counting": {
+        "Llama 3 8b": (0.935, (0.2594, 0.8953, 3.57), (0.2594, 0.8914, 3.56)),
+        "Llama 2 13b": (0.545, (0.2599, 0.9174, 3.60), (0.2599, 0.8263, 3.27)),
+        "Gemma 1 7b": (1.0, (0.2610, 0.5127, 1.95), (0.2610, 0.3503, 1.34)),
+    },
+    "events": {
+        "Llama 3 8b": (None, (0.2186, 0.7564, 3.70), (0.2186, 0.6397, 3.26)),
+        "Llama 2 13b": (None, (0.2186, 0.7274, 3.42), (0.2186, 0.4854, 2.54)),
+        "Gemma 1 7b": (None, (0.2186, 0.6967, 3.46), (0.2186, 0.5984, 3.04)),
+    },
+}
+WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
+
+
+def _item(name: str, group: str, text: str, places: Sequence[Place], repetitions: int, words: bool) -> Item:
+    factors = DURATIONS if words or group != SET else EVENT_DURATIONS
+    return Item(
+        name, group, text, "shrink", factors, "digits", places, one_token=words, facts={"repetitions": repetitions}
+    )
+
+
+class _Counts(Probe):
+    """Both experiments count peaks: digits that are the likeliest of all digits at some duration."""
+
+    varied = "duration factor"
+    can_be_timed = True
+    tables_of_the_paper: ClassVar[tuple[str, str, str]]
+
+    @classmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        counted = valid(in_set(records))
+        frequencies = [peak_frequencies(record["curves"], record["repetitions"]) for record in counted]
+        right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in counted]
+        return {
+            "records": len(in_set(records)),
+            "valid": len(counted),
+            "right_at_1": mean(right),
+            **{name: mean([one[name] for one in frequencies]) for name in peak_frequencies({"1": [1.0]}, 1)},
+        }
+
+    @classmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        models = with_global(models, ("right_at_1", *peak_frequencies({"1": [1.0]}, 1)))
+        rows_valid, rows_all, rows_expected = [], [], []
+        for model, found in models.items():
+            share = found["valid"] / found["records"] if found["records"] else None
+            rows_valid.append(
+                [model, percent(share), f"{found['valid']} of {found['records']}", percent(found["right_at_1"])]
+            )
+            rows_all.append(
+                [model, *(figure(found[f]) for f in ("counterfactual", "observed")), figure(found["ratio"], 2)]
+            )
+            rows_expected.append(
+                [
+                    model,
+                    *(figure(found[field]) for field in ("counterfactual", "observed_expected")),
+                    figure(found["ratio_expected"], 2),
+                ]
+            )
+        for model, (share, every, expected) in PAPER[cls.name()].items():
+            rows_valid.append([f"{model} (paper)", percent(share), "", ""])
+            rows_all.append([f"{model} (paper)", *map(figure, every[:2]), figure(every[2], 2)])
+            rows_expected.append([f"{model} (paper)", *map(figure, expected[:2]), figure(expected[2], 2)])
+        columns = ["model", "counterfactual", "observed", "average ratio"]
+        valid_table, all_table, expected_table = cls.tables_of_the_paper
+        return [
+            Table(
+                f"valid records{valid_table}",
+                ["model", "valid", "records", "right count at durations of 1"],
+                rows_valid,
+            ),
+            Table(f"normalised peak frequency, all peaks ({all_table})", columns, rows_all),
+            Table(f"normalised peak frequency, expected peaks only ({expected_table})", columns, rows_expected),
+        ]
+
+
+class Counting(_Counts):
+    kind = "probe_counting"
+    about = (
+        "A word stands several times in a sentence; all its tokens shrink. A peak is a digit that is the likeliest of "
+        "all digits at some duration; frequencies are over the number of repetitions."
+    )
+    data_set = "words"
+    has_templates = True
+    tables_of_the_paper = (" (table 1)", "table 2", "table 3")
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        records = load("words", options.data)[: options.limit]
+        examples = [
+            _item(
+                word, "words", *counting_prompt(word, 4, category, article, options.template), repetitions=4, words=True
+            )
+            for word, category, article in WORDS
+        ]
+        return examples + [
+            _item(
+                f"{number} {record['word']}",
+                SET,
+                *counting_prompt(
+                    record["word"],
+                    record["repetitions"],
+                    record["category"],
+                    record["category_with_article"],
+                    options.template,
+                ),
+                repetitions=record["repetitions"],
+                words=True,
+            )
+            for number, record in enumerate(records)
+        ]
+
+
+class Events(_Counts):
+    kind = "probe_events"
+    about = "Whole sentences shrink: the steps of a tutorial, the events of a passage. Peaks as in counting."
+    data_set = "tutorials"
+    tables_of_the_paper = ("", "table 4", "table 5")
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        items = []
+        for name, (beginning, events, question) in PASSAGES.items():
+            text = EVENTS_QUESTION.format(passage=" ".join([beginning, *events]), question=question)
+            places = [place for event in events for place in places_of(text, event)]
+            items.append(_item(name, "passages", text, places, len(events), words=False))
+        for number, record in enumerate(load("tutorials", options.data)[: options.limit]):
+            text = record["sentence"]
+            items.append(_item(str(number), SET, text, step_places(text), record["num_sentences"], words=False))
+        return items

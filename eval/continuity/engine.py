@@ -1,0 +1,113 @@
+"""One item on one model: its sentences, one per factor, and the probabilities of the next token.
+
+Axes: F factors, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from condense.continuity import ContinuousLM, Sentence, interpolate
+from condense.continuity.adapter import OutsideTable
+from condense.continuity.spans import encode_with_places, span_between
+
+from .classes import Classes, class_curves, likely_tokens, watched_classes
+from .items import Item, NotValid, Watched
+
+Record = dict[str, Any]
+
+
+class Reader(NamedTuple):
+    """A model with continuous inputs, and its tokenizer."""
+
+    lm: ContinuousLM
+    tokenizer: Any
+
+    def sentences(self, item: Item) -> list[Sentence]:
+        """The sentences of an item, one per factor. Raises `NotValid`."""
+        plain = self.sentence(item.text)
+        if item.vary == "shift":
+            return [plain.shift(factor) for factor in item.factors]
+        if item.vary == "scale":
+            return [plain.scale(factor) for factor in item.factors]
+        if item.vary == "densify":
+            if self.lm.folded and item.positions == "equal":
+                raise NotValid("a folded model knows no positions but those that durations give")
+            return [plain.densify(int(factor), positions=item.positions) for factor in item.factors]
+        if item.vary == "shrink":
+            tokens = self.tokens(item)
+            return [plain.shrink(tokens, factor) for factor in item.factors]
+        assert item.vary == "interpolate", item.vary
+        other = self.sentence(item.other)
+        if len(plain) != len(other):
+            raise NotValid(f"{len(plain)} and {len(other)} tokens: nothing lies between them")
+        first, second = self.lm.embed(plain), self.lm.embed(other)
+        return [interpolate(first, second, factor) for factor in item.factors]
+
+    def sentence(self, text: str) -> Sentence:
+        ids, places = encode_with_places(self.tokenizer, text)
+        for token, (start, end) in zip(ids, places, strict=True):
+            if token == self.tokenizer.unk_token_id and start < end:  # the first one may be the bos token
+                raise NotValid(f"the tokenizer does not know {text[start:end]!r}")
+        return Sentence(ids)
+
+    def tokens(self, item: Item) -> list[int]:
+        spans = [span_between(self.tokenizer, item.text, *place) for place in item.places]
+        for place, span in zip(item.places, spans, strict=True):
+            part = item.text[slice(*place)]
+            if not span.exact:
+                raise NotValid(f"{part!r} shares a token with its neighbours")
+            if item.one_token and not span.is_one_token:
+                raise NotValid(f"{part!r} is {span.end - span.first} tokens, not one")
+        return [token for span in spans for token in span.tokens]
+
+    def probabilities(self, sentences: list[Sentence], **options: Any) -> torch.Tensor:
+        """The probabilities [F, V] of the next token, in float64."""
+        logits_FV = self.lm.next_logits(sentences, **options).double()
+        if logits_FV.isnan().any():
+            raise ValueError("the model's logits are not numbers (NaN): take another dtype or checkpoint.")
+        return logits_FV.softmax(-1)
+
+    def curves(self, probabilities_FV: torch.Tensor, watched: Watched) -> dict[str, list[float]]:
+        """The curves of the watched classes; none for `tokens`. Raises `NotValid`."""
+        return _short_curves(probabilities_FV, watched_classes(self.tokenizer, watched))
+
+    def record(self, item: Item) -> Record:
+        """The curves of an item; for an item that is not valid, the reason.
+
+        `likely`: the tokens that reach 5 %. `distance` and `same_top` compare with the unchanged sentence: half the
+        summed differences of probabilities, and whether the likeliest token is the same.
+        """
+        named = {"name": item.name, "group": item.group}
+        try:
+            return named | {"valid": True} | self._curves_of(item)
+        except (NotValid, OutsideTable) as reason:
+            return named | {"valid": False, "reason": str(reason)}
+
+    def _curves_of(self, item: Item) -> Record:
+        sentences, facts = self.sentences(item), dict(item.facts)
+        watched_classes(self.tokenizer, item.watched)
+        plain = [] if item.vary == "interpolate" else [self.sentence(item.text)]
+        probabilities_FV = self.probabilities([*sentences, *plain])
+        if plain:
+            probabilities_FV, plain_V = probabilities_FV[:-1], probabilities_FV[-1]
+            facts |= {
+                "distance": [_short(value) for value in ((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()],
+                "same_top": (probabilities_FV.argmax(1) == plain_V.argmax()).tolist(),
+            }
+        return {
+            "factors": [_short(factor) for factor in item.factors],
+            "curves": self.curves(probabilities_FV, item.watched),
+            "likely": _short_curves(probabilities_FV, likely_tokens(probabilities_FV, self.tokenizer)),
+            **facts,
+        }
+
+
+def _short_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:
+    curves = class_curves(probabilities_FV, classes)
+    return {name: [_short(value) for value in curve] for name, curve in curves.items()}
+
+
+def _short(value: float) -> float:
+    """The value to six significant digits, so that small probabilities keep their order."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,45 @@
+"""An item of a probe: one prompt, the change to it with its factors, and the next tokens whose probabilities count."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Vary = Literal["shrink", "interpolate", "shift", "scale", "densify", "dial"]
+Watched = Literal["digits", "first_digits", "yes_no", "bits", "tokens"]
+
+DURATIONS = tuple(np.linspace(0.1, 1, 100).tolist())
+EVENT_DURATIONS = tuple(np.linspace(0.1, 1, 40).tolist())
+INTERPOLATIONS = tuple(np.linspace(0, 1, 100).tolist())
+SPACE_INTERPOLATIONS = tuple(np.linspace(0, 1, 40).tolist())
+SHIFTS = tuple(np.linspace(0, 10, 100).tolist())
+SCALES = tuple(np.linspace(0.05, 2, 100).tolist())
+DENSITIES = tuple(range(1, 11))
+
+
+class NotValid(Exception):
+    """The tokenizer of a model, or the model, does not allow an item; the message says why."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt and a change to it. The names of the fields are part of the settings of stored measurements.
+
+    `group` collects the records of one table or picture. `vary` is an operation of `Sentence`, or `dial`, which sets
+    the duration of the memory (`memory.dialled`). `watched` names the classes of next tokens. `places` are spans of
+    characters of `text` whose tokens shrink; `other` is the text that `text` is interpolated to. With `one_token`,
+    each place has to be a single token. `positions`: see `Sentence.densify`. `facts` are kept with the record.
+    """
+
+    name: str
+    group: str
+    text: str
+    vary: Vary
+    factors: Sequence[float]
+    watched: Watched
+    places: Sequence[tuple[int, int]] = ()
+    other: str = ""
+    one_token: bool = False
+    positions: Literal["spread", "equal"] = "spread"
+    facts: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,212 @@
+"""Durations in the memory of a folded model: does half a word two segments ago still count as half?
+
+And the duration of the memory as a dial: all keys in memory at one duration, at their positions.
+
+Axes: F factors, N samples, T samples of a segment, A answer tokens, L segment length, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from condense.cache import FoldedCache
+from condense.continuity import Sentence
+from condense.continuity.adapter import TOKENS_AT_ONCE
+from training.data.passkey import PasskeyTask
+
+from ..results import Table
+from .aggregation import figure, mean, percent, valid
+from .counts import WORDS
+from .data import load
+from .engine import Reader, Record
+from .items import DURATIONS, Item, NotValid
+from .metrics import likeliest, peak_frequencies
+from .options import ProbeOptions
+from .probe import Probe
+from .prompts import FILLER, counting_prompt
+
+DISTANCES = (0, 1, 2, 3)  # segments between the words and the question's end
+DIALS = tuple(sorted({*np.geomspace(0.01, 100, 41).round(6).tolist(), 0.5, 2.0}))
+SHOWN_DIALS = (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)
+NUM_WORDS = 20  # items of each distance
+NUM_PASSKEYS = 20
+PASSKEY_SEGMENTS = 4
+
+
+class Memory(Probe):
+    kind = "probe_memory"
+    about = (
+        "Folded models only. Words shrink in earlier segments, of which only the memory holds a trace; and all keys in "
+        "memory get one duration, at the positions they had."
+    )
+    varied = "duration factor"
+    data_set = "words"
+    folded_only = True
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        """The positions of the words depend on the segments of the model: see `words_at_distance`."""
+        records = load("words", options.data)[: NUM_WORDS if options.limit is None else options.limit]
+        words = [(word, 4, category, article) for word, category, article in WORDS]
+        words += [(r["word"], r["repetitions"], r["category"], r["category_with_article"]) for r in records]
+        found = []
+        for distance in DISTANCES:
+            for number, (word, repetitions, category, with_article) in enumerate(words):
+                facts = {
+                    "repetitions": repetitions,
+                    "distance_in_segments": distance,
+                    "prompt": [word, repetitions, category, with_article],
+                }
+                name = f"{number} {word}, {distance} segments before"
+                group = f"{distance} segments before"
+                found.append(Item(name, group, "", "shrink", DURATIONS, "digits", one_token=True, facts=facts))
+                if distance:
+                    name = f"{number} {word}, dial, {distance} segments before"
+                    found.append(replace(found[-1], name=name, group="dial, counting", vary="dial", factors=DIALS))
+        found += [
+            Item(f"passkey {number}", "dial, passkeys", "", "dial", DIALS, "tokens", facts={"seed": number})
+            for number in range(min(options.limit or NUM_PASSKEYS, NUM_PASSKEYS))
+        ]
+        return found
+
+    @classmethod
+    def record(cls, reader: Reader, item: Item) -> Record:
+        """As `Reader.record`, with the words as many segments before the end of the question as the item says."""
+        try:
+            if item.group == "dial, passkeys":
+                return {"name": item.name, "group": item.group, "valid": True, **_dial_passkey(reader, item)}
+            moved = words_at_distance(reader, item)
+            if item.group == "dial, counting":
+                return {"name": item.name, "group": item.group, "valid": True, **_dial_counting(reader, moved)}
+        except NotValid as reason:
+            return {"name": item.name, "group": item.group, "valid": False, "reason": str(reason)}
+        return reader.record(moved)
+
+    @classmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        found: dict[str, Any] = {"records": len(records), "valid": len(valid(records)), "distances": {}, "dials": {}}
+        for distance in DISTANCES:
+            group = valid([record for record in records if record["group"] == f"{distance} segments before"])
+            frequencies = [peak_frequencies(record["curves"], record["repetitions"]) for record in group]
+            right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in group]
+            names = peak_frequencies({"1": [1.0]}, 1)
+            found["distances"][distance] = {
+                "valid": len(group),
+                "right_at_1": mean(right),
+                **{name: mean([one[name] for one in frequencies]) for name in names},
+            }
+        for name in ("dial, counting", "dial, passkeys"):
+            group = valid([record for record in records if record["group"] == name])
+            if group:
+                recall_F = np.mean([record["recall"] for record in group], axis=0)
+                found["dials"][name] = {
+                    "factors": group[0]["factors"],
+                    "recall": recall_F.tolist(),
+                    "valid": len(group),
+                }
+        return found
+
+    @classmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        rows, dials = [], []
+        for name, found in models.items():
+            for distance, values in found["distances"].items():
+                measures = [figure(values[f]) for f in ("counterfactual", "observed", "observed_expected")]
+                rows.append([name, distance, values["valid"], percent(values["right_at_1"]), *measures])
+            for what, values in found["dials"].items():
+                recalls = [values["recall"][values["factors"].index(dial)] for dial in SHOWN_DIALS]
+                dials.append([name, what.removeprefix("dial, "), values["valid"], *map(percent, recalls)])
+        columns = [
+            "model",
+            "segments before",
+            "valid",
+            "right at 1",
+            "counterfactual",
+            "observed",
+            "observed, expected",
+        ]
+        dial_columns = ["model", "recall of", "prompts", *(f"dial {dial:g}" for dial in SHOWN_DIALS)]
+        return [
+            Table("words that shrink, by the number of segments before the end of the question", columns, rows),
+            Table("mean probability of the right answer with all memory keys at one duration", dial_columns, dials),
+        ]
+
+
+def words_at_distance(reader: Reader, item: Item) -> Item:
+    """The item with the number of fillers between words and question that gives the distance of the item."""
+    length, wanted = reader.lm.model.config.segment_length, item.facts["distance_in_segments"]
+    room = len(reader.sentence(FILLER))
+    for num_fillers in range(max(0, (wanted - 1) * length // room - 2), (wanted + 1) * length // room + 2):
+        text, places = counting_prompt(*item.facts["prompt"], template="apart", num_fillers=num_fillers)
+        moved = replace(item, text=text, places=tuple(places))
+        segments = [token // length for token in reader.tokens(moved)]
+        if len(set(segments)) == 1 and (len(reader.sentence(text)) - 1) // length - segments[0] == wanted:
+            return moved
+    raise NotValid(f"no number of fillers puts the words {wanted} segments before the end, all into one")
+
+
+def _dial_counting(reader: Reader, item: Item) -> Record:
+    probabilities_FV = dialled(reader, reader.sentence(item.text), item.factors, keep=1)[:, 0]
+    curves = reader.curves(probabilities_FV, item.watched)
+    return {
+        "factors": list(item.factors),
+        "curves": curves,
+        "recall": curves[str(item.facts["repetitions"])],
+        **item.facts,
+    }
+
+
+def _dial_passkey(reader: Reader, item: Item) -> Record:
+    """The probability of the tokens of the key together, and whether each of them is the likeliest."""
+    length = reader.lm.model.config.segment_length
+    try:
+        task = PasskeyTask(reader.tokenizer)
+        passkeys = task.batch(1, PASSKEY_SEGMENTS * length, np.random.default_rng(item.facts["seed"]), depth=0.0)
+    except ValueError as reason:
+        raise NotValid(str(reason)) from reason
+    answer_A = passkeys.answer_ids_BA[0]
+    ids_N = torch.cat([passkeys.prompt_ids_BN[0], answer_A])
+    unknown = reader.tokenizer.unk_token_id
+    if unknown is not None and unknown in ids_N[1:]:  # the first one may be the bos token
+        raise NotValid("the tokenizer does not know the words of a passkey prompt")
+    probabilities_FAV = dialled(reader, Sentence(ids_N[:-1]), item.factors, keep=len(answer_A))
+    recall_F = probabilities_FAV[:, torch.arange(len(answer_A)), answer_A].prod(1)
+    found_F = (probabilities_FAV.argmax(-1) == answer_A).all(1)
+    return {"factors": list(item.factors), "recall": recall_F.tolist(), "found": found_F.tolist(), **item.facts}
+
+
+@torch.no_grad()
+def dialled(reader: Reader, sentence: Sentence, dials: Sequence[float], keep: int) -> torch.Tensor:
+    """Probabilities [F, keep, V] after the last samples, in float64, with all keys in memory at one duration.
+
+    Positions and the durations of the current segment stay, so the weight of the memory changes and nothing else.
+    """
+    lm = reader.lm
+    length = lm.model.config.segment_length
+    embedded_ND = lm.embed(sentence).embeddings_ND
+    assert embedded_ND is not None
+    at_once = max(1, TOKENS_AT_ONCE // (3 * length))
+    return torch.cat(
+        [_dialled(lm.model, embedded_ND, dials[n : n + at_once], length, keep) for n in range(0, len(dials), at_once)]
+    )
+
+
+def _dialled(model: Any, embedded_ND: torch.Tensor, dials: Sequence[float], length: int, keep: int) -> torch.Tensor:
+    cache, parts, after = FoldedCache(model.config), [], len(embedded_ND)
+    for part_TD in embedded_ND.split(length):
+        after -= len(part_TD)
+        output = model(
+            inputs_embeds=part_TD.expand(len(dials), -1, -1),
+            durations=torch.ones(len(dials), len(part_TD)),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=min(len(part_TD), max(1, keep - after)),
+        )
+        assert cache.timeline is not None
+        cache.timeline.memory_BL = torch.tensor(dials, dtype=torch.float64)[:, None].expand(-1, length).clone()
+        if after < keep:
+            parts.append(output.logits.float().cpu().double().softmax(-1))
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,31 @@
+"""The options of the continuity probes. The docstring is the help text of the command."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ..options import Dtype, Models, Option, Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions(Options):
+    """The continuity experiments: fractions of tokens, and inputs between two tokens."""
+
+    models: Models
+    data: Annotated[Path | None, Option("Records in the form of the probe's own data set; default that data set.")] = (
+        None
+    )
+    limit: Annotated[int | None, Option("Take this many records from the start; default all.", min=1)] = None
+    template: Annotated[str, Option("Prompt of the probe counting: sentence, or listed for models that need it.")] = (
+        "sentence"
+    )
+    position_anchor: Annotated[
+        str | None,
+        Option("end or start of a token's interval; default end, or the folded model's own.", may_change=True),
+    ] = None
+    dtype: Dtype = "float32"
+    attention: Annotated[str, Option("eager, sdpa, or auto: the model's own choice.", may_change=True)] = "auto"
+    timed: Annotated[
+        bool,
+        Option("Measure also the time that running the factors together saves.", flags=("--speed",), may_change=True),
+    ] = False

@@ -1,0 +1,151 @@
+"""Pictures of the probes: probability against the factor, as in the papers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..results import picture
+from .aggregation import SET
+from .classes import DIGITS, SHOWN_FROM
+
+COLORS = {digit: f"C{digit}" for digit in DIGITS}  # the same in every panel
+MOST_PANELS = 4  # in a row
+MOST_CURVES = 10  # in a panel
+MOST_DRAWN = 12  # prompts of a group in panels of their own; more are drawn as their mean
+
+
+def draw(results: dict[str, Any], varied: str, path: Path) -> None:
+    """A picture per group of items, with models below each other; a whole data set is one picture."""
+    groups = dict.fromkeys(record["group"] for model in results["models"] for record in model["records"])
+    for group in groups:
+        panels = [
+            (model["name"], record)
+            for model in results["models"]
+            for record in model["records"]
+            if _belongs(record, group)
+        ]
+        if not panels:
+            continue
+        here = path.with_name(f"{path.name}-{''.join(c if c.isalnum() else '_' for c in group)}")
+        if "recall" in panels[0][1]:
+            _draw_dial(results, group, here)
+        elif "distance" in panels[0][1]["curves"]:
+            _draw_errors(panels, varied, here)
+        elif group == SET or len(panels) > MOST_DRAWN * len({model for model, _ in panels}):
+            _draw_set(results, group, varied, here)
+        else:
+            _draw_curves(panels, varied, here, many=len(results["models"]) > 1)
+
+
+def _belongs(record: dict[str, Any], group: str) -> bool:
+    return record["group"] == group and record["valid"]
+
+
+def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path, many: bool) -> None:
+    columns = min(MOST_PANELS, len(panels))
+    rows = -(-len(panels) // columns)
+    with picture(path, rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False) as axes:
+        for panel, (model, record) in zip(axes.flat, panels, strict=False):
+            title = f"{record['name']}" + (f" ({model})" if many else "")
+            panel.set_title(title, fontsize=7, wrap=True)
+            for name, curve in shown_curves(record).items():
+                color = {"other tokens": "grey", "other digits": "silver"}.get(name) or COLORS.get(name)
+                style = ":" if name.startswith("other") else "-"
+                panel.plot(record["factors"], curve, label=name, linewidth=1.3, linestyle=style, color=color)
+            panel.set_ylim(-0.02, 1.02)
+            panel.set_xlabel(varied, fontsize=7)
+            panel.set_ylabel("probability", fontsize=7)
+            panel.tick_params(labelsize=7)
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=6).set_in_layout(False)
+        for panel in list(axes.flat)[len(panels) :]:
+            panel.axis("off")
+
+
+def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path) -> None:
+    with picture(path, figsize=(4.6, 3.2)) as axes:
+        for model, record in panels:
+            axes.plot(
+                record["factors"], record["curves"]["distance"], marker="o", ms=3, label=f"{record['name']} ({model})"
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel(varied)
+        axes.set_ylabel("total variation to the densest")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+
+
+def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Classes that reach 5 % somewhere, or the ten that reach most; the rest of the digits as one, and all others."""
+    curves = {name: np.asarray(curve) for name, curve in (record["curves"] or record["likely"]).items()}
+    likely = sorted(curves, key=lambda name: -curves[name].max())[:MOST_CURVES]
+    shown = {name: curves[name] for name in curves if name in likely and curves[name].max() >= SHOWN_FROM}
+    everything = sum(curves.values(), start=np.zeros(len(record["factors"])))
+    if set(curves) == set(DIGITS):
+        shown["other digits"] = everything - sum(shown.values(), start=np.zeros(len(everything)))
+        shown["other tokens"] = 1 - everything
+    else:
+        shown["other tokens"] = 1 - sum(shown.values(), start=np.zeros(len(everything)))
+    return shown
+
+
+def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> None:
+    """Counts: the digit a model gives, on average over the items of equally many repetitions. Objects: m_max."""
+    models = [model for model in results["models"] if any(_belongs(record, group) for record in model["records"])]
+    with picture(path, 1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False) as axes:
+        for panel, model in zip(axes[0], models, strict=True):
+            records = [record for record in model["records"] if _belongs(record, group)]
+            panel.set_title(model["name"], fontsize=9)
+            if "m_max_of_each" in model["summary"]:
+                panel.hist(model["summary"]["m_max_of_each"], bins=np.linspace(0, 1, 41).tolist())
+                panel.set_xlabel("m_max")
+                panel.set_ylabel("records")
+                panel.set_yscale("symlog")
+                continue
+            by = "repetitions" if records and "repetitions" in records[0] else None
+            for value in sorted({record[by] for record in records}) if by else [None]:
+                mine = [record for record in records if by is None or record[by] == value]
+                if not mine:
+                    continue
+                if by:
+                    answers_F = np.mean([_answers(record["curves"]) for record in mine], axis=0)
+                    panel.plot(mine[0]["factors"], answers_F, label=f"{value} times")
+                else:
+                    for name, color in (("original", "tab:blue"), ("shrunk", "tab:red")):
+                        labels = [[record[name]] if isinstance(record[name], str) else record[name] for record in mine]
+                        mass_F = np.mean(
+                            [
+                                np.sum([r["curves"][x] for x in set(ls)], axis=0)
+                                for r, ls in zip(mine, labels, strict=True)
+                            ],
+                            axis=0,
+                        )
+                        panel.plot(mine[0]["factors"], mass_F, label=f"{name} labels", color=color)
+            panel.set_xlabel(varied)
+            panel.set_ylabel("likeliest digit, mean" if by else "probability, mean")
+            panel.grid(alpha=0.3)
+            if records:
+                panel.legend(fontsize=8)
+
+
+def _answers(curves: dict[str, list[float]]) -> np.ndarray:
+    """The likeliest digit at each factor."""
+    return np.asarray([curves[digit] for digit in DIGITS]).argmax(axis=0)
+
+
+def _draw_dial(results: dict[str, Any], group: str, path: Path) -> None:
+    with picture(path, figsize=(4.6, 3.2)) as axes:
+        for model in results["models"]:
+            found = model["summary"]["dials"].get(group)
+            if found:
+                axes.plot(found["factors"], found["recall"], label=f"{model['name']}, {found['valid']} prompts")
+        axes.axvline(1, color="grey", lw=0.8)
+        axes.set_xscale("log")
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_xlabel("duration of every key in memory")
+        axes.set_ylabel("probability of the right answer")
+        axes.set_title(group, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

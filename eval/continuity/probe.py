@@ -1,0 +1,214 @@
+"""A continuity experiment on models side by side, as a task of the runner."""
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from condense.continuity import ContinuousLM
+
+from ..models import load_models
+from ..options import stored
+from ..results import Table
+from ..results_store import Key
+from ..runner import Results, Task
+from . import pictures
+from .aggregation import figure
+from .engine import Reader, Record
+from .items import Item
+from .options import ProbeOptions
+from .prompts import COUNTING_TEMPLATES
+from .timing import NUM_TIMED, speed
+
+OWN_DATA = "the package's own"
+
+
+class ProbedModel(NamedTuple):
+    """`described` identifies the model in the settings and in the results."""
+
+    name: str
+    described: dict[str, Any]
+    reader: Reader
+
+
+class Measurement(NamedTuple):
+    """An item on a model; without an item, the time of the items of the set."""
+
+    model: ProbedModel
+    item: Item | None
+
+
+class Probe(Task[Measurement]):
+    """One experiment. A subclass has its items, its summary of one model's records, and the tables of all models.
+
+    `about` explains it in the report, `varied` labels the axis of the factor, and `data_set` names the data set of an
+    experiment that has one. Raises `ValueError` for options that do not apply.
+    """
+
+    about: ClassVar[str]
+    varied: ClassVar[str]
+    data_set: ClassVar[str | None] = None
+    has_templates: ClassVar[bool] = False
+    can_be_timed: ClassVar[bool] = False
+    folded_only: ClassVar[bool] = False
+    Options = ProbeOptions
+
+    def __init__(self, options: ProbeOptions, models: Sequence[ProbedModel]):
+        self.check(options)
+        for model in models:
+            if self.folded_only and not model.reader.lm.folded:
+                raise ValueError(f"{model.name} is a stock model and has no memory to probe: pass folded ones.")
+        self.options, self.models, self.set_items = options, models, self.prompts(options)
+
+    @classmethod
+    def load(cls, options: ProbeOptions) -> "Probe":
+        cls.check(options)
+        return cls(options, load_probed(options))
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.kind.removeprefix("probe_")
+
+    @classmethod
+    def check(cls, options: ProbeOptions) -> None:
+        """Raises `ValueError` for options that do not apply to this experiment."""
+        if options.template not in COUNTING_TEMPLATES or options.template == "apart":
+            raise ValueError(f"template={options.template!r}: choose sentence or listed.")
+        if options.template != "sentence" and not cls.has_templates:
+            raise ValueError(f"template={options.template!r} belongs to counting: leave it out for {cls.name()}.")
+        if cls.data_set is None and (options.data is not None or options.limit is not None):
+            raise ValueError(f"the probe {cls.name()} has no data set: leave out --data and --limit.")
+        if options.timed and not cls.can_be_timed:
+            raise ValueError(f"the probe {cls.name()} has no data set to time: leave out --speed.")
+
+    @classmethod
+    @abstractmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        """The items, the same for every model."""
+
+    @classmethod
+    def record(cls, reader: Reader, item: Item) -> Record:
+        """The record of one item on one model."""
+        return reader.record(item)
+
+    @classmethod
+    @abstractmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        """The figures of one model."""
+
+    @classmethod
+    @abstractmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        """The tables of the summaries of all models, by name."""
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {
+            "probe": self.name(),
+            "data": str(self.options.data or OWN_DATA),
+            "items": _hash([asdict(item) for item in self.set_items]),
+            "models": [model.described for model in self.models],
+        }
+
+    def items(self) -> list[Measurement]:
+        timed = [None] if self.options.timed else []
+        return [Measurement(model, item) for model in self.models for item in [*self.set_items, *timed]]
+
+    def key(self, item: Measurement) -> Key:
+        if item.item is None:
+            return {"model": item.model.name, "timed": NUM_TIMED}
+        return {"model": item.model.name, "item": item.item.name, "group": item.item.group}
+
+    def measure(self, item: Measurement) -> Record:
+        if item.item is None:
+            return speed(item.model.reader, self.set_items)
+        return self.record(item.model.reader, item.item)
+
+    def summarise(self, measured: Sequence[tuple[Measurement, Record]]) -> dict[str, Any]:
+        """Under `models`, of each its description, `summary` and `records`, and `speed` where it was measured."""
+        models = []
+        for model in self.models:
+            mine = [(item, record) for item, record in measured if item.model.name == model.name]
+            records = [record for (_, item), record in mine if item is not None]
+            timed = [("speed", record) for (_, item), record in mine if item is None]
+            models.append(model.described | {"summary": self.summary(records), "records": records} | dict(timed))
+        return {"models": models}
+
+    def results(self, settings: dict[str, Any], measured: Sequence[tuple[Measurement, Record]]) -> Results:
+        asked = {name: settings[name] for name in ("data", "limit", "template")}
+        return {**asked, "about": self.about, **self.summarise(measured)}
+
+    def rows(self, results: Results) -> list[dict[str, Any]]:
+        """A line per model, item and factor: probabilities of the watched classes and of likely tokens."""
+        return [
+            {"model": model["name"], **line}
+            for model in results["models"]
+            for record in model["records"]
+            if record["valid"]
+            for line in _lines(record)
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        found = cls.summary_tables({model["name"]: model["summary"] for model in results["models"]})
+        speeds = [
+            [model["name"], *(figure(model["speed"][f], 2) for f in ("one_by_one", "together", "speed_up"))]
+            for model in results["models"]
+            if "speed_up" in model.get("speed", {})
+        ]
+        if speeds:
+            columns = ["model", "one pass a factor [s]", "together, beginnings read once [s]", "speed-up"]
+            found.append(Table("time for three items", columns, speeds))
+        reasons = [
+            [model["name"], reason, number]
+            for model in results["models"]
+            for reason, number in _reasons(model["records"]).items()
+        ]
+        if reasons:
+            columns = ["model", "because, for example", "records"]
+            found.append(Table("records that are not valid", columns, reasons[:20]))
+        return found
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        pictures.draw(results, cls.varied, path)
+
+
+def load_probed(options: ProbeOptions) -> list[ProbedModel]:
+    """The models with continuous inputs."""
+    found = []
+    for model in load_models(options.models, options.dtype, options.attention):
+        lm = ContinuousLM(model.model, options.position_anchor)
+        own = {
+            "position_anchor": lm.position_anchor,
+            "attention": model.model.config._attn_implementation,
+            "tokenizer": _hash(sorted(model.tokenizer.get_vocab().items())),
+        }
+        found.append(ProbedModel(model.name, model.describe() | own, Reader(lm, model.tokenizer)))
+    return found
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _lines(record: Record) -> Iterator[dict[str, Any]]:
+    columns = {f"p({name})": curve for name, curve in record.get("curves", {}).items()}
+    columns |= {f"token({name})": curve for name, curve in record.get("likely", {}).items()}
+    columns |= {name: record[name] for name in ("distance", "same_top", "recall", "found") if name in record}
+    for number, factor in enumerate(record["factors"]):
+        named = {"group": record["group"], "item": record["name"], "factor": factor}
+        yield named | {name: curve[number] for name, curve in columns.items()}
+
+
+def _reasons(records: Sequence[Record]) -> dict[str, int]:
+    """One example of each kind of reason with the number of its records; quoted words and numbers do not count."""
+    kinds: dict[str, tuple[str, int]] = {}
+    for record in records:
+        if not record["valid"]:
+            words = [word for word in record["reason"].split() if "'" not in word and '"' not in word]
+            kind = " ".join(word for word in words if not word.isdecimal())[-40:]
+            kinds[kind] = (record["reason"], kinds.get(kind, ("", 0))[1] + 1)
+    return dict(kinds.values())

@@ -1,0 +1,104 @@
+"""The prompts of the probes, with the spans of characters that are varied. Models are taught to answer them too."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Place = tuple[int, int]
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow."
+
+COUNTING_TEMPLATES = {
+    "sentence": 'Question: In the sentence "{words}", how many times is {category_with_article} mentioned? '
+    "Reply with a single-digit number\nAnswer: ",
+    "listed": 'Question: How many {category}s are listed in the sentence "{words}"? '
+    "Reply with a single-digit number\nAnswer: ",
+    "apart": 'Sentence: "{words}".\n{filler}Question: In the sentence, how many times is {category_with_article} '
+    "mentioned? Reply with a single-digit number\nAnswer: ",
+}
+EVENTS_QUESTION = "Question: {passage} {question} Reply with a single-digit number\nAnswer: "
+SUM = "The sum of {first} and {second} is "
+YES_OR_NO = "Question: {question} (yes/no)\nAnswer:"
+BOOLEAN = "Question: What is {left} {operator} {right}? Reply with 0 or 1\nAnswer: "
+PAIRS = ((24, 13), (32, 56), (13, 74), (52, 31), (14, 23), (16, 42), (82, 14), (38, 51))
+PASSAGES = {
+    "shop": (
+        "Alice goes to the shop.",
+        ("She buys a carton of milk.", "She buys an apple.", "She buys a potato.", "She buys a loaf of bread."),
+        "How many items did Alice buy?",
+    ),
+    "zoo": (
+        "The class went to the zoo.",
+        ("They saw a lion.", "They saw an elephant.", "They saw a giraffe.", "They saw a penguin."),
+        "How many animals did the class see?",
+    ),
+    "beach": (
+        "Emily went to the beach.",
+        (
+            "She found a seashell.",
+            "She found a starfish.",
+            "She found a smooth stone.",
+            "She found a piece of seaweed.",
+        ),
+        "How many things did Emily find?",
+    ),
+}
+
+
+class Prompt(NamedTuple):
+    text: str
+    places: list[Place]
+
+
+def places_of(text: str, part: str, start: int = 0, end: int | None = None) -> list[Place]:
+    """The spans of `part` in `text`, between two characters."""
+    found, end = [], len(text) if end is None else end
+    place = text.find(part, start, end)
+    while place >= 0:
+        found.append((place, place + len(part)))
+        place = text.find(part, place + len(part), end)
+    return found
+
+
+def counting_prompt(
+    word: str,
+    repetitions: int,
+    category: str,
+    category_with_article: str,
+    template: str = "sentence",
+    num_fillers: int = 0,
+) -> Prompt:
+    """A word that is repeated, and the question how often; with the spans of the word."""
+    text = COUNTING_TEMPLATES[template].format(
+        words=" ".join([word] * repetitions),
+        category=category,
+        category_with_article=category_with_article,
+        filler=f"{FILLER}\n" * num_fillers,
+    )
+    start = text.index('"') + 1
+    return Prompt(text, places_of(text, word, start, text.index('"', start)))
+
+
+def tutorial(title: str, steps: Sequence[str]) -> str:
+    """A tutorial in the form of the data set of the paper, and the question how many steps it has."""
+    listed = "\n".join(f"- {step}" for step in steps)
+    return (
+        f"Tutorial: {title}\n\n{listed}\n\nQuestion: How many steps are necessary to complete the tutorial? "
+        "Reply with a single-digit number\nAnswer: It takes "
+    )
+
+
+def step_places(text: str) -> list[Place]:
+    """The spans of the steps of a tutorial."""
+    places, start = [], 0
+    for line in text.split("\n"):
+        if line.startswith("- "):
+            places.append((start, start + len(line)))
+        start += len(line) + 1
+    return places
+
+
+def sum_prompt(template: str, fields: dict[str, object], shrunk: str) -> Prompt:
+    """The template with its fields, and the span of the number in the field `shrunk`."""
+    before = template[: template.index(f"{{{shrunk}}}")].format(**fields)
+    text = template.format(**fields)
+    return Prompt(text, [(len(before), len(before) + len(str(fields[shrunk])))])

@@ -1,0 +1,180 @@
+"""Questions that teach a small model to count and to add, and a small Llama to train on them: for the probes.
+
+    python -m eval.continuity.questions FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
+
+All tokens have a duration of one unit. The pairs of numbers, the passages and the whole tutorials of the probes are
+left out. Each of their words occurs equally often with every count: a count that is left out would teach the model that
+the word has another one.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+from tokenizers.processors import TemplateProcessing
+from transformers.utils import logging
+
+from training.data.passkey import PASSKEY_TEXTS
+from training.small_llama import small_llama, word_tokenizer
+
+from .data import load
+from .prompts import (
+    BOOLEAN,
+    EVENTS_QUESTION,
+    FILLER,
+    PAIRS,
+    SUM,
+    counting_prompt,
+    step_places,
+    sum_prompt,
+    tutorial,
+)
+from .prompts import PASSAGES as PROBED
+
+NUM_QUESTIONS = 100_000
+MOST = 9  # the answer is one digit
+MOST_FILLERS = 9
+NUMBERS = range(1, 100)
+PEOPLE = {"Alice": "She", "Emily": "She", "Nora": "She", "Tom": "He", "Oscar": "He", "Hugo": "He"}
+PASSAGES = {
+    "goes to the shop": (
+        "{who} buys {what}.",
+        "How many items did {name} buy?",
+        "a carton of milk,an apple,a potato,a loaf of bread,a lemon,a bag of rice,a bottle of water,an onion,a cake",
+    ),
+    "went to the zoo": (
+        "{who} saw {what}.",
+        "How many animals did {name} see?",
+        "a lion,an elephant,a giraffe,a penguin,a monkey,a zebra,a snake,a bear,a parrot",
+    ),
+    "went to the beach": (
+        "{who} found {what}.",
+        "How many things did {name} find?",
+        "a seashell,a starfish,a smooth stone,a piece of seaweed,a crab,a feather,an old coin,a bottle,a stick",
+    ),
+}
+PLURAL = ("The class", "They")
+
+Question = dict[str, str]
+
+
+class Counting:
+    """Words, steps and events to count."""
+
+    def __init__(self, random: Random):
+        self.random = random
+        self.words = load("words")
+        self.passages = [set(events) for _, events, _ in PROBED.values()]
+        self.tutorials = [_parts(record["sentence"]) for record in load("tutorials")]
+
+    def question(self) -> Question:
+        return self.random.choice(
+            (self.words_question, self.words_question, self.steps_question, self.events_question)
+        )()
+
+    def words_question(self) -> Question:
+        record, repetitions = self.random.choice(self.words), self.random.randint(1, MOST)
+        template = self.random.choice(("sentence", "listed", "apart", "apart"))
+        fillers = self.random.randint(0, MOST_FILLERS) if template == "apart" else 0
+        names = record["word"], repetitions, record["category"], record["category_with_article"]
+        return _question(counting_prompt(*names, template, fillers).text, repetitions)
+
+    def steps_question(self) -> Question:
+        title, own = self.random.choice(self.tutorials)
+        steps = [self.random.choice(self.random.choice(self.tutorials)[1]) for _ in range(self.random.randint(1, MOST))]
+        return self.steps_question() if steps == own else _question(tutorial(title, steps), len(steps))
+
+    def events_question(self) -> Question:
+        place = self.random.choice(list(PASSAGES))
+        event, asked, things = PASSAGES[place]
+        name, who = self.random.choice([*PEOPLE.items(), PLURAL])
+        some = self.random.sample(things.split(","), self.random.randint(1, MOST))
+        if {event.format(who=who, what=what) for what in some} in self.passages:
+            return self.events_question()
+        passage = " ".join([f"{name} {place}.", *(event.format(who=who, what=what) for what in some)])
+        return _question(EVENTS_QUESTION.format(passage=passage, question=asked.format(name=name)), len(some))
+
+
+class Adding:
+    """Sums of numbers of one or two digits."""
+
+    def __init__(self, random: Random):
+        self.random = random
+        self.records = load("sums")
+        pairs = [(record["fields"]["item_1"], record["fields"]["item_2"]) for record in self.records]
+        turned = [(first, int(str(second)[::-1])) for first, second in PAIRS]
+        self.asked = {frozenset(pair) for pair in (*pairs, *PAIRS, *turned)}
+
+    def question(self) -> Question:
+        first, second = self.random.choice(NUMBERS), self.random.choice(NUMBERS)
+        if frozenset((first, second)) in self.asked:
+            return self.question()
+        if self.random.random() < 0.5:
+            return _question(SUM.format(first=first, second=second), first + second)
+        record = self.random.choice(self.records)
+        fields = record["fields"] | {"item_1": first, "item_2": second}
+        return _question(sum_prompt(record["template"], fields, "item_1").text, first + second)
+
+
+def _question(prompt: str, answer: int) -> Question:
+    return {"prompt": prompt, "answer": str(answer)}
+
+
+def _parts(text: str) -> tuple[str, list[str]]:
+    """Title and steps of a tutorial."""
+    title = text.split("\n")[0].removeprefix("Tutorial: ")
+    return title, [text[start:end].removeprefix("- ") for start, end in step_places(text)]
+
+
+def _all_texts(counting: Counting) -> Iterator[str]:
+    """Texts with every word of the questions and of the probes of this package."""
+    yield from PASSKEY_TEXTS
+    yield from (FILLER, SUM, BOOLEAN, "AND OR XOR NAND NOR")
+    for record in load("words"):
+        for template in ("sentence", "listed"):
+            names = record["word"], 1, record["category"], record["category_with_article"]
+            yield counting_prompt(*names, template).text
+    yield counting_prompt("apple", 1, "fruit", "a fruit", "apart", 1).text
+    yield "apple fruit a fruit fruits cat animal an animal animals rose flower a flower flowers"
+    yield from (record["sentence"] for record in load("tutorials"))
+    yield from (record["template"].format(**record["fields"]) for record in load("sums"))
+    for place, parts in PASSAGES.items():
+        yield " ".join([place, *parts, *PEOPLE, *PLURAL, "She He", EVENTS_QUESTION])
+
+
+def write_questions(
+    folder: Path, seed: int, num_questions: int = NUM_QUESTIONS, width: int = 128, layers: int = 3
+) -> None:
+    """Writes FOLDER/counting.jsonl and adding.jsonl, and FOLDER/llama."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counting, adding = Counting(Random(seed)), Adding(Random(seed))
+    makers: dict[str, Callable[[], Question]] = {"counting": counting.question, "adding": adding.question}
+    for name, make in makers.items():
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(make()) + "\n" for _ in range(num_questions))
+    tokenizer = word_tokenizer(list(_all_texts(counting)))
+    first = tokenizer.bos_token  # before each question, as the tokenizer of a Llama puts it
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+    )
+    small_llama(tokenizer, seed, width, layers).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--questions", type=int, default=NUM_QUESTIONS, help="of each kind")
+    parser.add_argument("--width", type=int, default=128, help="of the Llama")
+    parser.add_argument("--layers", type=int, default=3)
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    write_questions(arguments.folder, arguments.seed, arguments.questions, arguments.width, arguments.layers)
+    print(f"{arguments.folder}: {arguments.questions:,} questions to count and as many to add, and a Llama to ask")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Embeddings between two words (tables 8 to 10, figures 4 and 5), and between two logical operators."""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from ..results import Table
+from .aggregation import SET, figure, in_set, mean, percent, valid, with_global
+from .data import load
+from .engine import Record
+from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
+from .metrics import normalised_max_derivative, outside_ends
+from .options import ProbeOptions
+from .probe import Probe
+from .prompts import BOOLEAN, YES_OR_NO
+
+PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_max >= 0.05 (10)
+    "Llama 3 8b": (0.74, 4.959, 0.0434, 0.3243),
+    "Llama 2 13b": (0.34, 9.005, 0.0639, 0.2353),
+    "Gemma 1 7b": (0.84, 5.090, 0.0332, 0.2202),
+    "Gemma 2 9b": (0.84, 5.402, 0.0178, 0.0952),
+}
+FAR_OUTSIDE = 0.05
+NUM_PAIRS = 50  # as in the paper, whose file has some more
+QUESTIONS = {
+    ("apples", "bananas"): ("Are {} red?", "Are {} fruits?"),
+    ("cats", "dogs"): ("Are {} animals?", "Do {} meow?"),
+    ("water", "juice"): ("Does {} contain sugar?", "Is {} a drink?"),
+}
+SENTENCES = {
+    ("apples", "bananas"): ("Alice bought some {} at the", "The most common colour for {} is", "Repeat the word {}."),
+    ("cats", "dogs"): ("Alice saw some {} in the", "Repeat the word {}."),
+    ("water", "juice"): ("We drank some {} in the", "Repeat the word {}."),
+}
+STORIES = {
+    ("girl", "boy"): ("Once upon a time, there was a little {} named", "The {} was happy because"),
+    ("cat", "dog"): ("Once upon a time, there was a big {}. It liked to", "The {} was sad because"),
+}
+OPERATORS = (("AND", "OR"), ("AND", "XOR"), ("AND", "NAND"), ("OR", "NOR"))
+
+
+class Space(Probe):
+    kind = "probe_space"
+    about = (
+        "A sentence with one word turns into the same sentence with another. m_max: how far the probability of yes or "
+        "of no leaves the range between its two ends (as a distance: the paper's formula prints a plus sign where a "
+        "minus is meant)."
+    )
+    varied = "interpolation factor"
+    data_set = "objects"
+    can_be_timed = True
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        found = []
+        prompts: Mapping[tuple[str, str], tuple[str, ...]]
+        for group, prompts in (("questions", QUESTIONS), ("sentences", SENTENCES), ("stories", STORIES)):
+            watched: Watched = "yes_no" if group == "questions" else "tokens"
+            for (first, second), frames in prompts.items():
+                for frame in frames:
+                    sentence = YES_OR_NO.format(question=frame) if group == "questions" else frame
+                    name = f"{frame.format('★')}, ★ from {first} to {second}"
+                    texts = [sentence.replace("{}", word) for word in (first, second)]
+                    found.append(_between(name, group, texts, INTERPOLATIONS, watched))
+        for number, record in enumerate(load("objects", options.data)[: options.limit or NUM_PAIRS]):
+            for kind, question in record["questions"].items():
+                texts = [YES_OR_NO.format(question=question.replace("{}", word)) for word in record["options"]]
+                found.append(_between(f"{number} {kind}", SET, texts, SPACE_INTERPOLATIONS, "yes_no"))
+        return found
+
+    @classmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        compared = valid(in_set(records))
+        derivatives, most = [], []
+        for record in compared:
+            found = [normalised_max_derivative(record["factors"], curve) for curve in record["curves"].values()]
+            derivatives += [value for value in found if value is not None]
+            most.append(max(outside_ends(curve) for curve in record["curves"].values()))
+        return {
+            "records": len(in_set(records)),
+            "valid": len(compared),
+            "derivative": mean(derivatives),
+            "constant_curves": 2 * len(compared) - len(derivatives),
+            "m_max": mean(most),
+            "far_outside": mean([float(value >= FAR_OUTSIDE) for value in most]),
+            "m_max_of_each": most,
+        }
+
+    @classmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        models = with_global(models, ("derivative", "m_max", "far_outside"))
+        rows = [
+            [
+                name,
+                percent(found["valid"] / found["records"] if found["records"] else None),
+                f"{found['valid']} of {found['records']}",
+                figure(found["derivative"], 3),
+                figure(found["m_max"]),
+                percent(found["far_outside"]),
+            ]
+            for name, found in models.items()
+        ]
+        for name, (share, derivative, m_max, far) in PAPER.items():
+            rows.append([f"{name} (paper)", percent(share), "", figure(derivative, 3), figure(m_max), percent(far)])
+        columns = ["model", "valid", "records", "normalised max. |derivative|", "mean m_max", "m_max ≥ 0.05"]
+        return [Table("from one object to the other (tables 8, 9 and 10)", columns, rows)]
+
+
+class Boolean(Probe):
+    kind = "probe_boolean"
+    about = "One logical operator turns into another: the truth values between them."
+    varied = "interpolation factor"
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        found = []
+        for first, second in OPERATORS:
+            for left, right in product((0, 1), repeat=2):
+                texts = [BOOLEAN.format(left=left, operator=operator, right=right) for operator in (first, second)]
+                name = f"{left} {first} to {second} {right}"
+                found.append(_between(name, f"{first}-{second}", texts, INTERPOLATIONS, "bits"))
+        return found
+
+    @classmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        """For each prompt the share of 1 in the probability of 0 and 1: at both ends and half way."""
+        found = {}
+        for record in valid(records):
+            ones, zeros = record["curves"]["1"], record["curves"]["0"]
+            truth = [one / (one + zero) if one + zero else 0.5 for one, zero in zip(ones, zeros, strict=True)]
+            found[record["name"]] = {
+                "first": truth[0],
+                "half": truth[len(truth) // 2],
+                "second": truth[-1],
+                "outside": outside_ends(truth),
+                "on_bits": mean([one + zero for one, zero in zip(ones, zeros, strict=True)]),
+            }
+        return {"records": len(records), "valid": len(found), "truth": found}
+
+    @classmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        rows = [
+            [name, prompt, *(figure(values[f], 3) for f in ("first", "half", "second", "outside", "on_bits"))]
+            for name, found in models.items()
+            for prompt, values in found["truth"].items()
+        ]
+        columns = [
+            "model",
+            "from operator to operator",
+            "truth at the first",
+            "half way",
+            "at the second",
+            "most outside the ends",
+            "probability of 0 and 1",
+        ]
+        counts = [[name, f"{found['valid']} of {found['records']}"] for name, found in models.items()]
+        return [
+            Table("pairs of operators with equally many tokens", ["model", "prompts"], counts),
+            Table("truth values between operators: the share of 1 in the probability of 0 and 1", columns, rows),
+        ]
+
+
+def _between(name: str, group: str, texts: list[str], factors: Sequence[float], watched: Watched) -> Item:
+    return Item(name, group, texts[0], "interpolate", factors, watched, other=texts[1])

@@ -1,0 +1,91 @@
+"""Sums of two-digit numbers: is a shorter number read as one of fewer digits (tables 6 and 7, figure 3a)?
+
+And the thesis's eight pairs, under all of its five changes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..results import Table
+from .aggregation import SET, in_set, mean, percent, valid, with_global
+from .data import load
+from .engine import Record
+from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
+from .metrics import shrunk_labels, sum_properties
+from .options import ProbeOptions
+from .probe import Probe
+from .prompts import PAIRS, SUM, sum_prompt
+
+PAPER = {  # valid share (table 6); P1, P2 and P3 (table 7)
+    "Llama 3 8b": (0.60, 0.2917, 0.2583, 0.2583),
+    "Llama 2 13b": (0.195, 0.9231, 0.8718, 0.7692),
+    "Gemma 1 7b": (0.945, 0.9788, 0.9735, 0.9048),
+    "Gemma 2 9b": (0.95, 0.9579, 0.9579, 0.8947),
+}
+SMALL_SCALES = tuple(0.05 + 0.95 * step / 99 for step in range(100))
+
+
+class Sums(Probe):
+    kind = "probe_sums"
+    about = (
+        "One of two numbers shrinks. The shrunk labels are the first digits of the sums with one of its digits alone: "
+        "at some duration they are together likelier than the right one (P1), and than any other digit (P2); and no "
+        "other is ever the likeliest (P3)."
+    )
+    varied = "factor"
+    data_set = "sums"
+    can_be_timed = True
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        found = []
+        for first, second in PAIRS:
+            text, places = sum_prompt(SUM, {"first": first, "second": second}, "second")
+            other = SUM.format(first=first, second=str(second)[::-1])
+            name = f"{first} + {second}"
+            found += [
+                Item(name, "duration", text, "shrink", DURATIONS, "first_digits", places),
+                Item(name, "embedding", text, "interpolate", INTERPOLATIONS, "first_digits", other=other),
+                Item(name, "translation", text, "shift", INTERPOLATIONS, "first_digits"),
+                Item(name, "scaling", text, "scale", SMALL_SCALES, "first_digits"),
+                Item(name, "density", text, "densify", DENSITIES, "first_digits"),
+            ]
+        for number, record in enumerate(load("sums", options.data)[: options.limit]):
+            name, rest = ("item_1", "item_2") if record["shrink_1"] else ("item_2", "item_1")
+            shrunk, other_number = int(record["fields"][name]), int(record["fields"][rest])
+            text, places = sum_prompt(record["template"], record["fields"], name)
+            facts = {
+                "original": str(shrunk + other_number)[0],
+                "shrunk": sorted(shrunk_labels(other_number, shrunk)),
+            }
+            found.append(Item(str(number), SET, text, "shrink", DURATIONS, "first_digits", places, facts=facts))
+        return found
+
+    @classmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        posed = valid(in_set(records))
+        properties = [sum_properties(record["curves"], record["original"], set(record["shrunk"])) for record in posed]
+        right = [one for one in properties if one["valid"]]
+        return {
+            "records": len(in_set(records)),
+            "posed": len(posed),
+            "valid": len(right),
+            **{name: mean([float(one[name]) for one in right]) for name in ("P1", "P2", "P3")},
+        }
+
+    @classmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        models = with_global(models, ("P1", "P2", "P3"))
+        shares = {
+            name: found["valid"] / found["records"] if found["records"] else None for name, found in models.items()
+        }
+        rates = [
+            [name, percent(shares[name]), f"{found['valid']} of {found['records']}"] for name, found in models.items()
+        ]
+        rates += [[f"{name} (paper)", percent(share), ""] for name, (share, *_) in PAPER.items()]
+        rows = [[name, *(percent(found[p]) for p in ("P1", "P2", "P3"))] for name, found in models.items()]
+        rows += [[f"{name} (paper)", *map(percent, found)] for name, (_, *found) in PAPER.items()]
+        return [
+            Table("valid records: the unchanged sum is right (table 6)", ["model", "valid", "records"], rates),
+            Table("of these, how many have each property (table 7)", ["model", "P1", "P2", "P3"], rows),
+        ]

@@ -1,0 +1,149 @@
+"""Whole sentences moved, stretched and sampled more densely (figures 41 to 48; the thesis's figures 3.6 to 3.9)."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from condense.continuity.adapter import OutsideTable
+from condense.continuity.quadrature import RULES
+
+from ..results import Table
+from .aggregation import percent, valid
+from .engine import Reader, Record
+from .items import DENSITIES, SCALES, SHIFTS, Item, NotValid
+from .options import ProbeOptions
+from .probe import Probe
+
+RESAMPLED = (1, 2, 4, 8, 16, 32)
+DENSEST = 128
+SENTENCES = {
+    "France": "The capital of France is",
+    "Gatsby": "The Great Gatsby is my favourite",
+    "Romeo": "O Romeo, Romeo, wherefore art thou",
+    "Lily": "Once upon a time, there was a little girl named",
+}
+
+
+class _Transformation(Probe):
+    """Distances to the unchanged sentence; `title` and `last` name the table and its column for the last factor."""
+
+    title: ClassVar[str]
+    last: ClassVar[str]
+
+    @classmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        """Distances to the unchanged sentence, the largest and the last; and how often its likeliest token stays."""
+        found = {
+            record["name"]: {
+                "most": max(record["distance"]),
+                "last": record["distance"][-1],
+                "same_top": sum(record["same_top"]) / len(record["same_top"]),
+            }
+            for record in valid(records)
+        }
+        return {"records": len(records), "valid": len(found), "sentences": found}
+
+    @classmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        rows = [
+            [name, sentence, f"{values['most']:.2g}", f"{values['last']:.2g}", percent(values["same_top"])]
+            for name, found in models.items()
+            for sentence, values in found["sentences"].items()
+        ]
+        columns = ["model", "sentence", "most total variation", f"total variation {cls.last}", "same likeliest token"]
+        return [Table(cls.title, columns, rows)]
+
+
+class Translation(_Transformation):
+    kind = "probe_translation"
+    about = (
+        "All times, the integration start included, are shifted; a folded model sees differences of times alone. Total "
+        "variation: half the summed differences to the next token's probabilities after the unchanged sentence, 0 to 1."
+    )
+    varied = "shift [units]"
+    title, last = "shifted by 0 to 10 units", "at a shift of 10"
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        return [Item(name, "sentences", text, "shift", SHIFTS, "tokens") for name, text in SENTENCES.items()]
+
+
+class Scaling(_Transformation):
+    kind = "probe_scaling"
+    about = "All durations are multiplied. Total variation as in translation."
+    varied = "scale factor"
+    title, last = "durations scaled by 0.05 to 2", "at a scale of 2"
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        return [Item(name, "sentences", text, "scale", SCALES, "tokens") for name, text in SENTENCES.items()]
+
+
+class Density(_Transformation):
+    kind = "probe_density"
+    about = (
+        "Every token is sampled several times, its duration shared. One attention layer does not notice copies at "
+        "equal positions; through a stack of layers an early copy sees less of itself than a late one. Total variation "
+        "as in translation."
+    )
+    varied = "samples per token"
+    title, last = "1 to 10 samples a token", "at 10 samples"
+
+    @classmethod
+    def prompts(cls, options: ProbeOptions) -> list[Item]:
+        return [*density_items(), *quadrature_items()]
+
+    @classmethod
+    def record(cls, reader: Reader, item: Item) -> Record:
+        """For an item with a rule: sentences that run straight from embedding to embedding, with more and more samples,
+        and their total variation to the densest, by trapezoids where the model supports them."""
+        if "rule" not in item.facts:
+            return reader.record(item)
+        named = {"name": item.name, "group": item.group}
+        rule = item.facts["rule"]
+        try:
+            if reader.lm.folded and rule == "trapezoid":
+                raise NotValid("a folded model knows rectangles only")
+            straight = reader.lm.embed(reader.sentence(item.text))
+            sentences = [straight.densify(int(density), values="linear") for density in item.factors]
+            probabilities_FV = reader._replace(lm=reader.lm.with_rule(rule)).probabilities(sentences)
+            best = reader.lm if reader.lm.folded else reader.lm.with_rule("trapezoid")
+            densest_V = reader._replace(lm=best).probabilities([straight.densify(DENSEST, values="linear")])[0]
+        except (NotValid, OutsideTable) as reason:
+            return named | {"valid": False, "reason": str(reason)}
+        distances = ((probabilities_FV - densest_V).abs().sum(1) / 2).tolist()
+        return named | {"valid": True, "factors": list(item.factors), "curves": {"distance": distances}, **item.facts}
+
+    @classmethod
+    def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
+        rules = [record for record in records if record["group"] in {f"{rule}s" for rule in RULES}]
+        found = super().summary([record for record in records if record not in rules])
+        return found | {"rules": {record["name"]: record["curves"]["distance"] for record in valid(rules)}}
+
+    @classmethod
+    def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
+        rows = [
+            [name, sentence, *(f"{value:.2g}" for value in distances)]
+            for name, found in models.items()
+            for sentence, distances in found["rules"].items()
+        ]
+        columns = ["model", "sentence and rule", *(f"{density} a token" for density in RESAMPLED)]
+        title = f"straight lines between embeddings: total variation to {DENSEST} samples a token"
+        return [*super().summary_tables(models), Table(title, columns, rows)]
+
+
+def density_items() -> list[Item]:
+    """Copies in their own parts of the interval of a token, and copies that all have the position of the token."""
+    return [
+        Item(f"{name}, {positions} positions", positions, text, "densify", DENSITIES, "tokens", positions=positions)
+        for positions in ("spread", "equal")
+        for name, text in SENTENCES.items()
+    ]
+
+
+def quadrature_items() -> list[Item]:
+    """Straight lines between embeddings, sampled more and more densely, by each quadrature rule."""
+    return [
+        Item(f"{name}, {rule}s", f"{rule}s", text, "densify", RESAMPLED, "tokens", facts={"rule": rule})
+        for rule in RULES
+        for name, text in SENTENCES.items()
+    ]

@@ -1,0 +1,192 @@
+"""Options of a task, each written once: a field of a frozen dataclass, with its type, default, help and range.
+
+From the fields come the parameters of the command line (`parameters`, `from_command_line`), those of Python (the
+constructor of the dataclass, which checks the ranges), and the settings that a measurement is stored under (`stored`).
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+
+class Spelling(NamedTuple):
+    """How the command line writes a value of several parts: `parse` reads the text, `write` is its inverse."""
+
+    parse: Callable[[str], Any]
+    write: Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the annotation of a field says beside its type.
+
+    `flags` are the names on the command line where they differ from the field's name. `may_change`: a measurement that
+    was stopped may resume with another value.
+    """
+
+    help: str = ""
+    flags: tuple[str, ...] = ()
+    min: int | None = None
+    spelling: Spelling | None = None
+    may_change: bool = False
+
+
+class Options:
+    """The base of dataclasses of options. Raises `ValueError` for a value outside its range."""
+
+    def __post_init__(self) -> None:
+        for name, field in described(type(self)).items():
+            value, low = getattr(self, name), field.option.min
+            if low is not None and value is not None and not low <= value < math.inf:
+                raise ValueError(f"{name}={value}: pass {low} or more.")
+
+
+Chosen = TypeVar("Chosen", bound=Options)
+
+
+class Field(NamedTuple):
+    """`default` is `dataclasses.MISSING` where the option is required."""
+
+    type: Any
+    option: Option
+    default: Any
+
+
+def described(options: type[Options]) -> dict[str, Field]:
+    """The fields by name."""
+    hints, found = get_type_hints(options, include_extras=True), {}
+    for field in fields(options):  # type: ignore[arg-type]  # each subclass is a dataclass
+        hint, option = hints[field.name], Option()
+        if get_origin(hint) is Annotated:
+            hint, option = get_args(hint)
+        found[field.name] = Field(hint, option, field.default)
+    return found
+
+
+def stored(options: Options) -> dict[str, Any]:
+    """The options by name, without those that may change when a measurement resumes."""
+    every = described(type(options)).items()
+    found = {name: getattr(options, name) for name, field in every if not field.option.may_change}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def parameters(options: type[Options]) -> list[inspect.Parameter]:
+    """The fields as keyword parameters, of which typer makes flags."""
+    return [_parameter(name, field) for name, field in described(options).items()]
+
+
+def _parameter(name: str, field: Field) -> inspect.Parameter:
+    option, default = field.option, field.default
+    if option.spelling is not None and default is not MISSING:
+        default = option.spelling.write(default)
+    flags = option.flags or (f"--{name.replace('_', '-')}",)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        annotation=Annotated[_flag_type(name, field), typer.Option(*flags, help=option.help or None, min=option.min)],
+        default=inspect.Parameter.empty if default is MISSING else default,
+    )
+
+
+def _flag_type(name: str, field: Field) -> Any:
+    """The type of a flag, in a form that typer knows."""
+    origin, arguments = get_origin(field.type), get_args(field.type)
+    if field.option.spelling is not None:
+        return str
+    if origin is Literal:
+        return Enum(name, {choice: choice for choice in arguments}, type=str)  # type: ignore[misc]
+    return list[arguments[0]] if origin is Sequence else field.type  # type: ignore[valid-type]
+
+
+def from_command_line(options: type[Chosen], given: Mapping[str, Any]) -> Chosen:
+    """The options of a command. Raises `ValueError` for text that cannot be parsed."""
+    return options(**{name: _value(given[name], field) for name, field in described(options).items()})
+
+
+def _value(given: Any, field: Field) -> Any:
+    spelling = field.option.spelling
+    if spelling is None:
+        return given.value if isinstance(given, Enum) else given
+    is_default = field.default is not MISSING and given == spelling.write(field.default)
+    return field.default if is_default else spelling.parse(given)
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of `2048,4096` or `2k,4k,1m`. Raises `ValueError` for other text."""
+    factors = {"k": 2**10, "m": 2**20}
+    found = []
+    for part in text.lower().split(","):
+        number, factor = (part[:-1], factors[part[-1]]) if part[-1:] in factors else (part, 1)
+        if not number.strip().isdecimal() or int(number) == 0:
+            raise ValueError(f"{text!r}: {part!r} is no positive whole number; write 2048,4096 or 2k,4k,1m.")
+        found.append(int(number) * factor)
+    return distinct(found, text)
+
+
+def distinct(found: list[Any], text: str) -> list[Any]:
+    """The list as it is. Raises `ValueError` where it holds a value twice, which would be measured or counted twice."""
+    if twice := [item for item in found if found.count(item) > 1]:
+        raise ValueError(f"{text!r} names {twice[0]:g} twice: leave one out.")
+    return found
+
+
+def percentages(text: str) -> list[float]:
+    """Shares from 0 to 1, of `0,25,100`. Raises `ValueError` for other text."""
+    found = []
+    for part in text.split(","):
+        try:
+            found.append(float(part))
+        except ValueError:
+            found.append(-1.0)
+        if not 0 <= found[-1] <= 100:
+            raise ValueError(f"{text!r}: {part!r} is no percentage; write 0,25,100.")
+    return [value / 100 for value in distinct(found, text)]
+
+
+def indices(text: str) -> list[int]:
+    """The whole numbers of `0,2,5`. Raises `ValueError` for other text."""
+    if wrong := [part for part in text.split(",") if not part.strip().isdecimal()]:
+        raise ValueError(f"{text!r}: {wrong[0]!r} is no whole number; write 0,2,5.")
+    return distinct([int(part) for part in text.split(",")], text)
+
+
+def number_or_all(text: str) -> int | None:
+    """A number as `numbers` reads it, or None for `all`."""
+    return None if text == "all" else numbers(text)[0]
+
+
+def _short(number: int) -> str:
+    for letter, factor in (("m", 2**20), ("k", 2**10)):
+        if number % factor == 0:
+            return f"{number // factor}{letter}"
+    return str(number)
+
+
+def _joined(write: Callable[[Any], str]) -> Callable[[Sequence[Any] | None], str]:
+    """Writes the values with commas between them; nothing for None, which stands for a choice by the task."""
+    return lambda values: ",".join(map(write, values or ()))
+
+
+NUMBERS = Spelling(numbers, _joined(_short))
+PERCENTAGES = Spelling(percentages, _joined(lambda share: f"{100 * share:g}"))
+INDICES = Spelling(indices, _joined(str))
+NAMES = Spelling(lambda text: text.split(","), _joined(str))
+NUMBER_OR_ALL = Spelling(number_or_all, lambda number: "all" if number is None else _short(number))
+
+DTYPE_HELP = "float32, bfloat16, float16, or auto: as stored."
+ATTENTION_HELP = "sdpa, eager, flash_attention_2, flex_attention or blocked; auto: see docs/performance.md."
+
+Models = Annotated[
+    Sequence[str], Option("Folder or hub id, or NAME=FOLDER; repeat it for several models.", flags=("--model",))
+]
+Dtype = Annotated[str, Option(DTYPE_HELP, may_change=True)]
+Attention = Annotated[str, Option(ATTENTION_HELP)]
+SegmentLength = Annotated[
+    int, Option("Tokens, for stock models; folded models have their own.", min=1, may_change=True)
+]
+TextField = Annotated[str, Option("Field of .jsonl and .parquet files that holds the text.", may_change=True)]

@@ -1,0 +1,93 @@
+"""The records of a measurement, written as they are measured: a measurement that was stopped resumes after them.
+
+A file of JSON lines. The first line holds the settings; a start with other settings is refused, so that no result
+mixes two measurements. A line that a kill has cut off is dropped.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from condense.files import check_output_folder
+from training.output_lock import output_lock
+
+Key = dict[str, Any]
+Record = dict[str, Any]
+
+
+@contextmanager
+def open_results_store(path: Path, settings: dict[str, Any]) -> Iterator["ResultsStore"]:
+    """The store in a file, locked against other processes.
+
+    Raises `ValueError` where another process holds the lock, and where the file was written under other settings.
+    """
+    check_output_folder(path.parent)
+    with output_lock(path.parent, path.name.removesuffix(".records.jsonl")):
+        yield ResultsStore(path, settings)
+
+
+class ResultsStore:
+    """Records by key: see `open_results_store`. Without a path they are kept in memory alone."""
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]):
+        self.path, self.done = path, dict[str, Record]()
+        if path is None:
+            return
+        settings = json.loads(json.dumps(settings))  # in the form in which the file gives them back
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = _complete_lines(path)
+        if lines:
+            _check_same(path, lines[0]["settings"], settings)
+            self.done = {_name(line["key"]): line["record"] for line in lines[1:]}
+        whole = [{"settings": settings}, *lines[1:]]
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in whole), encoding="utf-8")
+        partial.replace(path)
+
+    def __contains__(self, key: Key) -> bool:
+        return _name(key) in self.done
+
+    def get(self, key: Key, measure: Callable[[], Record]) -> Record:
+        """The stored record of a key; where there is none, the result of `measure`, which is stored."""
+        name = _name(key)
+        if name not in self.done:
+            record = measure()
+            try:
+                line = json.dumps({"key": key, "record": record}, allow_nan=False)
+            except ValueError as error:
+                raise ValueError(
+                    f"the measurement of {name} gave a value that is not finite: look at the model's weights, or take "
+                    "another dtype."
+                ) from error
+            if self.path is not None:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+            self.done[name] = json.loads(json.dumps(record))
+        return self.done[name]
+
+
+def _name(key: Key) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+def _complete_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError:
+        found = [None]
+    fields = [{"settings"}, *[{"key", "record"}] * len(found)]
+    if not all(isinstance(line, dict) and wanted <= line.keys() for line, wanted in zip(found, fields, strict=False)):
+        raise ValueError(f"{path} is damaged, its lines are no records: delete it, or pass another --output.")
+    return found
+
+
+def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [name for name in before | now if before.get(name) != now.get(name)]
+    if changed:
+        was = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
+        raise ValueError(f"{path} comes from another measurement: {was}. Pass another --output, or delete the file.")

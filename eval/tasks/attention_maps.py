@@ -1,0 +1,265 @@
+"""Attention maps: scores before softmax over [segment before ; current], and the share that falls on the former.
+
+For a folded model the segment before is its memory, the only earlier text that it sees; a stock Llama sees all earlier
+text, whose share is reported as well. Layers and segments count from 0, so segment s has s segments before it. The
+paper counts from 1: segments 2-3 of its figure 10 are segment 2 here.
+
+Axes: H query heads, T queries (the tokens of a segment), K keys, N tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..models import EvaluatedModel, load_models
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from .attention_scores import mass, queries_and_keys, scaled_map, scores
+from .options import AttentionOptions
+from .windows import read_texts
+
+BINS = 32  # of the position in the segment, in the picture
+
+
+class AttentionMaps(Task[EvaluatedModel]):
+    """A model is measured at once. `texts` are documents, token ids [N], by the name of the model.
+
+    Raises `ValueError` for layers, heads and segments that a model does not have, for segment 0, which has no memory,
+    and where no text is long enough.
+    """
+
+    kind = "attention"
+    unit = "model"
+    Options = AttentionOptions
+
+    def __init__(
+        self,
+        options: AttentionOptions,
+        models: Sequence[EvaluatedModel],
+        texts: dict[str, Sequence[torch.Tensor]],
+    ):
+        for model in models:
+            _check(model, options)
+        self.options, self.models = options, models
+        self.lengths = {model.name: model.segment_length or options.segment_length for model in models}
+        num_segments = max(options.segments) + 1
+        self.texts = {name: _long_enough(texts[name], num_segments * self.lengths[name]) for name in self.lengths}
+
+    @classmethod
+    def load(cls, options: AttentionOptions) -> "AttentionMaps":
+        models = load_models(options.models, options.dtype, options.attention)
+        for model in models:  # before a text is read
+            _check(model, options)
+        return cls(
+            options,
+            models,
+            {
+                model.name: read_texts(model.tokenizer, [options.text], text_field=options.text_field)
+                for model in models
+            },
+        )
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {
+            "models": [model.describe() for model in self.models],
+            "sha256": {name: hashlib.sha256(ids_N.numpy().tobytes()).hexdigest() for name, ids_N in self.texts.items()},
+            "segment_lengths": self.lengths,
+        }
+
+    def items(self) -> Sequence[EvaluatedModel]:
+        return self.models
+
+    def key(self, item: EvaluatedModel) -> Key:
+        return {"model": item.name}
+
+    def measure(self, item: EvaluatedModel) -> Record:
+        """`masses` of every layer and segment, and `maps` of the chosen layers and segments.
+
+        A mass is the share of the softmax's weight that falls on the segment before (`on_previous`) and on all earlier
+        ones (`on_earlier`), averaged over heads and queries; `by_head` [H] and `by_position` [T] split the former, and
+        `uniform` [T] is its value if all visible keys weighed the same. The `scores` [T, 2T] of a map are those of one
+        head, or averaged over all (`head` None), scaled to 0 ... 1 over the visible keys; hidden ones are None. In
+        segments longer than 128 tokens, scores are averaged in blocks of `block` x `block` tokens.
+        """
+        num_layers, length = item.model.config.num_hidden_layers, self.lengths[item.name]
+        last = num_layers - 1
+        layers = sorted({0, last // 2, last}) if self.options.layers is None else self.options.layers
+        found = queries_and_keys(item.model, self.texts[item.name], length, range(num_layers), self.options.segments)
+        masses, maps = [], []
+        for layer in range(num_layers):
+            for segment in self.options.segments:
+                about = {"layer": layer, "segment": segment}
+                score_HTK = scores(*found[layer, segment])
+                masses.append({**about, **mass(score_HTK)})
+                if layer in layers:
+                    pair_HTK = score_HTK[:, :, -2 * length :]
+                    maps.append({**about, "head": None, **scaled_map(pair_HTK.mean(0))})
+                    maps += [{**about, "head": head, **scaled_map(pair_HTK[head])} for head in self.options.heads]
+        return {"masses": masses, "maps": maps}
+
+    def summarise(self, measured: Sequence[tuple[EvaluatedModel, Record]]) -> dict[str, Any]:
+        return {
+            field: [{"model": model.name, **one} for model, record in measured for one in record[field]]
+            for field in ("masses", "maps")
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [
+            {field: value for field, value in one.items() if not isinstance(value, list)} for one in results["masses"]
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """The mass on the segment before; for stock models also on all earlier ones. A line per layer."""
+        found = []
+        for model in results["models"]:
+            length = results["segment_lengths"][model["name"]]
+            masses = [one for one in results["masses"] if one["model"] == model["name"]]
+            by_layer = {(one["layer"], one["segment"]): one for one in masses}
+            kinds = {"on_previous": "memory" if model["segment_length"] else "the segment before"}
+            if not model["segment_length"]:
+                kinds["on_earlier"] = "all earlier ones"
+            columns = ["layer", *(f"segment {s}: % on {kind}" for s in results["segments"] for kind in kinds.values())]
+            rows = []
+            for layer in dict.fromkeys(one["layer"] for one in masses):
+                chosen = [by_layer[layer, segment] for segment in results["segments"]]
+                rows.append([layer, *(f"{100 * one[kind]:.1f}" for one in chosen for kind in kinds)])
+            # The last line: the share if all visible keys weighed the same.
+            evenly = {
+                ("on_previous", s): f"{100 * np.mean(by_layer[0, s]['uniform']):.1f}" for s in results["segments"]
+            }
+            rows.append(["even", *(evenly.get((kind, s), "") for s in results["segments"] for kind in kinds)])
+            title = f"{model['name']}: attention of segments of {length} tokens ('even': if all keys weighed the same)"
+            found.append(Table(title, columns, rows))
+        return found
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """The maps, and in a second picture the masses."""
+        draw_maps(results, path)
+        draw_mass(results, path.with_name(f"{path.name}_mass"))
+
+
+def _long_enough(texts: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
+    """The first `num_tokens` tokens of the first text that has as many."""
+    for ids_N in texts:
+        if len(ids_N) >= num_tokens:
+            return ids_N[:num_tokens]
+    raise ValueError(
+        f"the longest of {len(texts)} texts has {max(map(len, texts))} tokens, and the last of the segments ends at "
+        f"{num_tokens}: pass a longer text, or earlier or shorter segments."
+    )
+
+
+def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
+    config, segments = model.model.config, options.segments
+    if config.model_type not in ("condense_llama", "llama"):
+        raise ValueError(f"{model.name} is a {config.model_type!r}: maps are made of folded models and of Llamas.")
+    counts = {
+        "layer": (options.layers or [], config.num_hidden_layers),
+        "head": (options.heads, config.num_attention_heads),
+    }
+    for what, (chosen, count) in counts.items():
+        if wrong := [number for number in chosen if not 0 <= number < count]:
+            raise ValueError(f"{model.name} has no {what} {wrong[0]}: it has {count}, counted from 0.")
+    if not segments or min(segments) < 1:
+        raise ValueError(f"segments {list(segments)}: segment 0 is the first and has no memory; choose from 1 on.")
+
+
+def draw_maps(results: Results, path: Path) -> None:
+    """The maps: a row per model and segment, a column per layer and head; a line separates the two segments."""
+    rows = [(model, segment) for model in results["models"] for segment in results["segments"]]
+    columns = list(dict.fromkeys((one["layer"], one["head"]) for one in results["maps"]))
+    by_panel = {(one["model"], one["segment"], one["layer"], one["head"]): one for one in results["maps"]}
+    size = (0.6 + 4.1 * len(columns), 0.4 + 2.4 * len(rows))
+    with picture(path, rows=len(rows), columns=len(columns), figsize=size, squeeze=False) as panels:
+        for (model, segment), row in zip(rows, panels, strict=True):
+            for (layer, head), axes in zip(columns, row, strict=True):
+                one = by_panel.get((model["name"], segment, layer, head))
+                if one is None:  # a model with fewer layers
+                    axes.axis("off")
+                    continue
+                image = _draw_map(axes, one, results["segment_lengths"][model["name"]])
+                which = "mean of heads" if head is None else f"head {head}"
+                axes.set_title(f"{model['name']}: layer {layer}, {which}", fontsize=9)
+                before = "memory" if model["segment_length"] else "before"
+                axes.set_xlabel(f"segment {segment - 1} ({before})  |  segment {segment} (current)", fontsize=8)
+            row[0].set_ylabel(f"queries of segment {segment}", fontsize=8)
+        bar = panels[0, 0].figure.colorbar(image, ax=panels, shrink=0.6, aspect=30, pad=0.01)
+        bar.set_label("score before softmax, scaled by map", fontsize=8)
+
+
+def _draw_map(axes: Any, one: dict[str, Any], length: int) -> Any:
+    cells = np.array(one["scores"], dtype=float)  # None becomes NaN, which stays white
+    image = axes.imshow(
+        cells, vmin=0, vmax=1, cmap="viridis", extent=(0, 2 * length, length, 0), interpolation="nearest"
+    )
+    axes.axvline(length, color="white", linewidth=2.5)
+    axes.axvline(length, color="crimson", linewidth=1)
+    axes.tick_params(labelsize=7)
+    return image
+
+
+def draw_mass(results: Results, path: Path) -> None:
+    """The mass on the segment before, by layer and by position of the query; a row of panels per model."""
+    models = results["models"]
+    with picture(path, rows=len(models), columns=2, figsize=(11, 3.8 * len(models)), squeeze=False) as panels:
+        for (left, right), model in zip(panels, models, strict=True):
+            name, length = model["name"], results["segment_lengths"][model["name"]]
+            masses = [one for one in results["masses"] if one["model"] == name]
+            _draw_by_layer(left, masses, results["segments"])
+            shown = sorted({one["layer"] for one in results["maps"] if one["model"] == name})
+            _draw_by_position(right, masses, shown, length)
+            what = "the memory" if model["segment_length"] else "the segment before"
+            for axes in (left, right):
+                axes.set_ylabel(f"% of attention on {what}")
+                axes.set_ylim(0, 100)
+                axes.grid(alpha=0.3)
+                axes.legend(fontsize=8)
+            left.set_title(f"{name}: by layer", fontsize=10)
+            right.set_title(f"{name}: by position, mean of the segments", fontsize=10)
+
+
+def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequence[int]) -> None:
+    for number, segment in enumerate(segments):
+        chosen = [one for one in masses if one["segment"] == segment]
+        layers, color = [one["layer"] for one in chosen], f"C{number}"
+        axes.plot(
+            layers,
+            [100 * one["on_previous"] for one in chosen],
+            marker="o",
+            markersize=4,
+            color=color,
+            label=f"segment {segment}",
+        )
+        if chosen[0]["on_earlier"]:
+            earlier = [100 * one["on_earlier"] for one in chosen]
+            axes.plot(layers, earlier, linestyle=":", color=color, label=f"segment {segment}: on all earlier ones")
+    evenly = {100 * np.mean(one["uniform"]) for one in masses}
+    if len(evenly) == 1:  # those of a stock model differ by segment
+        axes.axhline(evenly.pop(), color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
+    axes.set_xlabel("layer")
+    axes.set_xticks(layers if len(layers) <= 16 else layers[:: len(layers) // 8])
+
+
+def _draw_by_position(axes: Any, masses: Sequence[dict[str, Any]], layers: Sequence[int], length: int) -> None:
+    size = -(-length // BINS)
+    starts = np.arange(0, length, size)
+    middle = starts + (np.minimum(starts + size, length) - starts - 1) / 2
+
+    def binned(values: Sequence[Sequence[float]]) -> list[float]:
+        by_position_T = 100 * np.mean(values, axis=0)
+        return [by_position_T[start : start + size].mean() for start in starts]
+
+    for layer in layers:
+        chosen = [one["by_position"] for one in masses if one["layer"] == layer]
+        axes.plot(middle, binned(chosen), linewidth=1.2, label=f"layer {layer}")
+    even = binned([one["uniform"] for one in masses])
+    axes.plot(middle, even, color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
+    axes.set_xlabel("position of the query in its segment [tokens]")

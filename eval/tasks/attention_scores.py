@@ -1,0 +1,109 @@
+"""The scores of a layer's attention before softmax, without a change to the model.
+
+Queries and keys are computed again from the input of a layer's attention, with its own projections and rotary tables,
+in forward hooks, while the model reads a text as usual.
+
+Axes: H query heads, G key/value heads, T queries (the tokens of a segment), K keys, k the last 2T of them,
+E head dimension, D hidden size, N tokens.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from condense import CondenseForCausalLM
+
+CELLS = 128  # of a map, along a segment: longer ones are averaged in blocks
+
+
+@torch.no_grad()
+def queries_and_keys(
+    model: Any, ids_N: torch.Tensor, segment_length: int, layers: Sequence[int], segments: Sequence[int]
+) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    """By (layer, segment): the segment's queries [H, T, E] and all keys [G, K, E] that the last one sees.
+
+    Both are rotated. The last 2T keys are those of the segment before and of the segment itself.
+    """
+    folded, found = isinstance(model, CondenseForCausalLM), {}
+
+    def note(layer: int, module: Any, arguments: tuple, named: dict[str, Any]) -> None:
+        if folded:
+            hidden_1TD, past, step = arguments
+            segment = step.piece.segments[0]
+            if segment in segments:
+                query_1HTE, key_1GTE = _project(module, hidden_1TD, step.rotary)
+                found[layer, segment] = query_1HTE[0], torch.cat([past.key_RGKE, key_1GTE], dim=2)[0]
+            return
+        query_1HNE, key_1GNE = _project(module, named["hidden_states"], named["position_embeddings"])
+        for segment in segments:
+            first, end = segment * segment_length, (segment + 1) * segment_length
+            found[layer, segment] = query_1HNE[0, :, first:end], key_1GNE[0, :, :end]
+
+    modules = [model.model.layers[layer].self_attn for layer in layers]
+    handles = [
+        module.register_forward_pre_hook(partial(note, layer), with_kwargs=True)
+        for layer, module in zip(layers, modules, strict=True)
+    ]
+    try:
+        model(ids_N[None].to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _project(module: Any, hidden_1TD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]):
+    width = module.config.head_dim
+    query_1HTE, key_1GTE = (
+        projection(hidden_1TD).unflatten(-1, (-1, width)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj)
+    )
+    return apply_rotary_pos_emb(query_1HTE, key_1GTE, *rotary)
+
+
+def scores(query_HTE: torch.Tensor, key_GKE: torch.Tensor) -> torch.Tensor:
+    """q.k / sqrt(E) before the mask and the softmax: [H, T, K], at least in float32."""
+    accurate = torch.promote_types(query_HTE.dtype, torch.float32)
+    key_HKE = key_GKE.repeat_interleave(len(query_HTE) // len(key_GKE), dim=0)
+    return query_HTE.to(accurate) @ key_HKE.to(accurate).mT * query_HTE.shape[-1] ** -0.5
+
+
+def visible(num_queries: int, num_keys: int) -> torch.Tensor:
+    """[T, K]: each query sees all keys before its own, and its own."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+
+
+def mass(score_HTK: torch.Tensor) -> dict[str, Any]:
+    """The shares of attention on the segment before and on earlier ones: see `AttentionMaps.measure`."""
+    length, num_keys = score_HTK.shape[1:]
+    visible_TK, first = visible(length, num_keys).to(score_HTK.device), num_keys - 2 * length
+    weight_HTK = score_HTK.masked_fill(~visible_TK, float("-inf")).softmax(-1)
+    previous_HT = weight_HTK[:, :, first : first + length].sum(-1)
+    return {
+        "on_previous": previous_HT.mean().item(),
+        "on_earlier": weight_HTK[:, :, :first].sum(-1).mean().item(),
+        "by_head": previous_HT.mean(1).tolist(),
+        "by_position": previous_HT.mean(0).tolist(),
+        "uniform": (length / visible_TK.sum(1)).tolist(),
+    }
+
+
+def scaled_map(score_Tk: torch.Tensor) -> dict[str, Any]:
+    """Scores [T, 2T] scaled to 0 ... 1 over the visible keys and averaged in blocks; hidden ones are None."""
+    length, nan = len(score_Tk), float("nan")
+    visible_Tk = visible(length, 2 * length).to(score_Tk.device)
+    low, high = score_Tk[visible_Tk].aminmax()
+    spread = (high - low).clamp(min=torch.finfo(score_Tk.dtype).tiny)
+    scaled_T2T = ((score_Tk - low) / spread).masked_fill(~visible_Tk, nan).unflatten(1, (2, length))
+    block = -(-length // CELLS)
+    rest = -length % block  # each half by itself, so that no block crosses the border
+    padded = F.pad(scaled_T2T, (0, rest, 0, 0, 0, rest), value=nan)
+    cells = padded.unflatten(2, (-1, block)).unflatten(0, (-1, block)).nanmean((1, 4)).flatten(1).tolist()
+    return {
+        "block": block,
+        "scores": [[None if value != value else round(value, 4) for value in row] for row in cells],
+    }

@@ -1,0 +1,148 @@
+"""The options of the evaluations. The docstring of a class is the help text of its command."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ..options import (
+    ATTENTION_HELP,
+    INDICES,
+    NAMES,
+    NUMBER_OR_ALL,
+    NUMBERS,
+    PERCENTAGES,
+    Attention,
+    Dtype,
+    Models,
+    Option,
+    Options,
+    SegmentLength,
+    TextField,
+)
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+CURVES = ("folded", "layer_input", "full_attention")
+SEGMENTS = (2, 4, 6)  # those of figure 10
+
+BadDocuments = Literal["refuse", "skip"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasskeyOptions(Options):
+    """Retrieval of a number hidden in long text, by length and depth (figure 8)."""
+
+    models: Models
+    lengths: Annotated[
+        Sequence[int],
+        Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
+    ] = LENGTHS
+    depths: Annotated[Sequence[float], Option("Percentages of the text before the key.", spelling=PERCENTAGES)] = DEPTHS
+    num_prompts: Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)] = 20
+    num_keys: Annotated[int, Option("Keys in a text, one of which is asked for.", flags=("--keys",), min=1)] = 1
+    num_digits: Annotated[int, Option("Digits of a key.", flags=("--digits",), min=1)] = 4
+    seed: Annotated[int, Option("Seed of the prompts.")] = 0
+    longest_trained: Annotated[
+        int | None,
+        Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True),
+    ] = None
+    dtype: Dtype = "auto"
+    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True)] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("lengths", "depths"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={list(values)} names a cell of the grid twice: it would be counted twice.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOptions(Options):
+    """Loss by the number of segments before and by position in the segment: what the memory gains, and how far back."""
+
+    models: Models
+    data: Annotated[Sequence[str], Option("Texts: a file or glob pattern, .txt, .jsonl or .parquet.")]
+    text_field: TextField = "text"
+    num_segments: Annotated[
+        int, Option("Segments in a window; the last has one less before it.", flags=("--segments",), min=2)
+    ] = 8
+    segment_length: SegmentLength = 512
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            "Tokens of text, at most; k and m are 1,024 and 1,048,576; or all.",
+            flags=("--tokens",),
+            spelling=NUMBER_OR_ALL,
+            may_change=True,
+        ),
+    ] = 2**16
+    curves: Annotated[
+        Sequence[str],
+        Option("Curves, with commas between them; a stock model has the last one.", spelling=NAMES, may_change=True),
+    ] = CURVES
+    batch_size: Annotated[int, Option("Windows in a batch.", flags=("--batch",), min=1)] = 8
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummarizationOptions(Options):
+    """ROUGE of summaries, by length of the document (table II, figures 9, 11, 12)."""
+
+    models: Models
+    data: Annotated[str, Option("cnn_dailymail, booksum, scitldr, or a .jsonl or .parquet file.")]
+    text_field: Annotated[
+        str | None, Option("Field of the file that holds the document; default text.", may_change=True)
+    ] = None
+    summary_field: Annotated[
+        str | None, Option("Field of the file that holds the reference; default summary.", may_change=True)
+    ] = None
+    num_documents: Annotated[
+        int | None,
+        Option("Take this many documents from the start; default all.", flags=("--documents",), min=1, may_change=True),
+    ] = None
+    longest: Annotated[
+        int | None, Option("Tokens; documents with a longer prompt are left out and counted.", min=1, may_change=True)
+    ] = None
+    bad_documents: Annotated[
+        BadDocuments,
+        Option("Broken lines and missing fields: end with an error, or skip and count them.", may_change=True),
+    ] = "refuse"
+    temperature: Annotated[float, Option("0 takes the likeliest token.", min=0)] = 0.3
+    new_tokens: Annotated[int, Option("Tokens of a summary, at most.", min=1)] = 256
+    batch_size: Annotated[int, Option("Documents in a batch.", flags=("--batch",), min=1)] = 8
+    seed: Annotated[int, Option("Seed of the sampling.", min=0)] = 0
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions(Options):
+    """Scores before softmax over memory and current segment, and the share of attention on the memory (figure 10)."""
+
+    models: Models
+    text: Annotated[
+        str,
+        Option(
+            "The text: a .txt file, or the first document of a .jsonl or .parquet file that is long enough.",
+            flags=("--prompt-file", "--data"),
+        ),
+    ]
+    layers: Annotated[
+        Sequence[int] | None,
+        Option(
+            "Layers from 0, with commas between them; default the first, the middle and the last.", spelling=INDICES
+        ),
+    ] = None
+    segments: Annotated[
+        Sequence[int],
+        Option("Segments of the queries, counted from 0, of which the first has no memory.", spelling=INDICES),
+    ] = SEGMENTS
+    heads: Annotated[
+        Sequence[int], Option("Heads from 0 that get maps of their own beside the average of all.", spelling=INDICES)
+    ] = ()
+    segment_length: SegmentLength = 512
+    text_field: TextField = "text"
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"

@@ -1,0 +1,190 @@
+"""Passkey retrieval on a grid of length x depth, by the model's own decoding (figure 8 of the paper)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from training.data.passkey import PasskeyTask
+
+from ..models import EvaluatedModel, generate, load_models, state_bytes
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from ..statistics import wilson
+from .options import PasskeyOptions
+
+TOKENS_PER_BATCH = 2**18
+
+
+class Cell(NamedTuple):
+    """A cell of the grid of one model. The prompts depend on the seed, the length and the depth alone."""
+
+    model: EvaluatedModel
+    length: int  # tokens, answer included
+    depth_index: int
+    depth: float
+
+
+class Passkey(Task[Cell]):
+    """The number in the decoded answer must be the key, digit by digit.
+
+    A record: `accuracy` with its bounds `low` and `high` (Wilson, 95 %), and `state_bytes`, the state of one prompt at
+    the end. Raises `ValueError` for lengths below the frame of the prompt.
+    """
+
+    kind = "passkey"
+    unit = "cell"
+    Options = PasskeyOptions
+
+    def __init__(self, options: PasskeyOptions, models: Sequence[EvaluatedModel]):
+        self.options, self.models = options, models
+        self.prompts = {
+            model.name: PasskeyTask(model.tokenizer, options.num_keys, options.num_digits) for model in models
+        }
+        for prompts in self.prompts.values():  # too short a length is refused before anything is measured
+            prompts.batch(1, min(options.lengths), np.random.default_rng(0))
+
+    @classmethod
+    def load(cls, options: PasskeyOptions) -> "Passkey":
+        return cls(options, load_models(options.models, options.dtype, options.attention))
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {"models": [model.describe() for model in self.models]}
+
+    def items(self) -> list[Cell]:
+        options = self.options
+        return [
+            Cell(model, length, index, depth)
+            for model in self.models
+            for length in options.lengths
+            for index, depth in enumerate(options.depths)
+        ]
+
+    def key(self, item: Cell) -> Key:
+        return {"model": item.model.name, "length": item.length, "depth": item.depth}
+
+    @torch.no_grad()
+    def measure(self, item: Cell) -> Record:
+        generator = np.random.default_rng([self.options.seed, item.length, item.depth_index])
+        total, correct, done, num_bytes = self.options.num_prompts, 0, 0, 0
+        while done < total:
+            num_rows = min(total - done, max(1, TOKENS_PER_BATCH // item.length))
+            batch_correct, num_bytes = self._ask(item, num_rows, generator)
+            correct += batch_correct
+            done += num_rows
+        low, high = wilson(correct, total)
+        return {
+            "correct": correct,
+            "total": total,
+            "accuracy": correct / total,
+            "low": low,
+            "high": high,
+            "state_bytes": num_bytes,
+        }
+
+    def _ask(self, cell: Cell, num_rows: int, generator: np.random.Generator) -> tuple[int, int]:
+        """The number of right answers to a batch of prompts, and the bytes of the state of one row."""
+        model, tokenizer = cell.model.model, cell.model.tokenizer
+        passkeys = self.prompts[cell.model.name].batch(num_rows, cell.length, generator, cell.depth)
+        num_columns = passkeys.prompt_ids_BN.shape[1]
+        sequences, cache = generate(
+            model,
+            passkeys.prompt_ids_BN,
+            torch.ones_like(passkeys.prompt_ids_BN),
+            max_new_tokens=passkeys.answer_ids_BA.shape[1],  # tokens after the answer are not part of the task
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        answers = tokenizer.batch_decode(sequences[:, num_columns:])
+        correct = sum(first_number(answer) == key for answer, key in zip(answers, passkeys.keys, strict=True))
+        return correct, state_bytes(cache) // num_rows
+
+    def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
+        given = self.options.longest_trained
+        return {
+            "lengths": list(self.options.lengths),
+            "longest_trained": {model.name: given or _trained_length(model.source) for model in self.models},
+            "cells": [{**self.key(cell), **record} for cell, record in measured],
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return results["cells"]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """By length, all depths together; one column of accuracies and one of state bytes per model."""
+        names = [model["name"] for model in results["models"]]
+        columns = ["tokens"]
+        for name in names:
+            columns += [f"{name}: % correct", "95 % interval", "state [KiB]"]
+        rows = []
+        for length in results["lengths"]:
+            row: list[Any] = [f"{length:,}"]
+            for name in names:
+                cells = [cell for cell in results["cells"] if (cell["model"], cell["length"]) == (name, length)]
+                correct, total = (sum(cell[field] for cell in cells) for field in ("correct", "total"))
+                low, high = wilson(correct, total)
+                kib = max(cell["state_bytes"] for cell in cells) / 1024
+                row += [f"{100 * correct / total:.1f}", f"{100 * low:.1f} to {100 * high:.1f}", f"{kib:,.1f}"]
+            rows.append(row)
+        return [Table("passkey retrieval, all depths together", columns, rows)]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """A heat map per model."""
+        models, lengths, depths = results["models"], results["lengths"], results["depths"]
+        size = (1.2 + 0.62 * len(lengths), (1.7 + 0.42 * len(depths)) * len(models))
+        with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
+            for axes, model in zip(panels[:, 0], models, strict=True):
+                _heat_map(axes, model["name"], results, lengths, depths)
+
+
+def first_number(answer: str) -> str:
+    """The digits at the start of an answer; tokenizers may put spaces between them."""
+    digits = ""
+    for character in "".join(answer.split()):
+        if not character.isdigit():
+            break
+        digits += character
+    return digits
+
+
+def _trained_length(source: str) -> int | None:
+    """The longest text of the recipe beside the model; None where there is no recipe."""
+    recipe, curriculum = Path(source) / "recipe.json", Path(source) / "curriculum.json"
+    if curriculum.is_file():
+        segments = json.loads(curriculum.read_text(encoding="utf-8"))["milestones"][-1][1]
+        return segments * json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))["segment_length"]
+    if not recipe.is_file():
+        return None
+    stages = json.loads(recipe.read_text(encoding="utf-8")).get("stages") or []
+    return max((stage["total_length"] for stage in stages), default=None)
+
+
+def _heat_map(axes: Any, name: str, results: dict[str, Any], lengths: Sequence[int], depths: Sequence[float]) -> None:
+    grid = np.full((len(depths), len(lengths)), np.nan)
+    for cell in results["cells"]:
+        if cell["model"] == name and cell["length"] in lengths:
+            grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
+    image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    for (row, column), value in np.ndenumerate(grid):
+        color = "black" if 15 < value < 85 else "white"  # the ends of the scale are dark
+        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right", fontsize=8)
+    axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], fontsize=8)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("depth of the key")
+    axes.set_title(name, fontsize=10)
+    trained = results["longest_trained"][name]
+    if trained and trained < lengths[-1]:
+        border = sum(length <= trained for length in lengths) - 0.5
+        axes.axvline(border, color="black", linewidth=2)
+        axes.text(border + 0.05, -0.62, "never trained", fontsize=8, ha="left")
+        axes.text(border - 0.05, -0.62, "trained", fontsize=8, ha="right")
+        axes.set_title(name, fontsize=10, pad=18)
+    axes.figure.colorbar(image, ax=axes, label="% correct")

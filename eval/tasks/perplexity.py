@@ -1,0 +1,262 @@
+"""The gain of the memory, and how far back it reaches: the same segments, predicted with more and more text before.
+
+A window of S segments begins at every segment of a text. So each segment from the S-th on is predicted with
+0, 1, ... S - 1 segments before it, each time the same tokens, and differences are taken segment by segment.
+With none before it, a segment is read without any memory: the curve `cut_off`, at which all other curves begin.
+
+A folded model gives three more curves: `folded` (a layer's output is remembered), `layer_input`
+(Transformer-XL's memory) and `full_attention` (the stock Llama). All use the same weights and the same code.
+Only the curve that the weights were trained for is a model in its own right; the others are ablations, and say
+nothing of a model that is trained in their way. A stock model gives `full_attention`.
+
+Axes: W windows, S segments of a window, L tokens of a segment, n segments that are predicted with every number before.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from condense import CondenseForCausalLM, to_llama
+
+from ..models import EvaluatedModel, load_models
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from ..statistics import bootstrap
+from .options import CURVES, PerplexityOptions
+from .windows import Window, paired, plan_windows, read_texts, window_losses
+
+LABELS = {
+    "cut_off": "memory cut off",
+    "folded": "folded: the layer's output",
+    "layer_input": "Transformer-XL: the layer's input",
+    "full_attention": "full attention",
+}
+COLORS = {"cut_off": "0.35", "folded": "tab:blue", "layer_input": "tab:orange", "full_attention": "tab:green"}
+BINS = 32  # of the position in the segment, in the picture
+
+
+class Batch(NamedTuple):
+    """A batch of windows of one curve; `first` is the number of its first window."""
+
+    name: str
+    curve: str
+    first: int
+    windows: list[Window]
+
+
+class Perplexity(Task[Batch]):
+    """A curve per model and variant: the loss by the number of segments before, and by position in the segment.
+
+    `texts` are token ids [N] by the name of the model. Raises `ValueError` where no text fills a window, and for curves
+    that a model does not have.
+    """
+
+    kind = "perplexity"
+    unit = "batch"
+    Options = PerplexityOptions
+
+    def __init__(
+        self,
+        options: PerplexityOptions,
+        models: Sequence[EvaluatedModel],
+        texts: dict[str, Sequence[torch.Tensor]],
+    ):
+        self.options, self.models, self.texts = options, models, texts
+        self.lengths = {model.name: model.segment_length or options.segment_length for model in models}
+        self.windows = {
+            name: plan_windows(texts[name], options.num_segments, length) for name, length in self.lengths.items()
+        }
+        self.variants = {model.name: curve_models(model, options.curves) for model in models}
+
+    @classmethod
+    def load(cls, options: PerplexityOptions) -> "Perplexity":
+        models = load_models(options.models, options.dtype, options.attention)
+        texts: dict[str, Sequence[torch.Tensor]] = {
+            model.name: read_texts(model.tokenizer, options.data, options.max_tokens, options.text_field)
+            for model in models
+        }
+        return cls(options, models, texts)
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {
+            "models": [model.describe() for model in self.models],
+            "texts": {name: _describe(texts) for name, texts in self.texts.items()},
+            "segment_lengths": self.lengths,
+        }
+
+    def items(self) -> list[Batch]:
+        size = self.options.batch_size
+        return [
+            Batch(name, curve, first, windows[first : first + size])
+            for name, windows in self.windows.items()
+            for curve in self.variants[name]
+            for first in range(0, len(windows), size)
+        ]
+
+    def key(self, item: Batch) -> Key:
+        return {"model": item.name, "curve": item.curve, "first_window": item.first}
+
+    def measure(self, item: Batch) -> Record:
+        """`losses` [W][S] of the segments, and `sums` [S][L] over the segments that every column counts."""
+        num_segments, length = self.options.num_segments, self.lengths[item.name]
+        model = self.variants[item.name][item.curve]
+        loss_WSL = window_losses(model, self.texts[item.name], item.windows, num_segments, length)
+        if not np.isfinite(loss_WSL).all():
+            raise ValueError(f"{item.name}: losses are not finite; take another dtype or checkpoint.")
+        counted_WS1 = paired(item.windows, num_segments)[:, :, None]
+        return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist()}
+
+    def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
+        """`curves`, each with its `points` and its mean `loss` [S][L] by segments before and position in the segment.
+
+        A point holds, for one number of `segments_before`, the mean cross-entropy in nats per token, the gain from the
+        segments before against none (`gained`), and 95 % intervals of both (bootstrap over segments).
+        """
+        curves = list[dict[str, Any]]()
+        for name, variants in self.variants.items():
+            for curve in variants:
+                records = [record for item, record in measured if (item.name, item.curve) == (name, curve)]
+                curves += self._curve(name, curve, records, with_cut_off=curve == next(iter(variants)))
+        return {"curves": curves}
+
+    def _curve(self, name: str, curve: str, records: Sequence[Record], with_cut_off: bool) -> Iterator[dict[str, Any]]:
+        num_segments = self.options.num_segments
+        losses_WS = np.array([losses_S for record in records for losses_S in record["losses"]])
+        sums_SL = np.zeros((num_segments, self.lengths[name]))
+        for record in records:
+            sums_SL += record["sums"]
+        losses_nS = losses_WS.T[paired(self.windows[name], num_segments).T].reshape(num_segments, -1).T
+        points, loss_SL = _points(losses_nS), (sums_SL / len(losses_nS)).tolist()
+        about = {"model": name, "curve": curve, "segment_length": self.lengths[name]}
+        if with_cut_off:
+            yield {**about, "curve": "cut_off", "points": points[:1], "loss": loss_SL[:1]}
+        yield {**about, "points": points, "loss": loss_SL}
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [
+            {"model": curve["model"], "curve": curve["curve"], **point}
+            for curve in results["curves"]
+            for point in curve["points"]
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """A line per model, curve and number of segments before: 1, 2, 4, 8 ... and the largest."""
+        columns = ["model", "curve", "segment [tokens]", "segments before", "loss [nats/token]", "95 % interval"]
+        columns += ["perplexity", "gained by memory [nats/token]", "95 % interval of the gain"]
+        last, rows = results["num_segments"] - 1, []
+        for curve in results["curves"]:
+            for point in curve["points"]:
+                before, is_cut_off = point["segments_before"], curve["curve"] == "cut_off"
+                if not is_cut_off and (before == 0 or (before & (before - 1) and before != last)):
+                    continue
+                row = [curve["model"], LABELS[curve["curve"]], curve["segment_length"], before, f"{point['loss']:.4f}"]
+                row += [f"{point['low']:.4f} to {point['high']:.4f}", f"{np.exp(point['loss']):,.2f}"]
+                if not is_cut_off:
+                    row += [f"{point['gained']:+.4f}", f"{point['gained_low']:+.4f} to {point['gained_high']:+.4f}"]
+                rows.append(row + [""] * (len(columns) - len(row)))
+        segments = {curve["model"]: curve["points"][0]["segments"] for curve in results["curves"]}
+        counted = ", ".join(f"{name}: {count:,}" for name, count in segments.items())
+        return [Table(f"loss by text before it, on the same segments throughout ({counted} of them)", columns, rows)]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """Loss by number of segments before, and by position in the segment; a row of panels per model."""
+        names = [model["name"] for model in results["models"]]
+        with picture(path, rows=len(names), columns=2, figsize=(11, 4.2 * len(names)), squeeze=False) as panels:
+            for (left, right), name in zip(panels, names, strict=True):
+                for curve in results["curves"]:
+                    if curve["model"] == name:
+                        _draw_curve(left, right, curve)
+                _label(left, right, name, results["segment_lengths"][name], results["num_segments"])
+
+
+def _describe(texts: Sequence[torch.Tensor]) -> dict[str, Any]:
+    ids = torch.cat(list(texts)).numpy()
+    return {"documents": len(texts), "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
+
+
+def curve_models(evaluated: EvaluatedModel, curves: Sequence[str]) -> dict[str, Any]:
+    """The model of each curve, in the order of `CURVES`; all share the weights of the evaluated one."""
+    if unknown := [curve for curve in curves if curve not in CURVES]:
+        raise ValueError(f"curves {unknown} are not known: choose from {', '.join(CURVES)}.")
+    folded = isinstance(evaluated.model, CondenseForCausalLM)
+    possible = CURVES if folded else ("full_attention",)
+    chosen = [curve for curve in possible if curve in curves]
+    if not chosen:
+        raise ValueError(f"{evaluated.name} has none of the curves {list(curves)}, but {', '.join(possible)}.")
+    return {curve: _variant(evaluated.model, curve) if folded else evaluated.model for curve in chosen}
+
+
+def _variant(model: CondenseForCausalLM, curve: str) -> Any:
+    if curve == "full_attention":
+        return to_llama(model)
+    source = {"folded": "layer_output", "layer_input": "layer_input"}[curve]
+    if model.config.memory_source == source:
+        return model
+    config = deepcopy(model.config)
+    config.memory_source = source
+    other = CondenseForCausalLM(config)
+    other.load_state_dict(model.state_dict(), assign=True)
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        other.tie_weights()
+    return other.to(model.device).eval()
+
+
+def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:
+    points = []
+    for before, losses_n in enumerate(losses_nS.T):
+        gained_n = losses_nS[:, 0] - losses_n
+        low, high = bootstrap(losses_n)
+        gained_low, gained_high = bootstrap(gained_n)
+        points.append(
+            {
+                "segments_before": before,
+                "segments": len(losses_n),
+                "loss": float(losses_n.mean()),
+                "low": low,
+                "high": high,
+                "gained": float(gained_n.mean()),
+                "gained_low": gained_low,
+                "gained_high": gained_high,
+            }
+        )
+    return points
+
+
+def _draw_curve(left: Any, right: Any, curve: dict[str, Any]) -> None:
+    name, points, length = curve["curve"], curve["points"], curve["segment_length"]
+    style: dict[str, Any] = {"color": COLORS[name], "label": LABELS[name]}
+    size = -(-length // BINS)
+    starts = np.arange(0, length, size)
+    by_position = [np.mean(curve["loss"][-1][start : start + size]) for start in starts]
+    middle = starts + (np.minimum(starts + size, length) - starts - 1) / 2
+    if name == "cut_off":
+        left.axhline(points[0]["loss"], linestyle="--", linewidth=1.2, **style)
+        right.plot(middle, by_position, linestyle="--", linewidth=1.2, **style)
+        return
+    before = [point["segments_before"] for point in points]
+    left.plot(before, [point["loss"] for point in points], marker="o", markersize=4, **style)
+    # The band is that of the paired difference, without the differences among the segments.
+    low, high = ([points[0]["loss"] - point[bound] for point in points] for bound in ("gained_low", "gained_high"))
+    left.fill_between(before, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
+    right.plot(middle, by_position, linewidth=1.2, **style)
+
+
+def _label(left: Any, right: Any, name: str, length: int, num_segments: int) -> None:
+    left.set_title(f"{name}: loss by text before", fontsize=10)
+    left.set_xlabel(f"segments of {length} tokens before\n(shaded: 95 % interval of the difference to none)")
+    left.set_xticks(range(num_segments) if num_segments <= 16 else range(0, num_segments, num_segments // 8))
+    right.set_title(f"loss by position, with {num_segments - 1} segments before", fontsize=10)
+    right.set_xlabel("position in the segment [tokens]")
+    for axes in (left, right):
+        axes.set_ylabel("loss [nats per token]")
+        axes.grid(alpha=0.3)
+    right.legend(fontsize=8)

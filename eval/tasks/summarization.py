@@ -1,0 +1,240 @@
+"""Summaries by the model's own decoding, scored with ROUGE by length of the document (table II, figures 9, 11, 12).
+
+The prompt is that of training (appendix D). A summary ends at an end-of-sequence token, or after the most tokens that
+are allowed. It is sampled at a low temperature from the whole vocabulary, one token after another: top-k, top-p, beams
+and penalties of a checkpoint's own generation_config are not used, so that all models decode alike.
+
+`corpus` reads the documents and `rouge` is the metric. All models get the same documents in the same batches. The
+bucket of a document depends on its own tokens, without the frame of the prompt, as the tokenizer of the first model
+makes them: so the rows of a table compare the same documents. A bucket holds low <= tokens < high.
+
+Axes: B rows, N columns of the prompts.
+"""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from training.data.documents import Document
+from training.data.summarization import prompt_ids
+
+from ..models import EvaluatedModel, generate, load_models
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from ..statistics import bootstrap
+from .corpus import Corpus, find_source, read_corpus
+from .options import SummarizationOptions
+from .rouge import METRICS, Rouge
+
+BUCKETS = {"0-512": (0, 512), "512-1024": (512, 1024), "1024+": (1024, np.inf), "overall": (0, np.inf)}
+
+
+class Batch(NamedTuple):
+    """A batch of documents for one model. Its random numbers depend on the seed and its own number."""
+
+    model: EvaluatedModel
+    number: int
+    documents: list[Document]
+    num_tokens: list[int]
+
+
+class Summarization(Task[Batch]):
+    """The documents of a batch are measured at once and kept as one record. Sets the global seed of torch.
+
+    At temperature 0 a summary is that of the likeliest tokens; above 0 the sampled tokens depend on the batch.
+    """
+
+    kind = "summarization"
+    unit = "batch"
+    Options = SummarizationOptions
+
+    def __init__(self, options: SummarizationOptions, models: Sequence[EvaluatedModel], corpus: Corpus):
+        self.options, self.models, self.corpus, self.rouge = options, models, corpus, Rouge()
+
+    @classmethod
+    def load(cls, options: SummarizationOptions) -> "Summarization":
+        Rouge()  # a missing package is an error before anything is loaded
+        source = find_source(options.data, options.text_field, options.summary_field)
+        models = load_models(options.models, options.dtype, options.attention)
+        tokenizer = models[0].tokenizer
+        corpus = read_corpus(source, tokenizer, options.num_documents, options.longest, options.bad_documents)
+        return cls(options, models, corpus)
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {
+            "models": [model.describe() for model in self.models],
+            "fingerprint": self.corpus.fingerprint,
+        }
+
+    def items(self) -> list[Batch]:
+        size, (documents, num_tokens, _) = self.options.batch_size, self.corpus
+        return [
+            Batch(model, number, documents[first : first + size], num_tokens[first : first + size])
+            for model in self.models
+            for number, first in enumerate(range(0, len(documents), size))
+        ]
+
+    def key(self, item: Batch) -> Key:
+        return {"model": item.model.name, "batch": item.number}
+
+    def measure(self, item: Batch) -> Record:
+        """`documents`: of each its length, the reference, the prediction and their ROUGE F1."""
+        answers = summarize(item.model, [document.text for document in item.documents], self.options, item.number)
+        scored = zip(item.documents, item.num_tokens, answers, strict=True)
+        return {"documents": [_score(self.rouge, *one) for one in scored]}
+
+    def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
+        documents = [
+            {"model": batch.model.name, **document} for batch, record in measured for document in record["documents"]
+        ]
+        return {
+            "longest": self.options.longest,
+            "left_out": self.corpus.left_out,
+            "cells": average(documents),
+            "documents": documents,
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return results["cells"]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """Table II, models and buckets below each other; then the documents that were left out, if there are any."""
+        first = results["models"][0]["name"]
+        rows = []
+        for cell in results["cells"]:
+            scores = [_figure(cell, metric) for metric in METRICS]
+            mean_new = "" if cell["new_tokens"] is None else f"{cell['new_tokens']:.1f}"
+            rows.append([cell["model"], cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
+        columns = ["model", f"document [tokens of {first}]", "documents", *METRICS.values(), "summary [own tokens]"]
+        title = (
+            f"summaries of {results['data']}: mean F1 from 0 to 1, with 95 % bootstrap intervals over documents; words "
+            "stemmed, ROUGE-L over the whole text, ROUGE-Lsum line by line"
+        )
+        left_out = [[reason, f"{count:,}"] for reason, count in results["left_out"].items()]
+        more = [Table("documents left out", ["reason", "documents"], left_out)] if left_out else []
+        return [Table(title, columns, rows), *more]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """A panel per metric: bars of all models side by side in each bucket, with their intervals."""
+        names = [model["name"] for model in results["models"]]
+        cells = {(cell["model"], cell["bucket"]): cell for cell in results["cells"]}
+        counts = [cells[names[0], bucket]["documents"] for bucket in BUCKETS]
+        labels = [f"{bucket}\nn = {count:,}" for bucket, count in zip(BUCKETS, counts, strict=True)]
+        with picture(path, 2, 2, figsize=(9, 6)) as panels:
+            for axes, (metric, title) in zip(panels.flat, METRICS.items(), strict=True):
+                _draw_bars(axes, metric, names, cells)
+                axes.set_title(title, fontsize=10)
+                axes.set_xticks(range(len(BUCKETS)), labels, fontsize=8)
+            axes.figure.supxlabel(
+                f"document [tokens of {names[0]}]; n documents; whiskers: 95 % bootstrap intervals", fontsize=9
+            )
+            handles, _ = axes.get_legend_handles_labels()
+            axes.figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 4), fontsize=9)
+
+
+def _score(rouge: Rouge, document: Document, num_tokens: int, answer: tuple[str, int]) -> dict[str, Any]:
+    prediction, num_new = answer
+    return {
+        "where": document.where,
+        "tokens": num_tokens,
+        "bucket": bucket_of(num_tokens),
+        **rouge.f1(document.summary, prediction),
+        "new_tokens": num_new,
+        "reference": document.summary,
+        "prediction": prediction,
+    }
+
+
+def summarize(
+    evaluated: EvaluatedModel, texts: Sequence[str], options: SummarizationOptions, number: int = 0
+) -> list[tuple[str, int]]:
+    """The summaries of batch `number`, each with the number of its tokens, the end not counted.
+
+    Raises `ValueError` where neither model nor tokenizer has a token that ends a text.
+    """
+    model, tokenizer = evaluated.model, evaluated.tokenizer
+    ends = model.generation_config.eos_token_id  # one token, or several, as in models for chats
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    if not ends:
+        raise ValueError(f"{evaluated.source} has no token that ends a text: set its tokenizer's eos token.")
+    pad = min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    prompts = [prompt_ids(tokenizer, text) for text in texts]
+    num_columns = max(map(len, prompts))
+    ids_BN = torch.tensor([[pad] * (num_columns - len(prompt)) + prompt for prompt in prompts])
+    mask_BN = torch.tensor([[0] * (num_columns - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    torch.manual_seed(int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0]))
+    sequences, _ = generate(
+        model,
+        ids_BN,
+        mask_BN,
+        max_new_tokens=options.new_tokens,
+        do_sample=options.temperature > 0,
+        temperature=options.temperature or None,
+        top_k=None,
+        top_p=None,
+        repetition_penalty=None,
+        num_beams=1,
+        eos_token_id=sorted(ends),
+        pad_token_id=pad,
+    )
+    answers = []
+    for row in sequences[:, num_columns:].tolist():
+        summary = list(takewhile(lambda token: token not in ends, row))
+        answers.append((tokenizer.decode(summary, skip_special_tokens=True).strip(), len(summary)))
+    return answers
+
+
+def bucket_of(num_tokens: int) -> str:
+    return next(bucket for bucket, (low, high) in BUCKETS.items() if low <= num_tokens < high)
+
+
+def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By model and bucket: means over documents, with `_low` and `_high` of the 95 % bootstrap interval.
+
+    The values are None where a bucket is empty; one document has a mean and no interval.
+    """
+    cells = []
+    for name in dict.fromkeys(document["model"] for document in documents):
+        for bucket in BUCKETS:
+            found = [item for item in documents if item["model"] == name and bucket in (item["bucket"], "overall")]
+            cell: dict[str, Any] = {"model": name, "bucket": bucket, "documents": len(found)}
+            for metric in METRICS:
+                values = [document[metric] for document in found]
+                cell[metric] = fmean(values) if values else None
+                low, high = bootstrap(values) if len(values) > 1 else (None, None)
+                cell |= {f"{metric}_low": low, f"{metric}_high": high}
+            cell["new_tokens"] = fmean(document["new_tokens"] for document in found) if found else None
+            cells.append(cell)
+    return cells
+
+
+def _figure(cell: dict[str, Any], metric: str) -> str:
+    mean, low, high = (cell[f"{metric}{suffix}"] for suffix in ("", "_low", "_high"))
+    if mean is None:
+        return ""
+    return f"{mean:.4f}" if low is None else f"{mean:.4f} ({low:.3f} to {high:.3f})"
+
+
+def _draw_bars(axes: Any, metric: str, names: Sequence[str], cells: dict[tuple[str, str], dict[str, Any]]) -> None:
+    width = 0.8 / len(names)
+    for turn, name in enumerate(names):
+        x = np.arange(len(BUCKETS)) + (turn - (len(names) - 1) / 2) * width
+        figures = [[cells[name, bucket][metric + kind] for kind in ("", "_low", "_high")] for bucket in BUCKETS]
+        means, lows, highs = np.array(figures, dtype=float).T  # NaN in an empty bucket
+        axes.bar(x, means, width, label=name, alpha=0.85)
+        axes.vlines(x, lows, highs, color="black", linewidth=1)
+    axes.set_ylabel("F1", fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.axvline(len(BUCKETS) - 1.5, color="gray", linewidth=0.8, linestyle=":")

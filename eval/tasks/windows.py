@@ -1,0 +1,111 @@
+"""Texts, cut into windows of segments, and the loss of every token in them.
+
+Axes: N tokens of a text, W windows, S segments of a window, L tokens of a segment, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from condense.prefill import encode
+from training.data.documents import DocumentReader
+from training.recipe import Source
+
+from .documents import readable
+
+
+class Window(NamedTuple):
+    """`size` segments of a text from `first` on: S of them, or fewer at the text's end."""
+
+    text: int
+    first: int
+    size: int
+
+
+def read_texts(
+    tokenizer: Any, data: Sequence[str], max_tokens: int | None = None, text_field: str = "text"
+) -> list[torch.Tensor]:
+    """The token ids [N] of each document in files or glob patterns (.txt, .jsonl, .parquet), up to `max_tokens`.
+
+    Raises `ValueError` for a broken document, and where there is none.
+    """
+    reader = DocumentReader([Source(files=files, text=text_field) for files in data], with_summaries=False)
+    texts, num_tokens = list[torch.Tensor](), 0
+    for document in readable(reader):
+        ids_N = encode(tokenizer, document.text)[0]
+        texts.append(ids_N if max_tokens is None else ids_N[: max_tokens - num_tokens])
+        num_tokens += len(texts[-1])
+        if num_tokens == max_tokens:
+            break
+    if not texts:
+        raise ValueError(f"data {', '.join(data)} holds no document: pass files with text.")
+    return texts
+
+
+def plan_windows(texts: Sequence[torch.Tensor], num_segments: int, segment_length: int) -> list[Window]:
+    """A window at every segment of texts [N]. Raises `ValueError` where no text has S segments and one more token."""
+    sizes = [(len(text) - 1) // segment_length for text in texts]
+    windows = [
+        Window(text, first, min(num_segments, size - first))
+        for text, size in enumerate(sizes)
+        if size >= num_segments
+        for first in range(size)
+    ]
+    if not windows:
+        raise ValueError(
+            f"the longest of {len(texts)} texts has {max(map(len, texts))} tokens; {num_segments} segments of "
+            f"{segment_length} need {num_segments * segment_length + 1}: pass longer texts, or fewer or shorter "
+            "segments."
+        )
+    return windows
+
+
+def paired(windows: Sequence[Window], num_segments: int) -> np.ndarray:
+    """[W, S], true for segments that have windows with every number of segments before them.
+
+    In each column the order of the windows is that of the segments, so the true entries of two columns are pairs.
+    """
+    first_W1 = np.array([window.first for window in windows])[:, None]
+    size_W1 = np.array([window.size for window in windows])[:, None]
+    before_S = np.arange(num_segments)
+    return (first_W1 + before_S >= num_segments - 1) & (before_S < size_W1)
+
+
+def window_losses(
+    model: Any, texts: Sequence[torch.Tensor], windows: Sequence[Window], num_segments: int, segment_length: int
+) -> np.ndarray:
+    """The losses [W, S, L] of a batch of windows; 0 where a window has fewer segments."""
+    longest = max(window.size for window in windows)
+    ids_WN = torch.zeros(len(windows), longest * segment_length + 1, dtype=torch.long)
+    for row_N, (text, first, size) in zip(ids_WN, windows, strict=True):
+        part = texts[text][first * segment_length : (first + size) * segment_length + 1]
+        row_N[: len(part)] = part
+    loss_WSL = np.zeros((len(windows), num_segments, segment_length))
+    loss_WSL[:, :longest] = segment_losses(model, ids_WN, segment_length)
+    is_there_WS = np.arange(num_segments) < np.array([window.size for window in windows])[:, None]
+    return np.where(is_there_WS[:, :, None], loss_WSL, 0)
+
+
+@torch.no_grad()
+def segment_losses(model: Any, ids_WN: torch.Tensor, segment_length: int) -> np.ndarray:
+    """Cross-entropies [W, S, L] in nats of tokens 1 to S * L of texts [W, S * L + 1].
+
+    The model reads the texts segment by segment, so that the logits of one segment are in memory at once.
+    """
+    cache, losses = None, []
+    for first in range(0, ids_WN.shape[1] - 1, segment_length):
+        part_WL1 = ids_WN[:, first : first + segment_length + 1].to(model.device)
+        loss_WL, cache = _read_segment(model, part_WL1, cache)
+        losses.append(loss_WL.cpu())
+    return torch.stack(losses, dim=1).numpy()
+
+
+def _read_segment(model: Any, part_WL1: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    output = model(part_WL1[:, :-1], past_key_values=cache, use_cache=True)
+    accurate = torch.promote_types(output.logits.dtype, torch.float32)
+    rows = zip(output.logits, part_WL1[:, 1:], strict=True)
+    losses = [F.cross_entropy(logits_LV.to(accurate), target_L, reduction="none") for logits_LV, target_L in rows]
+    return torch.stack(losses), output.past_key_values

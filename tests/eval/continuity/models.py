@@ -1,0 +1,79 @@
+"""Options, and small models, for the tests of the probes."""
+
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from condense.continuity import ContinuousLM
+from eval.continuity import counts, memory, probes, space, sums, transformations
+from eval.continuity.engine import Reader
+from eval.continuity.options import ProbeOptions
+from tests.condense.models import tiny_model
+
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def options(**given) -> ProbeOptions:
+    return ProbeOptions(**{"models": [], **given})
+
+
+def probe(name, models, output, **given):
+    return probes.probe(name, output, options(models=models, **given))
+
+
+def with_bos(tokenizer):
+    first = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def llama(tokenizer, layers=2, **fields):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_hidden_layers=layers, initializer_range=0.3, **TOKENS, **SIZES, **fields
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def stock_reader(tokenizer, **fields):
+    return Reader(ContinuousLM(llama(tokenizer, **fields).double()), tokenizer)
+
+
+def folded_reader(tokenizer, segment_length=4, **fields):
+    model = tiny_model(vocab_size=len(tokenizer), segment_length=segment_length, **fields)
+    return Reader(ContinuousLM(model), tokenizer)
+
+
+def gpt2_reader(tokenizer, n_positions=64, **options):
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, **TOKENS}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=n_positions, **sizes))
+    return Reader(ContinuousLM(model.double().eval(), **options), tokenizer)
+
+
+def first_of(prompts):
+    """The first pair of words with its first prompt."""
+    words, (first, *_) = next(iter(prompts.items()))
+    return {words: (first,)}
+
+
+def shrink_sets(monkeypatch):
+    """One item of each kind in the fixed sets of the probes, so that all of them run in seconds."""
+    for module, name, few in (
+        (sums, "PAIRS", ()),
+        (counts, "WORDS", counts.WORDS[:1]),
+        (memory, "WORDS", counts.WORDS[:1]),
+        (memory, "DISTANCES", (0, 1, 2)),
+        (counts, "PASSAGES", {"shop": counts.PASSAGES["shop"]}),
+        (space, "OPERATORS", space.OPERATORS[:1]),
+        *((space, name, first_of(getattr(space, name))) for name in ("QUESTIONS", "SENTENCES", "STORIES")),
+        (transformations, "SENTENCES", {"France": transformations.SENTENCES["France"]}),
+    ):
+        monkeypatch.setattr(module, name, few)
+
+
+def parts(text, places):
+    return [text[start:end] for start, end in places]

@@ -1,0 +1,450 @@
+"""Probes from the command line: what they write and refuse, how they go on, what tables and curves show."""
+
+import csv
+import json
+import re
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+import condense_cli
+from condense import CondenseForCausalLM
+from eval.continuity import probes, space, sums, transformations
+from eval.continuity.aggregation import SET
+from eval.continuity.classes import DIGITS
+from eval.continuity.data import load
+from eval.continuity.pictures import shown_curves
+from eval.continuity.probe import Probe
+from eval.continuity.probes import PROBES, probe_all
+from eval.continuity.prompts import counting_prompt
+from eval.continuity.questions import write_questions
+from training.small_llama import word_tokenizer
+
+from .models import first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
+from .models import options as probe_options
+
+# From the command line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models of random weights: `llama` and `folded` know the words of the questions, `stories` and `gpt2` those of
+    the sentences and of the first objects."""
+    folder = tmp_path_factory.mktemp("models")
+    write_questions(folder, seed=0, num_questions=3, width=16, layers=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+    CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=32).save_pretrained(folder / "folded")
+    tokenizer.save_pretrained(folder / "folded")
+    items = [*space.Space.prompts(probe_options(limit=2)), *transformations.Translation.prompts(probe_options())]
+    known = with_bos(word_tokenizer([text for item in items for text in (item.text, item.other)]))
+    for name, model in {"stories": llama(known, layers=1), "gpt2": gpt2_reader(known).lm.model.float()}.items():
+        model.save_pretrained(folder / name)
+        known.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(Probe, "draw", lambda *given: None)
+
+
+def asked(*arguments):
+    return CliRunner().invoke(condense_cli.app, ["probe", *map(str, arguments)])
+
+
+def probed(output, name, *models, options=()):
+    """What the command wrote, and what it showed."""
+    named = [word for model in models for word in ("--model", model)]
+    done = asked(name, *named, "--output", output, *options)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads((output / f"probe_{name}.json").read_text()), done.stdout
+
+
+def cells_of(results):
+    """The lines of the table that the JSON's records make."""
+    for model in results["models"]:
+        for record in model["records"]:
+            for n, factor in enumerate(record["factors"] if record["valid"] else []):
+                cells = {"model": model["name"], "group": record["group"], "item": record["name"], "factor": factor}
+                cells |= {f"p({name})": curve[n] for name, curve in record.get("curves", {}).items()}
+                cells |= {f"token({name})": curve[n] for name, curve in record.get("likely", {}).items()}
+                for name in ("distance", "same_top", "recall", "found"):
+                    cells |= {name: record[name][n]} if name in record else {}
+                yield {name: str(value) for name, value in cells.items()}
+
+
+WITH_LIMIT = {"counting", "events", "sums", "space", "memory"}
+TITLES = {
+    "counting": "normalised peak frequency, all peaks (table 2)",
+    "events": "normalised peak frequency, expected peaks only (table 5)",
+    "sums": "of these, how many have each property (table 7)",
+    "space": "from one object to the other (tables 8, 9 and 10)",
+    "boolean": "truth values between operators",
+    "translation": "shifted by 0 to 10 units",
+    "scaling": "durations scaled by 0.05 to 2",
+    "density": "straight lines between embeddings",
+    "memory": "mean probability of the right answer with all memory keys at one duration",
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_figures_are_the_same_in_every_file(name, folder, tmp_path, undrawn):
+    counts_or_adds = name in ("counting", "events", "sums", "boolean")
+    source = folder / ("folded" if name == "memory" else "llama" if counts_or_adds else "stories")
+    results, shown = probed(tmp_path, name, source, options=["--limit", 2] if name in WITH_LIMIT else [])
+    (model,) = results["models"]
+    assert results["kind"] == f"probe_{name}" and results["about"] == PROBES[name].about
+    assert (model["name"], model["source"]) == (source.name, str(source))
+    assert results["limit"] == (2 if name in WITH_LIMIT else None) and results["data"] == "the package's own"
+    items = PROBES[name].prompts(probe_options(limit=2 if name in WITH_LIMIT else None))
+    assert [(r["name"], r["group"]) for r in model["records"]] == [(item.name, item.group) for item in items]
+    assert model["summary"] == json.loads(json.dumps(PROBES[name].summary(model["records"])))
+    share = sum(record["valid"] for record in model["records"]) / len(items)
+    assert share == 1 if name != "memory" else share > 0.5
+    with (tmp_path / f"probe_{name}.csv").open(newline="") as file:
+        rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
+    assert rows == list(cells_of(results)) and rows
+    assert TITLES[name] in shown and f"{tmp_path}/probe_{name}.json" in shown
+    assert "\n\n".join(map(str, PROBES[name].tables(results))) == shown.split(f"\n\n{tmp_path}")[0]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """What the stock models of transformers themselves give behind a text: each token's probability, by its text."""
+    loaded = {}
+
+    @torch.no_grad()
+    def probabilities(name, text):
+        if name not in loaded:
+            loaded[name] = (
+                AutoModelForCausalLM.from_pretrained(folder / name).eval(),
+                AutoTokenizer.from_pretrained(folder / name),
+            )
+        model, tokenizer = loaded[name]
+        probabilities_V = model(**tokenizer(text, return_tensors="pt")).logits[0, -1].double().softmax(-1)
+        return dict(zip(tokenizer.convert_ids_to_tokens(range(len(tokenizer))), probabilities_V.tolist(), strict=True))
+
+    return probabilities
+
+
+@pytest.mark.parametrize("name", ["counting", "events", "sums", "space", "boolean"])
+def test_unchanged_sentences_get_the_models_own_answers(name, folder, tmp_path, undrawn, whole):
+    model = "stories" if name == "space" else "llama"
+    results, _ = probed(tmp_path, name, folder / model, options=["--limit", 2] if name in WITH_LIMIT else [])
+    items = PROBES[name].prompts(probe_options(limit=2 if name in WITH_LIMIT else None))
+    compared = 0
+    for item, record in zip(items, results["models"][0]["records"], strict=True):
+        first, last = (0, item.text), (-1, item.other or item.text)
+        for place, text in {"interpolate": [first, last], "shift": [first], "densify": [first]}.get(item.vary, [last]):
+            own = whole(model, text)
+            for label, curve in record["curves"].items():
+                expected = sum(value for word, value in own.items() if word.lower() == label)
+                assert curve[place] == pytest.approx(expected, rel=1e-3), (item.name, label)
+                compared += 1
+            for label, curve in record["likely"].items():
+                assert curve[place] == pytest.approx(own[label], rel=1e-3), (item.name, label)
+    assert compared > 20
+
+
+def test_what_moving_and_stretching_does(folder, tmp_path, undrawn):
+    """A rotary model sees no translation, and one layer of it no copies at equal positions; GPT-2's positions move."""
+    results, shown = probed(tmp_path, "translation", folder / "stories", f"two={folder / 'gpt2'}")
+    rotary, learned = (model["summary"] for model in results["models"])
+    assert [model["name"] for model in results["models"]] == ["stories", "two"] and "two" in shown
+    assert rotary["valid"] == learned["valid"] == 4
+    assert all(one["most"] < 1e-4 and one["same_top"] == 1 for one in rotary["sentences"].values())
+    assert all(one["most"] > 1e-3 for one in learned["sentences"].values())
+    for model in results["models"]:
+        assert all(record["distance"][0] < 1e-6 for record in model["records"])  # unchanged
+    scaled, _ = probed(tmp_path, "scaling", folder / "stories")
+    assert all(one["most"] > 1e-3 for one in scaled["models"][0]["summary"]["sentences"].values())
+    dense, _ = probed(tmp_path, "density", folder / "stories")
+    for sentence, one in dense["models"][0]["summary"]["sentences"].items():
+        assert one["most"] < 1e-5 if "equal" in sentence else one["most"] > 1e-4
+    rules = dense["models"][0]["summary"]["rules"]
+    for sentence in transformations.SENTENCES:
+        trapezoids, rectangles = rules[f"{sentence}, trapezoids"], rules[f"{sentence}, rectangles"]
+        assert trapezoids[5] < rectangles[5] < rectangles[2]
+
+
+def test_positions_that_run_out_are_recorded(folder, tmp_path, undrawn):
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2")
+    sizes = {"n_positions": 17, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    results, shown = probed(tmp_path / "out", "translation", tmp_path)
+    valid = {record["name"]: record["valid"] for record in results["models"][0]["records"]}
+    # With <s> in front France has 6 tokens and Gatsby 7, Romeo 10 and Lily 11: the last sits 10 further.
+    assert valid == {"France": True, "Gatsby": True, "Romeo": False, "Lily": False}
+    assert "records that are not valid" in shown and results["models"][0]["summary"]["valid"] == 2
+
+
+def test_words_that_are_not_known_are_counted(folder, tmp_path, undrawn):
+    results, shown = probed(tmp_path, "translation", folder / "llama")
+    model = results["models"][0]
+    reasons = [record["reason"] for record in model["records"] if not record["valid"]]
+    assert reasons and model["summary"]["valid"] == 4 - len(reasons)
+    (line,) = [line for line in shown.splitlines() if "the tokenizer does not know" in line]
+    assert line.split()[-1] == str(len(reasons))
+
+
+def test_a_folded_models_own_limits(folder, tmp_path, undrawn):
+    results, _ = probed(tmp_path, "density", folder / "folded")
+    reasons = {record["reason"] for record in results["models"][0]["records"] if not record["valid"]}
+    assert "a folded model knows rectangles only" in reasons
+    assert "a folded model knows no positions but those that durations give" in reasons
+    assert set(results["models"][0]["summary"]["rules"]) == {"France, rectangles"}
+
+
+def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):
+    """Small sets of everything, drawn."""
+    shrink_sets(monkeypatch)
+    named = ["--model", f"one={folder / 'llama'}", "--model", f"two={folder / 'folded'}"]
+    done = asked("all", *named, "--output", tmp_path, "--limit", 1, "--template", "listed", "--speed")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert done.output.strip().endswith("report.html") and "time for three items" in done.output
+    page = (tmp_path / "report.html").read_text()
+    pictures = 0
+    for name in PROBES:
+        results = json.loads((tmp_path / f"probe_{name}.json").read_text())
+        assert [model["name"] for model in results["models"]] == (["two"] if name == "memory" else ["one", "two"])
+        assert results["template"] == ("listed" if name == "counting" else "sentence")
+        assert results["limit"] == (1 if name in WITH_LIMIT else None)
+        assert ("speed" in results["models"][0]) == (name == "counting")
+        assert (tmp_path / f"probe_{name}.csv").stat().st_size > 1_000
+        groups = {record["group"] for model in results["models"] for record in model["records"] if record["valid"]}
+        for group in groups:
+            path = tmp_path / f"probe_{name}-{''.join(c if c.isalnum() else '_' for c in group)}.png"
+            assert path.stat().st_size > 5_000 and path.with_suffix(".svg").stat().st_size > 5_000, path
+        assert len(list(tmp_path.glob(f"probe_{name}-*.png"))) == len(groups)
+        pictures += len(groups)
+        assert TITLES[name] in page
+    assert page.count("data:image/png;base64,") == pictures
+
+
+def test_what_lies_between_objects_is_drawn(folder, tmp_path, monkeypatch):
+    for name in ("QUESTIONS", "SENTENCES", "STORIES"):
+        monkeypatch.setattr(space, name, first_of(getattr(space, name)))
+    results, _ = probed(tmp_path, "space", folder / "stories", options=["--limit", 1])
+    summary = results["models"][0]["summary"]
+    assert (summary["records"], summary["valid"], len(summary["m_max_of_each"])) == (4, 4, 4)
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"probe_space-{group}.png" for group in ("set", "questions", "sentences", "stories")
+    }
+
+
+def test_all_of_them_on_stock_models_leave_memory_out(folder, tmp_path, undrawn, monkeypatch):
+    monkeypatch.setattr(probes, "run", lambda task, output: task.kind)
+    stock, folded = (probe_options(models=[str(folder / name)]) for name in ("llama", "folded"))
+    assert list(probe_all(tmp_path, stock)) == [name for name in PROBES if name != "memory"]
+    assert list(probe_all(tmp_path, folded)) == list(PROBES)
+
+
+def test_own_data(folder, tmp_path, undrawn):
+    records = load("words")[5:8]
+    (tmp_path / "own.json").write_text(json.dumps(records))
+    options = ["--data", tmp_path / "own.json", "--limit", 5]  # more than there are
+    results, _ = probed(tmp_path / "out", "counting", folder / "llama", options=options)
+    in_set = [record for record in results["models"][0]["records"] if record["group"] == SET]
+    assert [record["name"] for record in in_set] == [f"{n} {record['word']}" for n, record in enumerate(records)]
+    assert results["data"] == str(tmp_path / "own.json") and results["models"][0]["summary"]["records"] == 3
+
+
+def test_templates_pose_other_prompts(folder, tmp_path, undrawn, whole):
+    results, _ = probed(tmp_path, "counting", folder / "llama", options=["--limit", 1, "--template", "listed"])
+    record = results["models"][0]["records"][0]
+    own = whole("llama", counting_prompt("apple", 4, "fruit", "a fruit", "listed").text)
+    assert results["template"] == "listed" and record["curves"]["4"][-1] == pytest.approx(own["4"], rel=1e-3)
+
+
+def test_positions_at_the_start(folder, tmp_path, undrawn):
+    results, _ = probed(tmp_path, "scaling", folder / "gpt2", options=["--position-anchor", "start"])
+    assert results["models"][0]["position_anchor"] == "start" and results["models"][0]["summary"]["valid"] == 4
+    results, _ = probed(tmp_path / "end", "scaling", folder / "gpt2")
+    assert results["models"][0]["position_anchor"] == "end" and results["models"][0]["summary"]["valid"] == 0
+
+
+def test_speed_is_measured_once(folder, tmp_path, undrawn, monkeypatch):
+    results, shown = probed(tmp_path, "events", folder / "llama", options=["--limit", 2, "--speed"])
+    speed = results["models"][0]["speed"]
+    assert speed["items"] == 2 and speed["one_by_one"] > 0 and speed["together"] > 0
+    assert speed["speed_up"] == speed["one_by_one"] / speed["together"] and "time for three items" in shown
+    monkeypatch.setattr("eval.continuity.probe.speed", lambda *given: pytest.fail("measured again"))
+    again, _ = probed(tmp_path, "events", folder / "llama", options=["--limit", 2, "--speed"])
+    assert again["models"] == results["models"]
+    (tmp_path / "own.json").write_text(json.dumps([load("words")[0] | {"word": "zebra crossing"}]))
+    monkeypatch.undo()
+    monkeypatch.setattr(Probe, "draw", lambda *given: None)
+    options = ["--data", tmp_path / "own.json", "--speed"]
+    nothing, shown = probed(tmp_path, "counting", folder / "llama", options=options)
+    assert nothing["models"][0]["speed"] == {"items": 0} and "time for three items" not in shown
+
+
+def test_a_stopped_probe_goes_on(folder, tmp_path, undrawn, monkeypatch):
+    """Of two models, in the second one's items."""
+    models = folder / "llama", f"b={folder / 'folded'}"
+    whole, _ = probed(tmp_path / "whole", "boolean", *models)
+    probed(tmp_path / "cut", "boolean", *models)
+    path = tmp_path / "cut" / "probe_boolean.records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * 16
+    path.write_text("".join(lines[:22]) + lines[22][:-1])
+    measured, experiment = [], PROBES["boolean"]
+    record = experiment.record
+
+    def noted(reader, item):
+        measured.append(item.name)
+        return record(reader, item)
+
+    monkeypatch.setattr(experiment, "record", staticmethod(noted))
+    again, _ = probed(tmp_path / "cut", "boolean", *models)
+    assert measured == [item.name for item in experiment.prompts(probe_options())][5:]
+    assert again["models"] == whole["models"]
+    same = [(tmp_path / name / "probe_boolean.csv").read_text() for name in ("whole", "cut")]
+    assert same[0] == same[1]
+
+
+def test_another_measurement_is_not_gone_on_with(folder, tmp_path, undrawn):
+    (tmp_path / "own.json").write_text(json.dumps(load("tutorials")[:1]))
+    first = ("events", "--model", folder / "llama", "--output", tmp_path)
+    assert asked(*first, "--limit", 1).exit_code == 0
+    for options, changed in (
+        (["--limit", 2], "limit was 1 and is 2"),
+        (["--limit", 1, "--data", tmp_path / "own.json"], "data was"),
+        (["--limit", 1, "--position-anchor", "start"], "models was"),
+        (["--limit", 1, "--model", folder / "folded"], "models was"),
+    ):
+        done = asked(*first, *options)
+        assert isinstance(done.exception, ValueError) and "comes from another measurement" in str(done.exception)
+        assert changed in str(done.exception)
+    assert asked(*first, "--limit", 1).exit_code == 0
+
+
+def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path, undrawn):
+    path, asked_for = tmp_path / "own.json", ("counting", "--model", folder / "llama", "--output", tmp_path / "out")
+    path.write_text(json.dumps(load("words")[:1]))
+    assert asked(*asked_for, "--data", path).exit_code == 0
+    path.write_text(json.dumps(load("words")[1:2]))
+    done = asked(*asked_for, "--data", path)
+    assert "items was" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["weight", "--model", "llama"], "no probe 'weight': choose one of counting, .*memory, or all"),
+        (["counting", "--model", "llama", "--template", "apart"], "template='apart': choose sentence or listed"),
+        (["counting", "--model", "llama", "--template", "x"], "template='x': choose sentence or listed"),
+        (["sums", "--model", "llama", "--template", "listed"], "template='listed' belongs to counting.*for sums"),
+        (["boolean", "--model", "llama", "--data", "x.json"], "boolean has no data set: leave out --data"),
+        (["translation", "--model", "llama", "--limit", "3"], "translation has no data set"),
+        (["density", "--model", "llama", "--speed"], "density has no data set to time"),
+        (["memory", "--model", "folded", "--speed"], "memory has no data set to time"),
+        (["memory", "--model", "llama"], "llama is a stock model and has no memory"),
+        (["memory", "--model", "folded", "--model", "llama"], "llama is a stock model and has no memory"),
+        (["all", "--model", "llama", "--data", "x.json"], "--data belongs to one probe"),
+        (["all", "--model", "llama", "--template", "x"], "template='x'"),
+        (["counting", "--model", "nowhere"], "there is no folder '.*nowhere'"),
+        (["counting", "--model", "llama", "--model", "llama"], "two models are called"),
+        (["counting", "--model", "llama", "--data", "nowhere.json"], r"nowhere\.json cannot be read"),
+        (["counting", "--model", "llama", "--position-anchor", "middle"], "position_anchor='middle'"),
+        (["counting", "--model", "folded", "--position-anchor", "start"], "the folded model's is 'end'"),
+    ],
+)
+def test_what_is_refused(arguments, message, folder, tmp_path, undrawn):
+    places = {"llama": folder / "llama", "folded": folder / "folded", "nowhere": folder / "nowhere"}
+    done = asked(*(places.get(word, word) for word in arguments), "--output", tmp_path / "out")
+    assert isinstance(done.exception, ValueError) and re.search(message, str(done.exception)), done.exception
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refusal_is_one_line(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["condense", "probe", "weight", "--model", "m", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        condense_cli.main()
+    assert left.value.code == 1 and capsys.readouterr().err.startswith("condense: there is no probe 'weight'")
+    assert asked("counting", "--model", "m", "--output", tmp_path, "--limit", 0).exit_code == 2
+
+
+def test_from_python(folder, tmp_path, undrawn):
+    results = probe("events", [str(folder / "llama")], tmp_path, limit=1)
+    assert json.loads((tmp_path / "probe_events.json").read_text()) == results
+
+
+# Tables and curves
+
+
+def test_tables_by_hand():
+    """Figures of each model, of all together by their valid records, then those of the paper; and what was not valid,
+    reasons of the same kind in one line."""
+    figures = ("right_at_1", "counterfactual", "observed", "observed_expected", "ratio", "ratio_expected")
+    first = {"records": 4, "valid": 3} | dict(zip(figures, (0.5, 0.25, 0.5, 0.4, 2.0, 1.5), strict=True))
+    second = {"records": 6, "valid": 1} | dict(zip(figures, (0.1, 0.21, 0.9, 0.8, 4.0, 3.5), strict=True))
+    nothing = {"records": 2, "valid": 0} | dict.fromkeys(figures)
+    reasons = ["'cat' is 2 tokens, not one", "'catfish' is 3 tokens, not one", "3 and 4 tokens: nothing lies between"]
+    records = [{"valid": False, "reason": reason} for reason in reasons] + [{"valid": True}]
+    models = [
+        {"name": "m", "summary": first, "records": records, "speed": {"items": 0}},
+        {"name": "t", "summary": second, "records": [], "speed": {"one_by_one": 4.0, "together": 1.0, "speed_up": 4.0}},
+        {"name": "none", "summary": nothing, "records": []},
+    ]
+    rows = {
+        table.title: table.rows for table in PROBES["counting"].tables({"kind": "probe_counting", "models": models})
+    }
+    right, every, expected = (
+        {name: figures for name, *figures in rows[title]}
+        for title in (
+            "valid records (table 1)",
+            "normalised peak frequency, all peaks (table 2)",
+            "normalised peak frequency, expected peaks only (table 3)",
+        )
+    )
+    assert list(right)[:4] == ["m", "t", "none", "Global"]
+    assert right["m"] == ["75.00 %", "3 of 4", "50.00 %"] and right["Global"] == ["33.33 %", "4 of 12", "40.00 %"]
+    assert right["none"] == ["0.00 %", "0 of 2", "-"] and right["Llama 3 8b (paper)"] == ["93.50 %", "", ""]
+    assert every["m"] == ["0.2500", "0.5000", "2.00"] and expected["m"] == ["0.2500", "0.4000", "1.50"]
+    assert every["Global"] == ["0.2400", "0.6000", "2.50"] and expected["Global"] == ["0.2400", "0.5000", "2.00"]
+    assert every["Llama 2 13b (paper)"] == ["0.2599", "0.9174", "3.60"]
+    assert expected["Gemma 1 7b (paper)"] == ["0.2610", "0.3503", "1.34"]
+    assert rows["time for three items"] == [["t", "4.00", "1.00", "4.00"]]
+    assert [row[::2] for row in rows["records that are not valid"]] == [["m", 2], ["m", 1]]
+    alone = PROBES["counting"].tables({"kind": "probe_counting", "models": models[:1]})
+    assert "Global" not in str(alone[0])
+
+
+def test_papers_figures_in_the_tables():
+    nothing = {"records": 0, "valid": 0, "P1": None, "P2": None, "P3": None}
+    rates, shares = sums.Sums.summary_tables({"m": nothing})
+    assert rates.rows[0] == ["m", "-", "0 of 0"] and rates.rows[2] == ["Llama 2 13b (paper)", "19.50 %", ""]
+    assert shares.rows[0] == ["m", "-", "-", "-"]
+    assert shares.rows[1] == ["Llama 3 8b (paper)", "29.17 %", "25.83 %", "25.83 %"]
+    some = {"records": 4, "valid": 2, "P1": 0.5, "P2": 0.4, "P3": 0.3}
+    rates, shares = sums.Sums.summary_tables({"m": some, "n": some | {"valid": 1, "P3": 0.9}})
+    assert rates.rows[2] == ["Global", "37.50 %", "3 of 8"]
+    assert shares.rows[2] == ["Global", "50.00 %", "40.00 %", "50.00 %"]
+    nothing = {"records": 0, "valid": 0, "derivative": None, "m_max": None, "far_outside": None}
+    (table,) = space.Space.summary_tables({"m": nothing})
+    assert table.rows[0] == ["m", "-", "0 of 0", "-", "-", "-"]
+    assert table.rows[4] == ["Gemma 2 9b (paper)", "84.00 %", "", "5.402", "0.0178", "9.52 %"]
+    some = {"records": 4, "valid": 2, "derivative": 5.0, "m_max": 0.1, "far_outside": 0.5}
+    (table,) = space.Space.summary_tables({"m": some, "n": some | {"valid": 1, "m_max": 0.4}})
+    assert table.rows[2] == ["Global", "37.50 %", "3 of 8", "5.000", "0.2000", "50.00 %"]
+
+
+def test_curves_that_are_drawn():
+    """Of the digits those that reach 5 %, the others in one, and all that is no digit in another."""
+    curves = {digit: [0.0, 0.0] for digit in DIGITS} | {"3": [0.5, 0.1], "4": [0.2, 0.6], "7": [0.04, 0.01]}
+    shown = shown_curves({"factors": [0.5, 1.0], "curves": curves, "likely": {"x": [0.3, 0.3]}})
+    assert list(shown) == ["3", "4", "other digits", "other tokens"]
+    assert shown["other digits"] == pytest.approx([0.04, 0.01]) and shown["other tokens"] == pytest.approx([0.26, 0.29])
+    likely = {"cat": [0.5, 0.1], "dog": [0.3, 0.7]}
+    shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely})
+    assert list(shown) == ["cat", "dog", "other tokens"] and shown["other tokens"] == pytest.approx([0.2, 0.2])
+    likely = {f"word {n}": [0.05 + 0.001 * n, 0.0] for n in range(12)}  # the ten that reach most
+    shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely})
+    assert list(shown) == [*list(likely)[2:], "other tokens"]
+    assert shown["other tokens"] == pytest.approx([1 - sum(0.05 + 0.001 * n for n in range(2, 12)), 1])

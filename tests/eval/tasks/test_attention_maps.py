@@ -1,0 +1,302 @@
+"""Recomputed scores are those that the model attends with, and the masses and maps are made of them."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import typer
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from condense import CondenseForCausalLM, reference, to_llama
+from eval.models import EvaluatedModel, load_evaluated
+from eval.tasks import evaluate
+from eval.tasks.attention_maps import AttentionMaps
+from eval.tasks.attention_scores import CELLS, mass, queries_and_keys, scaled_map, scores, visible
+from eval.tasks.options import AttentionOptions
+from eval.tasks.windows import read_texts
+from tests.condense.models import random_ids, tiny_model, weights
+from training.small_llama import save_small_llama
+
+LENGTH, SEGMENTS = 5, (1, 3)
+
+
+def reference_scores(model, ids_N):
+    """(layer, segment) to [H, T, 2T], each head by itself, in float64 with positions of the whole text."""
+    config, w, eps, found = model.config, weights(model), model.config.rms_norm_eps, {}
+    memory = [None] * config.num_hidden_layers
+    groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    for segment in range(len(ids_N) // LENGTH):
+        here = torch.arange(segment * LENGTH, (segment + 1) * LENGTH)
+        x_TD = w["model.embed_tokens.weight"][ids_N[here]]
+        for n in range(config.num_hidden_layers):
+            layer = {k.split(f"layers.{n}.", 1)[1]: v for k, v in w.items() if f"layers.{n}." in k}
+            before = here[:0] if memory[n] is None else here - LENGTH
+            places = torch.cat([before, here]).double()
+            context_KD = x_TD if memory[n] is None else torch.cat([memory[n], x_TD])
+            query, key = (
+                reference._linear(
+                    layer, f"self_attn.{name}", reference._norm(one, layer["input_layernorm.weight"], eps)
+                )
+                for name, one in (("q_proj", x_TD), ("k_proj", context_KD))
+            )
+            found[n, segment] = torch.stack(
+                [
+                    reference._rotate(query.split(width, 1)[h], places[-LENGTH:], config)
+                    @ reference._rotate(key.split(width, 1)[h // groups], places, config).T
+                    / math.sqrt(width)
+                    for h in range(config.num_attention_heads)
+                ]
+            )
+            y_TD = reference._layer(layer, config, eps, x_TD, context_KD, places, torch.ones(len(places)).double())
+            memory[n] = y_TD if config.memory_source == "layer_output" else x_TD
+            x_TD = y_TD
+    return found
+
+
+@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+def test_folded_scores_by_the_equations(memory_source):
+    model, ids = tiny_model(segment_length=LENGTH, memory_source=memory_source), random_ids(1, 4 * LENGTH)[0]
+    found = queries_and_keys(model, ids, LENGTH, range(3), SEGMENTS)
+    expected = reference_scores(model, ids)
+    assert set(found) == {(layer, segment) for layer in range(3) for segment in SEGMENTS}
+    for place in found:
+        # Positions are the memory's and the segment's own here, those of the whole text there.
+        torch.testing.assert_close(scores(*found[place]), expected[place], rtol=1e-5, atol=1e-5)
+
+
+def test_folded_scores_give_what_the_layer_puts_out():
+    """softmax(masked scores) @ values @ W_O, with the values of the layer, is the layer's attention."""
+    model, ids = tiny_model(segment_length=LENGTH, attention_bias=True), random_ids(1, 4 * LENGTH)[0]
+    seen, module = {}, model.model.layers[1].self_attn
+
+    def note(module, arguments, output):
+        hidden, past, step = arguments
+        if past is not None:
+            value = module.v_proj(hidden).unflatten(-1, (-1, 8)).transpose(1, 2)
+            seen[step.piece.segments[0]] = torch.cat([past.value_RGKE, value], dim=2)[0], output[0]
+
+    module.register_forward_hook(note)
+    found = queries_and_keys(model, ids, LENGTH, [1], SEGMENTS)
+    for segment in SEGMENTS:
+        value_GKE, output_TD = seen[segment]
+        score_HTK = scores(*found[1, segment]).masked_fill(~visible(LENGTH, 2 * LENGTH), -math.inf)
+        mixed_HTE = score_HTK.softmax(-1) @ value_GKE.repeat_interleave(2, dim=0)
+        with torch.no_grad():
+            torch.testing.assert_close(module.o_proj(mixed_HTE.transpose(0, 1).flatten(1)), output_TD)
+
+
+def test_stock_scores_against_its_own_weights():
+    folded = tiny_model(segment_length=LENGTH)
+    model, ids = to_llama(folded), random_ids(1, 5 * LENGTH)[0]
+    found = queries_and_keys(model, ids, LENGTH, range(3), SEGMENTS)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = model(ids[None, : 4 * LENGTH], output_attentions=True).attentions
+    for (layer, segment), one in found.items():
+        first, end = segment * LENGTH, (segment + 1) * LENGTH
+        score_HTK = scores(*one)
+        weight_HTK = score_HTK.masked_fill(~visible(LENGTH, end), -math.inf).softmax(-1)
+        expected_HTK = own[layer][0, :, first:end, :end]
+        # transformers takes this softmax in float32
+        torch.testing.assert_close(weight_HTK, expected_HTK, rtol=1e-4, atol=1e-6)
+        masses = mass(score_HTK)
+        before_HT = expected_HTK[:, :, first - LENGTH : first].sum(-1)
+        assert masses["on_previous"] == pytest.approx(before_HT.mean().item(), rel=1e-4)
+        assert masses["on_earlier"] == pytest.approx(
+            expected_HTK[:, :, : first - LENGTH].sum(-1).mean().item(), abs=1e-5
+        )
+        np.testing.assert_allclose(masses["by_head"], before_HT.mean(1), rtol=1e-4)
+        np.testing.assert_allclose(masses["by_position"], before_HT.mean(0), rtol=1e-4)
+        assert (masses["on_earlier"] > 0) == (segment > 1)
+
+
+def test_hooks_leave_the_model_as_it_was():
+    model, ids = tiny_model(segment_length=LENGTH), random_ids(1, 4 * LENGTH)[0]
+    queries_and_keys(model, ids, LENGTH, range(3), SEGMENTS)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_masses_by_hand():
+    """Two tokens a segment, six keys: e^score is 1, but 3 where a query meets the first key of the segment before."""
+    score_HTK = torch.zeros(1, 2, 6)
+    score_HTK[:, :, 2] = math.log(3)
+    masses = mass(score_HTK)
+    # The first query sees 5 keys of weights 1 1 | 3 1 | 1, the second one more.
+    assert masses["by_position"] == pytest.approx([4 / 7, 4 / 8])
+    assert masses["on_previous"] == pytest.approx((4 / 7 + 4 / 8) / 2)
+    assert masses["on_earlier"] == pytest.approx((2 / 7 + 2 / 8) / 2)
+    assert masses["uniform"] == pytest.approx([2 / 5, 2 / 6])
+
+
+def test_maps_by_hand():
+    hidden = 99.0  # beyond all others: it must not count
+    score_Tk = torch.tensor([[1.0, 2.0, 5.0, hidden], [3.0, -3.0, 0.0, 1.0]])
+    assert scaled_map(score_Tk) == {"block": 1, "scores": [[0.5, 0.625, 1.0, None], [0.75, 0.0, 0.375, 0.5]]}
+    assert scaled_map(torch.full((2, 4), 7.0))["scores"] == [[0, 0, 0, None], [0, 0, 0, 0]]
+
+
+def test_maps_of_long_segments_are_block_means():
+    length = 2 * CELLS + 1  # blocks of 3, the last of each half of 1
+    score = torch.randn(length, 2 * length, generator=torch.Generator().manual_seed(0)).double()
+    one = scaled_map(score)
+    cells = np.array(one["scores"], dtype=float)
+    rows = -(-length // 3)
+    assert one["block"] == 3 and cells.shape == (rows, 2 * rows)
+    seen = visible(length, 2 * length).numpy()
+    scaled = np.where(seen, score, np.nan)
+    scaled = (scaled - np.nanmin(scaled)) / (np.nanmax(scaled) - np.nanmin(scaled))
+    assert cells[4, 7] == pytest.approx(scaled[12:15, 21:24].mean(), abs=1e-4)
+    border = scaled[-2:, length : length + 3]  # the first block of the current half, and the last rows
+    assert length % 3 == 2 and cells[-1, rows] == pytest.approx(border.mean(), abs=1e-4)
+    assert cells[-1, -1] == pytest.approx(np.nanmean(scaled[-2:, -2:]), abs=1e-4)
+    assert np.isnan(cells[0, -1])
+
+
+def record_of(model, ids, name="tiny", **options):
+    evaluated = EvaluatedModel(name, "", model, None)
+    task = AttentionMaps(AttentionOptions(models=[], text="", **options), [evaluated], {name: [ids]})
+    return task.measure(evaluated)
+
+
+def test_measured_records():
+    model, ids = tiny_model(segment_length=LENGTH), random_ids(1, 99)[0]
+    found = record_of(model, ids, layers=[0, 2], segments=SEGMENTS, heads=[3])
+    places = [(one["layer"], one["segment"]) for one in found["masses"]]
+    assert places == [(layer, segment) for layer in range(3) for segment in SEGMENTS]
+    expected = reference_scores(model, ids[: 4 * LENGTH])
+    assert [(one["layer"], one["segment"], one["head"]) for one in found["maps"]] == [
+        (layer, segment, head) for layer in (0, 2) for segment in SEGMENTS for head in (None, 3)
+    ]
+    for one in found["maps"]:
+        score_HTK = expected[one["layer"], one["segment"]]
+        wanted = scaled_map(score_HTK.mean(0) if one["head"] is None else score_HTK[3])["scores"]
+        np.testing.assert_allclose(np.array(one["scores"], float), np.array(wanted, float), atol=2e-4)
+    for one in found["masses"]:
+        assert 0 < one["on_previous"] < 1 and one["on_earlier"] == 0
+        assert (
+            one["on_previous"] == pytest.approx(np.mean(one["by_head"])) == pytest.approx(np.mean(one["by_position"]))
+        )
+
+
+def test_stock_maps_are_of_the_same_pair():
+    """Layer 0 sees the same embeddings, folded or not, if the memory is the layer's input."""
+    folded, ids = tiny_model(segment_length=LENGTH, memory_source="layer_input"), random_ids(1, 99)[0]
+    ours, stock = (
+        record_of(model, ids, layers=[0], segments=[3], segment_length=LENGTH)["maps"]
+        for model in (folded, to_llama(folded))
+    )
+    np.testing.assert_allclose(
+        np.array(ours[0]["scores"], float), np.array(stock[0]["scores"], float), atol=2e-4, equal_nan=True
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    save_small_llama(folder / "llama", layers=3)
+    model = CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=8)
+    model.save_pretrained(folder / "folded")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "folded" / name).write_bytes((folder / "llama" / name).read_bytes())
+    lines = ["The grass is green.", "The sky is blue. Here we go, there and back again. " * 8]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return folder
+
+
+def command(*arguments):
+    from eval import cli
+
+    app = typer.Typer()
+    app.command()(cli.attention)
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+def test_the_command_on_folded_and_stock(folders, tmp_path):
+    arguments = ["--model", folders / "folded", "--model", folders / "llama", "--segment-length", 8, "--layers", "0,2"]
+    arguments += ["--prompt-file", folders / "texts.jsonl", "--segments", "2,5", "--heads", "1", "--output", tmp_path]
+    run = command(*arguments)
+    results = json.loads((tmp_path / "attention.json").read_text())
+    assert len(results["masses"]) == 2 * 3 * 2 and len(results["maps"]) == 2 * 2 * 2 * 2
+    for one in results["maps"]:
+        cells = np.array(one["scores"], dtype=float)
+        assert cells.shape == (8, 16) and np.nanmin(cells) == 0 and np.nanmax(cells) == 1
+        assert (np.isnan(cells) == ~visible(8, 16).numpy()).all()
+    rows = list(csv.DictReader((tmp_path / "attention.csv").open()))
+    assert list(rows[0]) == ["model", "layer", "segment", "on_previous", "on_earlier"]
+    assert [float(row["on_previous"]) for row in rows] == [one["on_previous"] for one in results["masses"]]
+    assert {float(row["on_earlier"]) > 0 for row in rows if row["model"] == "llama"} == {True}
+    for name in ("attention", "attention_mass"):
+        assert all((tmp_path / f"{name}.{kind}").stat().st_size > 5_000 for kind in ("png", "svg"))
+    first, second = AttentionMaps.tables(results)
+    assert str(first) in run.stdout and str(second) in run.stdout
+    assert first.columns == ["layer", "segment 2: % on memory", "segment 5: % on memory"]
+    assert first.rows[0][1] == f"{100 * results['masses'][0]['on_previous']:.1f}"
+    # 8 keys of the memory among 9 to 16, and for segment 5 of the stock model among 41 to 48.
+    assert first.rows[-1][1] == f"{100 * np.mean([8 / (8 + t) for t in range(1, 9)]):.1f}"
+    assert second.rows[-1][3] == f"{100 * np.mean([8 / (40 + t) for t in range(1, 9)]):.1f}"
+
+
+def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(AttentionMaps, "draw", lambda *_: None)  # takes longer than the rest
+    models, text = [f"a={folders / 'folded'}", f"b={folders / 'llama'}"], str(folders / "texts.jsonl")
+
+    def run(name, segments=(1,)):
+        options = {"models": models, "text": text, "segments": segments, "segment_length": 8}
+        return evaluate("attention", tmp_path / name, **options)
+
+    whole = run("whole")
+    real, calls = AttentionMaps.measure, []
+
+    def broken(self, evaluated):
+        calls.append(evaluated.name)
+        if calls == ["a", "b"]:
+            raise KeyboardInterrupt
+        return real(self, evaluated)
+
+    monkeypatch.setattr(AttentionMaps, "measure", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run("broken")
+    resumed = run("broken")
+    assert calls == ["a", "b", "b"]
+    assert (resumed["masses"], resumed["maps"]) == (whole["masses"], whole["maps"])
+    with pytest.raises(ValueError, match=r"segments was \[1\] and is \[2\]"):
+        run("broken", segments=(2,))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"--segments": "0"}, "segment 0 is the first and has no memory"),
+        ({"--segments": "2,14"}, "the longest of 2 texts has 112 tokens, and the last of the segments ends at 120"),
+        ({"--segments": "1;2"}, "'1;2' is no whole number"),
+        ({"--layers": "0,3"}, "folded has no layer 3: it has 3, counted from 0"),
+        ({"--heads": "4"}, "folded has no head 4"),
+        ({"--prompt-file": "nowhere.txt"}, "nowhere.txt"),
+        ({"--model": "nowhere"}, "there is no folder 'nowhere'"),
+    ],
+)
+def test_errors_are_named(folders, tmp_path, changed, words):
+    options = {"--model": folders / "folded", "--prompt-file": folders / "texts.jsonl", "--output": tmp_path}
+    with pytest.raises(ValueError, match=words):
+        command(*(part for pair in (options | changed).items() for part in pair))
+
+
+def test_models_of_another_kind_are_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="gpt is a 'gpt2': maps are made of folded models and of Llamas"):
+        record_of(model, random_ids(1, 99)[0], "gpt", segment_length=8)
+
+
+def test_on_a_real_model(stories, novel):
+    """Layer 0 of a Llama has the same keys and queries folded and stock, if the memory is the layer's input."""
+    ids = read_texts(load_evaluated(str(stories)).tokenizer, [str(novel)], 200)[0]
+    folded = CondenseForCausalLM.from_pretrained(stories, segment_length=64, memory_source="layer_input").eval()
+    stock = LlamaForCausalLM.from_pretrained(stories).eval()
+    ours, own = (queries_and_keys(model, ids[:192], 64, [0], [2])[0, 2] for model in (folded, stock))
+    torch.testing.assert_close(scores(*ours), scores(*own)[:, :, 64:], rtol=1e-4, atol=1e-4)

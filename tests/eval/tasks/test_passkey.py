@@ -1,0 +1,151 @@
+"""Retrieval is counted on what the model itself decodes."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+import condense_cli
+from condense import CondenseForCausalLM
+from eval.models import EvaluatedModel, load_evaluated
+from eval.runner import measure
+from eval.statistics import wilson
+from eval.tasks import evaluate
+from eval.tasks.options import PasskeyOptions
+from eval.tasks.passkey import Passkey, first_number
+from training.data.passkey import PasskeyTask
+from training.small_llama import passkey_tokenizer, small_llama
+
+
+class Oracle:
+    """Answers with the key of the prompt, except for prompts whose key holds a 7: then its last digit is wrong."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked = tokenizer, 0
+
+    def generate(self, input_ids, attention_mask, max_new_tokens, **options):
+        rows = []
+        for ids in input_ids:
+            key = [word for word in self.tokenizer.decode(ids).split() if word.isdigit()][:4]
+            answer = [*key[:3], str((int(key[3]) + 1) % 10)] if "7" in key else key
+            rows.append(torch.cat([ids, torch.tensor(self.tokenizer.convert_tokens_to_ids(answer))[:max_new_tokens]]))
+        self.asked += len(input_ids)
+        return type("Output", (), {"sequences": torch.stack(rows), "past_key_values": type("C", (), {"layers": []})})
+
+
+@pytest.fixture
+def oracle():
+    tokenizer = passkey_tokenizer()
+    return EvaluatedModel("oracle", "", Oracle(tokenizer), tokenizer)
+
+
+def small_model(folder, kind=CondenseForCausalLM, seed=0):
+    tokenizer = passkey_tokenizer()
+    small_llama(tokenizer, seed=seed).save_pretrained(folder / "llama")
+    fields = {"segment_length": 40} if kind is CondenseForCausalLM else {}
+    kind.from_pretrained(folder / "llama", **fields).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def cells_of(evaluated, lengths, depths, **options):
+    task = Passkey(PasskeyOptions(models=[], lengths=lengths, depths=depths, **options), [evaluated])
+    return task.summarise(measure(task))["cells"]
+
+
+def test_counts(oracle):
+    cells = cells_of(oracle, [100, 300], (0.0, 0.5), num_prompts=400, seed=1)
+    assert [(cell["length"], cell["depth"]) for cell in cells] == [(100, 0), (100, 0.5), (300, 0), (300, 0.5)]
+    for cell in cells:
+        assert cell["total"] == 400 and cell["accuracy"] == cell["correct"] / 400
+        assert abs(cell["accuracy"] - 0.9**4) < 0.1  # four standard deviations
+        assert (cell["low"], cell["high"]) == wilson(cell["correct"], 400)
+    assert len({cell["correct"] for cell in cells}) > 1  # fresh prompts in each cell
+
+
+def test_first_number():
+    assert [first_number(text) for text in (" 1 2 34.", "12345", "x12", "", "12 is 3")] == [
+        "1234",
+        "12345",
+        "",
+        "",
+        "12",
+    ]
+
+
+@pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
+def test_command_on_folded_and_stock_models(kind, tmp_path):
+    model, out = small_model(tmp_path, kind), tmp_path / "out"
+    (model / "recipe.json").write_text(json.dumps({"stages": [{"total_length": 80}, {"total_length": 60}]}))
+    arguments = ["eval", "passkey", "--model", f"small={model}", "--lengths", "80,200", "--prompts", "3"]
+    done = CliRunner().invoke(condense_cli.app, [*arguments, "--output", str(out)])
+    assert done.exit_code == 0, done.output
+    results = json.loads((out / "passkey.json").read_text())
+    assert len(results["cells"]) == 10 and results["longest_trained"] == {"small": 80}
+    assert results["models"][0]["parameters"] == 102_208
+    rows = list(csv.DictReader((out / "passkey.csv").open()))
+    assert [int(row["correct"]) for row in rows] == [cell["correct"] for cell in results["cells"]]
+    assert all((out / f"passkey.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
+    assert "small: % correct" in done.output and "passkey.json" in done.output
+    held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}
+    assert held[80] == held[200] if kind is CondenseForCausalLM else held[80] < held[200]
+
+
+def test_a_stopped_measurement_goes_on(tmp_path, monkeypatch):
+    model = small_model(tmp_path)
+    options = {"models": [str(model)], "lengths": [80, 120], "num_prompts": 2}
+    whole = evaluate("passkey", tmp_path / "whole", **options)
+    evaluate("passkey", tmp_path / "cut", **options)
+    path = tmp_path / "cut" / "passkey.records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5]) + lines[5][:20])
+    measured = []
+    measure_cell = Passkey.measure
+    monkeypatch.setattr(Passkey, "measure", lambda *given: measured.append(given) or measure_cell(*given))
+    assert evaluate("passkey", tmp_path / "cut", **options)["cells"] == whole["cells"]
+    assert len(measured) == 6  # of ten
+
+
+def test_a_folded_model_answers_as_with_teacher_forcing(tmp_path):
+    """Decoding from the state gives what one pass over prompt and answer gives, token by token."""
+    tokenizer = passkey_tokenizer()
+    small_llama(tokenizer, seed=3).save_pretrained(tmp_path)
+    model = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=40).eval()
+    model.generation_config.eos_token_id = None
+    passkeys = PasskeyTask(tokenizer).batch(4, 333, np.random.default_rng(0))
+    output = model.generate(passkeys.prompt_ids_BN, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        logits = model(output, use_cache=False).logits
+    assert torch.equal(logits[:, -5:-1].argmax(-1), output[:, -4:])
+
+
+def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch):
+    evaluated = load_evaluated(str(small_model(tmp_path, seed=2)), dtype="float32")
+    whole = cells_of(evaluated, [700], (0.5,), num_prompts=8)
+    asked = {}
+    generate = evaluated.model.generate
+    monkeypatch.setattr(
+        evaluated.model, "generate", lambda *args, **options: asked.update(options) or generate(*args, **options)
+    )
+    monkeypatch.setattr("eval.models.PREFILL_TOKENS", 100)
+    assert cells_of(evaluated, [700], (0.5,), num_prompts=8) == whole
+    assert asked["prefill_chunk_size"] == 80  # whole segments
+
+
+def test_mistakes_are_named(tmp_path, oracle):
+    with pytest.raises(ValueError, match="needs 70 tokens"):
+        cells_of(oracle, [200, 50], (0.0,), num_prompts=1)
+    assert oracle.model.asked == 0  # before anything runs
+    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
+        evaluate("passkey", tmp_path, models=["nowhere"], lengths=[80])
+    with pytest.raises(ValueError, match="two models are called"):
+        evaluate("passkey", tmp_path, models=["a/x", "b/x"], lengths=[80])
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(ValueError, match="holds no model.safetensors"):
+        evaluate("passkey", tmp_path, models=[str(tmp_path)], lengths=[80])

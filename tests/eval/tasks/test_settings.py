@@ -1,0 +1,136 @@
+"""What a measurement is stored under, word for word: a change here makes measurements that were stopped unresumable."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from condense import CondenseForCausalLM
+from eval.continuity.options import ProbeOptions
+from eval.continuity.probes import PROBES
+from eval.tasks import find_task
+from eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
+from training.data.summarization import BEFORE, BEHIND
+from training.small_llama import save_small_llama, small_llama, word_tokenizer
+
+TEXT = "the grass is green and the sky is blue and here we go"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = word_tokenizer([TEXT, BEFORE, BEHIND])
+    small_llama(tokenizer, seed=0).save_pretrained(root / "llama")
+    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=8).save_pretrained(root / "folded")
+    for name in ("llama", "folded"):
+        tokenizer.save_pretrained(root / name)
+    (root / "text.txt").write_text(f"{TEXT} " * 10)
+    lines = [{"text": TEXT, "summary": "green and blue"}, {"text": "the sky", "summary": "blue"}]
+    (root / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return root
+
+
+def described(folders):
+    """The folded model as `a`, and the stock one."""
+    digest = hashlib.sha256()
+    for parameter in LlamaForCausalLM.from_pretrained(folders / "llama").parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    shared = {
+        "parameters": sum(one.numel() for one in LlamaForCausalLM.from_pretrained(folders / "llama").parameters()),
+        "dtype": "float32",
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "weights": digest.hexdigest()[:16],
+    }
+    folded = {"model_type": "condense_llama", "segment_length": 8, "memory_source": "layer_output"}
+    stock = {"model_type": "llama", "segment_length": None, "memory_source": None}
+    return [
+        {"name": "a", "source": str(folders / "folded"), **folded, **shared},
+        {"name": "llama", "source": str(folders / "llama"), **stock, **shared},
+    ]
+
+
+def settings_of(kind, options):
+    return json.loads(json.dumps(find_task(kind).load(options).settings()))
+
+
+@pytest.fixture
+def models(folders):
+    return [f"a={folders / 'folded'}", str(folders / "llama")]
+
+
+def test_passkey(folders, tmp_path):
+    save_small_llama(tmp_path / "llama")
+    options = PasskeyOptions(models=[str(tmp_path / "llama")], lengths=(80,), depths=(0.0, 0.5), num_prompts=3, seed=7)
+    found = settings_of("passkey", options)
+    (model,) = found.pop("models")
+    assert model.keys() == described(folders)[1].keys() and model["parameters"] == 102_208
+    assert found == {"depths": [0.0, 0.5], "num_prompts": 3, "num_keys": 1, "num_digits": 4, "seed": 7}
+
+
+def test_perplexity(folders, models):
+    options = PerplexityOptions(
+        models=models, data=[str(folders / "text.txt")], num_segments=3, segment_length=9, max_tokens=64
+    )
+    ids = torch.cat(list(find_task("perplexity").load(options).texts["a"]))
+    text = {"documents": 1, "tokens": 64, "sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
+    assert settings_of("perplexity", options) == {
+        "models": described(folders),
+        "data": [str(folders / "text.txt")],
+        "texts": {"a": text, "llama": text},
+        "num_segments": 3,
+        "segment_lengths": {"a": 8, "llama": 9},
+        "batch_size": 8,
+        "attention": "auto",
+    }
+
+
+def test_summarization(folders, models):
+    data = str(folders / "documents.jsonl")
+    options = SummarizationOptions(models=models, data=data, new_tokens=5, bad_documents="skip", longest=100)
+    texts = [["the sky", "blue"], [TEXT, "green and blue"]]  # the shortest first
+    assert settings_of("summarization", options) == {
+        "models": described(folders),
+        "data": data,
+        "fingerprint": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
+        "temperature": 0.3,
+        "new_tokens": 5,
+        "batch_size": 8,
+        "seed": 0,
+        "attention": "auto",
+    }
+
+
+@pytest.mark.parametrize("layers", [None, [0, 1]])
+def test_attention(folders, models, layers):
+    text = str(folders / "text.txt")
+    options = AttentionOptions(models=models, text=text, layers=layers, segments=(1, 2), heads=(1,), segment_length=9)
+    task = find_task("attention").load(options)
+    assert {name: len(ids) for name, ids in task.texts.items()} == {"a": 24, "llama": 27}
+    assert settings_of("attention", options) == {
+        "models": described(folders),
+        "text": text,
+        "sha256": {name: hashlib.sha256(ids.numpy().tobytes()).hexdigest() for name, ids in task.texts.items()},
+        "layers": layers,
+        "segments": [1, 2],
+        "heads": [1],
+        "segment_lengths": {"a": 8, "llama": 9},
+        "attention": "auto",
+    }
+
+
+def test_probe(folders, models):
+    task = PROBES["translation"].load(ProbeOptions(models=models))
+    tokenizer = task.models[0].reader.tokenizer
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    own = {"position_anchor": "end", "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16]}
+    folded, stock = described(folders)
+    assert json.loads(json.dumps(task.settings())) == {
+        "probe": "translation",
+        "data": "the package's own",
+        "limit": None,
+        "template": "sentence",
+        "items": "357acb41aee852d1",
+        "models": [folded | own | {"attention": "auto"}, stock | own | {"attention": "sdpa"}],
+    }

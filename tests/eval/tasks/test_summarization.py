@@ -1,0 +1,299 @@
+"""Summaries are the model's own, scored as the reference package does, and stopped runs end as unbroken ones."""
+
+import csv
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import eval.models
+from condense import CondenseForCausalLM
+from eval.cli import evaluations
+from eval.models import EvaluatedModel, load_evaluated
+from eval.runner import measure
+from eval.statistics import bootstrap
+from eval.tasks import evaluate, summarization
+from eval.tasks.corpus import Corpus, read_corpus
+from eval.tasks.options import SummarizationOptions
+from eval.tasks.rouge import METRICS, Rouge
+from eval.tasks.summarization import Summarization
+from training.data.summarization import BEFORE, BEHIND, prompt_ids
+from training.recipe import Source
+from training.small_llama import small_llama, word_tokenizer
+
+from ...conftest import SHARED
+from .documents import TEXT, made_documents, write_lines
+
+NEW = 14
+GREEDY = SummarizationOptions(models=[], data="", temperature=0.0, new_tokens=NEW)
+
+
+def letter_tokenizer():
+    tokenizer = word_tokenizer([" ".join(BEFORE + BEHIND + TEXT)])
+    letters = pre_tokenizers.Split(Regex(r"\w|[^\w\s]"), behavior="removed", invert=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = letters
+    return tokenizer
+
+
+def save_model(folder, tokenizer, seed, segment_length=None):
+    model = small_llama(tokenizer, seed)
+    with torch.no_grad():  # at the start of training a model repeats itself: larger weights tell documents apart
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    model.save_pretrained(folder)
+    if segment_length is not None:
+        CondenseForCausalLM.from_pretrained(folder, segment_length=segment_length).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory):
+    tokenizer = word_tokenizer([BEFORE, BEHIND, TEXT])
+    return save_model(tmp_path_factory.mktemp("folded"), tokenizer, seed=1, segment_length=16)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """Its tokenizer is another one: a token is a letter."""
+    return save_model(tmp_path_factory.mktemp("stock"), letter_tokenizer(), seed=2)
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_lines(tmp_path / "data.jsonl", made_documents(11))
+
+
+def command(*arguments):
+    fields = ("--text-field", "source", "--summary-field", "target", "--new-tokens", str(NEW), "--batch", "3")
+    result = CliRunner().invoke(evaluations, ["summarization", *map(str, arguments), *fields], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_averages_by_hand():
+    def document(tokens, score, new_tokens, model="one"):
+        scores = {"rouge1": score, "rouge2": score / 2, "rougeL": 0.25, "rougeLsum": 0.0}
+        return {
+            "model": model, "tokens": tokens, "bucket": summarization.bucket_of(tokens), "new_tokens": new_tokens,
+            **scores,
+        }  # fmt: skip
+
+    documents = [document(0, 0, 10), document(511, 1, 20), document(512, 0.6, 3), document(1023, 0.4, 4)]
+    documents += [document(5, 0.3, 1, "other"), document(1024, 0.5, 2, "other"), document(90_000, 0.7, 3, "other")]
+    cells = {(cell["model"], cell["bucket"]): cell for cell in summarization.average(documents)}
+    assert list(cells) == [
+        (name, bucket) for name in ("one", "other") for bucket in ("0-512", "512-1024", "1024+", "overall")
+    ]
+    assert [cell["documents"] for cell in cells.values()] == [2, 2, 0, 4, 1, 0, 2, 3]
+    first = cells["one", "0-512"]
+    assert (first["rouge1"], first["rouge2"], first["new_tokens"]) == (0.5, 0.25, 15)
+    # Two values 0 and 1: a resample's mean is 0 or 1 with a chance of a quarter each, which is beyond 2.5 %.
+    assert (first["rouge1_low"], first["rouge1_high"]) == (0, 1)
+    assert (first["rougeL_low"], first["rougeL_high"]) == (0.25, 0.25)
+    assert cells["one", "overall"]["rouge1"] == pytest.approx(0.5)
+    assert cells["other", "overall"]["rouge1"] == pytest.approx(0.5)
+    alone, empty = cells["other", "0-512"], cells["other", "512-1024"]
+    assert (alone["rouge1"], alone["rouge1_low"], alone["rouge1_high"]) == (0.3, None, None)
+    assert (empty["rouge1"], empty["rouge1_low"], empty["new_tokens"]) == (None, None, None)
+
+
+def test_command_on_folded_and_stock_models(folded, stock, data, tmp_path):
+    output = tmp_path / "out"
+    arguments = ["--model", f"ours={folded}", "--model", f"stock={stock}", "--data", data, "--output", output]
+    text = command(*arguments, "--longest", "95")
+    results = json.loads((output / "summarization.json").read_text())
+    lines = made_documents(11)
+    tokenizer = AutoTokenizer.from_pretrained(folded)
+    texts = [" ".join(line["source"]) for line in lines]
+    lengths = [len(text.split()) for text in texts]  # a token is a word
+    kept = sorted((n for n in range(11) if len(prompt_ids(tokenizer, texts[n])) <= 95), key=lambda n: lengths[n])
+    assert 4 < len(kept) < 11 and results["left_out"] == {"prompt over 95 tokens": 11 - len(kept)}
+    for name in ("ours", "stock"):
+        found = [document for document in results["documents"] if document["model"] == name]
+        assert [document["where"] for document in found] == [f"{data}:{n + 1}" for n in kept]
+        assert [document["tokens"] for document in found] == [lengths[n] for n in kept]  # words, for both models
+        assert [document["reference"] for document in found] == [lines[n]["target"][0] for n in kept]
+        for document in found:
+            expected = Rouge().f1(document["reference"], document["prediction"])
+            assert {metric: document[metric] for metric in METRICS} == expected
+        assert len({document["prediction"] for document in found}) > len(found) // 2
+        cell = next(c for c in results["cells"] if (c["model"], c["bucket"]) == (name, "overall"))
+        scores = [document["rouge1"] for document in found]
+        assert cell["rouge1"] == pytest.approx(np.mean(scores)) and (any(scores) or name == "stock")
+        assert (cell["rouge1_low"], cell["rouge1_high"]) == bootstrap(scores)
+        assert f"{cell['rouge1']:.4f} ({cell['rouge1_low']:.3f} to {cell['rouge1_high']:.3f})" in text
+    assert [model["segment_length"] for model in results["models"]] == [16, None]
+    rows = list(csv.DictReader((output / "summarization.csv").open()))
+    assert [row["rouge1"] for row in rows] == [
+        "" if cell["rouge1"] is None else str(cell["rouge1"]) for cell in results["cells"]
+    ]
+    assert "prompt over 95 tokens" in text and "summarization.svg" not in text and ".svg" in text
+    assert (output / "summarization.png").stat().st_size > 20_000 and (output / "summarization.svg").exists()
+
+
+def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, monkeypatch):
+    arguments = ["--model", f"ours={folded}", "--model", f"stock={stock}", "--data", data]
+    command(*arguments, "--output", tmp_path / "whole")
+    whole = (tmp_path / "whole" / "summarization.records.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * 4  # settings, then 11 documents by threes for two models
+    calls, real = [], summarization.generate
+
+    def counted(model, ids, *rest, **options):
+        calls.append(len(ids))
+        return real(model, ids, *rest, **options)
+
+    monkeypatch.setattr(summarization, "generate", counted)
+    monkeypatch.setattr(Summarization, "draw", lambda *_: None)  # it takes longer than the models
+    for name, kept, missing in (
+        ("between lines", "".join(lines[:3]), [3, 2, 3, 3, 3, 2]),
+        ("within a line", "".join(lines[:6]) + lines[6][:200], [3, 3, 2]),
+        ("within the settings", lines[0][:40], [3, 3, 3, 2, 3, 3, 3, 2]),
+        ("complete", whole, []),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "summarization.records.jsonl").write_text(kept)
+        calls.clear()
+        command(*arguments, "--output", folder)
+        assert calls == missing
+        assert (folder / "summarization.records.jsonl").read_text() == whole
+        written = [json.loads((path / "summarization.json").read_text()) for path in (folder, tmp_path / "whole")]
+        assert written[0]["documents"] == written[1]["documents"] and written[0]["cells"] == written[1]["cells"]
+
+
+def test_other_documents_or_settings_are_another_measurement(folded, data, tmp_path):
+    arguments = ["--model", folded, "--data", data, "--output", tmp_path / "out"]
+    command(*arguments, "--documents", "3")
+    with pytest.raises(ValueError, match=r"temperature was 0.3 and is 0.5"):
+        command(*arguments, "--documents", "3", "--temperature", "0.5")
+    lines = made_documents(11)
+    lines[1]["target"][0] = "a cat"
+    write_lines(data, lines)
+    with pytest.raises(ValueError, match=r"another measurement: fingerprint was"):
+        command(*arguments, "--documents", "3")
+
+
+@pytest.mark.parametrize("kind", ["folded", "stock"])
+@pytest.mark.parametrize("prefill", [8192, 32])
+def test_a_padded_batch_writes_what_each_document_gets_alone(kind, prefill, request, monkeypatch):
+    """Against greedy decoding that reads the whole text again for every token; long prompts are read in chunks."""
+    monkeypatch.setattr(eval.models, "PREFILL_TOKENS", prefill)
+    evaluated = load_evaluated(str(request.getfixturevalue(kind)))
+    texts = [" ".join(line["source"]) for line in made_documents(6, seed=3)]
+    texts[2] = "a cat"
+    answers = summarization.summarize(evaluated, texts, GREEDY)
+    assert len({answer for answer, _ in answers}) > 3
+    for text, (answer, num_new) in zip(texts, answers, strict=True):
+        ids = prompt_ids(evaluated.tokenizer, text)
+        written = []
+        while len(written) < NEW:
+            with torch.no_grad():
+                token = int(evaluated.model(torch.tensor([ids + written]), use_cache=False).logits[0, -1].argmax())
+            if token == evaluated.tokenizer.eos_token_id:
+                break
+            written.append(token)
+        assert (answer, num_new) == (evaluated.tokenizer.decode(written, skip_special_tokens=True), len(written))
+
+
+def test_sampling_is_from_the_whole_vocabulary_at_the_temperature(folded):
+    """Whatever the checkpoint's own generation_config says."""
+    evaluated = load_evaluated(str(folded))
+    evaluated.model.generation_config.update(
+        top_k=1, top_p=0.1, repetition_penalty=9.0, temperature=0.01, do_sample=True
+    )
+    options = replace(GREEDY, temperature=0.9, seed=5)
+    (found,) = summarization.summarize(evaluated, [TEXT], options, number=3)
+    torch.manual_seed(int(np.random.SeedSequence([5, 3]).generate_state(1)[0]))
+    ids, written = prompt_ids(evaluated.tokenizer, TEXT), []
+    while len(written) < NEW:
+        with torch.no_grad():
+            logits = evaluated.model(torch.tensor([ids + written]), use_cache=False).logits[0, -1]
+        token = int(torch.multinomial((logits / 0.9).softmax(-1), 1))
+        if token == evaluated.tokenizer.eos_token_id:
+            break
+        written.append(token)
+    assert found == (evaluated.tokenizer.decode(written, skip_special_tokens=True), len(written)) and len(written) > 3
+    others = (options, 4), (replace(options, seed=6), 3)  # each batch draws its own numbers
+    assert all(summarization.summarize(evaluated, [TEXT], *other)[0] != found for other in others)
+
+
+def test_a_summary_stops_at_each_of_the_ends(stock):
+    evaluated = load_evaluated(str(stock))
+    texts = [" ".join(line["source"]) for line in made_documents(2, seed=4)]
+    free = summarization.summarize(evaluated, texts, GREEDY)
+    words = [answer.split() for answer, _ in free]
+    other = next(word for word in words[1] if word not in words[0])
+    evaluated.model.generation_config.eos_token_id = [
+        evaluated.tokenizer.convert_tokens_to_ids(words[0][2]), evaluated.tokenizer.convert_tokens_to_ids(other)
+    ]  # fmt: skip
+    for (answer, num_new), before in zip(summarization.summarize(evaluated, texts, GREEDY), words, strict=True):
+        stop = min(before.index(word) for word in (words[0][2], other) if word in before)
+        assert answer.split() == before[:stop] and num_new == stop
+
+
+def test_a_model_without_an_end_is_refused(stock):
+    evaluated = load_evaluated(str(stock))
+    evaluated.model.generation_config.eos_token_id = evaluated.tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"no token that ends a text"):
+        summarization.summarize(evaluated, ["a cat"], GREEDY)
+
+
+def test_what_a_caller_may_get_wrong(folded, data, tmp_path):
+    with pytest.raises(ValueError, match=r"files='scitdlr' names no file. Pass .* cnn_dailymail, booksum, scitldr"):
+        evaluate("summarization", tmp_path, models=["nowhere"], data="scitdlr")
+    with pytest.raises(ValueError, match=r"booksum has its own fields .* leave 'chapter' out"):
+        evaluate("summarization", tmp_path, models=["nowhere"], data="booksum", text_field="chapter")
+    with pytest.raises(ValueError, match=r"there is no folder '.*nowhere'"):
+        evaluate("summarization", tmp_path, models=[str(tmp_path / "nowhere")], data=str(data))
+    with pytest.raises(ValueError, match=r"data.jsonl:1: missing field \('text'; there are 'source', 'target'\)"):
+        evaluate("summarization", tmp_path, models=[str(folded)], data=str(data))
+    for wrong in ({"temperature": -0.1}, {"new_tokens": 0}, {"batch_size": 0}, {"seed": -1}):
+        with pytest.raises(ValueError, match=rf"{next(iter(wrong))}={next(iter(wrong.values()))}"):
+            evaluate("summarization", tmp_path, models=["nowhere"], data=str(data), **wrong)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]  # nothing stands in the way of a second try
+
+
+def test_a_missing_metric_is_an_error_before_anything_else(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(ValueError, match=r"rouge-score .*pip install 'condense-llama\[eval\]'"):
+        evaluate("summarization", tmp_path / "out", models=["nowhere"], data=str(data))
+    with pytest.raises(ValueError, match=r"pip install"):
+        Summarization(GREEDY, [], Corpus([], [], {}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_real_abstracts_on_a_real_model(stories, tmp_path):
+    path = SHARED / "data" / "scitldr" / "test.jsonl"
+    if not path.exists():
+        pytest.skip("needs ../shared/data/scitldr beside the checkout")
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    folded = CondenseForCausalLM.from_pretrained(stories, segment_length=64).eval()
+    stock = AutoModelForCausalLM.from_pretrained(stories).eval()
+    corpus = read_corpus(Source(files=str(path), text="source", summary="target"), tokenizer, 10)
+    lines = [json.loads(line) for line in path.open()][:10]
+    texts = {line["target"][0]: " ".join(line["source"]) for line in lines}
+    lengths = {key: len(tokenizer(text, add_special_tokens=False)["input_ids"]) for key, text in texts.items()}
+    buckets = Counter("0-512" if n < 512 else "512-1024" if n < 1024 else "1024+" for n in lengths.values())
+    documents, options = [], replace(GREEDY, new_tokens=12, batch_size=4)
+    for name, model in (("folded", folded), ("stock", stock)):
+        task = Summarization(options, [EvaluatedModel(name, str(stories), model, tokenizer)], corpus)
+        found = task.summarise(measure(task))["documents"]
+        assert len(found) == 10 and all(document["tokens"] == lengths[document["reference"]] for document in found)
+        for document in found[::3]:
+            ids = torch.tensor([prompt_ids(tokenizer, texts[document["reference"]])])
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+            expected = tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            assert document["prediction"] == expected
+        documents += found
+    for cell in summarization.average(documents):
+        assert cell["documents"] == (10 if cell["bucket"] == "overall" else buckets[cell["bucket"]])
+    assert sum(document["rouge1"] for document in documents) > 0

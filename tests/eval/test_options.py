@@ -1,0 +1,164 @@
+"""An option is written once: the command line, Python and the stored settings agree, and ranges hold in both."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from eval import cli
+from eval.continuity.options import ProbeOptions
+from eval.options import (
+    INDICES,
+    NAMES,
+    NUMBER_OR_ALL,
+    NUMBERS,
+    PERCENTAGES,
+    Option,
+    Options,
+    described,
+    numbers,
+    percentages,
+    stored,
+)
+from eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
+
+COMMANDS = {
+    "passkey": PasskeyOptions,
+    "perplexity": PerplexityOptions,
+    "summarization": SummarizationOptions,
+    "attention": AttentionOptions,
+    "probe": ProbeOptions,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Options):
+    """An example of a command."""
+
+    models: Annotated[Sequence[str], Option("Models.", flags=("--model",))]
+    lengths: Annotated[Sequence[int], Option("Lengths.", spelling=NUMBERS, may_change=True)] = (2048, 3)
+    layers: Annotated[Sequence[int] | None, Option(spelling=INDICES)] = None
+    policy: Annotated[Literal["refuse", "skip"], Option("A choice.")] = "refuse"
+    num_rows: Annotated[int, Option("Rows.", flags=("--rows",), min=1)] = 4
+    share: Annotated[float, Option(min=0)] = 0.5
+    file: Path | None = None
+    timed: Annotated[bool, Option(flags=("--speed",))] = False
+
+
+def given_to(arguments, options=Example):
+    """The options that a command line gives, and what it prints."""
+    found = []
+    app = typer.Typer()
+    app.command()(cli.command(options, lambda given, output: found.append((given, output)), "example"))
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return found, done.output
+
+
+def test_a_command_line_gives_the_options_of_python(tmp_path):
+    least = ["--model", "a", "--model", "b", "--output", str(tmp_path)]
+    assert given_to(least)[0] == [(Example(models=["a", "b"]), tmp_path)]
+    more = ["--lengths", "1k,7", "--layers", "0,2", "--policy", "skip", "--rows", "2", "--share", "1", "--speed"]
+    expected = Example(
+        models=["a", "b"], lengths=[1024, 7], layers=[0, 2], policy="skip", num_rows=2, share=1.0, timed=True,
+        file=Path("x"),
+    )  # fmt: skip
+    found, _ = given_to([*least, *more, "--file", "x"])
+    assert found == [(expected, tmp_path)] and type(found[0][0].policy) is str
+
+
+def test_help_and_defaults_are_those_of_the_fields():
+    _, shown = given_to(["--help"])
+    for words in ("An example of a command.", "Lengths.", "[default: 2k,3]", "<refuse|skip>", "x>=1", "[default: 4]"):
+        assert words in " ".join(shown.split()), (words, shown)
+
+
+def test_ranges_hold_in_python_too(tmp_path):
+    for wrong in ({"num_rows": 0}, {"share": -0.1}, {"share": float("nan")}, {"share": float("inf")}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=rf"{name}={wrong[name]}: pass \d or more"):
+            Example(models=[], **wrong)
+    found, shown = given_to(["--model", "a", "--output", str(tmp_path), "--rows", "0"])
+    assert found == [] and "--rows" in shown
+
+
+def test_options_that_may_change_are_not_stored():
+    assert stored(Example(models=("a",), layers=(1,))) == {
+        "models": ["a"], "layers": [1], "policy": "refuse", "num_rows": 4, "share": 0.5, "file": None, "timed": False,
+    }  # fmt: skip
+
+
+def parameters_of(name):
+    """Those of a command as click sees them, without --help."""
+    app = typer.Typer(add_completion=False)
+    app.command()(getattr(cli, name))
+    return [one for one in typer.main.get_command(app).params if one.name != "help"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_flag_is_a_field_and_each_field_a_flag(name):
+    """The command that users call, as click sees it, against the constructor that Python calls."""
+    flags = {one.name: one for one in parameters_of(name) if one.name not in ("output", "name")}
+    fields = described(COMMANDS[name])
+    assert list(flags) == list(fields)
+    for field, (_, option, default) in fields.items():
+        flag = flags[field]
+        assert flag.required == (default is MISSING) and flag.help == (option.help or None)
+        if default is not MISSING:
+            shown = default if option.spelling is None else option.spelling.write(default)
+            assert getattr(flag.default, "value", flag.default) == shown
+        (info,) = get_args(inspect.signature(getattr(cli, name)).parameters[field].annotation)[1:]
+        assert info.min == option.min
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("passkey", "model output lengths depths prompts keys digits seed longest-trained dtype attention"),
+        ("perplexity", "model output data text-field segments segment-length tokens curves batch dtype attention"),
+        (
+            "summarization",
+            "model output data text-field summary-field documents longest bad-documents temperature new-tokens batch "
+            "seed dtype attention",
+        ),
+        ("attention", "model output prompt-file layers segments heads segment-length text-field dtype attention"),
+        ("probe", "model output data limit template position-anchor dtype attention speed"),
+    ],
+)
+def test_flags_keep_their_names(name, flags):
+    params = parameters_of(name)
+    names = [one.opts[0].removeprefix("--") for one in params if one.name != "name"]
+    assert names == flags.split()
+    assert [one.name for one in params if not one.opts[0].startswith("--")] == (["name"] if name == "probe" else [])
+
+
+@pytest.mark.parametrize(
+    ("spelling", "value", "text"),
+    [
+        (NUMBERS, [2048, 4096, 2**20, 100], "2k,4k,1m,100"),
+        (PERCENTAGES, [0.0, 0.25, 1.0, 0.125], "0,25,100,12.5"),
+        (INDICES, [0, 2, 15], "0,2,15"),
+        (NAMES, ["folded", "full_attention"], "folded,full_attention"),
+        (NUMBER_OR_ALL, 2**16, "64k"),
+        (NUMBER_OR_ALL, None, "all"),
+    ],
+)
+def test_spellings_are_read_and_written_alike(spelling, value, text):
+    assert spelling.write(value) == text and spelling.parse(text) == value
+
+
+@pytest.mark.parametrize("text", ["half", "0,101", "-1", "50,50"])
+def test_percentages_that_are_none(text):
+    with pytest.raises(ValueError, match="is no percentage|names 0.5 twice|names 50 twice"):
+        percentages(text)
+
+
+@pytest.mark.parametrize("text", ["", "1k,,2k", "0", "-3", "2.5k", "many"])
+def test_lengths_that_are_none(text):
+    assert numbers("64,2k,1M") == [64, 2048, 2**20]
+    with pytest.raises(ValueError, match="is no positive whole number"):
+        numbers(text)

@@ -1,0 +1,54 @@
+"""A measurement that was stopped goes on, and never mixes with another."""
+
+import json
+
+import pytest
+
+from eval.results_store import ResultsStore
+
+SETTINGS = {"model": "m", "depths": (0.0, 1.0)}
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path):
+    path, calls = tmp_path / "new" / "x.jsonl", []
+
+    def measure(value):
+        calls.append(value)
+        return {"value": value}
+
+    records = ResultsStore(path, SETTINGS)
+    assert records.get({"a": 1, "b": 2}, lambda: measure(1)) == {"value": 1}
+    assert records.get({"b": 2, "a": 1}, lambda: measure(9)) == {"value": 1}
+    records.get({"a": 2}, lambda: measure(2))
+    with path.open("a") as file:
+        file.write('{"key": {"a": 3}, "record": {"val')  # killed here
+    again = ResultsStore(path, SETTINGS)
+    assert {"a": 2} in again and {"a": 3} not in again
+    assert again.get({"a": 3}, lambda: measure(3)) == {"value": 3}
+    assert again.get({"a": 2}, lambda: measure(9)) == {"value": 2}
+    assert calls == [1, 2, 3]
+    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
+        {"key": {"a": 1, "b": 2}, "record": {"value": 1}},
+        {"key": {"a": 2}, "record": {"value": 2}},
+        {"key": {"a": 3}, "record": {"value": 3}},
+    ]
+
+
+def test_a_failed_measurement_leaves_nothing(tmp_path):
+    records = ResultsStore(tmp_path / "x.jsonl", SETTINGS)
+    with pytest.raises(ZeroDivisionError):
+        records.get({"a": 1}, lambda: {"value": 1 / 0})
+    assert {"a": 1} not in ResultsStore(tmp_path / "x.jsonl", SETTINGS)
+
+
+def test_another_measurement_is_refused(tmp_path):
+    ResultsStore(tmp_path / "x.jsonl", SETTINGS).get({"a": 1}, lambda: {})
+    with pytest.raises(ValueError, match=r"x.jsonl comes from another measurement: model was 'm' and is 'n'"):
+        ResultsStore(tmp_path / "x.jsonl", {**SETTINGS, "model": "n"})
+    assert {"a": 1} in ResultsStore(tmp_path / "x.jsonl", SETTINGS)  # and is still there
+
+
+def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ResultsStore(None, {}).get({"a": 1}, lambda: {"value": 1}) == {"value": 1}
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,116 @@
+"""The driver resumes where it was stopped, measures nothing twice, and writes the same files in the end."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+from eval.results import Table
+from eval.runner import Task, measure, run
+
+
+class Stopped(Exception):
+    pass
+
+
+class Squares(Task[int]):
+    """Squares of numbers; stops before the measurement `stop`."""
+
+    kind = "squares"
+
+    def __init__(self, numbers, exponent=2, stop=None):
+        self.numbers, self.exponent, self.stop, self.calls = numbers, exponent, stop, []
+
+    def settings(self):
+        return {"exponent": self.exponent}
+
+    def items(self):
+        return self.numbers
+
+    def key(self, item):
+        return {"number": item}
+
+    def measure(self, item):
+        if len(self.calls) == self.stop:
+            raise Stopped
+        self.calls.append(item)
+        return {"square": item**self.exponent}
+
+    def summarise(self, measured):
+        return {"squares": [{**self.key(item), **record} for item, record in measured]}
+
+    def rows(self, results):
+        return results["squares"]
+
+    @classmethod
+    def tables(cls, results):
+        return [Table("squares", ["number", "square"], [list(row.values()) for row in results["squares"]])]
+
+    @classmethod
+    def draw(cls, results, path):
+        path.with_suffix(".png").write_text(str(len(results["squares"])))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_a_stopped_measurement_resumes(tmp_path, stop):
+    first = Squares([3, 1, 2, 5], stop=stop)
+    with pytest.raises(Stopped):
+        run(first, tmp_path)
+    assert not (tmp_path / "squares.json").exists() and len(first.calls) == stop
+    second = Squares([3, 1, 2, 5])
+    results = run(second, tmp_path)
+    assert first.calls + second.calls == [3, 1, 2, 5]  # each of them once
+    assert results["squares"] == [{"number": n, "square": n * n} for n in (3, 1, 2, 5)]
+    third = Squares([2, 7])  # items are no part of the settings: a grid may grow
+    assert [row["square"] for row in run(third, tmp_path)["squares"]] == [4, 49] and third.calls == [7]
+
+
+def test_what_is_written(tmp_path):
+    results = run(Squares([1, 2]), tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir() if not path.name.startswith(".")} == {
+        "squares.json", "squares.csv", "squares.png", "squares.records.jsonl",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "new" / "squares.json").read_text()) == results
+    assert list(results) == ["kind", "command", "hardware", "versions", "date", "exponent", "squares"]
+    assert (tmp_path / "new" / "squares.csv").read_text().split() == ["number,square", "1,1", "2,4"]
+    lines = [json.loads(line) for line in (tmp_path / "new" / "squares.records.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"settings": {"exponent": 2}},
+        {"key": {"number": 1}, "record": {"square": 1}},
+        {"key": {"number": 2}, "record": {"square": 4}},
+    ]
+
+
+def test_other_settings_are_refused(tmp_path):
+    run(Squares([1]), tmp_path)
+    other = Squares([1], exponent=3)
+    with pytest.raises(ValueError, match="comes from another measurement: exponent was 2 and is 3"):
+        run(other, tmp_path)
+    assert other.calls == []
+
+
+def test_without_files():
+    task = Squares([4])
+    assert measure(task) == [(4, {"square": 16})]
+
+
+class Point(NamedTuple):
+    length: int
+    kind: str
+
+
+def test_items_may_be_tuples_with_the_fields_as_keys(tmp_path):
+    """A grid of points, as of a benchmark, whose points are measured in processes of their own."""
+
+    class Grid(Squares):
+        def key(self, item):
+            return item._asdict()
+
+        def measure(self, item):
+            self.calls.append(item)
+            return {"seconds": item.length / 2}
+
+    points = [Point(length, kind) for length in (2, 4) for kind in ("folded", "stock")]
+    run(Grid(points), tmp_path)
+    again = Grid(points)
+    assert [row["seconds"] for row in run(again, tmp_path)["squares"]] == [1, 1, 2, 2] and again.calls == []

@@ -4,7 +4,8 @@ Axes: B rows of a batch, N tokens of a text.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -16,28 +17,54 @@ SEGMENTS_PER_CALL = 64  # enough for a wave to run most of its diagonals at full
 CHARACTERS_PER_BLOCK = 2**16  # a tokenizer holds hundreds of bytes for every token of a call
 
 
+def columns_per_call(model: Any, num_tokens: int, num_rows: int = 1) -> int:
+    """The columns of a call that reads about `num_tokens` tokens: whole segments of a folded model, at least one."""
+    length = getattr(model.config, "segment_length", 1)
+    return length * max(1, num_tokens // (length * num_rows))
+
+
 @torch.no_grad()
+def prefill_calls(
+    model: Callable[..., Any],
+    input_ids: torch.Tensor,
+    num_columns: int,
+    cache: Any = None,
+    attention_mask: torch.Tensor | None = None,
+) -> Iterator[tuple[slice, Any]]:
+    """Reads `input_ids` [B, N], `num_columns` columns in each call; yields the columns of each call and its output.
+
+    `model` takes the arguments of a causal language model of transformers, folded or stock. `attention_mask` [B, N] is
+    for folded models, which take the mask of a call's own columns. The last output has the state (`past_key_values`)
+    and the logits of the next token.
+    """
+    for start in range(0, input_ids.shape[1], num_columns):
+        columns = slice(start, start + num_columns)
+        options = {} if attention_mask is None else {"attention_mask": attention_mask[:, columns]}
+        output = model(input_ids[:, columns], past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+        cache = output.past_key_values
+        yield columns, output
+
+
 def prefill(
     model: CondenseForCausalLM,
     input_ids: torch.Tensor,
     cache: FoldedCache | None = None,
     progress: Callable[[int], object] = lambda num_segments: None,
-    attention_mask: torch.Tensor | None = None,
 ) -> FoldedCache:
     """The state after `input_ids` [B, N], in memory that does not depend on N.
 
-    `attention_mask` [B, N] is 0 at padding. `progress` is called with the number of segments read since its last call.
-    To continue from the state with `generate`, pass the next token and the cache.
+    `progress` is called with the number of segments read since its last call. To continue from the state with
+    `generate`, pass the next token and the cache.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length
     num_segments = max(SEGMENTS_PER_CALL, TOKENS_PER_CALL // (length * len(input_ids)))
-    for start in range(0, input_ids.shape[1], length * num_segments):
-        part = slice(start, start + length * num_segments)
-        mask_BN = None if attention_mask is None else attention_mask[:, part]
-        part_BN = input_ids[:, part].to(model.device)
-        model(part_BN, attention_mask=mask_BN, past_key_values=cache, logits_to_keep=1)
-        progress(-(-part_BN.shape[1] // length))
+
+    def on_device(ids_BT: torch.Tensor, **options: Any) -> Any:
+        return model(ids_BT.to(model.device), **options)
+
+    for columns, _ in prefill_calls(on_device, input_ids, length * num_segments, cache):
+        progress(-(-input_ids[:, columns].shape[1] // length))
     # `generate` slices its input by the columns that a cache has seen, and copies a mask of that length for each token.
     cache.num_columns = 0
     return cache

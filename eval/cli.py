@@ -5,23 +5,19 @@ The commands of the evaluations and of the probes get their flags from the datac
 
 import inspect
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
-from .options import ATTENTION_HELP, Options, from_command_line, numbers, parameters
+from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
 from .tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
 
 evaluations = typer.Typer(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
-
-
-class Preset(str, Enum):
-    table1 = "table1"
 
 
 def writable(folder: Path) -> Path:
@@ -99,6 +95,16 @@ def run_probe(options: ProbeOptions, output: Path, name: str) -> None:
     show(probes.probe(name, output, options), probes.PROBES[name], output)
 
 
+def run_profile(options: ProfileOptions, output: Path) -> None:
+    """Measures a profile, or with `schedules` a folded model's schedules, and prints the results."""
+    from .benchmark import profile, schedules
+
+    if options.schedules:
+        show(schedules.schedules(output, options), schedules.Schedules, output)
+    else:
+        show(profile.profile(output, options), profile.Profile, output)
+
+
 PROBE_NAME = inspect.Parameter(
     "name",
     inspect.Parameter.KEYWORD_ONLY,
@@ -114,73 +120,10 @@ passkey = command(PasskeyOptions, partial(run_task, "passkey"), "passkey")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "summarization")
 attention = command(AttentionOptions, run_attention, "attention")
+profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 for evaluation in (passkey, perplexity, summarization):
     evaluations.command()(evaluation)
-
-
-def profile(
-    output: Output,
-    config: Annotated[str, typer.Option(help="Folder or hub id of a Llama, whose shape is profiled.")] = "",
-    preset: Annotated[Preset | None, typer.Option(help="table1: the paper's shape, and its grid by default.")] = None,
-    kinds: Annotated[
-        str, typer.Option(help="folded, stock, sliding_window; with commas. Default: the first two.")
-    ] = "",
-    modes: Annotated[str, typer.Option(help="training, prefill, decoding.")] = "",
-    lengths: Annotated[str, typer.Option(help="Tokens; k and m are 1,024 and 1,048,576.")] = "",
-    batches: Annotated[str, typer.Option(help="Texts at once.")] = "",
-    segments: Annotated[str, typer.Option(help="Tokens of a segment.")] = "",
-    attention: Annotated[str, typer.Option(help="A list: auto, sdpa, eager, blocked, flash_attention_2 ...")] = "",
-    checkpointing: Annotated[str, typer.Option(help="Gradient checkpointing: off, on, or off,on.")] = "off",
-    vocabulary: Annotated[int | None, typer.Option(min=2, help="Token types, instead of the shape's own.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32; auto: bfloat16 on CUDA, else float32.")] = "auto",
-    repeats: Annotated[int, typer.Option(min=1)] = 3,
-    snapshots: Annotated[bool, typer.Option("--snapshots", help="Keep a torch.cuda.memory snapshot of each.")] = False,
-    schedules: Annotated[
-        bool,
-        typer.Option("--schedules", help="Instead: a folded model's two schedules in turn, and whether auto is right."),
-    ] = False,
-) -> None:
-    """Memory and speed against length, folded against stock, each case in its own process (table I, figures 5-7).
-
-    With --schedules: a folded model's schedules against each other, and which of them "auto" takes.
-    """
-    quiet()
-    from .benchmark import profile_tables, schedule_tables
-    from .benchmark.grid import GridOptions
-    from .benchmark.profile import ProfileOptions
-    from .benchmark.profile import profile as measure_profile
-    from .benchmark.schedules import schedules as measure_schedules
-
-    if (preset is None) == (not config):
-        raise ValueError(f"--config={config!r} and --preset={preset and preset.value}: pass one of the two.")
-    saves = {"off": False, "on": True}
-    if wrong := [item for item in checkpointing.split(",") if item not in saves]:
-        raise ValueError(f"--checkpointing={wrong}: write off, on, or off,on.")
-    shared: dict[str, Any] = {
-        "shape": config or "table1",
-        "modes": modes.split(",") if modes else None,
-        "lengths": numbers(lengths) if lengths else None,
-        "batches": numbers(batches) if batches else None,
-        "segments": numbers(segments) if segments else None,
-        "attentions": attention.split(",") if attention else None,
-        "vocab_size": vocabulary,
-        "dtype": dtype,
-        "repeats": repeats,
-    }
-    if schedules:
-        given = {"--kinds": kinds, "--checkpointing": checkpointing != "off", "--snapshots": snapshots}
-        if wrong := [name for name, value in given.items() if value]:
-            raise ValueError(f"--schedules compares a folded model with itself: leave out {', '.join(wrong)}.")
-        show(measure_schedules(output, GridOptions(**shared)), schedule_tables, output)
-        return
-    options = ProfileOptions(
-        **shared,
-        kinds=kinds.split(",") if kinds else ("folded", "stock"),
-        checkpointing=[saves[item] for item in checkpointing.split(",")],
-        snapshots=snapshots,
-    )
-    show(measure_profile(output, options), profile_tables, output)
 
 
 def report(

@@ -37,9 +37,7 @@ from condense import CondenseConfig, FoldedCache
 from condense.checks import check_tokenizer
 from condense.configuration import IGNORE_INDEX
 from condense.loading import check_source
-from condense.prefill import TOKENS_PER_CALL
-
-from .prefill import columns_per_call, prefill
+from condense.prefill import TOKENS_PER_CALL, columns_per_call, prefill_calls
 
 # The harness cuts texts to the longest text of its model. A folded model has no longest text; max_position_embeddings
 # in its config belongs to the Llama that was folded. No text is as long as this, and nothing is allocated by it.
@@ -142,7 +140,9 @@ class CondenseLM(HFLM):
         state = FoldedCache(self.model.config).start(len(contexts))
         ids_BN, is_real_BN = _padded([context[:-1] for context in contexts], 0)
         num_columns = columns_per_call(self.model, TOKENS_PER_CALL, len(contexts))
-        return prefill(self._forward, ids_BN, num_columns, is_real_BN, state, bar.update)
+        for columns, _ in prefill_calls(self._forward, ids_BN, num_columns, state, is_real_BN):
+            bar.update(int(is_real_BN[:, columns].sum()))
+        return state
 
     def _score(
         self,

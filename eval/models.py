@@ -13,8 +13,7 @@ from condense.cache import FoldedCache
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_model, load_tokenizer
-
-from .prefill import columns_per_call
+from condense.prefill import columns_per_call
 
 PREFILL_TOKENS = 8192  # columns of a prompt in one call: the memory beside the state does not grow with the prompt
 

@@ -100,6 +100,9 @@ def _flag_type(name: str, field: Field) -> Any:
         return str
     if origin is Literal:
         return Enum(name, {choice: choice for choice in arguments}, type=str)  # type: ignore[misc]
+    if arguments and get_origin(arguments[0]) is Literal:  # or None
+        choices: Any = Enum(name, {choice: choice for choice in get_args(arguments[0])}, type=str)  # type: ignore[misc]
+        return choices | None
     return list[arguments[0]] if origin is Sequence else field.type  # type: ignore[valid-type]
 
 

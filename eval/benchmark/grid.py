@@ -1,16 +1,15 @@
-"""A grid of cases, each measured in a process of its own: options, cases, and the run that resumes and writes."""
+"""A grid of cases, each measured in a process of its own."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from ..results import hardware, run_metadata, versions, write_results
-from ..results_store import open_results_store
+from ..results import hardware, versions
+from ..runner import Task, run
 from .cases import MODES, BenchmarkCase, Environment
+from .options import ProfileOptions
 from .process import ForkServer, ProcessKilledError
 
 DEFAULTS: dict[str, Sequence[Any]] = {
@@ -31,26 +30,7 @@ TABLE_1 = DEFAULTS | {
 KEY = ("kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing")  # of a case, in its record
 
 
-@dataclass(frozen=True)
-class GridOptions:
-    """The options of a grid.
-
-    `shape` is `table1`, a folder or a hub id; `vocab_size` replaces the shape's own. `segments` are segment lengths.
-    An axis that is None has the command's default. `dtype` "auto" is bfloat16 on CUDA, and float32 on a CPU.
-    """
-
-    shape: str = "table1"
-    modes: Sequence[str] | None = None
-    lengths: Sequence[int] | None = None
-    batches: Sequence[int] | None = None
-    segments: Sequence[int] | None = None
-    attentions: Sequence[str] | None = None
-    vocab_size: int | None = None
-    dtype: str = "auto"
-    repeats: int = 3
-
-
-def axes(options: GridOptions, defaults: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+def axes(options: ProfileOptions, defaults: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """The axes of the grid: the options, or the defaults of those that are None."""
     given = {name: getattr(options, name) for name in defaults}
     return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
@@ -91,28 +71,50 @@ def key_of(case: BenchmarkCase) -> dict[str, Any]:
     return {name: getattr(case, name) for name in KEY}
 
 
+class GridTask(Task[BenchmarkCase]):
+    """Cases, each measured in a process of its own, under settings that they share."""
+
+    unit = "case"
+
+    def __init__(
+        self,
+        cases: Sequence[BenchmarkCase],
+        environment: Environment,
+        processes: ForkServer,
+        more_settings: dict[str, Any],
+    ):
+        self.cases, self.environment, self.processes, self.more = cases, environment, processes, more_settings
+
+    def settings(self) -> dict[str, Any]:
+        return {**asdict(self.environment), "hardware": hardware(), "torch": versions()["torch"], **self.more}
+
+    def items(self) -> Sequence[BenchmarkCase]:
+        return self.cases
+
+    def key(self, item: BenchmarkCase) -> dict[str, Any]:
+        return key_of(item)
+
+    def measure(self, item: BenchmarkCase) -> dict[str, Any]:
+        return in_a_process(self.processes, item, self.environment)
+
+    def summarise(self, measured: Sequence[tuple[BenchmarkCase, dict[str, Any]]]) -> dict[str, Any]:
+        return {"points": [{**key_of(case), **record} for case, record in measured]}
+
+    def rows(self, results: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        return results["points"]
+
+
 def run_grid(
-    name: str,
+    task: type[GridTask],
     output: Path,
     cases: Sequence[BenchmarkCase],
     measure: Callable[[BenchmarkCase, Environment], dict[str, Any]],
     environment: Environment,
-    draw: Callable[[dict[str, Any], Path], None],
     **more_settings: Any,
 ) -> dict[str, Any]:
-    """Measures the cases, writes output/NAME.* and returns the results. A stopped run resumes after its last case."""
-    settings = {**asdict(environment), "hardware": hardware(), "torch": versions()["torch"], **more_settings}
-    with open_results_store(output / f"{name}.records.jsonl", settings) as records, ForkServer(measure) as processes:
-        points = []
-        bar = tqdm(cases, unit="case", desc=name)
-        for case in bar:
-            bar.set_postfix_str(f"{case.kind} {case.mode} {case.length:,} segment {case.segment_length}")
-            record = records.get(key_of(case), lambda case=case: in_a_process(processes, case, environment))
-            points.append({**key_of(case), **record})
-        results = {"kind": name, **run_metadata(), **settings, "points": points}
-        write_results(output / name, results, points)
-        draw(results, output / name)
-    return results
+    """Runs the task with `measure` in child processes: see `eval.runner.run`."""
+    with ForkServer(measure) as processes:
+        return run(task(cases, environment, processes, more_settings), output)
 
 
 def in_a_process(processes: ForkServer, case: BenchmarkCase, environment: Environment) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Memory and time against length: folded, stock and sliding-window models of one shape (table I, figures 5 to 7)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,31 @@ from condense.checks import check_attention, check_dtype
 from condense.configuration import OWN_ATTENTION
 
 from ..models import state_bytes
+from . import profile_tables
 from .cases import MODES, BenchmarkCase, Environment, device_and_dtype
-from .grid import DEFAULTS, TABLE_1, GridOptions, axes, grid, key_of, run_grid
+from .grid import DEFAULTS, TABLE_1, GridTask, axes, grid, key_of, run_grid
 from .memory import is_out_of_memory, memory_of
 from .models import MODEL_KINDS, TABLE_1_PARAMETERS, build_model, set_checkpointing, shape_of
-from .profile_tables import draw
+from .options import ProfileOptions
 from .timing import seconds_of, summarize
 from .workloads import decoding_step, prefill, random_ids, read_context, training_step
 
+DEFAULT_KINDS = ("folded", "stock")
 NEW_TOKENS = 32
 WARM_UP_TOKENS = 4
 TOKENS_PER_CALL = 2048  # of a context that is read before decoding
 
 
-@dataclass(frozen=True)
-class ProfileOptions(GridOptions):
-    """The options of a profile. `snapshots` keeps a `torch.cuda.memory` snapshot of each case."""
+class Profile(GridTask):
+    kind = "profile"
 
-    kinds: Sequence[str] = ("folded", "stock")
-    checkpointing: Sequence[bool] = (False,)
-    snapshots: bool = False
+    @classmethod
+    def tables(cls, results):
+        return profile_tables.tables(results)
+
+    @classmethod
+    def draw(cls, results, path):
+        profile_tables.draw(results, path)
 
 
 def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:
@@ -44,21 +48,22 @@ def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:
     shape = shape_of(options.shape, options.vocab_size)
     snapshots = str(output / "snapshots") if options.snapshots else None
     environment = Environment(shape, options.dtype, options.repeats, snapshots)
-    cases = list(grid(options.kinds, **chosen, checkpointing=options.checkpointing))
-    results = run_grid("profile", output, cases, measure, environment, draw)
+    cases = list(grid(options.kinds or DEFAULT_KINDS, **chosen, checkpointing=options.checkpointing))
+    results = run_grid(Profile, output, cases, measure, environment)
     if options.shape == "table1" and options.vocab_size is None:
         assert {point["parameters"] for point in results["points"]} <= {TABLE_1_PARAMETERS, None}
     return results
 
 
 def _check(options: ProfileOptions, chosen: dict[str, Sequence[Any]]) -> None:
-    for items, known, name in ((options.kinds, MODEL_KINDS, "kinds"), (chosen["modes"], MODES, "modes")):
+    kinds = options.kinds or DEFAULT_KINDS
+    for items, known, name in ((kinds, MODEL_KINDS, "kinds"), (chosen["modes"], MODES, "modes")):
         if wrong := [item for item in items if item not in known]:
             raise ValueError(f"{name}={wrong}: choose from {', '.join(known)}.")
     check_dtype(options.dtype)
     for name in chosen["attentions"]:
         check_attention(name)
-        if name in OWN_ATTENTION and name != "auto" and set(options.kinds) - {"folded"}:
+        if name in OWN_ATTENTION and name != "auto" and set(kinds) - {"folded"}:
             raise ValueError(f"attentions={[name]}: only kind folded has it; leave it out, or the other kinds.")
     if options.snapshots and not torch.cuda.is_available():
         raise ValueError("snapshots are the CUDA allocator's, and there is no GPU: leave them out.")

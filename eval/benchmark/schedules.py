@@ -17,16 +17,29 @@ from condense.checks import check_attention, check_dtype
 from condense.execution import choose_schedule
 from condense.segmentation import SegmentPositions
 
+from . import schedule_tables
 from .cases import SCHEDULES, BenchmarkCase, Environment, device_and_dtype
-from .grid import DEFAULTS, GridOptions, axes, grid, run_grid
+from .grid import DEFAULTS, GridTask, axes, grid, run_grid
 from .memory import PeakMemory, is_out_of_memory, memory_of
 from .models import build_model, shape_of
-from .schedule_tables import draw
+from .options import ProfileOptions
 from .timing import Contender, measure_in_turn, summarize
 from .workloads import WHOLE_TEXT_WORKLOADS, random_ids
 
 
-def schedules(output: Path, options: GridOptions) -> dict[str, Any]:
+class Schedules(GridTask):
+    kind = "schedules"
+
+    @classmethod
+    def tables(cls, results):
+        return schedule_tables.tables(results)
+
+    @classmethod
+    def draw(cls, results, path):
+        schedule_tables.draw(results, path)
+
+
+def schedules(output: Path, options: ProfileOptions) -> dict[str, Any]:
     """Measures every combination and writes output/schedules.*.
 
     Without gradient checkpointing, under which "auto" is sequential at any size, to save memory. A measurement that was
@@ -44,7 +57,7 @@ def schedules(output: Path, options: GridOptions) -> dict[str, Any]:
         check_attention(name)
     cases = list(grid(("folded",), **chosen, checkpointing=(False,)))
     environment = Environment(shape_of(options.shape, options.vocab_size), options.dtype, options.repeats, None)
-    return run_grid("schedules", output, cases, measure, environment, draw, threads=torch.get_num_threads())
+    return run_grid(Schedules, output, cases, measure, environment, threads=torch.get_num_threads())
 
 
 def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The work that is timed: a training step, a prefill, a new token. Each function prepares it and returns the call.
 
-Axes: B rows, N tokens of an input, T tokens of a chunk.
+Axes: B rows, N tokens of an input.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from condense.prefill import prefill_calls
 
 
 def random_ids(model: Any, batch: int, length: int) -> torch.Tensor:
@@ -37,19 +39,16 @@ def prefill(model: Any, ids_BN: torch.Tensor) -> Callable[[], Any]:
     return call
 
 
-@torch.no_grad()
 def read_context(
     model: Any, ids_BN: torch.Tensor, tokens_per_call: int, progress: Callable[[], object] = lambda: None
 ) -> tuple[Any, torch.Tensor]:
-    """The cache after a context, and the likeliest next token [B, 1]. `progress` is called after every chunk."""
+    """The cache after a context, and the likeliest next token [B, 1]. `progress` is called after every call."""
     model.eval()
-    cache, logits_B1V = None, None
-    for chunk_BT in ids_BN.split(tokens_per_call, dim=1):
-        output = model(input_ids=chunk_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits_B1V = output.past_key_values, output.logits
+    last: Any = None
+    for _, output in prefill_calls(model, ids_BN, tokens_per_call):
+        last = output
         progress()
-    assert logits_B1V is not None
-    return cache, logits_B1V.argmax(-1)
+    return last.past_key_values, last.logits.argmax(-1)
 
 
 def decoding_step(model: Any, cache: Any, next_B1: torch.Tensor) -> Callable[[], None]:

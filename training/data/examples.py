@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from condense.readers import IGNORE_INDEX
+from condense.configuration import IGNORE_INDEX
 
 
 class Example(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from condense.readers import IGNORE_INDEX
+from condense.configuration import IGNORE_INDEX
 
 from .section import Registry, Section
 

@@ -1,6 +1,7 @@
 """The cases of a grid."""
 
-from eval.benchmark.grid import DEFAULTS, TABLE_1, GridOptions, axes, grid
+from eval.benchmark.grid import DEFAULTS, TABLE_1, axes, grid
+from eval.benchmark.options import ProfileOptions
 
 
 def test_the_grid_measures_nothing_twice():
@@ -10,5 +11,5 @@ def test_the_grid_measures_nothing_twice():
 
 
 def test_axes_are_the_options_or_the_defaults():
-    assert axes(GridOptions(), TABLE_1) == TABLE_1
-    assert axes(GridOptions(lengths=[64]), DEFAULTS) == DEFAULTS | {"lengths": [64]}
+    assert axes(ProfileOptions(preset="table1"), TABLE_1) == TABLE_1
+    assert axes(ProfileOptions(preset="table1", lengths=[64]), DEFAULTS) == DEFAULTS | {"lengths": [64]}

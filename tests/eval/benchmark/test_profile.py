@@ -7,8 +7,9 @@ from typer.testing import CliRunner
 
 import condense_cli
 from eval.benchmark.models import TABLE_1_PARAMETERS
+from eval.benchmark.options import ProfileOptions
 from eval.benchmark.process import ForkServer, ProcessKilledError
-from eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, ProfileOptions, profile
+from eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, profile
 from eval.benchmark.profile_tables import tables
 
 pytestmark = pytest.mark.usefixtures("one_server")
@@ -57,7 +58,7 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
     measured = []
     real = ForkServer.call
     monkeypatch.setattr(ForkServer, "call", lambda self, *given: measured.append(given) or real(self, *given))
-    options = ProfileOptions(shape=str(llama), modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2)
+    options = ProfileOptions(config=str(llama), modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2)
     again = profile(output, options)
     assert len(measured) == 1
     assert again["points"][:-1] == before["points"][:-1]
@@ -65,7 +66,7 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
 
 def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
     options = ProfileOptions(
-        shape=str(llama), kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
+        config=str(llama), kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
     )
     measured = profile(tmp_path, options)
     # A window of 128 tokens: it keeps the 127 before the next one.
@@ -82,7 +83,7 @@ def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
         return real(self, case, environment)
 
     monkeypatch.setattr(ForkServer, "call", call)
-    options = ProfileOptions(shape=str(llama), modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
+    options = ProfileOptions(config=str(llama), modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
     measured = profile(tmp_path, options)
     folded = measured["points"][::2]
     assert [point["out_of_memory"] for point in measured["points"]] == [False, True, False, True]
@@ -113,11 +114,11 @@ def test_ratios_beside_the_papers():
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
-        profile(tmp_path, ProfileOptions(shape=str(llama), **{"lengths": [64], **options}))
+        profile(tmp_path, ProfileOptions(config=str(llama), **{"lengths": [64], **options}))
 
 
 def test_a_failing_case_says_why(llama, tmp_path):
     with pytest.raises(RuntimeError, match="segment_length=0"):
-        profile(tmp_path, ProfileOptions(shape=str(llama), modes=["prefill"], lengths=[128], segments=[0]))
+        profile(tmp_path, ProfileOptions(config=str(llama), modes=["prefill"], lengths=[128], segments=[0]))
     done = CliRunner().invoke(condense_cli.app, ["profile", "--output", str(tmp_path)])
     assert isinstance(done.exception, ValueError) and "pass one of the two" in str(done.exception)

@@ -14,8 +14,8 @@ from condense.attention import IMPLEMENTATIONS, dispatch
 from condense.execution import EXECUTORS
 from eval.benchmark import schedules as module
 from eval.benchmark.cases import BenchmarkCase
-from eval.benchmark.grid import GridOptions
 from eval.benchmark.models import build_model, shape_of
+from eval.benchmark.options import ProfileOptions
 from eval.benchmark.process import ForkServer, ProcessKilledError
 from eval.benchmark.schedule_tables import tables
 from eval.benchmark.workloads import WHOLE_TEXT_WORKLOADS, random_ids
@@ -161,7 +161,7 @@ def test_a_stopped_measurement_resumes(llama, measured, monkeypatch):
     called = []
     real = ForkServer.call
     monkeypatch.setattr(ForkServer, "call", lambda self, *given: called.append(given) or real(self, *given))
-    options = GridOptions(shape=str(llama), modes=["training"], lengths=[100, 400], segments=[20])
+    options = ProfileOptions(config=str(llama), modes=["training"], lengths=[100, 400], segments=[20])
     again = module.schedules(output, options)
     assert len(called) == 1
     assert again["points"][:-1] == before["points"][:-1]
@@ -174,7 +174,7 @@ def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
         raise ProcessKilledError
 
     monkeypatch.setattr(ForkServer, "call", killed)
-    options = GridOptions(shape=str(llama), lengths=[100], segments=[20], batches=[1, 2])
+    options = ProfileOptions(config=str(llama), lengths=[100], segments=[20], batches=[1, 2])
     (table,) = tables(module.schedules(tmp_path, options))
     assert [row[4] for row in table.rows] == ["OOM"] * 4 and "in 0 of 0 points" in table.title
 

@@ -1,0 +1,71 @@
+"""The options of `condense profile`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ..options import NAMES, NUMBERS, Option, Options, Spelling
+
+SWITCHES = {"off": False, "on": True}
+
+
+def _switches(text: str) -> list[bool]:
+    if wrong := [item for item in text.split(",") if item not in SWITCHES]:
+        raise ValueError(f"--checkpointing={wrong}: write off, on, or off,on.")
+    return [SWITCHES[item] for item in text.split(",")]
+
+
+ON_OFF = Spelling(_switches, lambda values: ",".join("on" if value else "off" for value in values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(Options):
+    """Memory and speed against length, folded against stock, each case in its own process (table I, figures 5-7).
+
+    With --schedules: a folded model's schedules against each other, and which of them "auto" takes.
+    """
+
+    config: Annotated[str, Option("Folder or hub id of a Llama, whose shape is profiled.")] = ""
+    preset: Annotated[
+        Literal["table1"] | None, Option("table1: the paper's shape, and its grid where no axis is given.")
+    ] = None
+    kinds: Annotated[
+        Sequence[str] | None,
+        Option("folded, stock, sliding_window; with commas. Default: the first two.", spelling=NAMES),
+    ] = None
+    modes: Annotated[Sequence[str] | None, Option("training, prefill, decoding.", spelling=NAMES)] = None
+    lengths: Annotated[Sequence[int] | None, Option("Tokens; k and m are 1,024 and 1,048,576.", spelling=NUMBERS)] = (
+        None
+    )
+    batches: Annotated[Sequence[int] | None, Option("Texts in a batch.", spelling=NUMBERS)] = None
+    segments: Annotated[Sequence[int] | None, Option("Tokens of a segment.", spelling=NUMBERS)] = None
+    attentions: Annotated[
+        Sequence[str] | None,
+        Option(
+            "Implementations: auto, sdpa, eager, blocked, flash_attention_2 ...", flags=("--attention",), spelling=NAMES
+        ),
+    ] = None
+    checkpointing: Annotated[Sequence[bool], Option("Gradient checkpointing: off, on, or off,on.", spelling=ON_OFF)] = (
+        False,
+    )
+    vocab_size: Annotated[
+        int | None, Option("Token types, instead of the shape's own.", flags=("--vocabulary",), min=2)
+    ] = None
+    dtype: Annotated[str, Option("bfloat16, float32; auto: bfloat16 on CUDA, else float32.")] = "auto"
+    repeats: Annotated[int, Option("Measurements of each case.", min=1)] = 3
+    snapshots: Annotated[bool, Option("Keep a torch.cuda.memory snapshot of each case.")] = False
+    schedules: Annotated[
+        bool, Option("Instead: the two schedules of a folded model in turn, and whether auto is right.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.preset is None) == (not self.config):
+            raise ValueError(f"--config={self.config!r} and --preset={self.preset}: pass one of the two.")
+        given = {"--kinds": self.kinds, "--checkpointing": any(self.checkpointing), "--snapshots": self.snapshots}
+        if self.schedules and (wrong := [name for name, value in given.items() if value]):
+            raise ValueError(f"--schedules compares a folded model with itself: leave out {', '.join(wrong)}.")
+
+    @property
+    def shape(self) -> str:
+        return self.config or "table1"

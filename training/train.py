@@ -81,6 +81,7 @@ def run(recipe: Recipe, process: Process, deepspeed: dict[str, Any] | None) -> N
         deepspeed["checkpoint"] = {"load_universal": True}
     if process.launched:
         distributed.join()
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
     arguments = training_arguments(recipe, process.num_ranks, deepspeed)
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
@@ -119,7 +120,6 @@ def prepare_data(recipe: Recipe) -> TrainingData:
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
     optimizer = recipe.optimizer
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
     return TrainingArguments(
         output_dir=str(recipe.output),
         max_steps=recipe.steps,

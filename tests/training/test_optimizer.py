@@ -84,6 +84,7 @@ def assert_as_given(output: Path) -> None:
 
 
 def test_without_deepspeed(recipe, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
     monkeypatch.setattr(train_module, "RecipeTrainer", Reporting)
     train(load_recipe(recipe))
     assert_as_given(load_recipe(recipe).output)

@@ -122,28 +122,36 @@ for evaluation in (passkey, perplexity, summarization):
 def profile(
     output: Output,
     config: Annotated[str, typer.Option(help="Folder or hub id of a Llama, whose shape is profiled.")] = "",
-    preset: Annotated[Preset | None, typer.Option(help="table1: the paper's shape, and its grid by default.")] = None,
+    preset: Annotated[
+        Preset | None, typer.Option(help="table1: the shape of the paper, with its grid as default.")
+    ] = None,
     kinds: Annotated[
         str, typer.Option(help="folded, stock, sliding_window; with commas. Default: the first two.")
     ] = "",
     modes: Annotated[str, typer.Option(help="training, prefill, decoding.")] = "",
     lengths: Annotated[str, typer.Option(help="Tokens; k and m are 1,024 and 1,048,576.")] = "",
-    batches: Annotated[str, typer.Option(help="Texts at once.")] = "",
+    batches: Annotated[str, typer.Option(help="Texts in a batch.")] = "",
     segments: Annotated[str, typer.Option(help="Tokens of a segment.")] = "",
     attention: Annotated[str, typer.Option(help="A list: auto, sdpa, eager, blocked, flash_attention_2 ...")] = "",
     checkpointing: Annotated[str, typer.Option(help="Gradient checkpointing: off, on, or off,on.")] = "off",
-    vocabulary: Annotated[int | None, typer.Option(min=2, help="Token types, instead of the shape's own.")] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=2, help="Size of the vocabulary; default that of the shape.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32; auto: bfloat16 on CUDA, else float32.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    snapshots: Annotated[bool, typer.Option("--snapshots", help="Keep a torch.cuda.memory snapshot of each.")] = False,
+    snapshots: Annotated[
+        bool, typer.Option("--snapshots", help="Keep a torch.cuda.memory snapshot of each point.")
+    ] = False,
     schedules: Annotated[
         bool,
-        typer.Option("--schedules", help="Instead: a folded model's two schedules in turn, and whether auto is right."),
+        typer.Option(
+            "--schedules", help="Compare the two schedules of a folded model instead, and check the choice of auto."
+        ),
     ] = False,
 ) -> None:
     """Memory and speed against length, folded against stock, each point in a fresh process (table I, figures 5-7).
 
-    With --schedules: a folded model's schedules against each other, and which of them "auto" takes.
+    With --schedules: the two schedules of a folded model against each other, and the choice of "auto".
     """
     quiet()
     from . import profile as module

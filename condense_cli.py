@@ -28,7 +28,7 @@ LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
 DRY_RUN_RANKS = 8  # a node, since a run is seldom planned on the machine that it will run on
 
 
-class Kind(str, Enum):
+class ModelFormat(str, Enum):
     condense = "condense"
     llama = "llama"
 
@@ -49,14 +49,14 @@ def convert(
         str | None, typer.Option(help="layer_output, or layer_input for Transformer-XL.", show_default=False)
     ] = None,
     to: Annotated[
-        Kind, typer.Option(help="The kind of model to write: a folded one, or a stock Llama.")
-    ] = Kind.condense,
+        ModelFormat, typer.Option(help="Model to write: a folded one (condense), or a stock Llama (llama).")
+    ] = ModelFormat.condense,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
 ) -> None:
     """Turns a Llama checkpoint into a folded one, or back. Weights stay as they are."""
     given = {"segment_length": segment_length, "memory_source": memory_source}
     fields = {name: value for name, value in given.items() if value is not None}
-    if to is Kind.llama and fields:
+    if to is ModelFormat.llama and fields:
         raise ValueError(f"a stock Llama has no {' or '.join(fields)}: leave the option out with --to llama.")
     quiet()
     from condense import CondenseForCausalLM, to_llama
@@ -68,12 +68,12 @@ def convert(
     check_new_folder(target)
     model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
     tokenizer = load_tokenizer(source, model.config)
-    written = model if to is Kind.condense else to_llama(model)
+    written = model if to is ModelFormat.condense else to_llama(model)
     with written_whole(target) as folder:
         written.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         use_default_mode(folder)
-    form = f"segments of {model.config.segment_length} tokens" if to is Kind.condense else "a stock Llama"
+    form = f"segments of {model.config.segment_length} tokens" if to is ModelFormat.condense else "a stock Llama"
     print(f"{target}: {model.num_parameters():,} parameters, {form}")
 
 

@@ -37,10 +37,12 @@ def first_digit_classes(tokenizer: Any) -> Classes:
 
 def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
     """For each word its tokens, in upper or lower case; for a word without a token those of its beginning."""
-    places: dict[str | None, list[int]] = defaultdict(list)
+    tokens_of: dict[str | None, list[int]] = defaultdict(list)
     for n, text in enumerate(vocabulary(tokenizer)):
-        places[text.lower()].append(n)
-    return _known({word: places.get(word) or places.get(_beginning(tokenizer, word), []) for word in words}, tokenizer)
+        tokens_of[text.lower()].append(n)
+    return _known(
+        {word: tokens_of.get(word) or tokens_of.get(_beginning(tokenizer, word), []) for word in words}, tokenizer
+    )
 
 
 def _beginning(tokenizer: Any, word: str) -> str | None:

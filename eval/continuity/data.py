@@ -11,7 +11,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "sums": {"template": str, "fields": dict, "shrink_1": bool},
     "objects": {"options": list, "questions": dict},
 }
-KINDS = ("both", "neither", "first", "second")
+QUESTION_KINDS = ("both", "neither", "first", "second")
 
 
 def load(name: str, path: Path | None = None) -> list[dict[str, Any]]:
@@ -50,8 +50,8 @@ def _problem(name: str, record: Any) -> str | None:
             return "the template has no {item_1} or no {item_2}"
     if name == "objects":
         questions = record["questions"]
-        if set(questions) != set(KINDS) or not all("{}" in question for question in questions.values()):
-            return f"questions are {questions} and should be {', '.join(KINDS)}, each with {{}} for the object"
+        if set(questions) != set(QUESTION_KINDS) or not all("{}" in question for question in questions.values()):
+            return f"questions are {questions} and should be {', '.join(QUESTION_KINDS)}, each with {{}} for the object"
         if len(record["options"]) != 2:
             return f"options are {record['options']} and should be two"
     if name == "tutorials" and "\n- " not in record["sentence"]:

@@ -87,13 +87,13 @@ class Counting:
         return self.steps_question() if steps == own else _question(tutorial(title, steps), len(steps))
 
     def events_question(self) -> Question:
-        place = self.random.choice(list(PASSAGES))
-        event, asked, things = PASSAGES[place]
+        scene = self.random.choice(list(PASSAGES))
+        event, asked, things = PASSAGES[scene]
         name, who = self.random.choice([*PEOPLE.items(), PLURAL])
         some = self.random.sample(things.split(","), self.random.randint(1, MOST))
         if {event.format(who=who, what=what) for what in some} in self.passages:
             return self.events_question()
-        passage = " ".join([f"{name} {place}.", *(event.format(who=who, what=what) for what in some)])
+        passage = " ".join([f"{name} {scene}.", *(event.format(who=who, what=what) for what in some)])
         return _question(EVENTS_QUESTION.format(passage=passage, question=asked.format(name=name)), len(some))
 
 
@@ -140,8 +140,8 @@ def _all_texts(counting: Counting) -> Iterator[str]:
     yield "apple fruit a fruit fruits cat animal an animal animals rose flower a flower flowers"
     yield from (record["sentence"] for record in load("tutorials"))
     yield from (record["template"].format(**record["fields"]) for record in load("sums"))
-    for place, parts in PASSAGES.items():
-        yield " ".join([place, *parts, *PEOPLE, *PLURAL, "She He", EVENTS_QUESTION])
+    for scene, parts in PASSAGES.items():
+        yield " ".join([scene, *parts, *PEOPLE, *PLURAL, "She He", EVENTS_QUESTION])
 
 
 def write_questions(

@@ -1,4 +1,4 @@
-"""Reads a long text into a state, some segments in each call of the model.
+"""Prefill: reads a long text into a cache, a number of segments in each call of the model.
 
 Axes: B rows of a batch, N tokens of a text.
 """
@@ -24,49 +24,49 @@ def prefill(
     progress: Callable[[int], object] = lambda num_segments: None,
     attention_mask: torch.Tensor | None = None,
 ) -> FoldedCache:
-    """The state after `input_ids` [B, N], in memory that does not depend on N.
+    """The cache after `input_ids` [B, N], with memory that does not depend on N.
 
     `attention_mask` [B, N] is 0 at padding. `progress` is called with the number of segments read since its last call.
-    To continue from the state with `generate`, pass the next token and the cache.
+    To continue with `generate`, pass the next token and the cache.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length
     num_segments = max(SEGMENTS_PER_CALL, TOKENS_PER_CALL // (length * len(input_ids)))
     for start in range(0, input_ids.shape[1], length * num_segments):
-        part = slice(start, start + length * num_segments)
-        mask_BN = None if attention_mask is None else attention_mask[:, part]
-        part_BN = input_ids[:, part].to(model.device)
-        model(part_BN, attention_mask=mask_BN, past_key_values=cache, logits_to_keep=1)
-        progress(-(-part_BN.shape[1] // length))
+        columns = slice(start, start + length * num_segments)
+        mask_BN = None if attention_mask is None else attention_mask[:, columns]
+        ids_BN = input_ids[:, columns].to(model.device)
+        model(ids_BN, attention_mask=mask_BN, past_key_values=cache, logits_to_keep=1)
+        progress(-(-ids_BN.shape[1] // length))
     # `generate` slices its input by the columns that a cache has seen, and copies a mask of that length for each token.
     cache.num_columns = 0
     return cache
 
 
 def encode(tokenizer, text: str) -> torch.Tensor:
-    """The token ids [1, N] of a text, in the memory of one block of the text and the ids.
+    """The token ids [1, N] of a text. Memory holds the ids and the tokenizer's data for one block of the text.
 
-    The text is cut at single spaces between two words, where tokenizers split it anyway. A trial shows whether the
-    space belongs to the next word. A tokenizer without either behaviour gets the whole text at once.
+    Blocks end at single spaces between two words, where tokenizers split the text anyway. A trial shows whether the
+    space belongs to the next word. A tokenizer without either behaviour receives the whole text at once.
     """
 
-    def plain(part: str) -> list[int]:
+    def without_special_tokens(part: str) -> list[int]:
         return tokenizer(part, add_special_tokens=False)["input_ids"]
 
-    both = plain("one two")
-    if plain("one") + plain(" two") == both:
-        skipped = 0
-    elif plain("one") + plain("two") == both:
-        skipped = 1
+    both = without_special_tokens("one two")
+    if without_special_tokens("one") + without_special_tokens(" two") == both:
+        num_skipped = 0
+    elif without_special_tokens("one") + without_special_tokens("two") == both:
+        num_skipped = 1
     else:
         return torch.tensor([tokenizer(text)["input_ids"]])
-    joint = re.compile(r"(?<=[a-zA-Z]) (?=[a-zA-Z])")
+    block_end = re.compile(r"(?<=[a-zA-Z]) (?=[a-zA-Z])")
     blocks: list[torch.Tensor] = []
     start = 0
     while start < len(text):
-        found = joint.search(text, start + CHARACTERS_PER_BLOCK)
+        found = block_end.search(text, start + CHARACTERS_PER_BLOCK)
         end = len(text) if found is None else found.start()
-        ids = plain(text[start:end]) if blocks else tokenizer(text[start:end])["input_ids"]
+        ids = without_special_tokens(text[start:end]) if blocks else tokenizer(text[start:end])["input_ids"]
         blocks.append(torch.tensor(ids, dtype=torch.int32))
-        start = end if found is None else end + skipped
+        start = end if found is None else end + num_skipped
     return torch.cat(blocks).long()[None]

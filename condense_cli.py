@@ -61,7 +61,7 @@ def convert(
     quiet()
     from condense import CondenseForCausalLM, to_llama
     from condense.checks import check_dtype
-    from condense.files import check_new_folder, use_default_mode, written_whole
+    from condense.files import atomic_folder, check_new_folder, use_default_mode
     from condense.loading import load_model, load_tokenizer
 
     check_dtype(dtype)
@@ -69,7 +69,7 @@ def convert(
     model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
     tokenizer = load_tokenizer(source, model.config)
     written = model if to is ModelFormat.condense else to_llama(model)
-    with written_whole(target) as folder:
+    with atomic_folder(target) as folder:
         written.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         use_default_mode(folder)

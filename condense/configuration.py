@@ -1,4 +1,4 @@
-"""The configuration of a folded Llama: a Llama's own, and five fields about the fold."""
+"""The configuration of a folded Llama: the fields of a Llama, and five fields for segment recurrence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,16 +23,16 @@ IGNORE_INDEX = -100  # the label of a token that is not predicted
 class CondenseConfig(LlamaConfig):
     """A `LlamaConfig` with:
 
-    segment_length: tokens per segment, `l`; attention spans the last segment and the current one.
-    memory_source: what a layer stores of a segment, its own output (`"layer_output"`, the fold)
-        or its input (`"layer_input"`, Transformer-XL, for comparison).
+    segment_length: tokens per segment, L; attention spans the last segment and the current one.
+    memory_source: the hidden states that a layer stores of a segment: its own output (`"layer_output"`) or its
+        input (`"layer_input"`, as in Transformer-XL, for comparison).
     bptt_segments: None lets gradients cross every segment border; `k` detaches the memory after
         segments k, 2k, 3k ..., so that a graph spans k segments.
-    schedule: the order in which (layer, segment) cells are run: `"sequential"`, all layers of a segment and
-        then the next segment; `"wavefront"`, all cells of a diagonal at once; `"auto"` chooses by size.
-    position_anchor: where in its interval a token of fractional duration sits.
+    schedule: the order in which (layer, segment) cells run: `"sequential"` runs all layers of a segment and
+        then the next segment, `"wavefront"` runs all cells of a diagonal at once, `"auto"` chooses by size.
+    position_anchor: the position of a token of fractional duration: the `"end"` or the `"start"` of its interval.
 
-    Raises `ValueError` for a value outside these, and for a checkpoint that is no Llama.
+    Raises `ValueError` for other values, and for a checkpoint that is not a Llama.
     """
 
     model_type = "condense_llama"
@@ -49,7 +49,7 @@ class CondenseConfig(LlamaConfig):
         check_llama_fields(vars(self))
 
     def check(self) -> None:
-        """Raises `ValueError` naming the first field of the fold that makes no sense."""
+        """Raises `ValueError` naming the first invalid field of segment recurrence."""
         _check_count("segment_length", self.segment_length)
         if self.bptt_segments is not None:
             _check_count("bptt_segments", self.bptt_segments, " or None for full backpropagation")
@@ -64,7 +64,7 @@ class CondenseConfig(LlamaConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads the config of a folded or a stock Llama checkpoint; refuses any other."""
+        """Reads the config of a folded or a stock Llama checkpoint; raises `ValueError` for any other."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type")
         if model_type is None:
@@ -81,9 +81,9 @@ class CondenseConfig(LlamaConfig):
 
 
 def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
-    """Raises `ValueError` for sizes and names that make no Llama.
+    """Raises `ValueError` for invalid sizes and unknown names in the fields of a Llama's configuration.
 
-    `fields` are those of a configuration, `where` is the file they come from.
+    `where` is a prefix for the messages, such as the path of the file.
     """
     for name in SIZES:
         if fields.get(name) is not None:
@@ -91,7 +91,8 @@ def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
     heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads and groups and heads % groups:
         raise ValueError(
-            f"{where}num_attention_heads={heads} is no multiple of num_key_value_heads={groups}: correct one of them."
+            f"{where}num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}: correct one of "
+            "them."
         )
     activation, rope = fields.get("hidden_act"), fields.get("rope_parameters") or fields.get("rope_scaling")
     rope_type = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None

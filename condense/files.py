@@ -1,4 +1,4 @@
-"""Files that a user names: read with errors that name them, and outputs checked before any work is done."""
+"""Reads and checks the files that a user names; outputs are checked before any work is done."""
 
 import os
 import shutil
@@ -13,19 +13,19 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file. Raises `ValueError` naming a file that is missing, a folder, or in another encoding."""
+    """The text of a UTF-8 file. Raises `ValueError` if it is missing, is a folder, or has another encoding."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8: {error.reason} at byte {error.start}. Convert it, as with iconv -t UTF-8."
+            f"{path} is not UTF-8: {error.reason} at byte {error.start}. Convert it, for example with iconv -t UTF-8."
         ) from error
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}. Pass the path of a text file.") from error
 
 
 def check_output_folder(folder: Path) -> None:
-    """Raises `ValueError` where `folder` can't be made or written into. Leaves nothing behind."""
+    """Raises `ValueError` if `folder` can't be created or written. Creates neither files nor folders."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
         raise ValueError(f"{folder} can't be a folder: {existing} is a file. Pass another path.")
@@ -37,11 +37,11 @@ def check_output_folder(folder: Path) -> None:
 
 
 def check_output_file(path: Path) -> None:
-    """Raises `ValueError` where the file `path` can't be written. Its folder must exist."""
+    """Raises `ValueError` if the file `path` can't be written. Its folder must exist."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: pass the path of a file.")
     if not path.parent.is_dir():
-        raise ValueError(f"{path} can't be written: there is no folder {path.parent}. Make it first.")
+        raise ValueError(f"{path} can't be written: there is no folder {path.parent}. Create it first.")
     if not path.exists():
         check_output_folder(path.parent)
     elif not os.access(path, os.W_OK):
@@ -49,17 +49,17 @@ def check_output_file(path: Path) -> None:
 
 
 def check_new_folder(folder: Path) -> None:
-    """Raises `ValueError` where `folder` holds something already or can't be written."""
+    """Raises `ValueError` if `folder` is not empty or can't be written."""
     check_output_folder(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: pass another folder, or delete this one first.")
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write a model into, whose files are `folder`'s when the block ends; after an error nothing is left.
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder whose files become those of `folder` at the end of the block; an error removes them.
 
-    `folder` may exist, empty. Raises `ValueError` where the disk is full, or files can't be written for another reason.
+    `folder` may exist if it is empty. Raises `ValueError` if the disk is full or files can't be written.
     """
     folder = folder.resolve()
     existed = folder.is_dir()
@@ -67,8 +67,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        if existed:  # perhaps a mount, or the only folder here that can be written: its files move one by one
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # the last one
+        if existed:  # it may be a mount point, so the files are moved and not the folder
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):  # last
                 path.rename(folder / path.name)
         else:
             partial.rename(folder)
@@ -79,15 +79,15 @@ def written_whole(folder: Path) -> Iterator[Path]:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS has left its pointer in place of the file's contents."""
+    """Whether a file contains a Git LFS pointer instead of its own contents."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def use_default_mode(folder: Path) -> None:
-    """Gives the files that a library wrote for their owner alone the mode that new files have by default.
+    """Gives safetensors files of mode 0600 the mode that new files have by default.
 
-    safetensors writes weights with mode 0600, whatever the process's umask is.
+    safetensors writes weights with mode 0600 for every umask of the process.
     """
     with tempfile.TemporaryDirectory(dir=folder) as made:
         probe = Path(made) / "probe"

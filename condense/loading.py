@@ -1,7 +1,7 @@
-"""Checkpoints that a user names: checked before they are loaded, and refused by name where something is wrong.
+"""Loads the checkpoints that a user names, and checks them first.
 
-transformers loads what it can: it initialises missing weights at random, ignores unexpected ones, and takes a folder
-without `config.json` for a default Llama. Here each of these is an error of one sentence.
+transformers loads incomplete checkpoints too: it initialises missing weights at random, ignores unexpected weights, and
+treats a folder without `config.json` as a default Llama. Here each of these is an error of one sentence.
 """
 
 import json
@@ -29,7 +29,7 @@ JSON_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
-# In the order in which transformers looks for them.
+# In the order in which transformers searches for them.
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
@@ -39,11 +39,10 @@ NAMES_SHOWN = 3
 
 
 def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
-    """`model_class.from_pretrained(source, **options)`, where nothing but the checkpoint decides the weights.
+    """`model_class.from_pretrained(source, **options)`; all weights come from the checkpoint.
 
-    `model_class`: a model class or an Auto class. Raises `ValueError` in one sentence for a folder that is not there,
-    damaged files, a configuration that makes no model, and weights that are missing, unexpected, of another shape or
-    not finite.
+    `model_class`: a model class or an Auto class. Raises `ValueError` in one sentence for a folder that does not exist,
+    damaged files, an invalid configuration, and weights that are missing, unexpected, of another shape or not finite.
     """
     check_source(source)
     try:
@@ -52,7 +51,7 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
                 source,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                trust_remote_code=False,  # unset, it would ask in the middle of a command
+                trust_remote_code=False,  # the default asks the user in the middle of a command
                 **options,
             )
     except (MemoryError, torch.OutOfMemoryError):
@@ -74,7 +73,10 @@ def load_config(config_class: Any, source: str | Path, **options: Any) -> Any:
 
 
 def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
-    """The tokenizer beside a model. Raises `ValueError` where it is missing, damaged, or has ids the model has not."""
+    """The tokenizer of a model's folder or hub id.
+
+    Raises `ValueError` if it is missing or damaged, or has ids for which the model has no embedding.
+    """
     check_source(source, with_weights=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -91,7 +93,7 @@ def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
 
 
 def check_source(source: str | Path, with_weights: bool = True) -> None:
-    """Raises `ValueError` where a model's folder or hub id is not there, or the folder's files can't be a model's."""
+    """Raises `ValueError` if a model's folder or hub id does not exist, or the folder's files are damaged."""
     path = Path(source)
     if path.is_dir():
         _check_folder(path)
@@ -107,7 +109,7 @@ def check_source(source: str | Path, with_weights: bool = True) -> None:
 
 @contextmanager
 def own_report() -> Iterator[None]:
-    """Keeps transformers from printing the report that `check_loading_report` judges."""
+    """Stops transformers from printing the loading report, which `check_loading_report` checks."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -121,7 +123,7 @@ def own_report() -> Iterator[None]:
 
 
 def check_loading_report(source: str | Path, report: Mapping[str, Collection], ignore_shapes: bool = False) -> None:
-    """Raises `ValueError` where transformers' loading report says that a model is not what its checkpoint holds."""
+    """Raises `ValueError` if transformers' loading report names missing, unexpected or mismatched weights."""
     problems = []
     if missing := report["missing_keys"]:
         problems.append(f"lacks {_listed(missing)}")
@@ -142,7 +144,7 @@ def _check_finite(source: str | Path, model: PreTrainedModel) -> None:
         if parameter.is_meta or not parameter.is_floating_point() or parameter.itemsize < 2:
             continue
         accurate = torch.promote_types(parameter.dtype, torch.float32)
-        if not torch.isfinite(parameter.detach().sum(dtype=accurate)):  # no copy of the weight is made
+        if not torch.isfinite(parameter.detach().sum(dtype=accurate)):  # makes no copy of the weight
             raise ValueError(
                 f"model {str(source)!r}: {name} holds values that are not finite. Take an earlier checkpoint, or "
                 "another dtype if the weights were rounded to float16."
@@ -161,7 +163,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Of the file, or the shards, that transformers would load."""
+    """Checks the weight file, or the shards, that transformers would load."""
     name = next((name for name in WEIGHTS if (folder / name).is_file()), None)
     if name is None:
         raise ValueError(f"{folder} holds no {' or '.join(WEIGHTS)}: copy the model's weights there.")
@@ -169,7 +171,7 @@ def _check_weights(folder: Path) -> None:
     if name.endswith(".json"):
         shards = _read_object(folder / name).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise ValueError(f"{folder / name} has no weight_map of names: copy the file again.")
+            raise ValueError(f"{folder / name} has no weight_map of file names: copy the file again.")
         names = sorted(set(shards.values()))
         if absent := [shard for shard in names if not (folder / shard).is_file()]:
             raise ValueError(f"{folder} lacks {_listed(absent)}, which {name} names: copy the checkpoint again.")
@@ -186,7 +188,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, it is no JSON ({_first_line(error)}): copy the file again.") from error
+        raise ValueError(f"{path} is damaged: it is not JSON ({_first_line(error)}). Copy it again.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it holds a JSON {type(found).__name__}, not an object. Copy it again.")
     return found
@@ -194,51 +196,51 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _check_safetensors(path: Path) -> None:
     try:
-        with safe_open(path, framework="pt"):  # reads the header, and compares it with the size of the file
+        with safe_open(path, framework="pt"):  # reads the header and compares it with the file size
             pass
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or incomplete ({_first_line(error)}): copy the file again.") from error
 
 
 def _is_path(source: str) -> bool:
-    """Whether a string can only be a path: hub ids are NAME or OWNER/NAME."""
+    """Whether a string is a path and no hub id: hub ids are NAME or OWNER/NAME."""
     begins = source.startswith((os.sep, ".", "~"))
     return begins or source.endswith(os.sep) or source.count("/") > 1 or "\\" in source or "=" in source
 
 
 def _check_hub(source: str) -> None:
-    """Asks once, where transformers would retry for half a minute and report a wrong path as a problem of the hub."""
+    """Asks the hub once; transformers would retry for half a minute and report a wrong path as a problem of the hub."""
     if isinstance(try_to_load_from_cache(source, "config.json"), str):
         return
-    nowhere = f"there is no folder {source!r}, and"
+    no_folder = f"there is no folder {source!r}, and"
     if constants.is_offline_mode():
-        raise ValueError(f"{nowhere} the hub is off (HF_HUB_OFFLINE): pass the folder of a model.")
+        raise ValueError(f"{no_folder} the hub is disabled (HF_HUB_OFFLINE): pass the folder of a model.")
     try:
         HfApi().model_info(source, timeout=HUB_TIMEOUT_S)
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{nowhere} the hub shows no such model: pass a folder or a hub id, and log in if the model is private."
+            f"{no_folder} the hub lists no such model: pass a folder or a hub id, and log in if the model is private."
         ) from error
     except HfHubHTTPError:
         return  # transformers has a message for each of these
-    except Exception as error:  # of the HTTP library, which changes between releases of the hub's
+    except Exception as error:  # the HTTP library differs between releases of huggingface_hub
         raise ValueError(
-            f"{nowhere} the hub can't be asked ({_first_line(error)}): pass the folder of a model."
+            f"{no_folder} the hub can't be reached ({_first_line(error)}): pass the folder of a model."
         ) from error
 
 
 def _refusal(source: str | Path, error: Exception) -> ValueError:
     if type(error) is ValueError and "\n" not in str(error):
-        return error  # says what is wrong in one sentence
+        return error  # one sentence already
     return ValueError(f"model {str(source)!r} can't be loaded ({_first_line(error)}): correct or replace its files.")
 
 
 def _first_line(error: BaseException) -> str:
-    """What an exception says, in a line; of several the last indented one, where libraries put the cause."""
+    """The first line of an exception's message, or the second of two lines if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    said = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else lines[0]
-    said = said.rstrip(".:")
-    return said if type(error) in (ValueError, OSError) else f"{type(error).__name__}: {said}"
+    message = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else lines[0]
+    message = message.rstrip(".:")
+    return message if type(error) in (ValueError, OSError) else f"{type(error).__name__}: {message}"
 
 
 def _listed(names: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Reads a long text into a state, some segments in each call of the model.
+"""Prefill: reads a long text into a cache, a number of segments in each call of the model.
 
 Axes: B rows of a batch, N tokens of a text.
 """
@@ -51,7 +51,7 @@ def prefill(
     cache: FoldedCache | None = None,
     progress: Callable[[int], object] = lambda num_segments: None,
 ) -> FoldedCache:
-    """The state after `input_ids` [B, N], in memory that does not depend on N.
+    """The cache after `input_ids` [B, N], with memory that does not depend on N.
 
     `progress` is called with the number of segments read since its last call. To continue from the state with
     `generate`, pass the next token and the cache.
@@ -71,29 +71,29 @@ def prefill(
 
 
 def encode(tokenizer, text: str) -> torch.Tensor:
-    """The token ids [1, N] of a text, in the memory of one block of the text and the ids.
+    """The token ids [1, N] of a text. Memory holds the ids and the tokenizer's data for one block of the text.
 
-    The text is cut at single spaces between two words, where tokenizers split it anyway. A trial shows whether the
-    space belongs to the next word. A tokenizer without either behaviour gets the whole text at once.
+    Blocks end at single spaces between two words, where tokenizers split the text anyway. A trial shows whether the
+    space belongs to the next word. A tokenizer without either behaviour receives the whole text at once.
     """
 
-    def plain(part: str) -> list[int]:
+    def without_special_tokens(part: str) -> list[int]:
         return tokenizer(part, add_special_tokens=False)["input_ids"]
 
-    both = plain("one two")
-    if plain("one") + plain(" two") == both:
-        skipped = 0
-    elif plain("one") + plain("two") == both:
-        skipped = 1
+    both = without_special_tokens("one two")
+    if without_special_tokens("one") + without_special_tokens(" two") == both:
+        num_skipped = 0
+    elif without_special_tokens("one") + without_special_tokens("two") == both:
+        num_skipped = 1
     else:
         return torch.tensor([tokenizer(text)["input_ids"]])
-    joint = re.compile(r"(?<=[a-zA-Z]) (?=[a-zA-Z])")
+    block_end = re.compile(r"(?<=[a-zA-Z]) (?=[a-zA-Z])")
     blocks: list[torch.Tensor] = []
     start = 0
     while start < len(text):
-        found = joint.search(text, start + CHARACTERS_PER_BLOCK)
+        found = block_end.search(text, start + CHARACTERS_PER_BLOCK)
         end = len(text) if found is None else found.start()
-        ids = plain(text[start:end]) if blocks else tokenizer(text[start:end])["input_ids"]
+        ids = without_special_tokens(text[start:end]) if blocks else tokenizer(text[start:end])["input_ids"]
         blocks.append(torch.tensor(ids, dtype=torch.int32))
-        start = end if found is None else end + skipped
+        start = end if found is None else end + num_skipped
     return torch.cat(blocks).long()[None]

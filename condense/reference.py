@@ -1,14 +1,15 @@
-"""The equations of the fold as a plain loop: one row, one segment, one layer, one head, one query at a time.
+"""The equations of the model as a plain loop: one row, one segment, one layer, one head, one query at a time.
 
     memory        M = Y_n(s - 1), layer n's own output for segment s - 1            (equation 17; none in segment 1)
     keys, values  K = [M ; X_n(s)] W_K,  V = [M ; X_n(s)] W_V                       (18, 19)
     queries       Q = X_n(s) W_Q, which see M and, causally, X_n(s)                 (20)
     durations     y = sum_k softmax_k(q . k_k / sqrt(E) + log d_k) v_k, at positions that are cumulative durations
 
-Tests compare the model with this module. It shares no code with the rest of the package, has global positions, no cache
-and no batch, and computes in the dtype of the weights: pass float64.
+Tests compare the model with this module. It shares no code with the rest of the package, uses global positions, has no
+cache and no batch, and computes in the dtype of the weights: pass float64.
 
-Axes: N tokens of the text, T queries (tokens of a segment), K keys, D model width, E head width, h half a head.
+Axes: N tokens of the text, L segment length, T tokens of a segment (queries), K keys, D hidden size, H query heads, G
+key/value heads, E head dimension, V vocabulary, h half a head dimension.
 """
 
 from typing import Any
@@ -24,69 +25,67 @@ def reference_hidden(
     durations_N: Tensor | None = None,
     detach_after: int | None = None,
 ) -> Tensor:
-    """Final hidden states [N, D] of one text; `weights` is a Llama's state dict.
+    """The final hidden states [N, D] of one text.
 
-    `detach_after=k` detaches the memory after segments k, 2k, 3k ...
+    weights: a Llama's state dict. detach_after: k detaches the memory after segments k, 2k, 3k ...
     """
-    length, eps = config.segment_length, config.rms_norm_eps
-    num_tokens = len(embeddings_ND)
+    length, num_tokens = config.segment_length, len(embeddings_ND)
     durations_N = torch.ones(num_tokens, dtype=torch.float64) if durations_N is None else durations_N.double()
     ends_N = durations_N.cumsum(0)
     positions_N = ends_N if config.position_anchor == "end" else ends_N - durations_N
 
-    memories: list[Tensor | None] = [None] * config.num_hidden_layers  # by layer: M
+    memories: list[Tensor | None] = [None] * config.num_hidden_layers  # M of each layer
     hidden_ND = []
     for segment, start in enumerate(range(0, num_tokens, length)):
-        here = slice(start, min(start + length, num_tokens))
-        before = slice(max(start - length, 0), start)
-        x_TD = embeddings_ND[here]
+        current = slice(start, min(start + length, num_tokens))
+        both = slice(max(start - length, 0), current.stop)  # the previous segment and the current one
+        x_TD = embeddings_ND[current]
         for n in range(config.num_hidden_layers):
             w = {k.split(f"model.layers.{n}.", 1)[1]: v for k, v in weights.items() if f"model.layers.{n}." in k}
-            memory = memories[n]
-            context_KD = x_TD if memory is None else torch.cat([memory, x_TD])  # [M ; X]
-            positions_K = torch.cat([positions_N[before], positions_N[here]]) if segment else positions_N[here]
-            weights_K = torch.cat([durations_N[before], durations_N[here]]) if segment else durations_N[here]
-            y_TD = _layer(w, config, eps, x_TD, context_KD, positions_K, weights_K)
-            memory = y_TD if config.memory_source == "layer_output" else x_TD
-            memories[n] = memory.detach() if detach_after and (segment + 1) % detach_after == 0 else memory
+            memory_LD = memories[n]
+            context_KD = x_TD if memory_LD is None else torch.cat([memory_LD, x_TD])  # [M ; X]
+            y_TD = _layer(w, config, x_TD, context_KD, positions_N[both], durations_N[both])
+            memory_LD = y_TD if config.memory_source == "layer_output" else x_TD
+            memories[n] = memory_LD.detach() if detach_after and (segment + 1) % detach_after == 0 else memory_LD
             x_TD = y_TD
-        hidden_ND.append(_norm(x_TD, weights["model.norm.weight"], eps))
+        hidden_ND.append(_norm(x_TD, weights["model.norm.weight"], config))
     return torch.cat(hidden_ND)
 
 
 def reference_logits(weights: dict, config, ids_N, durations_N=None, detach_after: int | None = None):
-    embeddings = weights["model.embed_tokens.weight"][ids_N]
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    return reference_hidden(weights, config, embeddings, durations_N, detach_after) @ head.T
+    """The logits [N, V] of one text."""
+    embeddings_ND = weights["model.embed_tokens.weight"][ids_N]
+    head_VD = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return reference_hidden(weights, config, embeddings_ND, durations_N, detach_after) @ head_VD.T
 
 
 def reference_loss(weights: dict, config, ids_N, detach_after: int | None = None):
-    """The mean of -log p(next token), one token at a time."""
+    """The mean of -log p(next token) over the tokens of one text."""
     log_p_NV = reference_logits(weights, config, ids_N, detach_after=detach_after).log_softmax(-1)
     return -sum(log_p_NV[i, ids_N[i + 1]] for i in range(len(ids_N) - 1)) / (len(ids_N) - 1)
 
 
-def _layer(w, config, eps, x_TD, context_KD, positions_K, weights_K):
-    num_queries, num_keys, width = len(x_TD), len(context_KD), config.head_dim
-    normed_TD = _norm(x_TD, w["input_layernorm.weight"], eps)
-    normed_KD = _norm(context_KD, w["input_layernorm.weight"], eps)
-    q = _linear(w, "self_attn.q_proj", normed_TD)
-    k = _linear(w, "self_attn.k_proj", normed_KD)
-    v = _linear(w, "self_attn.v_proj", normed_KD)
-    group = config.num_attention_heads // config.num_key_value_heads
+def _layer(w, config, x_TD, context_KD, positions_K, durations_K):
+    normed_TD = _norm(x_TD, w["input_layernorm.weight"], config)
+    normed_KD = _norm(context_KD, w["input_layernorm.weight"], config)
+    q_THE = _linear(w, "self_attn.q_proj", normed_TD).unflatten(-1, (-1, config.head_dim))
+    k_KGE = _linear(w, "self_attn.k_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
+    v_KGE = _linear(w, "self_attn.v_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
+    num_queries, num_keys = len(x_TD), len(context_KD)
+    heads_per_group = config.num_attention_heads // config.num_key_value_heads
     heads = []
-    for h in range(config.num_attention_heads):
-        mine, shared = slice(h * width, (h + 1) * width), slice(h // group * width, (h // group + 1) * width)
-        q_TE = _rotate(q[:, mine], positions_K[num_keys - num_queries :], config)
-        k_KE = _rotate(k[:, shared], positions_K, config)
-        rows = []
+    for head in range(config.num_attention_heads):
+        group = head // heads_per_group
+        q_TE = _rotate(q_THE[:, head], positions_K[num_keys - num_queries :], config)
+        k_KE = _rotate(k_KGE[:, group], positions_K, config)
+        outputs = []
         for t in range(num_queries):
             visible = num_keys - num_queries + t + 1
-            scores = k_KE[:visible] @ q_TE[t] / width**0.5 + weights_K[:visible].log()
-            rows.append(scores.softmax(-1) @ v[:visible, shared])
-        heads.append(torch.stack(rows))
+            scores = k_KE[:visible] @ q_TE[t] / config.head_dim**0.5 + durations_K[:visible].log()
+            outputs.append(scores.softmax(-1) @ v_KGE[:visible, group])
+        heads.append(torch.stack(outputs))
     x_TD = x_TD + _linear(w, "self_attn.o_proj", torch.cat(heads, dim=-1))
-    normed_TD = _norm(x_TD, w["post_attention_layernorm.weight"], eps)
+    normed_TD = _norm(x_TD, w["post_attention_layernorm.weight"], config)
     gate = torch.nn.functional.silu(_linear(w, "mlp.gate_proj", normed_TD))
     return x_TD + _linear(w, "mlp.down_proj", gate * _linear(w, "mlp.up_proj", normed_TD))
 
@@ -96,8 +95,8 @@ def _linear(w, name, x):
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def _norm(x, weight, eps):
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+def _norm(x, weight, config):
+    return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
 
 
 def _rotate(x_NE, positions_N, config):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import condense_cli
 from condense import CondenseForCausalLM
-from condense.files import written_whole
+from condense.files import atomic_folder
 from training.recipe import load_recipe
 from training.small_llama import save_small_llama
 
@@ -345,10 +345,10 @@ def test_outputs_that_are_right(models, tmp_path, capsys, monkeypatch):
 
 def test_two_that_write_one_folder_do_not_mix(tmp_path, monkeypatch):
     """The second to end is refused, and the folder is the first one's."""
-    first = written_whole(tmp_path / "out")
+    first = atomic_folder(tmp_path / "out")
     (first.__enter__() / "a").write_text("first")
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    with written_whole(tmp_path / "out") as second:
+    with atomic_folder(tmp_path / "out") as second:
         (second / "b").write_text("second")
     with pytest.raises(ValueError, match="can't be written"):
         first.__exit__(None, None, None)

@@ -1,9 +1,10 @@
-"""Continuous inputs for causal language models as they are: folded ones, and those of transformers.
+"""Continuous inputs for unchanged causal language models: folded models and models of transformers.
 
-A stock model takes embeddings, fractional positions and a mask of logarithms of weights; what a sample weighs is said
-in `quadrature`. A folded model takes durations itself, which reach through its memory.
+A stock model receives embeddings, fractional positions and an attention mask that holds the logarithms of the samples'
+weights (see `quadrature`). A folded model receives the durations themselves and applies them to its memory too.
 
-Axes: B sentences of a batch, N samples, T samples run now, D model width, V vocabulary.
+Axes: B sentences of a batch, N samples of a sentence, T samples of a forward pass (queries), D hidden size, V
+vocabulary.
 """
 
 import copy
@@ -24,23 +25,23 @@ TOKENS_AT_ONCE = 8192
 
 
 class OutsideTable(ValueError):
-    """A sample sits where no position was learned."""
+    """A sample has a position outside the table of learned positions."""
 
 
 class ContinuousLM:
     """A causal language model that reads `Sentence`s.
 
     model: a `CondenseForCausalLM`, or a model of transformers such as Llama, Mistral, Phi-3, Gemma, Gemma-2 or GPT-2,
-    in evaluation mode; its weights and its code stay as they are.
+    in evaluation mode; its weights and its code do not change.
 
-    position_anchor: "end" puts a sample at the end of its interval, "start" at its beginning; both shifted so that
-    tokens of one unit sit at 0, 1, 2 ... A folded model has its own (`config.position_anchor`). Learned positions
-    are interpolated linearly between neighbours.
+    position_anchor: "end" puts a sample at the end of its interval, "start" at its beginning. Both are shifted so that
+    tokens of one unit have the positions 0, 1, 2 ... A folded model has an anchor of its own
+    (`config.position_anchor`). Learned positions are interpolated linearly between neighbours.
 
-    rule: "rectangle" or "trapezoid". A folded model knows rectangles only.
+    rule: "rectangle" or "trapezoid", see `quadrature`. A folded model supports the rectangle rule only.
 
-    Raises `ValueError` for a model that does not give its own logits back on tokens of one unit, or in which a
-    duration changes nothing.
+    Raises `ValueError` for a model whose logits for tokens of one unit differ from its own, and for a model whose
+    logits do not depend on durations.
     """
 
     def __init__(self, model: Any, position_anchor: str | None = None, rule: Rule = "rectangle"):
@@ -54,13 +55,18 @@ class ContinuousLM:
         self._check_rule(rule)
         if self.folded and self.position_anchor != own_anchor:
             raise ValueError(
-                f"position_anchor={position_anchor!r}, and the folded model's is {own_anchor!r}: set it in its config."
+                f"position_anchor={position_anchor!r} does not fit, the folded model's is {own_anchor!r}: set "
+                "position_anchor in the config of the model."
             )
         if model.training:
-            raise ValueError("the model is in training mode, where dropout makes curves of noise: call model.eval().")
+            raise ValueError(
+                "the model is in training mode, in which dropout adds noise to the logits: call model.eval()."
+            )
         attention = model.config._attn_implementation
         if "flash" in attention and not self.folded:
-            raise ValueError(f"attn_implementation={attention!r} takes no weights: load the model with sdpa or eager.")
+            raise ValueError(
+                f"attn_implementation={attention!r} accepts no mask of weights: load the model with sdpa or eager."
+            )
         self.table = None if self.folded else _learned_positions(model)
         if not self.folded:
             self._check_architecture()
@@ -69,35 +75,40 @@ class ContinuousLM:
         if rule not in RULES:
             raise ValueError(f"rule={rule!r}: choose one of {', '.join(RULES)}.")
         if self.folded and rule != "rectangle":
-            raise ValueError("a folded model knows rule='rectangle' only: trapezoids weigh a sample by its query.")
+            raise ValueError(
+                "a folded model supports rule='rectangle' only: in a trapezoid, a sample's weight depends on the query."
+            )
 
     def with_rule(self, rule: Rule) -> "ContinuousLM":
-        """The same model under another rule."""
+        """The same model with another quadrature rule."""
         self._check_rule(rule)
         other = copy.copy(self)
         other.rule = rule
         return other
 
-    # What is read
+    # Embeddings and logits
 
     @torch.no_grad()
     def embed(self, sentence: Sentence) -> Sentence:
-        """The sentence with embeddings instead of ids; those it has are kept."""
+        """The sentence with embeddings in place of ids; embeddings that it already has are kept."""
         if sentence.embeddings_ND is not None:
-            return self._fitting(sentence, sentence.embeddings_ND)
+            return self._on_device(sentence, sentence.embeddings_ND)
         assert sentence.ids_N is not None
         size = self.model.get_input_embeddings().num_embeddings
         if not bool(((sentence.ids_N >= 0) & (sentence.ids_N < size)).all()):
-            raise ValueError(f"ids outside the vocabulary of {size} tokens: they belong to another tokenizer.")
+            raise ValueError(
+                f"the sentence has ids outside the vocabulary of {size} tokens, as of another tokenizer: encode the "
+                "text with the tokenizer of this model."
+            )
         return sentence.with_embeddings(self.model.get_input_embeddings()(sentence.ids_N.to(self.model.device)))
 
-    def _fitting(self, sentence: Sentence, embeddings_ND: torch.Tensor) -> Sentence:
-        """The sentence on the model's device. Raises `ValueError` for embeddings of another width or number format."""
+    def _on_device(self, sentence: Sentence, embeddings_ND: torch.Tensor) -> Sentence:
+        """The sentence on the model's device. Raises `ValueError` for embeddings of another width or dtype."""
         weight_VD = self.model.get_input_embeddings().weight
         if embeddings_ND.shape[1] != weight_VD.shape[1] or embeddings_ND.dtype != weight_VD.dtype:
             raise ValueError(
-                f"embeddings of width {embeddings_ND.shape[1]} and {embeddings_ND.dtype} do not fit the model's, of "
-                f"width {weight_VD.shape[1]} and {weight_VD.dtype}: make them with embed, or convert them."
+                f"embeddings of width {embeddings_ND.shape[1]} and {embeddings_ND.dtype} do not fit the model, whose "
+                f"width is {weight_VD.shape[1]} and dtype {weight_VD.dtype}: compute them with embed, or convert them."
             )
         if embeddings_ND.device == weight_VD.device:
             return sentence
@@ -105,7 +116,7 @@ class ContinuousLM:
 
     @torch.no_grad()
     def logits(self, sentence: Sentence) -> torch.Tensor:
-        """Logits [N, V] behind every sample."""
+        """Logits [N, V], which predict the token after each sample."""
         return self._run([self.embed(sentence)], first=0, state=None, last_only=False)[0][0]
 
     @torch.no_grad()
@@ -116,14 +127,14 @@ class ContinuousLM:
         tokens_at_once: int = TOKENS_AT_ONCE,
         progress: Callable[[int], object] | None = None,
     ) -> torch.Tensor:
-        """Logits [B, V], in float32 on the host, behind the last sample of each of several sentences.
+        """Logits [B, V] after the last sample of each sentence, in float32 on the host.
 
-        What sentences of one length share from their beginning on is read once. So many sentences are run at once as
-        `tokens_at_once` allows, what they share included; `progress` is called with the number of sentences done since
-        the last call.
+        With `reuse_prefix`, sentences of equal length share one pass over their common prefix. A batch holds at most
+        `tokens_at_once` samples, the common prefix included, but at least one sentence. `progress` is called with the
+        number of sentences completed since its last call.
         """
         if not sentences:
-            raise ValueError("there are no sentences to read: pass one at least.")
+            raise ValueError("next_logits received no sentence: pass at least one.")
         sentences = [self.embed(sentence) for sentence in sentences]
         rows: dict[int, torch.Tensor] = {}
         for length in sorted({len(sentence) for sentence in sentences}):
@@ -132,7 +143,7 @@ class ContinuousLM:
             prefix = None
             if shared:
                 prefix = self._run([sentences[numbers[0]]], 0, None, last_only=True, samples=shared)[1]
-            # Each row has a copy of the state of what is shared, and a folded one's is as large as three segments.
+            # Each row gets a copy of the prefix's state. The state of a folded model has the size of three segments.
             size = max(length, 3 * self.model.config.segment_length) if self.folded else length
             at_once = max(1, tokens_at_once // size)
             for start in range(0, len(numbers), at_once):
@@ -147,12 +158,12 @@ class ContinuousLM:
                     progress(len(batch))
         return torch.stack([rows[n] for n in range(len(sentences))])
 
-    # How it is read
+    # Forward pass
 
     def _run(
         self, sentences: list[Sentence], first: int, state: Any, last_only: bool, samples: int | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Runs samples `first` up to `samples` (or the end) behind the state; logits and the state after them."""
+        """Runs samples `first` to `samples - 1` (None: to the last) after `state`; returns logits and the new state."""
         last = len(sentences[0]) if samples is None else samples
         embeddings = [sentence.embeddings_ND for sentence in sentences]
         inputs: dict[str, Any] = {
@@ -166,13 +177,13 @@ class ContinuousLM:
             for sentence in sentences:
                 if sentence.positions_N is not None:
                     raise ValueError(
-                        "a folded model takes the positions that durations give: leave out positions='equal'."
+                        "a folded model computes positions from durations alone: leave out positions='equal'."
                     )
             durations_BT = torch.stack([sentence.durations_N[first:last] for sentence in sentences])
             output = self.model(durations=durations_BT, **inputs)
             return output.logits, output.past_key_values
         if state is None:
-            inputs["past_key_values"] = DynamicCache()  # without a config: no layer drops what is behind its window
+            inputs["past_key_values"] = DynamicCache()  # without a config: no layer drops keys that left its window
         positions_BT = torch.stack([self._positions(sentence)[first:last] for sentence in sentences])
         self._check_lengths(sentences)
         inputs["attention_mask"] = self._masks([self._log_weights(s, first, last) for s in sentences], inputs)
@@ -191,7 +202,7 @@ class ContinuousLM:
         return sentence.time_steps_N - offset
 
     def _check_lengths(self, sentences: list[Sentence]) -> None:
-        """Where a model picks its frequencies by the longest text of a batch, neighbours would change each other."""
+        """Raises `ValueError` if rotary frequencies depend on the longest text of a batch: rows must not interact."""
         config = self.model.config
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") not in ("dynamic", "longrope"):
@@ -200,20 +211,20 @@ class ContinuousLM:
         longest = max(float(sentence.time_steps_N[-1]) for sentence in sentences)
         if longest > limit:
             raise ValueError(
-                f"a sentence of {longest:g} units: from {limit} on this model's rotary frequencies depend on the "
-                "longest text read at once; take shorter ones."
+                f"a sentence lasts {longest:g} units, and above {limit} this model's rotary frequencies depend on the "
+                "longest text of the batch: pass shorter sentences."
             )
 
     def _log_weights(self, sentence: Sentence, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of queries `first` to `last` over all samples before `last`, and their distances in time."""
+        """Log weights [T, last] of the samples before `last` for queries from `first` on; their distances in time."""
         log_weights = quadrature_weights(sentence.durations_N[:last], self.rule, first).log()
         times_N = sentence.time_steps_N[:last] if sentence.positions_N is None else sentence.positions_N[:last]
         return log_weights, times_N[first:, None] - times_N[None]
 
     def _masks(self, weights: list[tuple[torch.Tensor, torch.Tensor]], inputs: dict[str, Any]) -> Any:
-        """What a model takes as `attention_mask`: one for all layers, or one for each of their types.
+        """The model's `attention_mask`: one mask for all layers, or a mask for each type of layer.
 
-        A window that ends so many tokens back ends so many units of time back.
+        A sliding window of w tokens becomes a window of w units of time.
         """
         config, like = self.model.config, inputs["inputs_embeds"]
         log_weights_B1TN = torch.stack([log_weights for log_weights, _ in weights])[:, None]
@@ -225,51 +236,51 @@ class ContinuousLM:
         masks = {"full_attention": full}
         if window is not None:
             distances_B1TN = torch.stack([distances for _, distances in weights])[:, None].to(like.device)
-            # Times are sums of fractions: what lies at the window's end up to rounding is outside.
+            # Times are sums of fractions: a sample at the window's edge, up to rounding, is outside the window.
             masks["sliding_attention"] = full.masked_fill(distances_B1TN >= window - 1e-6, -torch.inf)
         if not layer_types:
             return masks["sliding_attention"]
         if unknown := layer_types - set(masks):
             raise ValueError(
-                f"layers of type {', '.join(sorted(unknown))} are not supported: take a model of causal attention."
+                f"layers of type {', '.join(sorted(unknown))} are not supported: take a model with causal attention."
             )
         return masks
 
-    # Whether that is what the model does
+    # Check of the architecture
 
     @torch.no_grad()
     def _check_architecture(self) -> None:
-        """On some tokens: its own logits at durations of one unit, others where they differ."""
+        """Compares logits on a few tokens: unit durations must give the model's own, other durations different ones."""
         name, length = self.model.config.model_type, 8
-        if "local" in getattr(self.model.config, "attention_layers", ()):  # as GPT-Neo's, which look at no mask for it
-            raise ValueError(f"a {name} has layers whose window is counted in tokens: take a model without.")
+        if "local" in getattr(self.model.config, "attention_layers", ()):  # GPT-Neo's local layers ignore the mask
+            raise ValueError(f"a {name} has layers whose window counts tokens: take a model without such layers.")
         ids_N = torch.arange(length) * 7 % self.model.get_input_embeddings().num_embeddings
         plain = Sentence(ids_N)
         ids_1N = ids_N[None].to(self.model.device)
         own_NV = self.model(input_ids=ids_1N, use_cache=False).logits[0].float()
-        remedy = "use one whose attention adds a mask to its scores, as Llama's."
+        remedy = "use a model whose attention adds a mask to its scores, such as a Llama."
         try:
             rule, self.rule = self.rule, "rectangle"
-            ours_NV = self.logits(plain).float()
+            unit_NV = self.logits(plain).float()
             longer = [self.logits(plain.set_duration([0], duration)).float() for duration in (3.0, 5.0)]
         except (TypeError, LookupError, AttributeError, RuntimeError, ValueError) as error:
-            raise ValueError(f"a {name} can't be given durations ({error}): {remedy}") from error
+            raise ValueError(f"a {name} does not accept durations ({error}): {remedy}") from error
         finally:
             self.rule = rule
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 3e-2
-        if not bool((ours_NV - own_NV).norm() <= tolerance * own_NV.norm()):
+        if not bool((unit_NV - own_NV).norm() <= tolerance * own_NV.norm()):
             raise ValueError(
-                f"with durations of one unit a {name} gives other logits than its own, by up to "
-                f"{(ours_NV - own_NV).abs().max().item():.2g}: {remedy}"
+                f"with durations of one unit, the logits of a {name} differ from its own by up to "
+                f"{(unit_NV - own_NV).abs().max().item():.2g}: {remedy}"
             )
         if not all(bool(torch.isfinite(logits_NV).all()) for logits_NV in longer):
-            raise ValueError(f"with other durations a {name} gives logits that are not finite: {remedy}")
-        if any(torch.equal(*pair) for pair in combinations([ours_NV, *longer], 2)):
-            raise ValueError(f"in a {name} durations change nothing: {remedy}")
+            raise ValueError(f"with other durations, the logits of a {name} are not finite: {remedy}")
+        if any(torch.equal(*pair) for pair in combinations([unit_NV, *longer], 2)):
+            raise ValueError(f"durations do not change the logits of a {name}: {remedy}")
 
 
 def _shared_prefix(sentences: Sequence[Sentence]) -> int:
-    """Samples that all sentences have in common from the first on, but for the last one, which is run for each."""
+    """Length of the common prefix of all sentences, without the last sample, which is run for each sentence."""
     first, shared = sentences[0], len(sentences[0]) - 1
     assert first.embeddings_ND is not None
     for other in sentences[1:]:
@@ -287,24 +298,24 @@ def _shared_prefix(sentences: Sequence[Sentence]) -> int:
 
 
 def _learned_positions(model: Any) -> nn.Embedding | None:
-    """GPT-2's table of positions."""
+    """GPT-2's table of learned positions; None for a model without one."""
     table = getattr(model.base_model, "wpe", None)
     return table if isinstance(table, nn.Embedding) else None
 
 
 @contextmanager
 def _at_positions(table: nn.Embedding, positions_BT: torch.Tensor, first: int) -> Iterator[None]:
-    """Whatever the table is asked for, it answers with what lies at these positions, between its rows.
+    """Makes the table return its rows interpolated at `positions_BT`, whatever indices the model looks up.
 
-    `first` is the number of the first sample in its sentence.
+    `first` is the index of the first sample in its sentence. Raises `OutsideTable` for positions outside the table.
     """
     last = table.num_embeddings - 1
     outside = ((positions_BT < -1e-9) | (positions_BT > last + 1e-9)).nonzero()
     if len(outside):
         row, sample = outside[0].tolist()
         raise OutsideTable(
-            f"sample {first + sample} sits at position {positions_BT[row, sample].item():.4g}, and positions from 0 to "
-            f"{last} were learned: take a shorter or later sentence, or position_anchor='start'."
+            f"sample {first + sample} has position {positions_BT[row, sample].item():.4g}, and the model learned "
+            f"positions from 0 to {last}: take a shorter or later sentence, or position_anchor='start'."
         )
     positions_BT = positions_BT.clamp(0, last).to(table.weight.device)
     below_BT = positions_BT.floor().clamp(max=last - 1).long()

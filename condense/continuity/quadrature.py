@@ -1,14 +1,14 @@
-"""How attention's integral over time becomes a sum over samples.
+"""Quadrature weights, with which a sum over samples approximates attention's integral over time.
 
     y(t_i) = 1/Z_i * integral from t_0 to t_i of exp(q_i.k(s) / sqrt(E)) v(s) ds  ~  sum_k w_ik exp(...) v_k / Z_i
 
-The rectangle rule holds the integrand at its value at t_k from t_{k-1} on, so w_ik = d_k, and with durations of one
-unit it is the ordinary Transformer. The trapezoidal rule runs straight between samples, so w_ik = (d_k + d_{k+1}) / 2
-and w_ii = d_i / 2; before t_1 the integrand is held, as there is no sample at t_0.
+In the rectangle rule the integrand has its value at t_k from t_{k-1} to t_k, so w_ik = d_k; durations of one unit give
+the ordinary Transformer. In the trapezoid rule the integrand is linear between samples, so w_ik = (d_k + d_{k+1}) / 2
+and w_ii = d_i / 2. It is constant before t_1, because there is no sample at t_0.
 
-The error falls with the first power of the distance between samples for rectangles, with the second for trapezoids.
+The error is of first order in the distance between samples for rectangles, and of second order for trapezoids.
 
-Axes: N samples as queries and as keys.
+Axes: N samples, T queries (the last samples), E head dimension.
 """
 
 from typing import Literal
@@ -20,9 +20,9 @@ RULES = ("rectangle", "trapezoid")
 
 
 def quadrature_weights(durations_N: torch.Tensor, rule: Rule = "rectangle", first: int = 0) -> torch.Tensor:
-    """w [N - first, N] of queries i from `first` on and all samples k; 0 for samples behind the query.
+    """The weights w_ik [T, N] of all samples k for the queries i from `first` on; 0 for samples after the query.
 
-    A row sums to the time up to t_i.
+    Each row sums to t_i - t_0. Raises `ValueError` for an unknown rule.
     """
     num_queries = len(durations_N) - first
     if rule == "rectangle":
@@ -30,7 +30,7 @@ def quadrature_weights(durations_N: torch.Tensor, rule: Rule = "rectangle", firs
     if rule != "trapezoid":
         raise ValueError(f"rule={rule!r}: choose one of {', '.join(RULES)}.")
     half_N = durations_N / 2
-    start_N = half_N.clone()  # the half of its own interval; the first sample has all of it
+    start_N = half_N.clone()  # half of the sample's own interval; the first sample has the whole interval
     start_N[0] = durations_N[0]
-    rest_N = torch.cat([half_N[1:], half_N.new_zeros(1)])  # the half of the next interval, once it is complete
+    rest_N = torch.cat([half_N[1:], half_N.new_zeros(1)])  # half of the next interval, if it ends before the query
     return start_N.expand(num_queries, -1).tril(first) + rest_N.expand(num_queries, -1).tril(first - 1)

@@ -1,9 +1,9 @@
-"""A sentence as a function of time: samples that last, one behind the other, from `integration_start` on.
+"""A sentence as a function of time: consecutive samples, each with a duration, from `integration_start` on.
 
-Sample k holds the value x_k until the time t_k, so it lasts d_k = t_k - t_{k-1}, with t_0 the integration start.
-Tokens of an ordinary sentence last one unit each.
+Sample k has the value x_k from time t_{k-1} to t_k, so its duration is d_k = t_k - t_{k-1}; t_0 is the integration
+start. The tokens of an ordinary sentence have durations of one unit.
 
-Axes: N samples, D model width.
+Axes: N samples, D hidden size, n selected samples.
 """
 
 import math
@@ -19,13 +19,13 @@ Span = slice | TextSpan | Sequence[int]
 
 
 class Sentence:
-    """Token ids [N] or embeddings [N, D]; how long each lasts, as durations [N] or as time steps [N]; and the start.
+    """Token ids [N] or embeddings [N, D], with durations [N] or time steps [N], and the integration start.
 
-    Without durations and time steps every sample lasts one unit. `positions` [N] are where samples sit, if that is
-    not where their intervals lie (see `densify`); with them a sample still weighs its duration.
+    Without durations and time steps, every sample lasts one unit. `positions` [N] replace the positions that follow
+    from the intervals (see `densify`); the weight of a sample is its duration in both cases.
 
-    A sentence never changes: every operation returns another. Times are kept in float64 on the host, embeddings
-    where they are.
+    A sentence is immutable: every operation returns a new one. Times are in float64 on the host; embeddings keep their
+    device.
 
     Raises `ValueError` for parts that do not fit together, durations that are not positive, and time steps that
     do not increase strictly.
@@ -41,44 +41,49 @@ class Sentence:
         positions: torch.Tensor | Sequence[float] | None = None,
     ):
         if (ids is None) == (embeddings is None):
-            raise ValueError("a sentence is made of ids or of embeddings: pass one of the two.")
+            raise ValueError("a sentence consists of ids or of embeddings: pass one of the two.")
         if durations is not None and time_steps is not None:
-            raise ValueError("durations and time_steps say the same thing: pass one of the two.")
+            raise ValueError("durations and time_steps contain the same information: pass one of the two.")
         if (ids is not None and len(ids) == 0) or (embeddings is not None and len(embeddings) == 0):
-            raise ValueError("a sentence has at least one sample.")
+            raise ValueError("the sentence has no samples: pass at least one sample.")
         self.ids_N = None if ids is None else torch.as_tensor(ids).cpu().clone()
         self.embeddings_ND = embeddings
-        if self.ids_N is not None and (self.ids_N.dim() != 1 or self.ids_N.is_floating_point()):
-            raise ValueError(
-                f"ids of shape {tuple(self.ids_N.shape)} and {self.ids_N.dtype}: pass one row of token ids."
-            )
-        if embeddings is not None and (embeddings.dim() != 2 or not embeddings.is_floating_point()):
-            raise ValueError(
-                f"embeddings of shape {tuple(embeddings.shape)} and {embeddings.dtype}: pass one row [N, D] of floats."
-            )
+        self._check_values()
         self.integration_start = float(integration_start)
         if not math.isfinite(self.integration_start):
-            raise ValueError(f"integration_start={integration_start}: times are finite.")
+            raise ValueError(f"integration_start={integration_start}: pass a finite time.")
         if time_steps is not None:
             times_N = self._numbers(time_steps, "time_steps")
             durations = durations_from_time_steps(times_N[None], self.integration_start)[0]
         durations = torch.ones(len(self)) if durations is None else durations
         self.durations_N = self._numbers(durations, "durations")
+        self._check_durations()
+        self.positions_N = None if positions is None else self._numbers(positions, "positions")
+        if self.positions_N is not None and not bool(torch.isfinite(self.positions_N).all()):
+            raise ValueError(f"positions {self.positions_N.tolist()}: pass finite positions.")
+
+    def _check_values(self) -> None:
+        ids, embeddings = self.ids_N, self.embeddings_ND
+        if ids is not None and (ids.dim() != 1 or ids.is_floating_point()):
+            raise ValueError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: pass one row of token ids.")
+        if embeddings is not None and (embeddings.dim() != 2 or not embeddings.is_floating_point()):
+            raise ValueError(
+                f"embeddings of shape {tuple(embeddings.shape)} and {embeddings.dtype}: pass one row [N, D] of floats."
+            )
+
+    def _check_durations(self) -> None:
         wrong = (~(torch.isfinite(self.durations_N) & (self.durations_N > 0))).nonzero()
         if len(wrong):
             first = int(wrong[0])
             raise ValueError(
-                f"the duration of sample {first} is {self.durations_N[first].item()}: durations are finite and more "
-                "than 0; leave a sample out that is not to be there."
+                f"the duration of sample {first} is {self.durations_N[first].item()}: pass durations that are finite "
+                "and more than 0. To remove a sample, leave it out of the sentence."
             )
         if self.durations_N.sum() > LONGEST_PAIR:
             raise ValueError(
-                f"the durations add up to {self.durations_N.sum().item():g}: beyond {LONGEST_PAIR:,} float32 positions "
-                "no longer tell tokens apart. Divide all durations by one factor."
+                f"the durations add up to {self.durations_N.sum().item():g}: above {LONGEST_PAIR:,} float32 positions "
+                "do not distinguish tokens. Divide all durations by one factor."
             )
-        self.positions_N = None if positions is None else self._numbers(positions, "positions")
-        if self.positions_N is not None and not bool(torch.isfinite(self.positions_N).all()):
-            raise ValueError(f"positions {self.positions_N.tolist()}: positions are finite.")
 
     def _numbers(self, values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
         values_N = torch.as_tensor(values).detach().to("cpu", torch.float64, copy=True)
@@ -93,7 +98,7 @@ class Sentence:
 
     @property
     def time_steps_N(self) -> torch.Tensor:
-        """Where each sample's interval ends."""
+        """The end t_k of each sample's interval."""
         return self.integration_start + self.durations_N.cumsum(0)
 
     def _with(self, **parts) -> "Sentence":
@@ -106,40 +111,40 @@ class Sentence:
         }
         return Sentence(**(own | parts))
 
-    def _need_no_positions(self, operation: str) -> None:
+    def _check_no_positions(self, operation: str) -> None:
         if self.positions_N is not None:
-            raise ValueError(f"{operation} moves samples, and these have positions of their own: do it before densify.")
+            raise ValueError(f"{operation} moves samples, but these have fixed positions: do it before densify.")
 
     def with_embeddings(self, embeddings_ND: torch.Tensor) -> "Sentence":
         return self._with(ids=None, embeddings=embeddings_ND)
 
     def set_duration(self, span: Span, duration: float) -> "Sentence":
-        """Each sample of the span lasts `duration`; what follows moves along."""
-        self._need_no_positions("set_duration")
+        """Sets the duration of each sample of the span; later samples shift accordingly."""
+        self._check_no_positions("set_duration")
         return self._with(durations=self.durations_N.index_fill(0, self._indices(span), float(duration)))
 
     def shrink(self, span: Span, factor: float) -> "Sentence":
-        """Each sample of the span lasts `factor` times as long; what follows moves along."""
-        self._need_no_positions("shrink")
+        """Multiplies the duration of each sample of the span by `factor`; later samples shift accordingly."""
+        self._check_no_positions("shrink")
         indices_n = self._indices(span)
         return self._with(durations=self.durations_N.index_copy(0, indices_n, self.durations_N[indices_n] * factor))
 
     def scale(self, factor: float) -> "Sentence":
-        """Every sample lasts `factor` times as long: t_k becomes t_0 + factor (t_k - t_0)."""
+        """Multiplies all durations by `factor`: t_k becomes t_0 + factor (t_k - t_0)."""
         return self.shrink(slice(None), factor)
 
     def shift(self, amount: float) -> "Sentence":
-        """Everything happens `amount` later, the integration start included: no sample lasts longer."""
-        self._need_no_positions("shift")
+        """Adds `amount` to all times, the integration start included; durations do not change."""
+        self._check_no_positions("shift")
         return self._with(integration_start=self.integration_start + float(amount))
 
     def _indices(self, span: Span) -> torch.Tensor:
-        everything = range(len(self))
+        indices_of_all = range(len(self))
         span = span.tokens if isinstance(span, TextSpan) else span
-        indices = list(everything[span]) if isinstance(span, slice) else [int(index) for index in span]
-        if not indices or not all(index in everything for index in indices):
+        indices = list(indices_of_all[span]) if isinstance(span, slice) else [int(index) for index in span]
+        if not indices or not all(index in indices_of_all for index in indices):
             raise ValueError(
-                f"span {span}, and the sentence has {len(self)} samples: name some from 0 to {len(self) - 1}."
+                f"span {span} is invalid, the sentence has {len(self)} samples: pass indices from 0 to {len(self) - 1}."
             )
         return torch.tensor(sorted(set(indices)))
 
@@ -149,17 +154,17 @@ class Sentence:
         values: Literal["constant", "linear"] = "constant",
         positions: Literal["spread", "equal"] = "spread",
     ) -> "Sentence":
-        """`density` samples for each one, which share its duration equally.
+        """Replaces each sample by `density` samples, which share its duration equally.
 
-        `values="constant"`: copies, as x(t) holds x_k between t_{k-1} and t_k. `"linear"`: x(t) runs straight from
-        x_{k-1} at t_{k-1} to x_k at t_k, and holds x_1 up to t_1; this needs embeddings.
+        `values="constant"`: the new samples are copies, because x(t) = x_k between t_{k-1} and t_k. `"linear"`: x(t) is
+        linear from x_{k-1} at t_{k-1} to x_k at t_k, and constant up to t_1; this needs embeddings.
 
-        `positions="spread"`: each copy sits in its own part of the interval. `"equal"`: all sit where the one sat
-        in the sentence as it was, with the anchor "end".
+        `positions="spread"`: each new sample has the position of its own part of the interval. `"equal"`: all have the
+        position of the original sample at the anchor "end".
         """
         if not isinstance(density, int) or density < 1:
-            raise ValueError(f"density={density}: for each sample there is a whole number of them, at least 1.")
-        self._need_no_positions("densify")
+            raise ValueError(f"density={density}: pass a whole number of at least 1.")
+        self._check_no_positions("densify")
         parts = {
             "ids": None if self.ids_N is None else self.ids_N.repeat_interleave(density),
             "durations": (self.durations_N / density).repeat_interleave(density),
@@ -176,28 +181,29 @@ class Sentence:
             share_n = (torch.arange(density) + 1).repeat(len(self)).to(here_ND) / density
             parts["embeddings"] = here_ND if values == "constant" else before_ND.lerp(here_ND, share_n[:, None])
         elif values == "linear":
-            raise ValueError("values='linear' lies between embeddings, and this sentence has ids: embed it first.")
+            raise ValueError("values='linear' needs embeddings, but this sentence has ids: embed it first.")
         return self._with(**parts)
 
 
 def interpolate(
     first: Sentence, second: Sentence, factor: float, how: Literal["linear", "spherical"] = "linear"
 ) -> Sentence:
-    """The sentence between two of equally many samples: `first` at factor 0, `second` at 1; times move linearly.
+    """A sentence between two sentences with the same number of samples: `first` at factor 0, `second` at factor 1.
 
-    "linear": (1 - factor) x + factor y. "spherical": the direction turns from that of x to that of y at constant
-    speed along the shortest way, and the length changes linearly.
+    "linear": (1 - factor) x + factor y. "spherical": the direction moves from that of x to that of y at constant
+    angular speed along the shortest arc, and the length changes linearly. Times always change linearly.
 
-    Raises `ValueError` for sentences of unequal length, without embeddings, or between opposite directions.
+    Raises `ValueError` for sentences of unequal length, sentences without embeddings, and opposite directions.
     """
     if len(first) != len(second):
         raise ValueError(
-            f"sentences of {len(first)} and {len(second)} samples have nothing in between: take two of equally many."
+            f"sentences of {len(first)} and {len(second)} samples can't be interpolated: pass two with the same number "
+            "of samples."
         )
     if first.embeddings_ND is None or second.embeddings_ND is None:
-        raise ValueError("there is nothing between token ids: embed both sentences first.")
+        raise ValueError("token ids can't be interpolated: embed both sentences first.")
     if first.positions_N is not None or second.positions_N is not None:
-        raise ValueError("samples with positions of their own can't be interpolated: do it before densify.")
+        raise ValueError("samples with fixed positions can't be interpolated: do it before densify.")
     if how not in ("linear", "spherical"):
         raise ValueError(f"how={how!r}: choose linear or spherical.")
     if (
@@ -205,8 +211,8 @@ def interpolate(
         or first.embeddings_ND.dtype != second.embeddings_ND.dtype
     ):
         raise ValueError(
-            f"embeddings {tuple(first.embeddings_ND.shape)} of {first.embeddings_ND.dtype} and "
-            f"{tuple(second.embeddings_ND.shape)} of {second.embeddings_ND.dtype}: take both from one model."
+            f"embeddings of shape {tuple(first.embeddings_ND.shape)} and {first.embeddings_ND.dtype} do not fit those "
+            f"of shape {tuple(second.embeddings_ND.shape)} and {second.embeddings_ND.dtype}: take both from one model."
         )
     between = torch.lerp if how == "linear" else _slerp
     start = first.integration_start + factor * (second.integration_start - first.integration_start)
@@ -221,13 +227,16 @@ def _slerp(first_ND: torch.Tensor, second_ND: torch.Tensor, factor: float) -> to
     first, second = first_ND.double(), second_ND.double()
     length_first_N1, length_second_N1 = first.norm(dim=1, keepdim=True), second.norm(dim=1, keepdim=True)
     first, second = first / length_first_N1.clamp(min=1e-300), second / length_second_N1.clamp(min=1e-300)
-    first, second = first.where(length_first_N1 > 0, second), second.where(length_second_N1 > 0, first)  # 0: any way
+    first, second = first.where(length_first_N1 > 0, second), second.where(length_second_N1 > 0, first)  # 0: no turn
     angle_N1 = 2 * torch.atan2((first - second).norm(dim=1, keepdim=True), (first + second).norm(dim=1, keepdim=True))
     opposite = (angle_N1 > torch.pi - 1e-6).nonzero()
     if len(opposite):
-        raise ValueError(f"sample {int(opposite[0, 0])} points into opposite directions: no shortest way lies between.")
+        raise ValueError(
+            f"the two embeddings of sample {int(opposite[0, 0])} have opposite directions, between which there is no "
+            "shortest arc: use how='linear'."
+        )
     sine_N1 = angle_N1.sin()
     turned = torch.sin((1 - factor) * angle_N1) / sine_N1 * first + torch.sin(factor * angle_N1) / sine_N1 * second
-    # In the same direction the straight way is the arc.
+    # Between equal directions the straight line is the arc.
     direction = torch.where(angle_N1 > 1e-9, turned, first.lerp(second, factor))
     return (direction * length_first_N1.lerp(length_second_N1, factor)).to(first_ND.dtype)

@@ -1,10 +1,10 @@
-"""Which tokens of a text a part of it is, whatever the tokenizer."""
+"""The tokens that cover a part of a text, for any fast tokenizer."""
 
 from typing import Any, NamedTuple
 
 
 class TextSpan(NamedTuple):
-    """Tokens `first` up to `end`, without `end`. `exact`: they are the part and white space around it, nothing else."""
+    """Tokens `first` to `end - 1`. `exact`: they contain only the part and white space around it."""
 
     first: int
     end: int
@@ -19,49 +19,50 @@ class TextSpan(NamedTuple):
         return self.exact and self.end - self.first == 1
 
 
-def encode_with_places(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids as the tokenizer gives them, special tokens included, and where each lies in the text.
+def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """The tokenizer's ids, special tokens included, and each token's (start, end) in the characters of the text.
 
-    White space at a token's ends is not part of its place. Raises `ValueError` for a tokenizer that can't tell places.
+    Offsets exclude white space at a token's ends. Raises `ValueError` for a tokenizer that does not report offsets.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"{type(tokenizer).__name__} does not tell where its tokens lie: load a fast tokenizer.")
+        raise ValueError(f"{type(tokenizer).__name__} does not report offsets of its tokens: load a fast tokenizer.")
     encoded = tokenizer(text, return_offsets_mapping=True)
-    places = []
-    for start, end in encoded["offset_mapping"]:
-        places.append(_without_space(text, start, end))
-    return list(encoded["input_ids"]), places
+    offsets = [_without_space(text, start, end) for start, end in encoded["offset_mapping"]]
+    return list(encoded["input_ids"]), offsets
 
 
 def find_spans(tokenizer: Any, text: str, part: str, whole_words: bool = True) -> list[TextSpan]:
-    """Every place where `part` stands in `text`. Raises `ValueError` where it stands nowhere."""
+    """The tokens of every occurrence of `part` in `text`. Raises `ValueError` if there is none."""
     part = part.strip()
-    _, places = encode_with_places(tokenizer, text)
+    _, offsets = encode_with_offsets(tokenizer, text)
     spans, start = [], text.find(part) if part else -1
     while start >= 0:
         end = start + len(part)
-        goes_on_before = start > 0 and text[start - 1].isalnum() and part[0].isalnum()
-        goes_on_behind = text[end : end + 1].isalnum() and part[-1].isalnum()
-        if whole_words and (goes_on_before or goes_on_behind):
+        begins_within_word = start > 0 and text[start - 1].isalnum() and part[0].isalnum()
+        ends_within_word = text[end : end + 1].isalnum() and part[-1].isalnum()
+        if whole_words and (begins_within_word or ends_within_word):
             start = text.find(part, start + 1)
             continue
-        spans.append(_covering(places, start, end, part))
+        spans.append(_covering(offsets, start, end, part))
         start = text.find(part, end)
     if not spans and part and part in text:
-        raise ValueError(f"{part!r} stands in {text!r} only within longer words: pass whole_words=False for those.")
+        raise ValueError(f"{part!r} occurs in {text!r} only within longer words: pass whole_words=False to find it.")
     if not spans:
-        raise ValueError(f"{part!r} does not stand in {text!r}.")
+        raise ValueError(f"{part!r} does not occur in {text!r}: pass a part of the text.")
     return spans
 
 
 def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
-    """The tokens of `text[start:end]`, white space at its ends left out."""
+    """The tokens of `text[start:end]` without the white space at its ends."""
     if not 0 <= start < end <= len(text):
-        raise ValueError(f"characters {start} to {end} of a text of {len(text)}: name a part of it.")
+        raise ValueError(
+            f"characters {start} to {end} are no part of a text of {len(text)} characters: pass 0 <= start < end <= "
+            f"{len(text)}."
+        )
     first, last = _without_space(text, start, end)
     if first == last:
-        raise ValueError(f"characters {start} to {end} of {text!r} hold nothing but white space.")
-    return _covering(encode_with_places(tokenizer, text)[1], first, last, text[first:last])
+        raise ValueError(f"characters {start} to {end} of {text!r} are only white space: pass a part with other text.")
+    return _covering(encode_with_offsets(tokenizer, text)[1], first, last, text[first:last])
 
 
 def _without_space(text: str, start: int, end: int) -> tuple[int, int]:
@@ -70,9 +71,9 @@ def _without_space(text: str, start: int, end: int) -> tuple[int, int]:
     return first, max(first, end - len(part) + len(part.rstrip()))
 
 
-def _covering(places: list[tuple[int, int]], start: int, end: int, part: str) -> TextSpan:
-    tokens = [n for n, (first, last) in enumerate(places) if first < end and last > start]
+def _covering(offsets: list[tuple[int, int]], start: int, end: int, part: str) -> TextSpan:
+    tokens = [n for n, (first, last) in enumerate(offsets) if first < end and last > start]
     if not tokens:
-        raise ValueError(f"no token of the text covers {part!r}: its tokenizer drops it.")
-    exact = places[tokens[0]][0] == start and places[tokens[-1]][1] == end
+        raise ValueError(f"no token of the text covers {part!r}, the tokenizer drops it: pass another part.")
+    exact = offsets[tokens[0]][0] == start and offsets[tokens[-1]][1] == end
     return TextSpan(tokens[0], tokens[-1] + 1, exact)

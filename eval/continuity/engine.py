@@ -9,7 +9,7 @@ import torch
 
 from condense.continuity import ContinuousLM, Sentence, interpolate
 from condense.continuity.adapter import OutsideTable
-from condense.continuity.spans import encode_with_places, span_between
+from condense.continuity.spans import encode_with_offsets, span_between
 
 from .classes import Classes, class_curves, likely_tokens, watched_classes
 from .items import Item, NotValid, Watched
@@ -45,7 +45,7 @@ class Reader(NamedTuple):
         return [interpolate(first, second, factor) for factor in item.factors]
 
     def sentence(self, text: str) -> Sentence:
-        ids, places = encode_with_places(self.tokenizer, text)
+        ids, places = encode_with_offsets(self.tokenizer, text)
         for token, (start, end) in zip(ids, places, strict=True):
             if token == self.tokenizer.unk_token_id and start < end:  # the first one may be the bos token
                 raise NotValid(f"the tokenizer does not know {text[start:end]!r}")

@@ -1,7 +1,9 @@
-"""Models read at fractional times, against the stock models with masks and positions made by plain loops.
+"""`ContinuousLM` against the stock models with masks and positions that plain loops compute.
 
-Float64 weights; rotary tables are float32 as in the stock models, hence tolerances of 1e-5 where positions are summed
-in another order.
+Weights are float64. Rotary tables are float32 as in the stock models, so the tolerance is 1e-5 where positions are
+summed in another order.
+
+Axes: N samples of a sentence, P rows of a table of learned positions, D hidden size.
 """
 
 import pytest
@@ -33,7 +35,7 @@ LENGTH, WINDOW, LEARNED = 14, 4, 32
 SMALL = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 ROTARY = {**SMALL, **TOKENS, "intermediate_size": 40, "num_key_value_heads": 2, "initializer_range": 0.25}
-LEARNS = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "initializer_range": 0.25, **TOKENS}
+GPT2_FIELDS = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "initializer_range": 0.25, **TOKENS}
 STOCK = {
     "llama": (LlamaForCausalLM, LlamaConfig, ROTARY),
     "mistral": (MistralForCausalLM, MistralConfig, {**ROTARY, "sliding_window": WINDOW}),
@@ -46,13 +48,13 @@ STOCK = {
         Qwen2Config,
         {**ROTARY, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
-    "gpt2": (GPT2LMHeadModel, GPT2Config, {**LEARNS, "n_positions": LEARNED}),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {**GPT2_FIELDS, "n_positions": LEARNED}),
 }
 ROTATING = [name for name in STOCK if name != "gpt2"]
 WINDOWED = ["mistral", "phi3 window", "gemma2", "qwen2"]
 EVERY = [*STOCK, "folded"]
 ATTENTIONS = [(name, attention) for name in EVERY for attention in ("eager", "sdpa")]
-ATTENTIONS.remove(("gemma2", "sdpa"))  # transformers refuses: no soft cap there
+ATTENTIONS.remove(("gemma2", "sdpa"))  # transformers refuses it, because sdpa has no soft cap
 
 
 def build(kind, attention="eager", **fields):
@@ -73,7 +75,7 @@ def any_model(name, **fields):
 
 def random_sentence(seed=0, length=LENGTH, first=1.0, **parts):
     durations = random_durations(1, length, seed)[0]
-    durations[0] = first  # at least one unit, so that learned positions at the anchor "end" begin within their table
+    durations[0] = first  # at least one unit: at the anchor "end", smaller first durations have no learned position
     return Sentence(random_ids(1, length, seed)[0], durations=durations, **parts)
 
 
@@ -81,11 +83,11 @@ def assert_close(logits, expected, tolerance=1e-5):
     torch.testing.assert_close(logits.double(), expected.double(), atol=tolerance, rtol=tolerance)
 
 
-# The stock model's own attention, given what it is to add and where tokens sit
+# The stock model's own attention, with explicit masks and positions
 
 
 def explicit_mask(durations_N, rule, window=None, times_N=None):
-    """[1, 1, N, N]: logarithms of weights, -inf above the diagonal and outside the window measured in time."""
+    """[1, 1, N, N]: logarithms of weights; -inf above the diagonal and outside the window of `window` units of time."""
     durations, num_samples = durations_N.tolist(), len(durations_N)
     mask = torch.full((1, 1, num_samples, num_samples), -torch.inf, dtype=torch.float64)
     times = durations_N.cumsum(0).tolist() if times_N is None else times_N.tolist()
@@ -108,7 +110,7 @@ def explicit_positions(durations_N, anchor):
     return torch.tensor([positions], dtype=torch.float64)
 
 
-def between_rows(table_PD, positions_N):
+def interpolated_rows(table_PD, positions_N):
     rows = []
     for position in positions_N.tolist():
         below = min(int(position), len(table_PD) - 2)
@@ -125,7 +127,7 @@ def explicit_logits(model, ids_N, durations_N, anchor="end", rule="rectangle", p
     if model.config.model_type != "gpt2":
         return model(input_ids=ids_N[None], attention_mask=mask, position_ids=positions_1N, use_cache=False).logits[0]
     table_PD = model.transformer.wpe.weight
-    embeddings = model.transformer.wte(ids_N[None]) + between_rows(table_PD, positions_1N[0]) - table_PD[0]
+    embeddings = model.transformer.wte(ids_N[None]) + interpolated_rows(table_PD, positions_1N[0]) - table_PD[0]
     at_zero = torch.zeros(1, len(ids_N), dtype=torch.long)
     return model(inputs_embeds=embeddings, attention_mask=mask, position_ids=at_zero, use_cache=False).logits[0]
 
@@ -133,7 +135,7 @@ def explicit_logits(model, ids_N, durations_N, anchor="end", rule="rectangle", p
 @pytest.mark.parametrize("anchor", ["end", "start"])
 @pytest.mark.parametrize(("name", "attention"), ATTENTIONS)
 @torch.no_grad()
-def test_durations_of_one_unit_are_the_model_as_it_is(name, anchor, attention):
+def test_unit_durations_give_the_models_own_logits(name, anchor, attention):
     model = any_model(name, **({"position_anchor": anchor} if name == "folded" else {}))
     model.config._attn_implementation = attention
     ids = random_ids(1, LENGTH)
@@ -145,7 +147,7 @@ def test_durations_of_one_unit_are_the_model_as_it_is(name, anchor, attention):
 @pytest.mark.parametrize("anchor", ["end", "start"])
 @pytest.mark.parametrize(("name", "attention"), [pair for pair in ATTENTIONS if pair[0] != "folded"])
 @torch.no_grad()
-def test_durations_are_weights_and_places(name, anchor, rule, attention):
+def test_durations_are_weights_and_positions(name, anchor, rule, attention):
     model, sentence = any_model(name), random_sentence()
     expected = explicit_logits(model, sentence.ids_N, sentence.durations_N, anchor, rule)
     model.config._attn_implementation = attention
@@ -157,7 +159,7 @@ def test_durations_are_weights_and_places(name, anchor, rule, attention):
 @pytest.mark.parametrize("anchor", ["end", "start"])
 @torch.no_grad()
 def test_a_llama_follows_the_equations(anchor):
-    """Not even the model's code is shared: every layer written out, one head and one query at a time."""
+    """The reference shares no code with the model: it computes one head and one query at a time."""
     folded = tiny_model(segment_length=LENGTH, position_anchor=anchor)
     sentence = random_sentence(first=0.3)
     expected = reference_logits(weights(folded), folded.config, sentence.ids_N, sentence.durations_N)
@@ -167,7 +169,7 @@ def test_a_llama_follows_the_equations(anchor):
 
 @pytest.mark.parametrize("anchor", ["end", "start"])
 @torch.no_grad()
-def test_a_folded_model_gets_durations_as_they_are(anchor):
+def test_a_folded_model_receives_the_durations(anchor):
     model, sentence = tiny_model(position_anchor=anchor), random_sentence(first=0.3)
     lm = ContinuousLM(model)
     assert lm.folded and lm.position_anchor == anchor
@@ -179,7 +181,7 @@ def test_a_folded_model_gets_durations_as_they_are(anchor):
 
 
 @torch.no_grad()
-def test_the_anchors_differ():
+def test_the_anchors_give_different_logits():
     model, sentence = any_model("llama"), random_sentence()
     ends, starts = (ContinuousLM(model, anchor).logits(sentence) for anchor in ("end", "start"))
     assert not torch.allclose(ends, starts, atol=1e-2)
@@ -189,7 +191,7 @@ def test_the_anchors_differ():
 
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
-def test_embeddings_are_read_as_the_tokens_they_embed(name):
+def test_embeddings_give_the_logits_of_their_tokens(name):
     lm, sentence = ContinuousLM(any_model(name)), random_sentence(integration_start=2)
     embedded = lm.embed(sentence)
     assert embedded.ids_N is None and embedded.integration_start == 2 and lm.embed(embedded) is embedded
@@ -201,7 +203,7 @@ def test_embeddings_are_read_as_the_tokens_they_embed(name):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
-def test_narrow_types(name, dtype, tolerance):
+def test_narrow_dtypes_give_almost_the_same_logits(name, dtype, tolerance):
     model, sentence = any_model(name), random_sentence()
     expected = ContinuousLM(model).logits(sentence)
     logits = ContinuousLM(model.to(dtype)).logits(sentence)
@@ -211,7 +213,7 @@ def test_narrow_types(name, dtype, tolerance):
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @torch.no_grad()
-def test_a_pretrained_llama(stories, attention):
+def test_a_pretrained_llama_follows_explicit_masks(stories, attention):
     model = LlamaForCausalLM.from_pretrained(stories, attn_implementation=attention).eval()
     ids = torch.randint(0, 512, (40,), generator=torch.Generator().manual_seed(0))
     sentence = Sentence(ids, durations=random_durations(1, 40)[0])
@@ -220,13 +222,13 @@ def test_a_pretrained_llama(stories, attention):
     assert_close(ContinuousLM(model.float()).logits(sentence), expected, 1e-3)
 
 
-# A window in time
+# Sliding windows
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3 window"])
 @torch.no_grad()
-def test_a_window_of_tokens_is_a_window_of_time(name):
-    """One layer and tokens of half a unit: the last token sees twice as many of them."""
+def test_a_window_of_tokens_becomes_a_window_of_time(name):
+    """In one layer, the last token attends to twice as many tokens if their durations are half a unit."""
     lm, ids = ContinuousLM(any_model(name, num_hidden_layers=1)), random_ids(1, LENGTH)[0]
     for duration in (1.0, 0.5, 2.0):
         sentence = lm.embed(Sentence(ids, durations=[duration] * LENGTH))
@@ -238,7 +240,7 @@ def test_a_window_of_tokens_is_a_window_of_time(name):
         assert seen == [(LENGTH - 1 - k) * duration < WINDOW for k in range(LENGTH)]
 
 
-# Many sentences
+# Batches of sentences
 
 
 def variants(lm, length=LENGTH, at=9, factors=(0.1, 0.4, 0.7, 1.0, 1.6)):
@@ -246,7 +248,7 @@ def variants(lm, length=LENGTH, at=9, factors=(0.1, 0.4, 0.7, 1.0, 1.6)):
     return [sentence.shrink([at], factor) for factor in factors]
 
 
-def alone(lm, sentences):
+def one_by_one(lm, sentences):
     return torch.stack([lm.logits(sentence)[-1] for sentence in sentences])
 
 
@@ -254,15 +256,15 @@ def alone(lm, sentences):
 @pytest.mark.parametrize("tokens_at_once", [1, 11, 8192])
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
-def test_many_sentences_give_what_each_gives_alone(name, tokens_at_once, reuse_prefix):
-    """Of two lengths, mixed, among them one that shares nothing and one of a single token."""
+def test_a_batch_gives_the_logits_of_each_sentence_alone(name, tokens_at_once, reuse_prefix):
+    """The batch mixes two lengths, a sentence without a common prefix and a sentence of one token."""
     lm = ContinuousLM(any_model(name))
     long, short = variants(lm), variants(lm, length=11, at=6)
     sentences = [long[0], short[0], *long[1:], Sentence([5]), *short[1:], random_sentence(seed=3, length=11)]
     done = []
     logits = lm.next_logits(sentences, reuse_prefix, tokens_at_once, done.append)
     assert logits.dtype == torch.float32 and logits.shape == (12, VOCAB)
-    assert_close(logits, alone(lm, sentences))
+    assert_close(logits, one_by_one(lm, sentences))
     assert sum(done) == 12 and (tokens_at_once > 1 or done == [1] * 12)
 
 
@@ -270,14 +272,14 @@ def test_many_sentences_give_what_each_gives_alone(name, tokens_at_once, reuse_p
 @pytest.mark.parametrize("anchor", ["end", "start"])
 @pytest.mark.parametrize("name", STOCK)
 @torch.no_grad()
-def test_a_shared_prefix_changes_nothing(name, anchor, rule):
+def test_a_common_prefix_does_not_change_logits(name, anchor, rule):
     lm = ContinuousLM(any_model(name), anchor, rule)
     sentences = variants(lm)
-    assert_close(lm.next_logits(sentences), alone(lm, sentences))
+    assert_close(lm.next_logits(sentences), one_by_one(lm, sentences))
 
 
-def samples_run(model, run):
-    """Of every forward pass: how many rows of how many samples."""
+def batch_shapes(model, run):
+    """(rows, samples) of every forward pass."""
     shapes = []
     layer = model.get_input_embeddings() if model.config.model_type == "gpt2" else model.model.layers[0]
     handle = layer.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape[:2])))
@@ -287,28 +289,28 @@ def samples_run(model, run):
 
 
 @torch.no_grad()
-def test_the_shared_prefix_is_read_once():
+def test_the_common_prefix_is_run_once():
     lm = ContinuousLM(any_model("llama"))
     sentences = variants(lm)
-    assert samples_run(lm.model, lambda: lm.next_logits(sentences)) == [(1, 9), (5, 5)]
-    assert samples_run(lm.model, lambda: lm.next_logits(sentences, tokens_at_once=2 * 14)) == [
+    assert batch_shapes(lm.model, lambda: lm.next_logits(sentences)) == [(1, 9), (5, 5)]
+    assert batch_shapes(lm.model, lambda: lm.next_logits(sentences, tokens_at_once=2 * 14)) == [
         (1, 9),
         (2, 5),
         (2, 5),
         (1, 5),
     ]
-    assert samples_run(lm.model, lambda: lm.next_logits(sentences, reuse_prefix=False)) == [(5, LENGTH)]
-    assert samples_run(lm.model, lambda: lm.next_logits(sentences[:1])) == [(1, LENGTH)]
-    assert samples_run(lm.model, lambda: lm.next_logits(sentences[:1] * 3)) == [(1, LENGTH - 1), (3, 1)]
+    assert batch_shapes(lm.model, lambda: lm.next_logits(sentences, reuse_prefix=False)) == [(5, LENGTH)]
+    assert batch_shapes(lm.model, lambda: lm.next_logits(sentences[:1])) == [(1, LENGTH)]
+    assert batch_shapes(lm.model, lambda: lm.next_logits(sentences[:1] * 3)) == [(1, LENGTH - 1), (3, 1)]
     shifted = [sentences[0], sentences[0].shift(1)]
-    assert samples_run(lm.model, lambda: lm.next_logits(shifted)) == [(2, LENGTH)]
-    apart = [Sentence([1, 2, 3]), Sentence([9, 2, 3])]
-    assert samples_run(lm.model, lambda: lm.next_logits(apart)) == [(2, 3)]
+    assert batch_shapes(lm.model, lambda: lm.next_logits(shifted)) == [(2, LENGTH)]
+    no_prefix = [Sentence([1, 2, 3]), Sentence([9, 2, 3])]
+    assert batch_shapes(lm.model, lambda: lm.next_logits(no_prefix)) == [(2, 3)]
 
 
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
-def test_logits_of_last_samples_are_all_that_is_made(name):
+def test_only_logits_of_last_samples_are_computed(name):
     lm, shapes = ContinuousLM(any_model(name)), []
     lm.model.lm_head.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape[:2])))
     lm.next_logits(variants(lm))
@@ -316,18 +318,18 @@ def test_logits_of_last_samples_are_all_that_is_made(name):
 
 
 @torch.no_grad()
-def test_a_folded_model_reads_the_shared_prefix_once():
-    """Segments of 5: the prefix ends within the second, and its state is branched, not used up."""
+def test_a_folded_model_runs_the_common_prefix_once():
+    """With segments of 5, the prefix ends within the second segment; each row continues from a copy of its state."""
     lm = ContinuousLM(tiny_model())
     sentences = variants(lm)
-    segments = samples_run(lm.model, lambda: lm.next_logits(sentences))
+    segments = batch_shapes(lm.model, lambda: lm.next_logits(sentences))
     assert segments == [(1, 5), (1, 4), (5, 1), (5, 4)]
-    assert_close(lm.next_logits(sentences, tokens_at_once=10), alone(lm, sentences))
+    assert_close(lm.next_logits(sentences, tokens_at_once=10), one_by_one(lm, sentences))
 
 
 @torch.no_grad()
-def test_what_sentences_share_ends_where_any_part_differs():
-    """A duration, an embedding or a position of its own."""
+def test_the_common_prefix_ends_where_any_part_differs():
+    """The part is a duration, an embedding or a fixed position."""
     lm, sentence = ContinuousLM(any_model("llama")), random_sentence()
     embedded = lm.embed(sentence)
     embeddings = embedded.embeddings_ND.clone()
@@ -343,16 +345,16 @@ def test_what_sentences_share_ends_where_any_part_differs():
         ([other, moved], 6),
         ([embedded, other], 0),
     ):
-        shapes = samples_run(lm.model, lambda sentences=sentences: lm.next_logits(sentences))
+        shapes = batch_shapes(lm.model, lambda sentences=sentences: lm.next_logits(sentences))
         assert shapes == [(1, prefix)] * (prefix > 0) + [(len(sentences), LENGTH - prefix)]
-        assert_close(lm.next_logits(sentences), alone(lm, sentences))
+        assert_close(lm.next_logits(sentences), one_by_one(lm, sentences))
 
 
-# More samples of the same sentence
+# Density
 
 
 def split(sentence, at, copies, positions):
-    """Token `at` as so many samples of equal duration."""
+    """Replaces token `at` by `copies` samples of equal duration."""
     counts = torch.ones(len(sentence), dtype=torch.long)
     counts[at] = copies
     return Sentence(
@@ -364,8 +366,8 @@ def split(sentence, at, copies, positions):
 
 @pytest.mark.parametrize("name", STOCK)
 @torch.no_grad()
-def test_copies_at_one_place_are_one_token_to_one_layer(name):
-    """The last copy and all that comes later get from one layer what they got from the token; from two they do not."""
+def test_copies_at_one_position_equal_one_token_in_one_layer(name):
+    """The last copy and all later samples have the token's logits with one layer; with two layers they do not."""
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     sentence, at, copies = random_sentence(), 5, 3
     for depth, same in ((1, True), (2, False)):
@@ -382,7 +384,7 @@ def test_copies_at_one_place_are_one_token_to_one_layer(name):
 @pytest.mark.parametrize("density", [2, 5])
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt2"])
 @torch.no_grad()
-def test_a_denser_sentence_at_equal_positions(name, density):
+def test_a_denser_sentence_at_equal_positions_has_the_same_logits(name, density):
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     sentence = random_sentence(integration_start=0.5)
     lm = ContinuousLM(any_model(name, **{layers: 1}))
@@ -392,25 +394,25 @@ def test_a_denser_sentence_at_equal_positions(name, density):
 
 @pytest.mark.parametrize("name", STOCK)
 @torch.no_grad()
-def test_positions_of_their_own_are_where_samples_sit(name):
-    """At time step 1 the first place, whatever the anchor; windows are measured between places."""
+def test_fixed_positions_replace_those_of_the_intervals(name):
+    """Time step 1 is position 0 for both anchors; windows are measured between fixed positions."""
     model, sentence = any_model(name), random_sentence()
-    places = torch.arange(LENGTH).double() * 0.83 + 1.5
-    placed = Sentence(sentence.ids_N, durations=sentence.durations_N, positions=places)
+    positions = torch.arange(LENGTH).double() * 0.83 + 1.5
+    fixed = Sentence(sentence.ids_N, durations=sentence.durations_N, positions=positions)
     expected = explicit_logits(
-        model, sentence.ids_N, sentence.durations_N, positions_1N=places[None] - 1, times_N=places
+        model, sentence.ids_N, sentence.durations_N, positions_1N=positions[None] - 1, times_N=positions
     )
     for anchor in ("end", "start"):
-        assert_close(ContinuousLM(model, anchor).logits(placed), expected)
+        assert_close(ContinuousLM(model, anchor).logits(fixed), expected)
 
 
-# Later, and longer
+# Shifts and scales
 
 
 @pytest.mark.parametrize("amount", [0.5, -3, 100.25])
 @pytest.mark.parametrize("name", [*ROTATING, "folded"])
 @torch.no_grad()
-def test_shifts_change_nothing_where_only_distances_count(name, amount):
+def test_shifts_do_not_change_logits_of_relative_positions(name, amount):
     lm = ContinuousLM(any_model(name))
     sentence = random_sentence()
     assert_close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3 if amount > 10 else 1e-4)
@@ -429,7 +431,7 @@ def test_shifts_do_not_move_a_window(name, amount):
 @pytest.mark.parametrize("name", ["mistral", "phi3 window"])
 @torch.no_grad()
 def test_density_does_not_move_a_window(name):
-    """A window of 4 units sees 12 samples of a third; with an edge a little wider, 13."""
+    """A window of 4 units contains 12 samples of a third of a unit; rounding at its edge must not add a thirteenth."""
     lm = ContinuousLM(any_model(name, num_hidden_layers=1))
     dense = lm.embed(Sentence(random_ids(1, LENGTH)[0]).densify(3))
     embeddings = dense.embeddings_ND.clone()
@@ -443,7 +445,7 @@ def test_density_does_not_move_a_window(name):
 
 
 @torch.no_grad()
-def test_learned_positions_lie_between_their_neighbours():
+def test_learned_positions_are_interpolated():
     model = any_model("gpt2")
     lm, sentence = ContinuousLM(model), random_sentence()
     durations = sentence.durations_N
@@ -455,7 +457,7 @@ def test_learned_positions_lie_between_their_neighbours():
 
 
 @torch.no_grad()
-def test_whole_learned_positions_are_the_tables_rows():
+def test_whole_learned_positions_are_rows_of_the_table():
     model, ids = any_model("gpt2"), random_ids(1, LENGTH)
     lm = ContinuousLM(model)
     for first in (0, 5, LEARNED - LENGTH):
@@ -464,18 +466,18 @@ def test_whole_learned_positions_are_the_tables_rows():
 
 
 @torch.no_grad()
-def test_beyond_learned_positions_there_is_nothing():
+def test_positions_outside_the_table_are_refused():
     model, sentence = any_model("gpt2"), Sentence(random_ids(1, LENGTH)[0])
     lm, before = ContinuousLM(model), model(input_ids=sentence.ids_N[None]).logits
     for outside, words in (
-        (sentence.shift(-0.5), "sample 0 sits at position -0.5, and positions from 0 to 31"),
-        (sentence.set_duration([0], 0.25), "sample 0 sits at position -0.75.*position_anchor='start'"),
-        (sentence.shift(LEARNED - LENGTH + 0.5), "sample 13 sits at position 31.5"),
-        (sentence.set_duration([3], LEARNED), "sample 3 sits at position 34"),
+        (sentence.shift(-0.5), "sample 0 has position -0.5, and the model learned positions from 0 to 31"),
+        (sentence.set_duration([0], 0.25), "sample 0 has position -0.75.*position_anchor='start'"),
+        (sentence.shift(LEARNED - LENGTH + 0.5), "sample 13 has position 31.5"),
+        (sentence.set_duration([3], LEARNED), "sample 3 has position 34"),
     ):
         with pytest.raises(ValueError, match=words):
             lm.logits(outside)
-        with pytest.raises(ValueError, match="sits at position"):
+        with pytest.raises(ValueError, match="has position"):
             lm.next_logits([outside, outside.set_duration([13], 2)])
     lm.logits(sentence.shift(2.5))
     assert torch.equal(model(input_ids=sentence.ids_N[None]).logits, before)
@@ -483,10 +485,7 @@ def test_beyond_learned_positions_there_is_nothing():
 
 
 @torch.no_grad()
-def test_samples_beyond_are_counted_from_the_first():
+def test_refusals_count_samples_from_the_start_of_the_sentence():
     sentence = Sentence([3] * LENGTH)
-    with pytest.raises(ValueError, match="sample 13 sits at position 42"):
+    with pytest.raises(ValueError, match="sample 13 has position 42"):
         ContinuousLM(any_model("gpt2")).next_logits([sentence.set_duration([13], far) for far in (30, 40)])
-
-
-# What a user may get wrong

@@ -1,4 +1,4 @@
-"""What no model can be read with: arguments, models, tokens and positions that are refused by name."""
+"""`ContinuousLM` refuses arguments, models, tokens and positions that do not fit, and names them."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from transformers import (
 from condense.continuity import ContinuousLM, Sentence
 
 from ..models import VOCAB, tiny_model
-from .test_adapter import LEARNS, SMALL, TOKENS, any_model, build
+from .test_adapter import GPT2_FIELDS, SMALL, TOKENS, any_model, build
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,19 @@ from .test_adapter import LEARNS, SMALL, TOKENS, any_model, build
         ("folded", {"position_anchor": "start"}, "position_anchor='start'.*folded model's is 'end'.*config"),
     ],
 )
-def test_arguments(name, arguments, words):
+def test_arguments_are_checked(name, arguments, words):
     with pytest.raises(ValueError, match=words):
         ContinuousLM(any_model(name), **arguments)
 
 
 @pytest.mark.parametrize("name", ["llama", "folded"])
-def test_models_in_training_mode(name):
+def test_models_in_training_mode_are_refused(name):
     with pytest.raises(ValueError, match=r"training mode.*model.eval\(\)"):
         ContinuousLM(any_model(name).train())
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
-def test_flash_attention_takes_no_weights(attention):
+def test_flash_attention_is_refused_for_stock_models(attention):
     model = any_model("llama")
     model.config._attn_implementation = attention
     with pytest.raises(ValueError, match=f"attn_implementation='{attention}'.*sdpa or eager"):
@@ -61,15 +61,16 @@ OTHERS = {
     ),
     "bloom": (BloomForCausalLM, BloomConfig, {"vocab_size": VOCAB, "hidden_size": 24, "n_layer": 1, "n_head": 4}),
     "mpt": (MptForCausalLM, MptConfig, {"vocab_size": VOCAB, "d_model": 24, "n_layers": 1, "n_heads": 4}),
-    "codegen": (CodeGenForCausalLM, CodeGenConfig, {**LEARNS, "n_embd": 32, "rotary_dim": 4}),
+    "codegen": (CodeGenForCausalLM, CodeGenConfig, {**GPT2_FIELDS, "n_embd": 32, "rotary_dim": 4}),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_models_that_take_no_durations(name):
+def test_models_without_support_for_durations_are_refused(name):
     with pytest.raises(
         ValueError,
-        match=f"a {name} can't be given durations|a {name} durations change nothing|a {name} gives logits that are not",
+        match=f"a {name} does not accept durations|durations do not change the logits of a {name}"
+        f"|the logits of a {name} are not finite",
     ):
         ContinuousLM(build(OTHERS[name]))
 
@@ -82,43 +83,49 @@ def test_layers_of_unknown_type_are_named():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda inputs: inputs | {"attention_mask": None, "position_ids": None}, "in a llama durations change nothing"),
-        (lambda inputs: inputs | {"attention_mask": 0 * inputs["inputs_embeds"].new_ones(1, 1, 8, 8)}, "other logits"),
+        (
+            lambda inputs: inputs | {"attention_mask": None, "position_ids": None},
+            "durations do not change the logits of a llama",
+        ),
+        (
+            lambda inputs: inputs | {"attention_mask": 0 * inputs["inputs_embeds"].new_ones(1, 1, 8, 8)},
+            "differ from its own",
+        ),
         (
             lambda inputs: inputs | {"position_ids": inputs["position_ids"] * 2},
-            "a llama gives other logits than its own",
+            "the logits of a llama differ from its own",
         ),
     ],
     ids=["ignored", "not causal", "other positions"],
 )
-def test_models_that_do_something_else(change, words):
+def test_models_with_other_logits_are_refused(change, words):
     model = any_model("llama")
-    own = model.forward
-    model.forward = lambda **inputs: own(**(inputs if "input_ids" in inputs else change(inputs)))
+    forward = model.forward
+    model.forward = lambda **inputs: forward(**(inputs if "input_ids" in inputs else change(inputs)))
     with pytest.raises(ValueError, match=words):
         ContinuousLM(model)
 
 
 @pytest.mark.parametrize("rule", ["rectangle", "trapezoid"])
-def test_the_check_leaves_the_rule_alone(rule):
-    """Trapezoids are not the model's own sum, yet a model may be read with them."""
+def test_the_check_does_not_change_the_rule(rule):
+    """The trapezoid rule does not give the model's own logits, but it is a valid choice."""
     assert ContinuousLM(any_model("llama"), rule=rule).rule == rule
 
 
 @pytest.mark.parametrize("wrong", [VOCAB, -1])
 @pytest.mark.parametrize("name", ["llama", "folded"])
-def test_ids_of_another_tokenizer(name, wrong):
+def test_ids_of_another_tokenizer_are_refused(name, wrong):
     lm = ContinuousLM(any_model(name))
     for read in (lm.embed, lm.logits, lambda sentence: lm.next_logits([sentence])):
         with pytest.raises(ValueError, match=f"vocabulary of {VOCAB} tokens.*another tokenizer"):
             read(Sentence([3, wrong]))
 
 
-def test_a_folded_model_has_its_own_positions():
+def test_a_folded_model_refuses_fixed_positions():
     lm = ContinuousLM(tiny_model())
     dense = Sentence([3, 4]).densify(2, positions="equal")
     for read in (lm.logits, lambda sentence: lm.next_logits([sentence])):
-        with pytest.raises(ValueError, match="positions that durations give.*positions='equal'"):
+        with pytest.raises(ValueError, match="positions from durations alone.*positions='equal'"):
             read(dense)
 
 
@@ -126,6 +133,6 @@ def test_a_folded_model_has_its_own_positions():
     ("embeddings", "words"), [([], "sentence"), ([torch.ones(3, 23)], "23"), ([torch.ones(3, 24).double()], "float64")]
 )
 @pytest.mark.parametrize("name", ["llama", "folded"])
-def test_unclear_messages(name, embeddings, words):
+def test_the_message_names_the_value(name, embeddings, words):
     with pytest.raises(ValueError, match=words):
         ContinuousLM(any_model(name).float()).next_logits([Sentence(embeddings=values) for values in embeddings])

@@ -1,4 +1,4 @@
-"""Weights of samples: by hand, as elapsed time, and by how fast one layer's error falls with density."""
+"""Weights of samples: computed by hand, summed to elapsed time, and measured by the order of one layer's error."""
 
 from itertools import pairwise
 
@@ -8,10 +8,10 @@ import torch
 from condense.continuity import Sentence, quadrature_weights
 from condense.continuity.quadrature import RULES
 
-WIDTH = 5
+HIDDEN_SIZE = 5
 
 
-def test_three_samples_by_hand():
+def test_weights_of_three_samples():
     durations = torch.tensor([1.0, 0.5, 2.0]).double()
     rectangle = [[1, 0, 0], [1, 0.5, 0], [1, 0.5, 2]]
     trapezoid = [[1, 0, 0], [1.25, 0.25, 0], [1.25, 1.25, 1]]
@@ -23,7 +23,7 @@ def test_three_samples_by_hand():
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("num_samples", [1, 2, 9])
-def test_weights_of_a_query_sum_to_the_time_so_far(rule, num_samples):
+def test_weights_of_a_query_sum_to_its_time(rule, num_samples):
     durations = 0.1 + torch.rand(num_samples, generator=torch.Generator().manual_seed(0)).double()
     weights = quadrature_weights(durations, rule)
     assert weights.dtype == torch.float64 and weights.shape == (num_samples, num_samples)
@@ -32,8 +32,8 @@ def test_weights_of_a_query_sum_to_the_time_so_far(rule, num_samples):
         assert weights[i].sum().item() == pytest.approx(durations[: i + 1].sum().item(), rel=1e-12)
 
 
-def test_the_trapezoid_runs_straight_between_samples():
-    """Exact for a straight line; rectangles are not."""
+def test_trapezoids_integrate_a_linear_function_exactly():
+    """Rectangles do not."""
     durations = torch.tensor([1.0, 0.5, 2.0, 0.25]).double()
     times = durations.cumsum(0)
     line = 3 * times - 1
@@ -42,25 +42,25 @@ def test_the_trapezoid_runs_straight_between_samples():
     assert abs(float(quadrature_weights(durations)[-1] @ line) - float(exact)) > 1
 
 
-def test_unknown_rules():
+def test_unknown_rules_are_refused():
     with pytest.raises(ValueError, match="rule='simpson'.*rectangle, trapezoid"):
         quadrature_weights(torch.ones(3), "simpson")
 
 
 def projections():
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(WIDTH, WIDTH, generator=generator).double() / WIDTH**0.5 for _ in range(3)]
+    return [torch.randn(HIDDEN_SIZE, HIDDEN_SIZE, generator=generator).double() / HIDDEN_SIZE**0.5 for _ in range(3)]
 
 
 def last_output(embeddings_ND, weights_N):
     query, key, value = projections()
-    scores_N = (embeddings_ND @ key) @ (embeddings_ND[-1] @ query) / WIDTH**0.5
+    scores_N = (embeddings_ND @ key) @ (embeddings_ND[-1] @ query) / HIDDEN_SIZE**0.5
     weighted_N = weights_N * scores_N.exp()
     return weighted_N @ (embeddings_ND @ value) / weighted_N.sum()
 
 
 def path(times_n, sentence):
-    """x(t): held up to the first time step, straight from sample to sample behind it."""
+    """x(t): constant up to the first time step, linear between samples after it."""
     times_N, values_ND = sentence.time_steps_N.tolist(), sentence.embeddings_ND
     rows = []
     for t in times_n.tolist():
@@ -72,7 +72,7 @@ def path(times_n, sentence):
 
 
 def integral(sentence, steps=2000):
-    """The same by midpoints of `steps` parts of each interval, and the last sample as the query."""
+    """The same output by the midpoint rule on `steps` parts of each interval; the query is the last sample."""
     start, parts, weights = sentence.integration_start, [], []
     for end, duration in zip(sentence.time_steps_N, sentence.durations_N, strict=True):
         parts.append(start + (torch.arange(steps) + 0.5) * duration / steps)
@@ -80,15 +80,15 @@ def integral(sentence, steps=2000):
         start = end
     query, key, value = projections()
     values_nD, weights_n = path(torch.cat(parts), sentence), torch.cat(weights)
-    scores_n = (values_nD @ key) @ (sentence.embeddings_ND[-1] @ query) / WIDTH**0.5
+    scores_n = (values_nD @ key) @ (sentence.embeddings_ND[-1] @ query) / HIDDEN_SIZE**0.5
     return (weights_n * scores_n.exp()) @ (values_nD @ value) / (weights_n @ scores_n.exp())
 
 
 @pytest.mark.parametrize(("rule", "order"), [("rectangle", 2), ("trapezoid", 4)])
-def test_the_error_falls_by_the_order_of_the_rule(rule, order):
-    """2 times with every doubling of density for rectangles, 4 times for trapezoids."""
+def test_the_error_has_the_order_of_the_rule(rule, order):
+    """When the density doubles, the error falls by a factor of 2 for rectangles and of 4 for trapezoids."""
     generator = torch.Generator().manual_seed(0)
-    embeddings = 1.5 * torch.randn(4, WIDTH, generator=generator).double()
+    embeddings = 1.5 * torch.randn(4, HIDDEN_SIZE, generator=generator).double()
     sentence = Sentence(embeddings=embeddings, durations=[1, 0.5, 2, 0.75], integration_start=2)
     exact, errors = integral(sentence), []
     for density in (8, 16, 32, 64):

@@ -1,4 +1,4 @@
-"""Sentences as functions of time, against cases worked by hand and plain loops."""
+"""Sentences as functions of time, compared with cases computed by hand and with plain loops."""
 
 import math
 
@@ -43,34 +43,34 @@ def test_time_steps_are_durations_from_the_integration_start():
     assert late.time_steps_N.tolist() == [10.5, 12.0, 12.25]
 
 
-def test_times_are_kept_in_float64_on_the_host_and_embeddings_as_they_are():
+def test_times_are_float64_on_the_host_and_embeddings_keep_their_dtype():
     sentence = Sentence(embeddings=torch.randn(2, 3).bfloat16(), durations=torch.tensor([1, 2]), positions=[1, 2])
     assert sentence.durations_N.dtype == sentence.positions_N.dtype == torch.float64
     assert sentence.embeddings_ND.dtype == torch.bfloat16
     assert Sentence([1] * 10**6, durations=torch.full((10**6,), 0.1)).time_steps_N[-1] == pytest.approx(1e5, rel=1e-6)
 
 
-def test_set_duration_moves_what_follows():
+def test_set_duration_shifts_later_samples():
     sentence = Sentence([1, 2, 3, 4], integration_start=2).set_duration([1, 2], 0.25)
     assert sentence.durations_N.tolist() == [1, 0.25, 0.25, 1] and sentence.time_steps_N.tolist() == [3, 3.25, 3.5, 4.5]
 
 
 @pytest.mark.parametrize("span", [slice(1, 3), range(1, 3), [2, 1, 1], (1, 2), slice(-3, -1), torch.tensor([1, 2])])
-def test_kinds_of_spans(span):
+def test_spans_may_be_slices_ranges_sequences_or_tensors(span):
     sentence = Sentence([1, 2, 3, 4], durations=[1, 2, 4, 8])
     assert sentence.set_duration(span, 3).durations_N.tolist() == [1, 3, 3, 8]
     assert sentence.shrink(span, 0.25).durations_N.tolist() == [1, 0.5, 1, 8]
 
 
 def test_shrinking_a_number_of_two_digits():
-    """Equation 3.17: both digits last 1 - phi / 2, and what follows comes phi earlier."""
+    """Equation 3.17: both digits last 1 - phi / 2, and later tokens come phi earlier."""
     phi = 0.5
     shrunk = Sentence(range(6)).shrink([2, 3], 1 - phi / 2)
     assert shrunk.time_steps_N.tolist() == [1, 2, 3 - phi / 2, 4 - phi, 5 - phi, 6 - phi]
 
 
 def test_shift_and_scale():
-    """Equations 3.19 and 3.21; the integration start is shifted too and is what times are scaled about."""
+    """Equations 3.19 and 3.21: `shift` moves the integration start too, `scale` leaves it where it is."""
     sentence = Sentence([1, 2, 3], durations=[1, 0.5, 2], integration_start=4)
     shifted, scaled = sentence.shift(2.5), sentence.scale(0.5)
     assert shifted.time_steps_N.tolist() == [7.5, 8, 10] and shifted.durations_N.tolist() == [1, 0.5, 2]
@@ -80,7 +80,7 @@ def test_shift_and_scale():
     assert at_zero.scale(0.5).time_steps_N.tolist() == (at_zero.time_steps_N * 0.5).tolist()
 
 
-# More samples
+# Density
 
 
 @pytest.mark.parametrize("density", [1, 2, 3, 7])
@@ -102,8 +102,8 @@ def test_densify_samples_the_same_function_of_time(density, values):
     assert_close(dense.embeddings_ND[density - 1 :: density], sentence.embeddings_ND)
 
 
-def test_densify_by_the_equations():
-    """Equations 3.22 and 3.23, with an interval that ends at the token's time step."""
+def test_densify_follows_the_equations():
+    """Equations 3.22 and 3.23; each interval ends at the time step of its token."""
     dense = Sentence([5, 6]).densify(4)
     assert dense.ids_N.tolist() == [5] * 4 + [6] * 4
     assert dense.time_steps_N.tolist() == [0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
@@ -117,11 +117,11 @@ def test_densify_at_equal_positions():
     assert dense.time_steps_N.tolist() == sentence.densify(2).time_steps_N.tolist()
 
 
-# What lies between two sentences
+# Interpolation
 
 
 @pytest.mark.parametrize("how", ["linear", "spherical"])
-def test_interpolation_begins_and_ends_where_it_should(how):
+def test_interpolation_begins_at_the_first_and_ends_at_the_second_sentence(how):
     first = embedded(seed=0, durations=[1, 2, 3, 4], integration_start=1)
     second = embedded(seed=1, durations=[4, 3, 2, 1], integration_start=2)
     for factor, end in ((0, first), (0.0, first), (1, second), (1.0, second)):
@@ -142,8 +142,8 @@ def test_linear_interpolation():
         assert_close(interpolate(first, second, phi).embeddings_ND, expected)
 
 
-def test_spherical_interpolation_worked_by_hand():
-    """A quarter turn from length 2 to length 4: in thirds, 30 degrees and 60."""
+def test_spherical_interpolation_of_a_quarter_turn():
+    """From length 2 to length 4: after each third of the way, 30 and 60 degrees."""
     first, second = (Sentence(embeddings=torch.tensor([x]).double()) for x in ([2.0, 0.0], [0.0, 4.0]))
     for third in (1, 2):
         length, angle = 2 + third * 2 / 3, third * math.pi / 6
@@ -158,12 +158,12 @@ def angle_between(x_D, y_D):
 def test_spherical_interpolation_turns_at_constant_speed():
     first, second = embedded(seed=2), embedded(seed=3)
     factors = [n / 10 for n in range(11)]
-    way = torch.stack([interpolate(first, second, factor, "spherical").embeddings_ND for factor in factors])
+    path = torch.stack([interpolate(first, second, factor, "spherical").embeddings_ND for factor in factors])
     for k in range(4):
         x, y = first.embeddings_ND[k], second.embeddings_ND[k]
         whole = angle_between(x, y)
         assert whole > 0.1
-        for here, factor in zip(way[:, k], factors, strict=True):
+        for here, factor in zip(path[:, k], factors, strict=True):
             assert angle_between(x, here) == pytest.approx(factor * whole, abs=1e-6)
             assert angle_between(here, y) == pytest.approx((1 - factor) * whole, abs=1e-6)
             assert float(here.norm()) == pytest.approx(float((1 - factor) * x.norm() + factor * y.norm()), rel=1e-9)
@@ -185,14 +185,14 @@ def test_spherical_interpolation_of_zeros():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_spherical_interpolation_keeps_the_type(dtype):
+def test_spherical_interpolation_keeps_the_dtype(dtype):
     first, second = (Sentence(embeddings=embedded(seed=n).embeddings_ND.to(dtype)) for n in (0, 1))
     between = interpolate(first, second, 0.3, "spherical").embeddings_ND
     wide = interpolate(*(s.with_embeddings(s.embeddings_ND.double()) for s in (first, second)), 0.3, "spherical")
     assert between.dtype == dtype and torch.equal(between, wide.embeddings_ND.to(dtype))
 
 
-# A sentence never changes
+# Sentences are immutable
 
 
 OPERATIONS = {
@@ -208,7 +208,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_leave_the_sentence_as_it_was(name):
+def test_operations_do_not_change_the_sentence(name):
     sentence = embedded(durations=[1, 2, 3, 4], integration_start=1)
     before = [None if part is None else part.clone() for part in parts_of(sentence)]
     other = OPERATIONS[name](sentence)
@@ -228,14 +228,14 @@ def test_operations_keep_the_other_parts():
 
 
 @pytest.mark.parametrize("name", ["ids", "durations", "positions"])
-def test_a_sentence_does_not_follow_what_it_was_made_of(name):
+def test_a_sentence_copies_its_arguments(name):
     given = torch.tensor([1, 2]) if name == "ids" else torch.tensor([1.0, 2.0]).double()
     sentence = Sentence(**({"ids": [5, 6]} | {name: given}))
     given[0] = 9
     assert getattr(sentence, f"{name}_N").tolist() == [1, 2]
 
 
-# What a user may get wrong
+# Refused arguments
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_sentence_does_not_follow_what_it_was_made_of(name):
         ({"ids": [1, 2], "durations": [[1.0], [1.0]]}, r"durations of shape \(2, 1\) for 2 samples"),
         ({"ids": [1, 2], "time_steps": [1.0, 2.0, 3.0]}, r"time_steps of shape \(3,\) for 2 samples"),
         ({"ids": [1, 2], "positions": [1.0]}, r"positions of shape \(1,\) for 2 samples"),
-        ({"ids": [1, 2], "durations": [1, 0]}, "sample 1 is 0.0.*leave a sample out"),
+        ({"ids": [1, 2], "durations": [1, 0]}, "sample 1 is 0.0.*leave it out of the sentence"),
         ({"ids": [1, 2], "durations": [-0.5, 1]}, "sample 0 is -0.5"),
         ({"ids": [1, 2], "durations": [1, NAN]}, "sample 1 is nan"),
         ({"ids": [1, 2], "durations": [INF, 1]}, "sample 0 is inf"),
@@ -267,20 +267,20 @@ def test_a_sentence_does_not_follow_what_it_was_made_of(name):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_parts_that_do_not_fit(parts, words):
+def test_parts_that_do_not_fit_are_refused(parts, words):
     with pytest.raises(ValueError, match=words):
         Sentence(**parts)
 
 
 @pytest.mark.parametrize("span", [[4], [-1], [1, 9], [], slice(2, 2), slice(4, 9), range(3, 5)])
-def test_spans_outside(span):
+def test_spans_outside_the_sentence_are_refused(span):
     for operation in (Sentence([1] * 4).set_duration, Sentence([1] * 4).shrink):
-        with pytest.raises(ValueError, match="the sentence has 4 samples: name some from 0 to 3"):
+        with pytest.raises(ValueError, match="the sentence has 4 samples: pass indices from 0 to 3"):
             operation(span, 0.5)
 
 
 @pytest.mark.parametrize("number", [0, -1, NAN, INF])
-def test_lengths_that_no_sample_can_have(number):
+def test_durations_that_are_not_finite_or_not_positive_are_refused(number):
     for operation in (lambda s: s.set_duration([1], number), lambda s: s.shrink([1], number)):
         with pytest.raises(ValueError, match="duration of sample 1 is .*finite and more"):
             operation(Sentence([1, 2, 3]))
@@ -298,26 +298,26 @@ def test_lengths_that_no_sample_can_have(number):
         ({"density": 2, "values": "linear"}, "this sentence has ids: embed it first"),
     ],
 )
-def test_densities(arguments, words):
+def test_arguments_of_densify_are_checked(arguments, words):
     with pytest.raises(ValueError, match=words):
         Sentence([1, 2]).densify(**arguments)
 
 
-def test_what_can_not_be_interpolated():
+def test_sentences_that_can_not_be_interpolated_are_refused():
     first, ids = embedded(), Sentence([1, 2, 3, 4])
     with pytest.raises(ValueError, match="sentences of 4 and 3 samples"):
         interpolate(first, embedded(3), 0.5)
     for pair in ((first, ids), (ids, first), (ids, ids)):
-        with pytest.raises(ValueError, match="between token ids: embed both"):
+        with pytest.raises(ValueError, match="token ids can't be interpolated: embed both"):
             interpolate(*pair, 0.5)
-    own = embedded(positions=[1, 2, 3, 4])
-    for pair in ((first, own), (own, first)):
-        with pytest.raises(ValueError, match="positions of their own.*before densify"):
+    fixed = embedded(positions=[1, 2, 3, 4])
+    for pair in ((first, fixed), (fixed, first)):
+        with pytest.raises(ValueError, match="fixed positions.*before densify"):
             interpolate(*pair, 0.5)
     with pytest.raises(ValueError, match="how='cubic'.*linear or spherical"):
         interpolate(first, embedded(seed=1), 0.5, "cubic")
     turned = first.with_embeddings(torch.cat([first.embeddings_ND[:2], -2 * first.embeddings_ND[2:]]))
-    with pytest.raises(ValueError, match="sample 2 points into opposite directions"):
+    with pytest.raises(ValueError, match="sample 2 have opposite directions.*how='linear'"):
         interpolate(first, turned, 0.5, "spherical")
     assert_close(interpolate(first, turned, 0.5).embeddings_ND[2], -first.embeddings_ND[2] / 2)
 
@@ -332,8 +332,8 @@ def test_what_can_not_be_interpolated():
         ("densify", lambda s: s.densify(2)),
     ],
 )
-def test_samples_with_positions_of_their_own_stay(name, operation):
-    with pytest.raises(ValueError, match=f"{name} moves samples.*positions of their own.*before densify"):
+def test_samples_with_fixed_positions_are_not_moved(name, operation):
+    with pytest.raises(ValueError, match=f"{name} moves samples.*fixed positions.*before densify"):
         operation(Sentence([1, 2]).densify(2, positions="equal"))
 
 
@@ -346,12 +346,12 @@ def test_samples_with_positions_of_their_own_stay(name, operation):
     ],
     ids=["start", "shift", "positions"],
 )
-def test_times_that_are_no_numbers(make):
+def test_times_that_are_not_finite_are_refused(make):
     with pytest.raises(ValueError, match="nan|inf"):
         make()
 
 
-def test_a_text_span_names_its_tokens():
+def test_a_text_span_selects_its_tokens():
     span = TextSpan(3, 4, True)
     assert Sentence([0] * 6).set_duration(span, 0.5).durations_N.tolist() == [1, 1, 1, 0.5, 1, 1]
 
@@ -364,6 +364,6 @@ def test_a_text_span_names_its_tokens():
     ],
     ids=["no ids", "widths"],
 )
-def test_unclear_messages(make, words):
+def test_the_message_names_the_value_or_the_remedy(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -1,11 +1,11 @@
-"""Parts of a text as tokens, for a tokenizer of words, one of bytes and a pretrained one of pieces."""
+"""The tokens that cover a part of a text: word-level, byte-level BPE and pretrained SentencePiece tokenizers."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from condense.continuity import TextSpan, find_spans, span_between
-from condense.continuity.spans import encode_with_places
+from condense.continuity.spans import encode_with_offsets
 from training.small_llama import word_tokenizer
 
 TEXT = "the cat sat on the mat, the cathedral cat."
@@ -17,8 +17,8 @@ def words():
 
 
 @pytest.fixture(scope="module")
-def pieces():
-    """Bytes merged into "the", " cat", " mat", " sat" and the like; everything else by single bytes; <s> in front."""
+def byte_level():
+    """Byte-level BPE with merges such as "the", " cat", " mat" and " sat", else single bytes; <s> comes first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def pretrained(stories):
     return AutoTokenizer.from_pretrained(stories)
 
 
-@pytest.fixture(params=["words", "pieces", "pretrained"])
+@pytest.fixture(params=["words", "byte_level", "pretrained"])
 def any_tokenizer(request):
     return request.getfixturevalue(request.param)
 
@@ -53,39 +53,39 @@ def tokens_of(tokenizer, text, span):
     return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])[span.first : span.end]
 
 
-def spoken(tokenizer, text, span):
+def decoded(tokenizer, text, span):
     ids = tokenizer(text)["input_ids"]
     return "".join(tokenizer.decode([ids[n] for n in span.tokens], clean_up_tokenization_spaces=False).split())
 
 
-def test_spans():
+def test_a_span_has_a_range_of_tokens():
     span = TextSpan(2, 4, True)
     assert span.tokens == range(2, 4) and not span.is_one_token
     assert TextSpan(2, 3, True).is_one_token and not TextSpan(2, 3, False).is_one_token
 
 
-def test_places_are_the_text_of_the_tokens(any_tokenizer):
-    ids, places = encode_with_places(any_tokenizer, TEXT)
+def test_offsets_select_the_text_of_the_tokens(any_tokenizer):
+    ids, offsets = encode_with_offsets(any_tokenizer, TEXT)
     assert ids == any_tokenizer(TEXT)["input_ids"]
-    for token, (start, end) in zip(ids, places, strict=True):
+    for token, (start, end) in zip(ids, offsets, strict=True):
         text = any_tokenizer.decode([token]).strip()
         assert TEXT[start:end] == ("" if token == any_tokenizer.bos_token_id else text)
 
 
-def test_words_of_one_token(words, pieces):
-    """Counted by hand; in `pieces`, <s> comes first."""
+def test_find_spans_of_words_with_one_token(words, byte_level):
+    """Counted by hand; in `byte_level`, <s> comes first."""
     assert find_spans(words, TEXT, "cat") == [TextSpan(1, 2, True), TextSpan(9, 10, True)]
     assert find_spans(words, TEXT, "the") == [TextSpan(0, 1, True), TextSpan(4, 5, True), TextSpan(7, 8, True)]
     text = "the cat sat on the mat"
-    assert find_spans(pieces, text, "cat") == [TextSpan(2, 3, True)]
-    assert find_spans(pieces, text, "the") == [TextSpan(1, 2, True), TextSpan(5, 6, True)]
-    assert tokens_of(pieces, text, TextSpan(2, 3, True)) == ["Ġcat"]
-    assert find_spans(pieces, text, "cat")[0].is_one_token
+    assert find_spans(byte_level, text, "cat") == [TextSpan(2, 3, True)]
+    assert find_spans(byte_level, text, "the") == [TextSpan(1, 2, True), TextSpan(5, 6, True)]
+    assert tokens_of(byte_level, text, TextSpan(2, 3, True)) == ["Ġcat"]
+    assert find_spans(byte_level, text, "cat")[0].is_one_token
 
 
-def test_words_of_several_tokens(words, pieces, pretrained):
-    assert find_spans(pieces, "the dog sat", "dog") == [TextSpan(3, 6, True)]
-    assert tokens_of(pieces, "the dog sat", TextSpan(1, 7, True)) == ["the", "Ġ", "d", "o", "g", "Ġsat"]
+def test_find_spans_of_words_with_several_tokens(words, byte_level, pretrained):
+    assert find_spans(byte_level, "the dog sat", "dog") == [TextSpan(3, 6, True)]
+    assert tokens_of(byte_level, "the dog sat", TextSpan(1, 7, True)) == ["the", "Ġ", "d", "o", "g", "Ġsat"]
     (span,) = find_spans(pretrained, "Once the cat sat", "cat")
     assert tokens_of(pretrained, "Once the cat sat", span) == ["▁c", "at"]
     assert span.exact and not span.is_one_token
@@ -94,106 +94,108 @@ def test_words_of_several_tokens(words, pieces, pretrained):
 
 
 @pytest.mark.parametrize("part", ["the", "cat", "cathedral", "sat on the", "on the mat, the", "mat"])
-def test_tokens_say_what_the_part_says(any_tokenizer, part):
+def test_the_tokens_of_a_span_decode_to_the_part(any_tokenizer, part):
     spans = find_spans(any_tokenizer, TEXT, part)
     assert len(spans) == {"the": 3, "cat": 2}.get(part, 1) and spans == sorted(spans)
     for span in spans:
-        assert span.exact and spoken(any_tokenizer, TEXT, span) == part.replace(" ", "")
+        assert span.exact and decoded(any_tokenizer, TEXT, span) == part.replace(" ", "")
         for shorter in (span._replace(first=span.first + 1), span._replace(end=span.end - 1)):
-            assert spoken(any_tokenizer, TEXT, shorter) != part.replace(" ", "")
+            assert decoded(any_tokenizer, TEXT, shorter) != part.replace(" ", "")
 
 
-def test_parts_of_longer_words_are_found_on_request(pieces, words):
+def test_parts_of_longer_words_are_found_on_request(byte_level, words):
     text = "the cathedral of cats, a bobcat, a cat"
-    assert len(find_spans(pieces, text, "cat")) == 1
-    anywhere = find_spans(pieces, text, "cat", whole_words=False)
-    assert len(anywhere) == 4 and anywhere[-1:] == find_spans(pieces, text, "cat")
-    assert [spoken(pieces, text, span) for span in anywhere] == ["cat"] * 4 and all(span.exact for span in anywhere)
+    assert len(find_spans(byte_level, text, "cat")) == 1
+    anywhere = find_spans(byte_level, text, "cat", whole_words=False)
+    assert len(anywhere) == 4 and anywhere[-1:] == find_spans(byte_level, text, "cat")
+    assert [decoded(byte_level, text, span) for span in anywhere] == ["cat"] * 4 and all(
+        span.exact for span in anywhere
+    )
     assert find_spans(words, "the cathedral", "cat", whole_words=False) == [TextSpan(1, 2, False)]
     for digits in ("1", "2", "12"):
-        with pytest.raises(ValueError, match=f"'{digits}' stands in .* only within longer words"):
+        with pytest.raises(ValueError, match=f"'{digits}' occurs in .* only within longer words"):
             find_spans(words, "0123 4125", digits)
     assert find_spans(words, "0123 4125", "12", whole_words=False) == [TextSpan(1, 3, True), TextSpan(5, 7, True)]
 
 
-def test_tokens_shared_with_a_neighbour_are_not_exact(words, pieces):
+def test_tokens_shared_with_a_neighbour_are_not_exact(words, byte_level):
     assert span_between(words, "the cat", 4, 6) == TextSpan(1, 2, False)
     assert span_between(words, "the cat", 5, 7) == TextSpan(1, 2, False)
     assert span_between(words, "the cat", 2, 7) == TextSpan(0, 2, False)
     assert not span_between(words, "the cat", 4, 6).is_one_token
     assert find_spans(words, "the_cat sat", "cat") == [TextSpan(0, 1, False)]
-    assert span_between(pieces, "the cat", 5, 7) == TextSpan(2, 3, False)
-    assert span_between(pieces, "the cat", 4, 7) == TextSpan(2, 3, True)
+    assert span_between(byte_level, "the cat", 5, 7) == TextSpan(2, 3, False)
+    assert span_between(byte_level, "the cat", 4, 7) == TextSpan(2, 3, True)
 
 
 @pytest.mark.parametrize("part", ["cat", " cat", "cat ", "\n cat\t "])
-def test_white_space_around_a_part_does_not_count(any_tokenizer, part):
+def test_white_space_around_a_part_is_ignored(any_tokenizer, part):
     text = "the  cat \n sat"
     (span,) = find_spans(any_tokenizer, text, part)
     assert [span] == find_spans(any_tokenizer, text, "cat") and span.exact
-    assert spoken(any_tokenizer, text, span) == "cat"
+    assert decoded(any_tokenizer, text, span) == "cat"
     for start in (3, 4, 5):
         for end in (8, 9, 11):
             assert span_between(any_tokenizer, text, start, end) == span
 
 
-def test_special_tokens_in_front_are_counted(pieces, pretrained):
-    for tokenizer in (pieces, pretrained):
+def test_special_tokens_in_front_are_counted(byte_level, pretrained):
+    for tokenizer in (byte_level, pretrained):
         assert tokenizer("the")["input_ids"][0] == tokenizer.bos_token_id
         assert find_spans(tokenizer, "the cat", "the") == [TextSpan(1, 2, True)]
         assert span_between(tokenizer, "the cat", 0, 3) == TextSpan(1, 2, True)
 
 
-def test_characters_of_several_bytes(pieces, pretrained):
-    for tokenizer in (pieces, pretrained):
+def test_spans_of_characters_with_several_bytes(byte_level, pretrained):
+    for tokenizer in (byte_level, pretrained):
         (span,) = find_spans(tokenizer, "a 😀 é cat", "😀")
-        assert len(span.tokens) >= 4 and span.exact and spoken(tokenizer, "a 😀 é cat", span) == "😀"
+        assert len(span.tokens) >= 4 and span.exact and decoded(tokenizer, "a 😀 é cat", span) == "😀"
         (after,) = find_spans(tokenizer, "a 😀 é cat", "cat")
-        assert after.exact and after.first >= span.end + 1 and spoken(tokenizer, "a 😀 é cat", after) == "cat"
+        assert after.exact and after.first >= span.end + 1 and decoded(tokenizer, "a 😀 é cat", after) == "cat"
 
 
-def test_sentences_between_places(words):
+def test_span_between_selects_sentences(words):
     text = "the cat sat. on the mat."
     start = text.index("on")
     assert span_between(words, text, 0, start) == TextSpan(0, 4, True)
     assert span_between(words, text, start, len(text)) == TextSpan(4, 8, True)
 
 
-# What a user may get wrong
+# Refused arguments
 
 
 @pytest.mark.parametrize("part", ["dog", "The", "cat sat the", "", "  "])
-def test_parts_that_stand_nowhere(any_tokenizer, part):
-    with pytest.raises(ValueError, match=f"{part.strip()!r} does not stand in 'the cat sat"):
+def test_a_part_that_does_not_occur_is_refused(any_tokenizer, part):
+    with pytest.raises(ValueError, match=f"{part.strip()!r} does not occur in 'the cat sat"):
         find_spans(any_tokenizer, TEXT, part)
 
 
-def test_places_of_white_space(any_tokenizer):
+def test_a_part_of_only_white_space_is_refused(any_tokenizer):
     for start, end in ((3, 6), (4, 5)):
-        with pytest.raises(ValueError, match="characters .* hold nothing but white space"):
+        with pytest.raises(ValueError, match="characters .* are only white space"):
             span_between(any_tokenizer, "the   cat", start, end)
 
 
-def test_tokenizers_that_drop_characters():
+def test_a_part_that_the_tokenizer_drops_is_refused():
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("-")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    with pytest.raises(ValueError, match="no token of the text covers '-': its tokenizer drops it"):
+    with pytest.raises(ValueError, match="no token of the text covers '-', the tokenizer drops it"):
         span_between(fast, "the-cat", 3, 4)
 
 
-def test_tokenizers_that_tell_no_places():
+def test_tokenizers_without_offsets_are_refused():
     class Slow:
         is_fast = False
 
     for tokenizer in (Slow(), object()):
-        with pytest.raises(ValueError, match=f"{type(tokenizer).__name__} does not tell where.*fast tokenizer"):
+        with pytest.raises(ValueError, match=f"{type(tokenizer).__name__} does not report offsets.*fast tokenizer"):
             find_spans(tokenizer, "the cat", "cat")
         with pytest.raises(ValueError, match="fast tokenizer"):
             span_between(tokenizer, "the cat", 0, 3)
 
 
-def test_a_hit_within_a_word_hides_none_behind_it(words):
+def test_an_occurrence_within_a_word_does_not_hide_a_later_one(words):
     assert find_spans(words, "10 0 0", "0 0") == [TextSpan(2, 4, True)]
 
 
@@ -205,12 +207,12 @@ def test_a_hit_within_a_word_hides_none_behind_it(words):
         ("4+1", "+", TextSpan(1, 2, True)),
     ],
 )
-def test_parts_with_punctuation_at_their_ends(words, text, part, span):
+def test_find_spans_of_parts_with_punctuation_at_their_ends(words, text, part, span):
     assert find_spans(words, text, part) == [span]
 
 
 @pytest.mark.parametrize(("start", "end"), [(-3, 7), (-3, -1), (4, 70), (60, 70), (3, 1), (2, 2)])
-def test_places_outside_the_text(words, start, end):
+def test_characters_outside_the_text_are_refused(words, start, end):
     with pytest.raises(ValueError, match=f"characters {start} to {end} .*7"):
         span_between(words, "the cat", start, end)
 
@@ -221,8 +223,8 @@ def test_places_outside_the_text(words, start, end):
         (lambda tokenizer: span_between(tokenizer, "the   cat", 3, 6), "characters 3 to 6"),
         (lambda tokenizer: find_spans(tokenizer, "the cathedral", "cat"), "whole_words=False"),
     ],
-    ids=["places", "within a word"],
+    ids=["white space", "within a word"],
 )
-def test_unclear_messages(words, find, message):
+def test_the_message_names_the_value_or_the_remedy(words, find, message):
     with pytest.raises(ValueError, match=message):
         find(words)

@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused():
     stage = PipelineStage(model)
     with pytest.raises(ValueError, match="hides every token"):
         stage.loss(**text(attention_mask=torch.zeros(2, LENGTH)))
-    with pytest.raises(ValueError, match="one label a token"):
+    with pytest.raises(ValueError, match="one label per token"):
         stage.loss(random_ids(2, LENGTH), labels=random_ids(2, 9))
     with pytest.raises(ValueError, match=f"vocabulary of {VOCAB}"):
         stage.loss_and_gradients(random_ids(2, LENGTH) + VOCAB, labels=random_ids(2, LENGTH))

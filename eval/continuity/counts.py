@@ -11,7 +11,7 @@ from .items import DURATIONS, EVENT_DURATIONS, Item
 from .metrics import likeliest, peak_frequencies
 from .options import ProbeOptions
 from .probe import Probe
-from .prompts import EVENTS_QUESTION, PASSAGES, Place, counting_prompt, places_of, step_places
+from .prompts import EVENTS_QUESTION, PASSAGES, CharSpan, char_spans_of, counting_prompt, step_char_spans
 
 # Valid share (table 1); counterfactual, observed and ratio, of all peaks (tables 2, 4) and of expected ones (3, 5).
 PAPER: dict[str, dict[str, Any]] = {
@@ -29,10 +29,10 @@ PAPER: dict[str, dict[str, Any]] = {
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
 
-def _item(name: str, group: str, text: str, places: Sequence[Place], repetitions: int, words: bool) -> Item:
+def _item(name: str, group: str, text: str, char_spans: Sequence[CharSpan], repetitions: int, words: bool) -> Item:
     factors = DURATIONS if words or group != SET else EVENT_DURATIONS
     return Item(
-        name, group, text, "shrink", factors, "digits", places, one_token=words, facts={"repetitions": repetitions}
+        name, group, text, "shrink", factors, "digits", char_spans, one_token=words, facts={"repetitions": repetitions}
     )
 
 
@@ -139,9 +139,9 @@ class Events(_Counts):
         items = []
         for name, (beginning, events, question) in PASSAGES.items():
             text = EVENTS_QUESTION.format(passage=" ".join([beginning, *events]), question=question)
-            places = [place for event in events for place in places_of(text, event)]
-            items.append(_item(name, "passages", text, places, len(events), words=False))
+            char_spans = [char_span for event in events for char_span in char_spans_of(text, event)]
+            items.append(_item(name, "passages", text, char_spans, len(events), words=False))
         for number, record in enumerate(load("tutorials", options.data)[: options.limit]):
             text = record["sentence"]
-            items.append(_item(str(number), SET, text, step_places(text), record["num_sentences"], words=False))
+            items.append(_item(str(number), SET, text, step_char_spans(text), record["num_sentences"], words=False))
         return items

@@ -45,16 +45,16 @@ class Reader(NamedTuple):
         return [interpolate(first, second, factor) for factor in item.factors]
 
     def sentence(self, text: str) -> Sentence:
-        ids, places = encode_with_offsets(self.tokenizer, text)
-        for token, (start, end) in zip(ids, places, strict=True):
+        ids, char_spans = encode_with_offsets(self.tokenizer, text)
+        for token, (start, end) in zip(ids, char_spans, strict=True):
             if token == self.tokenizer.unk_token_id and start < end:  # the first one may be the bos token
                 raise NotValid(f"the tokenizer does not know {text[start:end]!r}")
         return Sentence(ids)
 
     def tokens(self, item: Item) -> list[int]:
-        spans = [span_between(self.tokenizer, item.text, *place) for place in item.places]
-        for place, span in zip(item.places, spans, strict=True):
-            part = item.text[slice(*place)]
+        spans = [span_between(self.tokenizer, item.text, *char_span) for char_span in item.char_spans]
+        for char_span, span in zip(item.char_spans, spans, strict=True):
+            part = item.text[slice(*char_span)]
             if not span.exact:
                 raise NotValid(f"{part!r} shares a token with its neighbours")
             if item.one_token and not span.is_one_token:

@@ -27,9 +27,9 @@ class Item:
     """A prompt and a change to it. The names of the fields are part of the settings of stored measurements.
 
     `group` collects the records of one table or picture. `vary` is an operation of `Sentence`, or `dial`, which sets
-    the duration of the memory (`memory.dialled`). `watched` names the classes of next tokens. `places` are spans of
+    the duration of the memory (`memory.dialled`). `watched` names the classes of next tokens. `char_spans` are spans of
     characters of `text` whose tokens shrink; `other` is the text that `text` is interpolated to. With `one_token`,
-    each place has to be a single token. `positions`: see `Sentence.densify`. `facts` are kept with the record.
+    each span has to be a single token. `positions`: see `Sentence.densify`. `facts` are kept with the record.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Item:
     vary: Vary
     factors: Sequence[float]
     watched: Watched
-    places: Sequence[tuple[int, int]] = ()
+    char_spans: Sequence[tuple[int, int]] = ()
     other: str = ""
     one_token: bool = False
     positions: Literal["spread", "equal"] = "spread"

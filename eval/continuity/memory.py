@@ -140,8 +140,8 @@ def words_at_distance(reader: Reader, item: Item) -> Item:
     length, wanted = reader.lm.model.config.segment_length, item.facts["distance_in_segments"]
     room = len(reader.sentence(FILLER))
     for num_fillers in range(max(0, (wanted - 1) * length // room - 2), (wanted + 1) * length // room + 2):
-        text, places = counting_prompt(*item.facts["prompt"], template="apart", num_fillers=num_fillers)
-        moved = replace(item, text=text, places=tuple(places))
+        text, char_spans = counting_prompt(*item.facts["prompt"], template="apart", num_fillers=num_fillers)
+        moved = replace(item, text=text, char_spans=tuple(char_spans))
         segments = [token // length for token in reader.tokens(moved)]
         if len(set(segments)) == 1 and (len(reader.sentence(text)) - 1) // length - segments[0] == wanted:
             return moved

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-Place = tuple[int, int]
+CharSpan = tuple[int, int]
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow."
 
@@ -46,16 +46,16 @@ PASSAGES = {
 
 class Prompt(NamedTuple):
     text: str
-    places: list[Place]
+    char_spans: list[CharSpan]
 
 
-def places_of(text: str, part: str, start: int = 0, end: int | None = None) -> list[Place]:
+def char_spans_of(text: str, part: str, start: int = 0, end: int | None = None) -> list[CharSpan]:
     """The spans of `part` in `text`, between two characters."""
     found, end = [], len(text) if end is None else end
-    place = text.find(part, start, end)
-    while place >= 0:
-        found.append((place, place + len(part)))
-        place = text.find(part, place + len(part), end)
+    first = text.find(part, start, end)
+    while first >= 0:
+        found.append((first, first + len(part)))
+        first = text.find(part, first + len(part), end)
     return found
 
 
@@ -75,7 +75,7 @@ def counting_prompt(
         filler=f"{FILLER}\n" * num_fillers,
     )
     start = text.index('"') + 1
-    return Prompt(text, places_of(text, word, start, text.index('"', start)))
+    return Prompt(text, char_spans_of(text, word, start, text.index('"', start)))
 
 
 def tutorial(title: str, steps: Sequence[str]) -> str:
@@ -87,14 +87,14 @@ def tutorial(title: str, steps: Sequence[str]) -> str:
     )
 
 
-def step_places(text: str) -> list[Place]:
+def step_char_spans(text: str) -> list[CharSpan]:
     """The spans of the steps of a tutorial."""
-    places, start = [], 0
+    char_spans, start = [], 0
     for line in text.split("\n"):
         if line.startswith("- "):
-            places.append((start, start + len(line)))
+            char_spans.append((start, start + len(line)))
         start += len(line) + 1
-    return places
+    return char_spans
 
 
 def sum_prompt(template: str, fields: dict[str, object], shrunk: str) -> Prompt:

@@ -27,7 +27,7 @@ from .prompts import (
     PAIRS,
     SUM,
     counting_prompt,
-    step_places,
+    step_char_spans,
     sum_prompt,
     tutorial,
 )
@@ -125,7 +125,7 @@ def _question(prompt: str, answer: int) -> Question:
 def _parts(text: str) -> tuple[str, list[str]]:
     """Title and steps of a tutorial."""
     title = text.split("\n")[0].removeprefix("Tutorial: ")
-    return title, [text[start:end].removeprefix("- ") for start, end in step_places(text)]
+    return title, [text[start:end].removeprefix("- ") for start, end in step_char_spans(text)]
 
 
 def _all_texts(counting: Counting) -> Iterator[str]:

@@ -40,11 +40,11 @@ class Sums(Probe):
     def prompts(cls, options: ProbeOptions) -> list[Item]:
         found = []
         for first, second in PAIRS:
-            text, places = sum_prompt(SUM, {"first": first, "second": second}, "second")
+            text, char_spans = sum_prompt(SUM, {"first": first, "second": second}, "second")
             other = SUM.format(first=first, second=str(second)[::-1])
             name = f"{first} + {second}"
             found += [
-                Item(name, "duration", text, "shrink", DURATIONS, "first_digits", places),
+                Item(name, "duration", text, "shrink", DURATIONS, "first_digits", char_spans),
                 Item(name, "embedding", text, "interpolate", INTERPOLATIONS, "first_digits", other=other),
                 Item(name, "translation", text, "shift", INTERPOLATIONS, "first_digits"),
                 Item(name, "scaling", text, "scale", SMALL_SCALES, "first_digits"),
@@ -53,12 +53,12 @@ class Sums(Probe):
         for number, record in enumerate(load("sums", options.data)[: options.limit]):
             name, rest = ("item_1", "item_2") if record["shrink_1"] else ("item_2", "item_1")
             shrunk, other_number = int(record["fields"][name]), int(record["fields"][rest])
-            text, places = sum_prompt(record["template"], record["fields"], name)
+            text, char_spans = sum_prompt(record["template"], record["fields"], name)
             facts = {
                 "original": str(shrunk + other_number)[0],
                 "shrunk": sorted(shrunk_labels(other_number, shrunk)),
             }
-            found.append(Item(str(number), SET, text, "shrink", DURATIONS, "first_digits", places, facts=facts))
+            found.append(Item(str(number), SET, text, "shrink", DURATIONS, "first_digits", char_spans, facts=facts))
         return found
 
     @classmethod

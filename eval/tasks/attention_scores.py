@@ -32,11 +32,11 @@ def queries_and_keys(
 
     def note(layer: int, module: Any, arguments: tuple, named: dict[str, Any]) -> None:
         if folded:
-            hidden_1TD, past, step = arguments
-            segment = step.piece.segments[0]
+            hidden_1TD, memory, metadata = arguments
+            segment = metadata.chunk.segments[0]
             if segment in segments:
-                query_1HTE, key_1GTE = _project(module, hidden_1TD, step.rotary)
-                found[layer, segment] = query_1HTE[0], torch.cat([past.key_RGKE, key_1GTE], dim=2)[0]
+                query_1HTE, key_1GTE = _project(module, hidden_1TD, metadata.rotary)
+                found[layer, segment] = query_1HTE[0], torch.cat([memory.key_RGKE, key_1GTE], dim=2)[0]
             return
         query_1HNE, key_1GNE = _project(module, named["hidden_states"], named["position_embeddings"])
         for segment in segments:

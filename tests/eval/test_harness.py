@@ -105,7 +105,7 @@ def load(folder, batch_size=1, **options):
 
 
 def ask(lm, kind, arguments):
-    requests = [Instance(kind, {}, texts, place) for place, texts in enumerate(arguments)]
+    requests = [Instance(kind, {}, texts, index) for index, texts in enumerate(arguments)]
     return getattr(lm, kind)(requests, disable_tqdm=True)
 
 
@@ -262,8 +262,8 @@ def tasks(tmp_path_factory, own):
     texts = [words(size, 8) for size in (6, 33, 14, 21)]
     written = [own.greedy(text, 9).split(stop)[0] for text in texts]
     docs["writing"] = [
-        {"text": text, "answer": answer if place % 2 else "the sea"}
-        for place, (text, answer) in enumerate(zip(texts, written, strict=True))
+        {"text": text, "answer": answer if index % 2 else "the sea"}
+        for index, (text, answer) in enumerate(zip(texts, written, strict=True))
     ]
     docs["document"] = [{"text": words(size, 9)} for size in (40, 6, 17)]
     for name, lines in docs.items():

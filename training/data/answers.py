@@ -21,8 +21,8 @@ def question_encoder(tokenizer, total_length: int):
         raise ValueError(f"{type(tokenizer).__name__} does not report where an answer begins: load a fast tokenizer.")
     last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def encode_one(prompt: str, ids: list[int], places: list[tuple[int, int]]) -> Tokens | str:
-        num_given = sum(end <= len(prompt) for _, end in places)
+    def encode_one(prompt: str, ids: list[int], offsets: list[tuple[int, int]]) -> Tokens | str:
+        num_given = sum(end <= len(prompt) for _, end in offsets)
         ids = ids if ids[-1:] == last else ids + last
         if len(ids) > total_length:
             return f"over {total_length} tokens"
@@ -32,7 +32,7 @@ def question_encoder(tokenizer, total_length: int):
         texts = [document.text + document.summary for document in documents]
         encoded = tokenizer(texts, return_offsets_mapping=True, verbose=False)
         columns = zip(documents, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return [encode_one(document.text, ids, places) for document, ids, places in columns]
+        return [encode_one(document.text, ids, offsets) for document, ids, offsets in columns]
 
     return encode
 
@@ -43,29 +43,29 @@ class AnswerExamples:
     def __init__(self, store: Store, first: int, last: int, seed: int | None):
         self.store, self.first, self.last = store, first, last
         self.epochs = Epochs(seed)
-        self.places = lru_cache(maxsize=4)(self._places)
+        self.fitting = lru_cache(maxsize=4)(self._fitting)
 
-    def _places(self, total_length: int) -> np.ndarray:
+    def _fitting(self, total_length: int) -> np.ndarray:
         """The numbers of the documents that fit."""
-        places = np.flatnonzero(self.store.lengths[self.first : self.last] <= total_length)
-        if not len(places):
+        fitting = np.flatnonzero(self.store.lengths[self.first : self.last] <= total_length)
+        if not len(fitting):
             raise ValueError(f"no prompt with its answer fits into total_length={total_length} tokens: allow more.")
-        return places
+        return fitting
 
     def num_sequences(self, total_length: int) -> int:
-        return len(self.places(total_length))
+        return len(self.fitting(total_length))
 
     def left_out(self, total_length: int) -> str:
         """Describes the documents that no sequence of this length holds; empty where there are none."""
-        documents = self.last - self.first - len(self.places(total_length))
+        documents = self.last - self.first - len(self.fitting(total_length))
         return f"{documents:,} longer documents left out" if documents else ""
 
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
-        places = self.places(total_length)
-        tokens = self.store[self.first + int(places[self.epochs.place(number, len(places))])]
+        fitting = self.fitting(total_length)
+        tokens = self.store[self.first + int(fitting[self.epochs.index(number, len(fitting))])]
         input_ids = tokens.input_ids.astype(np.int64)
         labels = input_ids.copy()
         labels[: tokens.num_given] = IGNORE_INDEX

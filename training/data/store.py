@@ -68,9 +68,9 @@ class Store:
 
     def __getitem__(self, number: int) -> Tokens:
         n = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        part, place = self.parts[n], number - self._firsts[n]
-        start = part.ends[place - 1] if place else 0
-        return Tokens(part.values[start : part.ends[place]], int(part.num_given[place]))
+        part, index = self.parts[n], number - self._firsts[n]
+        start = part.ends[index - 1] if index else 0
+        return Tokens(part.values[start : part.ends[index]], int(part.num_given[index]))
 
     def fingerprint(self, first: int, last: int) -> str:
         """A hash of the lengths of documents `first` to `last - 1`: other documents have other lengths."""

@@ -64,10 +64,10 @@ class TextExamples:
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
         plan = self.plan(total_length)
-        place = self.epochs.place(number, len(plan.firsts) - 1)
-        return [self._piece(plan, n) for n in range(plan.firsts[place], plan.firsts[place + 1])]
+        index = self.epochs.index(number, len(plan.firsts) - 1)
+        return [self._example(plan, n) for n in range(plan.firsts[index], plan.firsts[index + 1])]
 
-    def _piece(self, plan: Plan, n: int) -> Example:
+    def _example(self, plan: Plan, n: int) -> Example:
         tokens = self.store[self.first + int(plan.document[n])]
         input_ids = tokens.input_ids[plan.start[n] : plan.start[n] + plan.length[n]].astype(np.int64)
         labels = input_ids.copy()

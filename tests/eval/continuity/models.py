@@ -75,5 +75,5 @@ def shrink_sets(monkeypatch):
         monkeypatch.setattr(module, name, few)
 
 
-def parts(text, places):
-    return [text[start:end] for start, end in places]
+def parts(text, char_spans):
+    return [text[start:end] for start, end in char_spans]

@@ -54,7 +54,7 @@ def test_own_data():
     }  # fmt: skip
     for name in ("counting", "events", "sums"):
         for item in PROBES[name].prompts(options()):
-            parts = [item.text[start:end] for start, end in item.places]
+            parts = [item.text[start:end] for start, end in item.char_spans]
             if name != "sums":
                 assert len(parts) == item.facts["repetitions"]
             assert all(part and part == part.strip() for part in parts)
@@ -78,8 +78,8 @@ def test_data_of_another_form(models, tmp_path, text, words):
 
 def test_a_record_is_a_plain_loop(models):
     probed = reader(models / "folded")
-    text, places = counting_prompt("apple", 3, "fruit", "a fruit")
-    item = Item("a", "g", text, "shrink", (0.2, 0.7, 1.0), "digits", places, one_token=True)
+    text, char_spans = counting_prompt("apple", 3, "fruit", "a fruit")
+    item = Item("a", "g", text, "shrink", (0.2, 0.7, 1.0), "digits", char_spans, one_token=True)
     record = probed.record(item)
     tokens = [token for span in find_spans(probed.tokenizer, text, "apple") for token in span.tokens]
     for number, factor in enumerate(item.factors):

@@ -11,7 +11,7 @@ from eval.continuity.metrics import (
 )
 from eval.continuity.probes import PROBES
 from eval.continuity.prompts import (
-    step_places,
+    step_char_spans,
     tutorial,
 )
 from tests.conftest import SHARED
@@ -50,7 +50,7 @@ def test_shipped_words_and_objects():
 
 def test_shipped_tutorials_count_their_steps():
     for record in load("tutorials"):
-        steps = parts(record["sentence"], step_places(record["sentence"]))
+        steps = parts(record["sentence"], step_char_spans(record["sentence"]))
         assert len(steps) == record["num_sentences"] == record["sentence"].count("\n- ")
         title = record["sentence"].split("\n")[0].removeprefix("Tutorial: ")
         assert record["sentence"] == tutorial(title, [step.removeprefix("- ") for step in steps])
@@ -84,12 +84,12 @@ def test_the_authors_own_files(name):
         assert len([item for item in PROBES[probe].prompts(options(data=path, limit=54)) if item.group == SET]) == 216
     for item, record in zip(items, records, strict=False):
         if name == "words":
-            assert parts(item.text, item.places) == [record["word"]] * record["repetitions"]
+            assert parts(item.text, item.char_spans) == [record["word"]] * record["repetitions"]
         if name == "tutorials":
-            assert len(item.places) == record["num_sentences"] and item.text == record["sentence"]
+            assert len(item.char_spans) == record["num_sentences"] and item.text == record["sentence"]
         if name == "sums":
             number = record["fields"]["item_1" if record["shrink_1"] else "item_2"]
-            assert parts(item.text, item.places) == [str(number)]
+            assert parts(item.text, item.char_spans) == [str(number)]
 
 
 WORD = {"word": "cat", "category": "animal", "category_with_article": "an animal", "repetitions": 3}

@@ -110,11 +110,11 @@ def test_facts_go_along(words):
 @pytest.mark.parametrize(
     ("text", "fields", "reason"),
     [
-        ("the cat sat on 24 mats", {"places": ((15, 17),)}, "'24' is 2 tokens, not one"),
-        ("the cat sat on 24 mats", {"places": ((4, 7), (8, 14))}, "'sat on' is 2 tokens, not one"),
-        ("the catdog sat", {"places": ((4, 7),)}, "'cat' shares a token with its neighbours"),
-        ("the catdog sat", {"places": ((7, 10),)}, "'dog' shares a token with its neighbours"),
-        ("the zebra sat on a cat", {"places": ((4, 9),)}, "the tokenizer does not know 'zebra'"),
+        ("the cat sat on 24 mats", {"char_spans": ((15, 17),)}, "'24' is 2 tokens, not one"),
+        ("the cat sat on 24 mats", {"char_spans": ((4, 7), (8, 14))}, "'sat on' is 2 tokens, not one"),
+        ("the catdog sat", {"char_spans": ((4, 7),)}, "'cat' shares a token with its neighbours"),
+        ("the catdog sat", {"char_spans": ((7, 10),)}, "'dog' shares a token with its neighbours"),
+        ("the zebra sat on a cat", {"char_spans": ((4, 9),)}, "the tokenizer does not know 'zebra'"),
         ("the cat", {"vary": "interpolate", "other": "the cat sat"}, "3 and 4 tokens: nothing lies between them"),
         ("the cat", {"vary": "interpolate", "other": "the zebra"}, "the tokenizer does not know 'zebra'"),
     ],
@@ -269,8 +269,8 @@ def test_words_stand_so_many_segments_before_the_end(segment_length):
     possible = set()
     for num_fillers in range(99):
         ids = reader.tokenizer(counting_prompt(*prompt, "apart", num_fillers).text)["input_ids"]
-        places = [n for n, token in enumerate(reader.tokenizer.convert_ids_to_tokens(ids)) if token == "apple"]
-        segments = {place // segment_length for place in places}
+        positions = [n for n, token in enumerate(reader.tokenizer.convert_ids_to_tokens(ids)) if token == "apple"]
+        segments = {position // segment_length for position in positions}
         if len(segments) == 1:
             possible.add((len(ids) - 1) // segment_length - min(segments))
     assert len(possible & set(range(24))) >= 3 if segment_length != 7 else not possible
@@ -283,10 +283,10 @@ def test_words_stand_so_many_segments_before_the_end(segment_length):
             continue
         placed = memory.words_at_distance(reader, item)
         ids = reader.tokenizer(placed.text)["input_ids"]
-        places = [n for n, token in enumerate(reader.tokenizer.convert_ids_to_tokens(ids)) if token == "apple"]
+        positions = [n for n, token in enumerate(reader.tokenizer.convert_ids_to_tokens(ids)) if token == "apple"]
         segment = (len(ids) - 1) // segment_length - distance
-        assert len(places) == 4 and {place // segment_length for place in places} == {segment}
-        assert reader.tokens(placed) == places
+        assert len(positions) == 4 and {position // segment_length for position in positions} == {segment}
+        assert reader.tokens(placed) == positions
 
 
 def test_memory_items_one_by_one():

@@ -23,18 +23,18 @@ from .models import options, parts
 def test_items_point_at_what_shrinks():
     """Every place of every item is a repeated word, a step, an event or a number."""
     for item in Counting.prompts(options()):
-        words = set(parts(item.text, item.places))
-        assert len(words) == 1 and len(item.places) == item.facts["repetitions"] and item.one_token
+        words = set(parts(item.text, item.char_spans))
+        assert len(words) == 1 and len(item.char_spans) == item.facts["repetitions"] and item.one_token
     for item in Events.prompts(options()):
-        found = parts(item.text, item.places)
+        found = parts(item.text, item.char_spans)
         assert len(found) == item.facts["repetitions"] and not item.one_token
         if item.group == SET:
             assert all(part.startswith("- ") for part in found) and item.text.count("\n- ") == len(found)
         else:
             assert tuple(found) == PASSAGES[item.name][1] and item.text.startswith("Question: ")
     for item in Sums.prompts(options()):
-        assert len(item.places) == (1 if item.vary == "shrink" else 0)
-        assert all(part.isdecimal() and len(part) == 2 for part in parts(item.text, item.places))
+        assert len(item.char_spans) == (1 if item.vary == "shrink" else 0)
+        assert all(part.isdecimal() and len(part) == 2 for part in parts(item.text, item.char_spans))
 
 
 def test_how_many_items_there_are():
@@ -121,5 +121,5 @@ def test_labels_of_sums(tmp_path):
     records = [one, one | {"shrink_1": False}]
     (tmp_path / "own.json").write_text(json.dumps(records))
     first, second = (item for item in Sums.prompts(options(data=tmp_path / "own.json")) if item.group == SET)
-    assert first.facts == {"original": "6", "shrunk": ["3", "4"]} and parts(first.text, first.places) == ["24"]
-    assert second.facts == {"original": "6", "shrunk": ["2", "3"]} and parts(second.text, second.places) == ["37"]
+    assert first.facts == {"original": "6", "shrunk": ["3", "4"]} and parts(first.text, first.char_spans) == ["24"]
+    assert second.facts == {"original": "6", "shrunk": ["2", "3"]} and parts(second.text, second.char_spans) == ["37"]

@@ -138,14 +138,14 @@ def test_unchanged_sentences_get_the_models_own_answers(name, folder, tmp_path, 
     compared = 0
     for item, record in zip(items, results["models"][0]["records"], strict=True):
         first, last = (0, item.text), (-1, item.other or item.text)
-        for place, text in {"interpolate": [first, last], "shift": [first], "densify": [first]}.get(item.vary, [last]):
+        for index, text in {"interpolate": [first, last], "shift": [first], "densify": [first]}.get(item.vary, [last]):
             own = whole(model, text)
             for label, curve in record["curves"].items():
                 expected = sum(value for word, value in own.items() if word.lower() == label)
-                assert curve[place] == pytest.approx(expected, rel=1e-3), (item.name, label)
+                assert curve[index] == pytest.approx(expected, rel=1e-3), (item.name, label)
                 compared += 1
             for label, curve in record["likely"].items():
-                assert curve[place] == pytest.approx(own[label], rel=1e-3), (item.name, label)
+                assert curve[index] == pytest.approx(own[label], rel=1e-3), (item.name, label)
     assert compared > 20
 
 
@@ -356,8 +356,8 @@ def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path,
     ],
 )
 def test_what_is_refused(arguments, message, folder, tmp_path, undrawn):
-    places = {"llama": folder / "llama", "folded": folder / "folded", "nowhere": folder / "nowhere"}
-    done = asked(*(places.get(word, word) for word in arguments), "--output", tmp_path / "out")
+    char_spans = {"llama": folder / "llama", "folded": folder / "folded", "nowhere": folder / "nowhere"}
+    done = asked(*(char_spans.get(word, word) for word in arguments), "--output", tmp_path / "out")
     assert isinstance(done.exception, ValueError) and re.search(message, str(done.exception)), done.exception
     assert not (tmp_path / "out").exists()
 

@@ -35,7 +35,7 @@ def reference_scores(model, ids_N):
         for n in range(config.num_hidden_layers):
             layer = {k.split(f"layers.{n}.", 1)[1]: v for k, v in w.items() if f"layers.{n}." in k}
             before = here[:0] if memory[n] is None else here - LENGTH
-            places = torch.cat([before, here]).double()
+            positions_K = torch.cat([before, here]).double()
             context_KD = x_TD if memory[n] is None else torch.cat([memory[n], x_TD])
             query, key = (
                 reference._linear(
@@ -45,13 +45,15 @@ def reference_scores(model, ids_N):
             )
             found[n, segment] = torch.stack(
                 [
-                    reference._rotate(query.split(width, 1)[h], places[-LENGTH:], config)
-                    @ reference._rotate(key.split(width, 1)[h // groups], places, config).T
+                    reference._rotate(query.split(width, 1)[h], positions_K[-LENGTH:], config)
+                    @ reference._rotate(key.split(width, 1)[h // groups], positions_K, config).T
                     / math.sqrt(width)
                     for h in range(config.num_attention_heads)
                 ]
             )
-            y_TD = reference._layer(layer, config, eps, x_TD, context_KD, places, torch.ones(len(places)).double())
+            y_TD = reference._layer(
+                layer, config, eps, x_TD, context_KD, positions_K, torch.ones(len(positions_K)).double()
+            )
             memory[n] = y_TD if config.memory_source == "layer_output" else x_TD
             x_TD = y_TD
     return found
@@ -63,9 +65,9 @@ def test_folded_scores_by_the_equations(memory_source):
     found = queries_and_keys(model, ids, LENGTH, range(3), SEGMENTS)
     expected = reference_scores(model, ids)
     assert set(found) == {(layer, segment) for layer in range(3) for segment in SEGMENTS}
-    for place in found:
+    for index in found:
         # Positions are the memory's and the segment's own here, those of the whole text there.
-        torch.testing.assert_close(scores(*found[place]), expected[place], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores(*found[index]), expected[index], rtol=1e-5, atol=1e-5)
 
 
 def test_folded_scores_give_what_the_layer_puts_out():
@@ -165,8 +167,8 @@ def record_of(model, ids, name="tiny", **options):
 def test_measured_records():
     model, ids = tiny_model(segment_length=LENGTH), random_ids(1, 99)[0]
     found = record_of(model, ids, layers=[0, 2], segments=SEGMENTS, heads=[3])
-    places = [(one["layer"], one["segment"]) for one in found["masses"]]
-    assert places == [(layer, segment) for layer in range(3) for segment in SEGMENTS]
+    positions_K = [(one["layer"], one["segment"]) for one in found["masses"]]
+    assert positions_K == [(layer, segment) for layer in range(3) for segment in SEGMENTS]
     expected = reference_scores(model, ids[: 4 * LENGTH])
     assert [(one["layer"], one["segment"], one["head"]) for one in found["maps"]] == [
         (layer, segment, head) for layer in (0, 2) for segment in SEGMENTS for head in (None, 3)

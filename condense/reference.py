@@ -44,11 +44,11 @@ def reference_hidden(
             w = {k.split(f"model.layers.{n}.", 1)[1]: v for k, v in weights.items() if f"model.layers.{n}." in k}
             memory_LD = memories[n]
             context_KD = x_TD if memory_LD is None else torch.cat([memory_LD, x_TD])  # [M ; X]
-            y_TD = _layer(w, config, x_TD, context_KD, positions_N[both], durations_N[both])
+            y_TD = decoder_layer(w, config, x_TD, context_KD, positions_N[both], durations_N[both])
             memory_LD = y_TD if config.memory_source == "layer_output" else x_TD
             memories[n] = memory_LD.detach() if detach_after and (segment + 1) % detach_after == 0 else memory_LD
             x_TD = y_TD
-        hidden_ND.append(_norm(x_TD, weights["model.norm.weight"], config))
+        hidden_ND.append(rms_norm(x_TD, weights["model.norm.weight"], config))
     return torch.cat(hidden_ND)
 
 
@@ -65,41 +65,41 @@ def reference_loss(weights: dict, config, ids_N, detach_after: int | None = None
     return -sum(log_p_NV[i, ids_N[i + 1]] for i in range(len(ids_N) - 1)) / (len(ids_N) - 1)
 
 
-def _layer(w, config, x_TD, context_KD, positions_K, durations_K):
-    normed_TD = _norm(x_TD, w["input_layernorm.weight"], config)
-    normed_KD = _norm(context_KD, w["input_layernorm.weight"], config)
-    q_THE = _linear(w, "self_attn.q_proj", normed_TD).unflatten(-1, (-1, config.head_dim))
-    k_KGE = _linear(w, "self_attn.k_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
-    v_KGE = _linear(w, "self_attn.v_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
+def decoder_layer(w, config, x_TD, context_KD, positions_K, durations_K):
+    normed_TD = rms_norm(x_TD, w["input_layernorm.weight"], config)
+    normed_KD = rms_norm(context_KD, w["input_layernorm.weight"], config)
+    q_THE = linear(w, "self_attn.q_proj", normed_TD).unflatten(-1, (-1, config.head_dim))
+    k_KGE = linear(w, "self_attn.k_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
+    v_KGE = linear(w, "self_attn.v_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
     num_queries, num_keys = len(x_TD), len(context_KD)
     heads_per_group = config.num_attention_heads // config.num_key_value_heads
     heads = []
     for head in range(config.num_attention_heads):
         group = head // heads_per_group
-        q_TE = _rotate(q_THE[:, head], positions_K[num_keys - num_queries :], config)
-        k_KE = _rotate(k_KGE[:, group], positions_K, config)
+        q_TE = rotate(q_THE[:, head], positions_K[num_keys - num_queries :], config)
+        k_KE = rotate(k_KGE[:, group], positions_K, config)
         outputs = []
         for t in range(num_queries):
             visible = num_keys - num_queries + t + 1
             scores = k_KE[:visible] @ q_TE[t] / config.head_dim**0.5 + durations_K[:visible].log()
             outputs.append(scores.softmax(-1) @ v_KGE[:visible, group])
         heads.append(torch.stack(outputs))
-    x_TD = x_TD + _linear(w, "self_attn.o_proj", torch.cat(heads, dim=-1))
-    normed_TD = _norm(x_TD, w["post_attention_layernorm.weight"], config)
-    gate = torch.nn.functional.silu(_linear(w, "mlp.gate_proj", normed_TD))
-    return x_TD + _linear(w, "mlp.down_proj", gate * _linear(w, "mlp.up_proj", normed_TD))
+    x_TD = x_TD + linear(w, "self_attn.o_proj", torch.cat(heads, dim=-1))
+    normed_TD = rms_norm(x_TD, w["post_attention_layernorm.weight"], config)
+    gate = torch.nn.functional.silu(linear(w, "mlp.gate_proj", normed_TD))
+    return x_TD + linear(w, "mlp.down_proj", gate * linear(w, "mlp.up_proj", normed_TD))
 
 
-def _linear(w, name, x):
+def linear(w, name, x):
     y = x @ w[f"{name}.weight"].T
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def _norm(x, weight, config):
+def rms_norm(x, weight, config):
     return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
 
 
-def _rotate(x_NE, positions_N, config):
+def rotate(x_NE, positions_N, config):
     half = x_NE.shape[-1] // 2
     base = config.rope_parameters["rope_theta"]
     angle_Nh = positions_N[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)

@@ -212,15 +212,15 @@ def dialled_reference(model, ids_N, dial):
         x_TD = w["model.embed_tokens.weight"][ids_N[here]]
         for n, memory_LD in enumerate(remembered):
             layer = {k.split(f"layers.{n}.", 1)[1]: v for k, v in w.items() if f"layers.{n}." in k}
-            context_KD, places_K, weigh_K = x_TD, here.double(), torch.ones(len(here)).double()
+            context_KD, positions_K, durations_K = x_TD, here.double(), torch.ones(len(here)).double()
             if memory_LD is not None:
                 context_KD = torch.cat([memory_LD, x_TD])
-                places_K = torch.cat([torch.arange(start - length, start), here]).double()
-                weigh_K = torch.cat([torch.full((length,), dial).double(), weigh_K])
-            y_TD = reference._layer(layer, config, config.rms_norm_eps, x_TD, context_KD, places_K, weigh_K)
+                positions_K = torch.cat([torch.arange(start - length, start), here]).double()
+                durations_K = torch.cat([torch.full((length,), dial).double(), durations_K])
+            y_TD = reference.decoder_layer(layer, config, x_TD, context_KD, positions_K, durations_K)
             remembered[n] = y_TD if config.memory_source == "layer_output" else x_TD
             x_TD = y_TD
-        hidden.append(reference._norm(x_TD, w["model.norm.weight"], config.rms_norm_eps))
+        hidden.append(reference.rms_norm(x_TD, w["model.norm.weight"], config))
     return torch.cat(hidden) @ w["lm_head.weight"].T
 
 

@@ -356,8 +356,8 @@ def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path,
     ],
 )
 def test_what_is_refused(arguments, message, folder, tmp_path, undrawn):
-    char_spans = {"llama": folder / "llama", "folded": folder / "folded", "nowhere": folder / "nowhere"}
-    done = asked(*(char_spans.get(word, word) for word in arguments), "--output", tmp_path / "out")
+    folders = {"llama": folder / "llama", "folded": folder / "folded", "nowhere": folder / "nowhere"}
+    done = asked(*(folders.get(word, word) for word in arguments), "--output", tmp_path / "out")
     assert isinstance(done.exception, ValueError) and re.search(message, str(done.exception)), done.exception
     assert not (tmp_path / "out").exists()
 

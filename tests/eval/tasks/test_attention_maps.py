@@ -26,7 +26,7 @@ LENGTH, SEGMENTS = 5, (1, 3)
 
 def reference_scores(model, ids_N):
     """(layer, segment) to [H, T, 2T], each head by itself, in float64 with positions of the whole text."""
-    config, w, eps, found = model.config, weights(model), model.config.rms_norm_eps, {}
+    config, w, found = model.config, weights(model), {}
     memory = [None] * config.num_hidden_layers
     groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
     for segment in range(len(ids_N) // LENGTH):
@@ -38,21 +38,21 @@ def reference_scores(model, ids_N):
             positions_K = torch.cat([before, here]).double()
             context_KD = x_TD if memory[n] is None else torch.cat([memory[n], x_TD])
             query, key = (
-                reference._linear(
-                    layer, f"self_attn.{name}", reference._norm(one, layer["input_layernorm.weight"], eps)
+                reference.linear(
+                    layer, f"self_attn.{name}", reference.rms_norm(one, layer["input_layernorm.weight"], config)
                 )
                 for name, one in (("q_proj", x_TD), ("k_proj", context_KD))
             )
             found[n, segment] = torch.stack(
                 [
-                    reference._rotate(query.split(width, 1)[h], positions_K[-LENGTH:], config)
-                    @ reference._rotate(key.split(width, 1)[h // groups], positions_K, config).T
+                    reference.rotate(query.split(width, 1)[h], positions_K[-LENGTH:], config)
+                    @ reference.rotate(key.split(width, 1)[h // groups], positions_K, config).T
                     / math.sqrt(width)
                     for h in range(config.num_attention_heads)
                 ]
             )
-            y_TD = reference._layer(
-                layer, config, eps, x_TD, context_KD, positions_K, torch.ones(len(positions_K)).double()
+            y_TD = reference.decoder_layer(
+                layer, config, x_TD, context_KD, positions_K, torch.ones(len(positions_K)).double()
             )
             memory[n] = y_TD if config.memory_source == "layer_output" else x_TD
             x_TD = y_TD
@@ -76,10 +76,10 @@ def test_folded_scores_give_what_the_layer_puts_out():
     seen, module = {}, model.model.layers[1].self_attn
 
     def note(module, arguments, output):
-        hidden, past, step = arguments
-        if past is not None:
+        hidden, memory, metadata = arguments
+        if memory is not None:
             value = module.v_proj(hidden).unflatten(-1, (-1, 8)).transpose(1, 2)
-            seen[step.piece.segments[0]] = torch.cat([past.value_RGKE, value], dim=2)[0], output[0]
+            seen[metadata.chunk.segments[0]] = torch.cat([memory.value_RGKE, value], dim=2)[0], output[0]
 
     module.register_forward_hook(note)
     found = queries_and_keys(model, ids, LENGTH, [1], SEGMENTS)

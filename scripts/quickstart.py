@@ -1,7 +1,7 @@
 """Makes a small Llama, folds it, trains it on the passkey task, measures it, and writes one page.
 
-Run by `scripts/quickstart`. Killed at any point and started again, it goes on: finished stages are kept,
-and training resumes from its last complete checkpoint.
+Run by `scripts/quickstart`. Killed at any point and started again, it resumes: finished stages are kept,
+and training continues from its last complete checkpoint.
 """
 
 import argparse
@@ -19,35 +19,35 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from condense_cli import convert  # noqa: E402
 from eval.report import write_report  # noqa: E402
 from training.launch import launch, num_ranks  # noqa: E402
 from training.output_lock import check_unlocked, output_lock  # noqa: E402
 from training.recipe import load_recipe  # noqa: E402
+from training.small_llama import save_small_llama  # noqa: E402
 from training.subprocesses import run_to_end  # noqa: E402
 
 RECIPE = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 SEGMENT = 40
 MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
 PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
-PROFILE_SHAPE = {"--width": 256, "--layers": 2}
+# One prompt of a million tokens at each of three depths: they take as long as 1,500 prompts of the other lengths.
+MILLION, MILLION_DEPTHS, MILLION_PROMPTS = 2**20, "0,50,100", 1
+PROFILE_SHAPE = {"width": 256, "layers": 2}
 PROFILE_SEGMENT = 256
-PROFILE_LENGTHS = "1k,2k,4k,8k"
-
-
-def python(*arguments) -> None:
-    environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, *map(str, arguments)]
-    if exit_code := run_to_end(command, environment, cwd=ROOT):
-        raise subprocess.CalledProcessError(exit_code, command)
+PROFILE_LENGTHS = "2k,4k,8k"
 
 
 def fold(llama: Path, folder: Path, source: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
-    condense("convert", llama, folder, "--segment-length", SEGMENT, "--memory-source", source)
+    convert(str(llama), folder, segment_length=SEGMENT, memory_source=source)
 
 
 def condense(*arguments) -> None:
-    python("condense_cli.py", *arguments)
+    environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "condense_cli.py", *map(str, arguments)]
+    if exit_code := run_to_end(command, environment, cwd=ROOT):
+        raise subprocess.CalledProcessError(exit_code, command)
 
 
 def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
@@ -97,7 +97,7 @@ def quickstart(folder: Path, options: argparse.Namespace, start: float) -> None:
     lengths = [SEGMENT * segments for segments in (*recipe.curriculum.lengths, 4 * last, 16 * last)]
 
     llama = folder / "llama"
-    stage(folder, "make a small Llama", lambda: python("-m", "training.small_llama", llama, "--seed", options.seed))
+    stage(folder, "make a small Llama", lambda: save_small_llama(llama, options.seed))
     for name, source in MEMORIES.items():
         run = folder / name
         stage(folder, f"fold it ({name})", lambda run=run, source=source: fold(llama, run / "start", source))
@@ -117,12 +117,21 @@ def quickstart(folder: Path, options: argparse.Namespace, start: float) -> None:
             "--seed", options.seed, "--output", folder / "passkey",
         ),
     )  # fmt: skip
+    stage(
+        folder,
+        "retrieve passkeys from a million tokens",
+        lambda: condense(
+            "eval", "passkey", "--model", f"folded={folder / 'folded' / 'trained'}", "--lengths", MILLION,
+            "--depths", MILLION_DEPTHS, "--prompts", MILLION_PROMPTS, "--seed", options.seed,
+            "--output", folder / "million-tokens-one-prompt-per-depth",
+        ),
+    )  # fmt: skip
     shape = folder / "shape"
     stage(
         folder,
         "profile",
         lambda: (
-            python("-m", "training.small_llama", shape, *(item for pair in PROFILE_SHAPE.items() for item in pair)),
+            save_small_llama(shape, **PROFILE_SHAPE),
             condense(
                 "profile", "--config", shape, "--segments", PROFILE_SEGMENT, "--lengths", PROFILE_LENGTHS,
                 "--modes", "training,decoding", "--checkpointing", "on", "--output", folder / "profile",

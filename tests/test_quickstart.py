@@ -19,7 +19,7 @@ def command(output, *arguments):
 
 
 @pytest.mark.slow
-def test_a_killed_quickstart_goes_on(tmp_path):
+def test_a_killed_quickstart_resumes(tmp_path):
     process = subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
     trained = tmp_path / "folded" / "trained"
     deadline = time.monotonic() + 300
@@ -43,6 +43,9 @@ def test_a_killed_quickstart_goes_on(tmp_path):
     assert {(cell["model"], cell["length"]) for cell in results["cells"]} == {
         (name, length) for name in ("folded", "transformer-xl") for length in (80, 120, 480, 1920)
     }
+    million = json.loads((tmp_path / "million-tokens-one-prompt-per-depth" / "passkey.json").read_text())
+    assert {(cell["model"], cell["length"], cell["total"]) for cell in million["cells"]} == {("folded", 2**20, 1)}
     page = (tmp_path / "report.html").read_text()
+    assert "million-tokens-one-prompt-per-depth" in page and "1,048,576" in page
     assert all(f"<th>{name}: % correct" in page for name in ("folded", "transformer-xl"))
     assert str(tmp_path / "report.html") in again.stdout

@@ -158,7 +158,7 @@ def test_one_process_without_the_launcher(stages, tmp_path):
 
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path):
     """In bfloat16: the same losses, bit for bit, as a run that was never stopped, and the same weights."""
-    overrides = [f"model={start}", *CURRICULUM]
+    overrides = [f"model={start}", *CURRICULUM, "dtype=bfloat16"]
     losses, _ = run(QUICKSTART, tmp_path / "whole", *overrides)
 
     broken = tmp_path / "broken"

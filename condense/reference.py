@@ -29,7 +29,7 @@ def reference_hidden(
 
     weights: a Llama's state dict. detach_after: k detaches the memory after segments k, 2k, 3k ...
     """
-    length, num_tokens = config.segment_length, len(embeddings_ND)
+    length, eps, num_tokens = config.segment_length, config.rms_norm_eps, len(embeddings_ND)
     durations_N = torch.ones(num_tokens, dtype=torch.float64) if durations_N is None else durations_N.double()
     ends_N = durations_N.cumsum(0)
     positions_N = ends_N if config.position_anchor == "end" else ends_N - durations_N
@@ -44,11 +44,11 @@ def reference_hidden(
             w = {k.split(f"model.layers.{n}.", 1)[1]: v for k, v in weights.items() if f"model.layers.{n}." in k}
             memory_LD = memories[n]
             context_KD = x_TD if memory_LD is None else torch.cat([memory_LD, x_TD])  # [M ; X]
-            y_TD = _layer(w, config, x_TD, context_KD, positions_N[both], durations_N[both])
+            y_TD = _layer(w, config, eps, x_TD, context_KD, positions_N[both], durations_N[both])
             memory_LD = y_TD if config.memory_source == "layer_output" else x_TD
             memories[n] = memory_LD.detach() if detach_after and (segment + 1) % detach_after == 0 else memory_LD
             x_TD = y_TD
-        hidden_ND.append(_norm(x_TD, weights["model.norm.weight"], config))
+        hidden_ND.append(_norm(x_TD, weights["model.norm.weight"], eps))
     return torch.cat(hidden_ND)
 
 
@@ -65,9 +65,9 @@ def reference_loss(weights: dict, config, ids_N, detach_after: int | None = None
     return -sum(log_p_NV[i, ids_N[i + 1]] for i in range(len(ids_N) - 1)) / (len(ids_N) - 1)
 
 
-def _layer(w, config, x_TD, context_KD, positions_K, durations_K):
-    normed_TD = _norm(x_TD, w["input_layernorm.weight"], config)
-    normed_KD = _norm(context_KD, w["input_layernorm.weight"], config)
+def _layer(w, config, eps, x_TD, context_KD, positions_K, durations_K):
+    normed_TD = _norm(x_TD, w["input_layernorm.weight"], eps)
+    normed_KD = _norm(context_KD, w["input_layernorm.weight"], eps)
     q_THE = _linear(w, "self_attn.q_proj", normed_TD).unflatten(-1, (-1, config.head_dim))
     k_KGE = _linear(w, "self_attn.k_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
     v_KGE = _linear(w, "self_attn.v_proj", normed_KD).unflatten(-1, (-1, config.head_dim))
@@ -85,7 +85,7 @@ def _layer(w, config, x_TD, context_KD, positions_K, durations_K):
             outputs.append(scores.softmax(-1) @ v_KGE[:visible, group])
         heads.append(torch.stack(outputs))
     x_TD = x_TD + _linear(w, "self_attn.o_proj", torch.cat(heads, dim=-1))
-    normed_TD = _norm(x_TD, w["post_attention_layernorm.weight"], config)
+    normed_TD = _norm(x_TD, w["post_attention_layernorm.weight"], eps)
     gate = torch.nn.functional.silu(_linear(w, "mlp.gate_proj", normed_TD))
     return x_TD + _linear(w, "mlp.down_proj", gate * _linear(w, "mlp.up_proj", normed_TD))
 
@@ -95,8 +95,8 @@ def _linear(w, name, x):
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def _norm(x, weight, config):
-    return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+def _norm(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def _rotate(x_NE, positions_N, config):

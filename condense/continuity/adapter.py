@@ -173,27 +173,27 @@ class ContinuousLM:
         }
         if last_only:
             inputs["logits_to_keep"] = 1
-        if self.folded:
-            for sentence in sentences:
-                if sentence.positions_N is not None:
-                    raise ValueError(
-                        "a folded model computes positions from durations alone: leave out positions='equal'."
-                    )
-            durations_BT = torch.stack([sentence.durations_N[first:last] for sentence in sentences])
-            output = self.model(durations=durations_BT, **inputs)
-            return output.logits, output.past_key_values
-        if state is None:
+        run = self._run_folded if self.folded else self._run_stock
+        output = run(sentences, first, last, inputs)
+        return output.logits, output.past_key_values
+
+    def _run_folded(self, sentences: list[Sentence], first: int, last: int, inputs: dict[str, Any]) -> Any:
+        if any(sentence.positions_N is not None for sentence in sentences):
+            raise ValueError("a folded model computes positions from durations alone: leave out positions='equal'.")
+        durations_BT = torch.stack([sentence.durations_N[first:last] for sentence in sentences])
+        return self.model(durations=durations_BT, **inputs)
+
+    def _run_stock(self, sentences: list[Sentence], first: int, last: int, inputs: dict[str, Any]) -> Any:
+        if inputs["past_key_values"] is None:
             inputs["past_key_values"] = DynamicCache()  # without a config: no layer drops keys that left its window
         positions_BT = torch.stack([self._positions(sentence)[first:last] for sentence in sentences])
         self._check_lengths(sentences)
         inputs["attention_mask"] = self._masks([self._log_weights(s, first, last) for s in sentences], inputs)
         if self.table is None:
             inputs["position_ids"] = positions_BT.to(self.model.device, torch.float32)
-            output = self.model(**inputs)
-        else:
-            with _at_positions(self.table, positions_BT, first):
-                output = self.model(**inputs, position_ids=torch.zeros_like(positions_BT, dtype=torch.long))
-        return output.logits, output.past_key_values
+            return self.model(**inputs)
+        with _at_positions(self.table, positions_BT, first):
+            return self.model(**inputs, position_ids=torch.zeros_like(positions_BT, dtype=torch.long))
 
     def _positions(self, sentence: Sentence) -> torch.Tensor:
         if sentence.positions_N is not None:
@@ -270,7 +270,7 @@ class ContinuousLM:
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 3e-2
         if not bool((unit_NV - own_NV).norm() <= tolerance * own_NV.norm()):
             raise ValueError(
-                f"with durations of one unit, the logits of a {name} differ from its own by up to "
+                f"with durations of one unit, the logits of a {name} differ from those without by up to "
                 f"{(unit_NV - own_NV).abs().max().item():.2g}: {remedy}"
             )
         if not all(bool(torch.isfinite(logits_NV).all()) for logits_NV in longer):

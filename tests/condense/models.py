@@ -1,4 +1,7 @@
-"""Tiny models with large random weights, so that nothing is close to zero by accident; batches, gradients."""
+"""Helpers of several tests: tiny models with large random weights, batches, gradients.
+
+Large weights keep all compared values away from zero.
+"""
 
 from functools import partial
 
@@ -34,7 +37,7 @@ def tiny_config(**fields) -> CondenseConfig:
 def tiny_model(dtype=torch.float64, seed=0, **fields) -> CondenseForCausalLM:
     torch.manual_seed(seed)
     model = CondenseForCausalLM(tiny_config(**fields)).to(dtype).eval()
-    with torch.no_grad():  # biases and norms start at 0 and 1: move them
+    with torch.no_grad():  # biases are initialised to 0 and norms to 1: change both
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
@@ -54,16 +57,18 @@ def random_durations(batch_size: int, num_tokens: int, seed: int = 0) -> torch.T
 
 
 def padded_batch(lengths, side):
+    """Random texts of these lengths, and the same texts as a batch padded on one side: (texts, ids, mask)."""
     total = max(lengths)
     ids, mask = torch.zeros(len(lengths), total, dtype=torch.long), torch.zeros(len(lengths), total, dtype=torch.long)
     rows = [random_ids(1, length, seed=length)[0] for length in lengths]
     for row, tokens in enumerate(rows):
-        where = slice(total - len(tokens), None) if side == "left" else slice(0, len(tokens))
-        ids[row, where], mask[row, where] = tokens, 1
+        columns = slice(total - len(tokens), None) if side == "left" else slice(0, len(tokens))
+        ids[row, columns], mask[row, columns] = tokens, 1
     return rows, ids, mask
 
 
 def gradients(model, ids, **inputs):
+    """The loss of a batch and the gradients of all parameters by name."""
     model.train()
     model.zero_grad()
     loss = model(ids, labels=ids, **inputs).loss
@@ -72,13 +77,14 @@ def gradients(model, ids, **inputs):
 
 
 def reference_gradients(model, ids, detach_after=None):
+    """The same, by autograd on the equations."""
     leaves = {name: tensor.requires_grad_() for name, tensor in weights(model).items()}
     loss = sum(reference_loss(leaves, model.config, row, detach_after) for row in ids) / len(ids)
     loss.backward()
     return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def assert_same(actual, expected, tolerance):
+def assert_same_gradients(actual, expected, tolerance):
     torch.testing.assert_close(actual[0].double(), expected[0].double(), atol=tolerance, rtol=tolerance)
     for name in actual[1]:
         torch.testing.assert_close(actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=name)

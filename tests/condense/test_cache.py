@@ -1,4 +1,4 @@
-"""Reading in chunks equals reading at once, in constant memory, for any mixture of rows."""
+"""The cache: several calls give the logits of one call, in constant memory, for any mixture of rows."""
 
 import copy
 import random
@@ -13,13 +13,13 @@ from condense.accumulators import HiddenStateAccumulator
 from .models import random_durations, random_ids, tiny_model
 
 
-def read_in_chunks(model, ids, sizes, durations=None, mask=None):
+def logits_in_parts(model, ids, sizes, durations=None, mask=None):
     cache, logits, start = FoldedCache(model.config), [], 0
     for size in sizes:
-        chunk = slice(start, start + size)
+        columns = slice(start, start + size)
         output = model(
-            ids[:, chunk],
-            durations=None if durations is None else durations[:, chunk],
+            ids[:, columns],
+            durations=None if durations is None else durations[:, columns],
             attention_mask=None if mask is None else mask[:, : start + size],
             past_key_values=cache,
         )
@@ -29,7 +29,7 @@ def read_in_chunks(model, ids, sizes, durations=None, mask=None):
     return torch.cat(logits, dim=1), cache
 
 
-def chunkings(total):
+def partitions(total):
     generator = random.Random(0)
     yield [1] * total
     for size in (2, 3, 5, 7, 11):
@@ -43,14 +43,14 @@ def chunkings(total):
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
 @torch.no_grad()
-def test_chunks_of_any_size_equal_one_pass(with_durations, memory_source):
+def test_parts_of_any_size_equal_one_call(with_durations, memory_source):
     model = tiny_model(memory_source=memory_source)
     ids = random_ids(2, 23)
     durations = random_durations(2, 23) if with_durations else None
     expected = model(ids, durations=durations, use_cache=False).logits
-    for sizes in chunkings(23):
-        logits, _ = read_in_chunks(model, ids, sizes, durations)
-        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9, msg=f"chunks of {sizes}")
+    for sizes in partitions(23):
+        logits, _ = logits_in_parts(model, ids, sizes, durations)
+        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9, msg=f"parts of {sizes}")
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
@@ -65,12 +65,12 @@ def test_padded_rows_equal_rows_alone(side, with_durations):
         start = {"left": total - length, "right": 0, "both": (total - length) // 2}[side]
         mask[row, start : start + length] = 1
     for sizes in [[total], [5, 5, 5, 5, 3], [7, 9, 7], [1] * total]:
-        logits, _ = read_in_chunks(model, ids, sizes, durations if with_durations else None, mask)
+        logits, _ = logits_in_parts(model, ids, sizes, durations if with_durations else None, mask)
         for row in range(4):
             real = mask[row].bool()
             alone = model(ids[row, real][None], durations=durations[row, real][None] if with_durations else None).logits
             torch.testing.assert_close(logits[row, real], alone[0], atol=1e-9, rtol=1e-9)
-            if side != "left":  # padding after the end answers with the last token's logits
+            if side != "left":  # padding after a text has the logits of its last token
                 torch.testing.assert_close(logits[row, -1], alone[0, -1], atol=1e-9, rtol=1e-9)
 
 
@@ -88,7 +88,7 @@ def test_padded_rows_without_a_cache_equal_rows_alone():
 
 
 @torch.no_grad()
-def test_durations_may_begin_in_the_middle():
+def test_durations_may_begin_in_a_later_call():
     model = tiny_model()
     ids, durations = random_ids(1, 18), random_durations(1, 18)
     durations[:, :7] = 1
@@ -101,7 +101,7 @@ def test_durations_may_begin_in_the_middle():
 
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @torch.no_grad()
-def test_state_does_not_grow(with_durations):
+def test_the_state_does_not_grow(with_durations):
     model = tiny_model()
     cache, length = FoldedCache(model.config), model.config.segment_length
     sizes = []
@@ -134,22 +134,22 @@ def total_bytes(root) -> int:
 
 @torch.no_grad()
 def test_one_call_holds_no_more_hidden_states_than_it_returns(monkeypatch):
-    """Of a text of many segments, read at once, what is kept of each step is what the answer needs."""
-    model, kept, read = tiny_model(segment_length=4), [], HiddenStateAccumulator.chunk_hidden
+    """In one call over many segments, a chunk keeps only the hidden states whose logits are returned."""
+    model, kept, chunk_hidden = tiny_model(segment_length=4), [], HiddenStateAccumulator.chunk_hidden
 
-    def note(reader, hidden_RTD, chunk):
-        kept.append(read(reader, hidden_RTD, chunk))
+    def note(accumulator, hidden_RTD, chunk):
+        kept.append(chunk_hidden(accumulator, hidden_RTD, chunk))
         return kept[-1]
 
     monkeypatch.setattr(HiddenStateAccumulator, "chunk_hidden", note)
     with torch.no_grad():
         model(random_ids(1, 80), use_cache=True, logits_to_keep=1)
-    numbers = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept]
-    assert numbers == [0] * 19 + [model.config.hidden_size]
+    num_elements = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept]
+    assert num_elements == [0] * 19 + [model.config.hidden_size]
 
 
-def test_two_texts_and_two_models_do_not_meet():
-    """The model holds nothing: reading one text, even one broken off, changes nothing for another."""
+def test_texts_in_different_caches_are_independent():
+    """The model itself has no state: calls with one cache, also failed ones, do not change another cache."""
     model = tiny_model()
     ids, other = random_ids(1, 23), random_ids(1, 23, seed=9)
     expected = model(ids, use_cache=False).logits
@@ -163,7 +163,7 @@ def test_two_texts_and_two_models_do_not_meet():
 
 
 @torch.no_grad()
-def test_rows_can_be_chosen_repeated_and_branched():
+def test_rows_are_selected_repeated_and_copied():
     model = tiny_model()
     ids, durations = random_ids(3, 12), random_durations(3, 12)
     mask = torch.ones(3, 12, dtype=torch.long)
@@ -175,19 +175,19 @@ def test_rows_can_be_chosen_repeated_and_branched():
         model(ids, attention_mask=mask, durations=durations, past_key_values=cache)
         return cache
 
-    chosen = [2, 0, 0, 1]
+    selected = [2, 0, 0, 1]
     cache = state()
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     cache.reorder_cache(torch.tensor([0, 1, 1, 2]))
     branch = copy.deepcopy(cache)
     after = model(more, past_key_values=cache).logits
     torch.testing.assert_close(model(more, past_key_values=branch).logits, after)
-    for place, row in enumerate(chosen):
+    for new_row, row in enumerate(selected):
         alone = FoldedCache(model.config)
         real = mask[row].bool()
         model(ids[row, real][None], durations=durations[row, real][None], past_key_values=alone)
-        expected = model(more[place][None], past_key_values=alone).logits[0]
-        torch.testing.assert_close(after[place], expected, atol=1e-9, rtol=1e-9)
+        expected = model(more[new_row][None], past_key_values=alone).logits[0]
+        torch.testing.assert_close(after[new_row], expected, atol=1e-9, rtol=1e-9)
 
     repeated = state()
     repeated.batch_repeat_interleave(2)
@@ -200,7 +200,7 @@ def test_rows_can_be_chosen_repeated_and_branched():
 
 
 @torch.no_grad()
-def test_reset_starts_over():
+def test_reset_removes_all_texts():
     model = tiny_model()
     cache, ids = FoldedCache(model.config), random_ids(2, 13)
     model(random_ids(5, 8), past_key_values=cache)
@@ -209,7 +209,7 @@ def test_reset_starts_over():
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
-def test_modes_of_autograd_mix():
+def test_calls_in_different_autograd_modes_continue_each_other():
     model, ids = tiny_model(), random_ids(2, 21)
     cache, logits = FoldedCache(model.config), []
     for start, mode in zip(range(0, 21, 7), (torch.inference_mode, torch.no_grad, torch.enable_grad), strict=True):
@@ -218,7 +218,7 @@ def test_modes_of_autograd_mix():
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, atol=1e-9, rtol=1e-9)
 
 
-def test_a_graph_survives_later_writes_without_gradients():
+def test_later_writes_without_gradients_keep_the_graph():
     model, ids = tiny_model(), random_ids(1, 9)
     output = model(ids, use_cache=True)
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_a_graph_survives_later_writes_without_gradients():
 
 
 @torch.no_grad()
-def test_wrong_use_is_named():
+def test_wrong_use_is_refused():
     model = tiny_model()
     cache = model(random_ids(2, 7)).past_key_values
     with pytest.raises(ValueError, match="holds 2 texts and the input 3"):

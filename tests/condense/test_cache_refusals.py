@@ -1,4 +1,4 @@
-"""Caches that hold half of a call, or another model's state, are refused by name."""
+"""Caches with an incomplete state, or with the state of another model, are refused."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 def interrupt(patch, model, call: int) -> None:
-    """Raises in the `call`-th use of the last layer's MLP, as Ctrl-C or a full memory would."""
+    """Raises in call number `call` of the last layer's MLP, as Ctrl-C or a full memory does."""
     mlp, calls = model.model.layers[-1].mlp, iter(range(100))
     forward = mlp.forward
 
@@ -32,14 +32,14 @@ def interrupt(patch, model, call: int) -> None:
 @pytest.mark.parametrize("call", [0, 3, 7])
 @pytest.mark.parametrize("read_before", [0, 3, 5], ids=lambda count: f"{count} before")
 @torch.no_grad()
-def test_an_interrupted_call_is_not_read_twice(call, read_before, monkeypatch):
-    """Eight chunks in the sequential order. The copy that was taken before gives what an unbroken call gives."""
+def test_the_cache_of_an_interrupted_call_is_refused(call, read_before, monkeypatch):
+    """A call of eight chunks. A copy of the cache from before it gives the logits of a call without interruption."""
     model = tiny_model(schedule="sequential")
     ids = random_ids(2, 40 + read_before)
     cache = FoldedCache(model.config)
     if read_before:
         model(ids[:, :read_before], past_key_values=cache)
-    kept = copy.deepcopy(cache)
+    copied_before = copy.deepcopy(cache)
     with monkeypatch.context() as patch:
         interrupt(patch, model, call)
         with pytest.raises(Interrupted):
@@ -53,14 +53,16 @@ def test_an_interrupted_call_is_not_read_twice(call, read_before, monkeypatch):
     with pytest.raises(ValueError, match="interrupted"):
         model.generate(ids, past_key_values=cache, max_new_tokens=1)
     expected = model(ids, use_cache=False).logits[:, read_before:]
-    torch.testing.assert_close(model(ids[:, read_before:], past_key_values=kept).logits, expected, atol=1e-9, rtol=0)
+    torch.testing.assert_close(
+        model(ids[:, read_before:], past_key_values=copied_before).logits, expected, atol=1e-9, rtol=0
+    )
     cache.reset()
     torch.testing.assert_close(model(ids, past_key_values=cache).logits[:, read_before:], expected, atol=1e-9, rtol=0)
 
 
 @torch.no_grad()
-def test_a_call_that_fails_in_its_head_is_not_read_twice(monkeypatch):
-    """All tokens are in the cache by then, and the logits, which need the most memory, are not returned."""
+def test_the_cache_of_a_call_that_fails_in_the_head_is_refused(monkeypatch):
+    """The cache has all tokens, but the call returned no logits, which need the most memory."""
     model, cache = tiny_model(), FoldedCache(tiny_model().config)
     model(random_ids(1, 8), past_key_values=cache)
     with monkeypatch.context() as patch:
@@ -72,7 +74,7 @@ def test_a_call_that_fails_in_its_head_is_not_read_twice(monkeypatch):
 
 
 @torch.no_grad()
-def test_an_interrupted_token_of_fixed_decoding_is_not_read_twice(monkeypatch):
+def test_the_cache_of_an_interrupted_static_step_is_refused(monkeypatch):
     model = tiny_model()
     cache = FoldedCache(model.config)
     model(random_ids(1, 8), past_key_values=cache)
@@ -87,8 +89,8 @@ def test_an_interrupted_token_of_fixed_decoding_is_not_read_twice(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_refused_call_leaves_the_cache_as_it_was():
-    """What is refused before anything is written does not count as interrupted."""
+def test_a_refused_call_does_not_change_the_cache():
+    """A call that is refused before it writes does not count as interrupted."""
     model = tiny_model()
     ids, cache = random_ids(2, 12), FoldedCache(model.config)
     model(ids[:, :7], past_key_values=cache)
@@ -112,8 +114,8 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
 
 
 @torch.no_grad()
-def test_a_refused_first_call_does_not_bind_the_cache():
-    """Neither to its number of texts nor to durations."""
+def test_a_refused_first_call_does_not_fix_the_batch_size():
+    """Nor does it start a timeline of durations."""
     model = tiny_model()
     cache = FoldedCache(model.config)
     with pytest.raises(ValueError, match="within two segments"):
@@ -135,7 +137,7 @@ def test_a_refused_first_call_does_not_bind_the_cache():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @torch.no_grad()
-def test_inputs_that_no_model_could_take_do_not_interrupt_a_call(arguments, word):
+def test_invalid_inputs_do_not_make_the_cache_incomplete(arguments, word):
     model = tiny_model()
     cache = FoldedCache(model.config)
     model(random_ids(1, 8), past_key_values=cache)
@@ -155,15 +157,15 @@ def test_inputs_that_no_model_could_take_do_not_interrupt_a_call(arguments, word
 )  # fmt: skip
 @pytest.mark.parametrize("read_before", [False, True], ids=["empty", "with text"])
 @torch.no_grad()
-def test_the_cache_of_another_model(fields, read_before):
+def test_the_cache_of_another_model_is_refused(fields, read_before):
     model, other = tiny_model(), tiny_model(**fields)
     cache = FoldedCache(other.config)
     if read_before:
         other(random_ids(1, 8), past_key_values=cache)
     (name,) = fields
-    ours = getattr(model.config, name)
+    own_value = getattr(model.config, name)
     with pytest.raises(
-        ValueError, match=re.escape(f"made for {name}={getattr(other.config, name)!r} and the model has {ours!r}")
+        ValueError, match=re.escape(f"made for {name}={getattr(other.config, name)!r} and the model has {own_value!r}")
     ):
         model(random_ids(1, 3), past_key_values=cache)
     with pytest.raises(ValueError, match=name):
@@ -171,7 +173,7 @@ def test_the_cache_of_another_model(fields, read_before):
 
 
 @torch.no_grad()
-def test_a_field_that_was_changed_since(monkeypatch):
+def test_a_cache_is_refused_after_a_field_changes(monkeypatch):
     model = tiny_model()
     cache = FoldedCache(model.config)
     model(random_ids(1, 8), past_key_values=cache)
@@ -180,7 +182,7 @@ def test_a_field_that_was_changed_since(monkeypatch):
         model(random_ids(1, 3), past_key_values=cache)
 
 
-def test_a_copy_of_a_cache_with_gradients_says_what_to_do():
+def test_a_cache_with_gradients_is_copied_after_detach():
     model = tiny_model()
     ids = random_ids(1, 12)
     cache = FoldedCache(model.config)
@@ -194,7 +196,7 @@ def test_a_copy_of_a_cache_with_gradients_says_what_to_do():
 
 
 @torch.no_grad()
-def test_a_copy_shares_nothing_with_its_original():
+def test_a_copy_shares_no_state_with_its_original():
     model = tiny_model()
     ids = random_ids(2, 23)
     cache = FoldedCache(model.config)
@@ -206,8 +208,8 @@ def test_a_copy_shares_nothing_with_its_original():
 
 @pytest.mark.parametrize("duration", [1e300, 3e38, 2.0**24 + 2])
 @torch.no_grad()
-def test_durations_beyond_what_positions_can_tell(duration):
-    """float32 rotary tables: larger coordinates would be infinite, or the same for neighbours."""
+def test_durations_above_the_precision_of_positions_are_refused(duration):
+    """In float32 rotary tables, larger positions would be infinite, or equal for neighbours."""
     model = tiny_model()
     cache = FoldedCache(model.config)
     model(random_ids(1, 8), past_key_values=cache)
@@ -215,11 +217,11 @@ def test_durations_beyond_what_positions_can_tell(duration):
     with pytest.raises(ValueError, match=r"within two segments at token .*16,777,216"):
         model(random_ids(1, 3), past_key_values=cache, durations=durations)
     assert cache.get_seq_length() == 8
-    assert model(random_ids(1, 3), past_key_values=cache).logits.isfinite().all()  # as if nothing had been asked
+    assert model(random_ids(1, 3), past_key_values=cache).logits.isfinite().all()  # the refused call has no effect
 
 
 @torch.no_grad()
-def test_long_durations_that_positions_can_tell():
+def test_long_durations_within_the_precision_of_positions():
     model = tiny_model()
     output = model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64))
     assert output.logits.isfinite().all()

@@ -1,4 +1,4 @@
-"""What a user may get wrong is named, with its value and a remedy."""
+"""Errors of a user's arguments name the value and a remedy."""
 
 import json
 
@@ -25,7 +25,7 @@ from .models import random_ids, tiny_config, tiny_model
         ({"position_anchor": "middle"}, "position_anchor='middle'.*end"),
     ],
 )
-def test_configurations(fields, words, tmp_path):
+def test_invalid_configurations_are_refused(fields, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         CondenseConfig(**fields)
     tiny_model(torch.float32).save_pretrained(tmp_path)
@@ -33,13 +33,13 @@ def test_configurations(fields, words, tmp_path):
         CondenseForCausalLM.from_pretrained(tmp_path, **fields)
 
 
-def test_attention_implementations():
-    AttentionInterface.register("mine", lambda *args, **kwargs: None)
-    with pytest.raises(ValueError, match="'mine'.*flash_attention_2"):
-        CondenseForCausalLM(tiny_config(attn_implementation="mine"))
+def test_unknown_attention_implementations_are_refused():
+    AttentionInterface.register("custom", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match="'custom'.*flash_attention_2"):
+        CondenseForCausalLM(tiny_config(attn_implementation="custom"))
 
 
-def test_a_checkpoint_that_is_no_llama(tmp_path):
+def test_a_checkpoint_that_is_not_a_llama_is_refused(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=10)).save_pretrained(tmp_path / "gpt2")
     MistralConfig().save_pretrained(tmp_path / "mistral")
     for name in ("gpt2", "mistral"):
@@ -50,7 +50,7 @@ def test_a_checkpoint_that_is_no_llama(tmp_path):
         CondenseForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_vocabulary_that_does_not_fit(stories):
+def test_a_vocabulary_that_does_not_fit_is_refused(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
     check_tokenizer(tiny_config(vocab_size=len(tokenizer)), tokenizer)
     with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens.*vocabulary of 61"):
@@ -86,12 +86,12 @@ def durations(*values):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_inputs(inputs, words):
+def test_invalid_inputs_are_refused(inputs, words):
     with pytest.raises(ValueError, match=words):
         tiny_model()(random_ids(1, 3), **inputs)
 
 
-def test_empty_inputs():
+def test_empty_inputs_are_refused():
     model = tiny_model()
     for ids in (torch.zeros(1, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long)):
         with pytest.raises(ValueError, match="at least one token"):
@@ -101,41 +101,41 @@ def test_empty_inputs():
 
 
 @torch.no_grad()
-def test_durations_of_zero_where_something_else_is_seen():
-    """A whole segment of zeros is fine behind a memory; two in a row leave the third nothing to see."""
+def test_durations_of_zero_are_accepted_if_other_tokens_are_visible():
+    """A segment of zeros may follow a memory; a token after two such segments would see no duration."""
     model = tiny_model()
-    lengths = torch.ones(1, 15, dtype=torch.float64)
-    lengths[:, 5:10] = 0
-    assert model(random_ids(1, 15), durations=lengths).logits.isfinite().all()
-    lengths[:, 10] = 0
+    token_durations = torch.ones(1, 15, dtype=torch.float64)
+    token_durations[:, 5:10] = 0
+    assert model(random_ids(1, 15), durations=token_durations).logits.isfinite().all()
+    token_durations[:, 10] = 0
     with pytest.raises(ValueError, match="row 0, token 0 of segment 3"):
-        model(random_ids(1, 15), durations=lengths)
+        model(random_ids(1, 15), durations=token_durations)
 
 
 @torch.no_grad()
-def test_a_refused_call_leaves_the_state_as_it_was():
+def test_a_refused_call_does_not_change_the_state():
     model, ids = tiny_model(), random_ids(2, 20)
     cache = FoldedCache(model.config)
     model(ids[:, :3], past_key_values=cache)
-    lengths = torch.ones(2, 17, dtype=torch.float64)
-    lengths[1, 2:13] = 0
+    token_durations = torch.ones(2, 17, dtype=torch.float64)
+    token_durations[1, 2:13] = 0
     with pytest.raises(ValueError, match="row 1, token 0 of segment 3"):
-        model(ids[:, 3:], durations=lengths, past_key_values=cache)
+        model(ids[:, 3:], durations=token_durations, past_key_values=cache)
     after = model(ids[:, 3:], past_key_values=cache).logits
     torch.testing.assert_close(after, model(ids).logits[:, 3:], atol=1e-6, rtol=1e-6)
 
 
 @torch.no_grad()
-def test_durations_at_padding_do_not_matter():
+def test_durations_at_padding_do_not_change_logits():
     model = tiny_model()
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0]])
-    lengths = torch.where(mask.bool(), 0.7, 0.0)
-    padded = model(random_ids(1, 10), attention_mask=mask, durations=lengths).logits[:, 2:9]
-    alone = model(random_ids(1, 10)[:, 2:9], durations=lengths[:, 2:9]).logits
+    token_durations = torch.where(mask.bool(), 0.7, 0.0)
+    padded = model(random_ids(1, 10), attention_mask=mask, durations=token_durations).logits[:, 2:9]
+    alone = model(random_ids(1, 10)[:, 2:9], durations=token_durations[:, 2:9]).logits
     torch.testing.assert_close(padded, alone)
 
 
-def test_time_steps():
+def test_durations_from_time_steps():
     times = torch.tensor([[0.5, 1.0, 3.0]])
     assert durations_from_time_steps(times, 0.0).tolist() == [[0.5, 0.5, 2.0]]
     assert durations_from_time_steps(times, -1.0).tolist() == [[1.5, 0.5, 2.0]]
@@ -147,7 +147,7 @@ def test_time_steps():
         durations_from_time_steps(torch.tensor([[0.5, float("nan"), 2.0]]), 0.0)
 
 
-def test_checkpointing_and_a_cache_exclude_each_other():
+def test_gradient_checkpointing_with_a_cache_is_refused():
     model = tiny_model().train()
     model._set_gradient_checkpointing(True)
     with pytest.raises(ValueError, match="checkpointing"):

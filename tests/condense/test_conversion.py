@@ -1,4 +1,4 @@
-"""Any Llama checkpoint in, through the Auto classes, and back out."""
+"""Conversion of Llama checkpoints to folded models, through the Auto classes, and back."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from .models import random_ids, tiny_model
 
 LLAMA_3_2 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
 LLAMA_3_2 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-KINDS = {
+VARIANTS = {
     "llama 2": {},
     "llama 3": {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     "llama 3.2": {"num_key_value_heads": 2, "rope_parameters": LLAMA_3_2, "tie_word_embeddings": True},
@@ -33,10 +33,10 @@ def stock_llama(**fields):
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_round_trip(kind, tmp_path):
-    stock, ids = stock_llama(**KINDS[kind]), random_ids(2, 21)
+def test_a_round_trip_keeps_the_logits(variant, tmp_path):
+    stock, ids = stock_llama(**VARIANTS[variant]), random_ids(2, 21)
     expected = stock(ids).logits
     stock.save_pretrained(tmp_path / "llama", max_shard_size="10KB")
     assert len(list((tmp_path / "llama").glob("*.safetensors"))) > 1  # sharded
@@ -58,7 +58,7 @@ def test_round_trip(kind, tmp_path):
 
 @torch.no_grad()
 def test_rope_scaling_reaches_the_memory():
-    """Llama-3.2's frequencies, not the default ones, turn memory keys too."""
+    """Memory keys are rotated by Llama-3.2's frequencies, not by the default ones."""
     scaled = tiny_model(rope_parameters=LLAMA_3_2)
     plain = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     plain.load_state_dict(scaled.state_dict())
@@ -68,7 +68,7 @@ def test_rope_scaling_reaches_the_memory():
     torch.testing.assert_close(frequencies.float(), to_llama(scaled).model.rotary_emb.inv_freq)
 
 
-def test_a_fresh_process_loads_what_was_saved(tmp_path):
+def test_a_new_process_loads_a_saved_model(tmp_path):
     model, ids = tiny_model(torch.float32), random_ids(1, 13)
     model.save_pretrained(tmp_path)
     code = (
@@ -83,7 +83,7 @@ def test_a_fresh_process_loads_what_was_saved(tmp_path):
 
 
 @torch.no_grad()
-def test_bfloat16_stays_bfloat16(tmp_path):
+def test_conversion_keeps_bfloat16(tmp_path):
     stock_llama().to(torch.bfloat16).save_pretrained(tmp_path)
     model = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=5, attn_implementation="sdpa")
     assert model.dtype == torch.bfloat16 and to_llama(model).dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""The stock `generate` on a folded model, against reading the whole text again for every token."""
+"""`generate` on a folded model gives the tokens of decoding without a cache."""
 
 import copy
 
@@ -11,12 +11,12 @@ from condense.generation import RefuseNonFiniteLogits
 
 from .models import padded_batch, random_ids, tiny_model
 
-NEW = 18  # several segments of 5
+NUM_NEW = 18  # several segments of 5
 
 
 @torch.no_grad()
-def greedy(model, ids, num_new=NEW):
-    """Greedy decoding of one row without any state."""
+def greedy(model, ids, num_new=NUM_NEW):
+    """Greedy decoding without a cache."""
     ids = ids.clone()
     for _ in range(num_new):
         logits = model(ids, use_cache=False).logits[:, -1]
@@ -24,15 +24,15 @@ def greedy(model, ids, num_new=NEW):
     return ids
 
 
-def test_greedy():
+def test_greedy_decoding_equals_decoding_without_a_cache():
     model, ids = tiny_model(), random_ids(2, 7)
-    assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), greedy(model, ids))
+    assert torch.equal(model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False), greedy(model, ids))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 8])
-def test_prefill_in_chunks(chunk):
+@pytest.mark.parametrize("chunk_size", [1, 3, 5, 8])
+def test_prefill_in_chunks_does_not_change_tokens(chunk_size):
     model, ids = tiny_model(), random_ids(2, 17)
-    output = model.generate(ids, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=chunk)
+    output = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False, prefill_chunk_size=chunk_size)
     assert torch.equal(output, greedy(model, ids))
 
 
@@ -41,19 +41,21 @@ def test_prefill_in_chunks(chunk):
     "options", [{}, {"prefill_chunk_size": 4}, {"num_beams": 3}], ids=["greedy", "chunks", "beams"]
 )
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_padded_prompts_answer_as_alone(side, options, implementation):
-    """Rows stand at different places of their segments throughout, and cross borders at different steps."""
+def test_padding_does_not_change_the_tokens_of_a_prompt(side, options, implementation):
+    """Rows have different offsets in their segments, and complete segments at different steps."""
     model = tiny_model(attn_implementation=implementation)
     rows, ids, mask = padded_batch([3, 13, 7, 20, 5], side)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
-    alone = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options)
+    options_alone = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
     for row, tokens in enumerate(rows):
-        expected = model.generate(tokens[None], max_new_tokens=NEW, do_sample=False, **alone)[0, len(tokens) :]
+        expected = model.generate(tokens[None], max_new_tokens=NUM_NEW, do_sample=False, **options_alone)[
+            0, len(tokens) :
+        ]
         assert output[row, ids.shape[1] :].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_prompts_of_a_real_model_answer_as_alone(side, stories):
+def test_padding_does_not_change_the_tokens_of_a_pretrained_model(side, stories):
     model = CondenseForCausalLM.from_pretrained(stories, segment_length=16).eval()
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token or "</s>", side
@@ -69,12 +71,12 @@ def test_padded_prompts_of_a_real_model_answer_as_alone(side, stories):
 
 
 @pytest.mark.parametrize("beams", [2, 4])
-def test_beams_equal_beams_without_state(beams):
-    """Beam search with the cache against beam search written here, reading every hypothesis from its start."""
+def test_beam_search_equals_beam_search_without_a_cache(beams):
+    """The comparison is a beam search written here, which reads every hypothesis from its start."""
     model, ids = tiny_model(), random_ids(1, 7)
-    output = model.generate(ids, max_new_tokens=NEW, num_beams=beams, do_sample=False)
+    output = model.generate(ids, max_new_tokens=NUM_NEW, num_beams=beams, do_sample=False)
     hypotheses = [(0.0, ids[0].tolist())]
-    for _ in range(NEW):
+    for _ in range(NUM_NEW):
         grown = []
         with torch.no_grad():
             for score, tokens in hypotheses:
@@ -85,35 +87,35 @@ def test_beams_equal_beams_without_state(beams):
     assert output[0].tolist() == hypotheses[0][1]
 
 
-def test_sampling_with_a_seed_equals_sampling_without_state():
+def test_sampling_with_a_seed_equals_sampling_without_a_cache():
     model, ids = tiny_model(), random_ids(2, 7)
     torch.manual_seed(3)
-    output = model.generate(ids, max_new_tokens=NEW, do_sample=True, top_k=0, temperature=0.8)
+    output = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=True, top_k=0, temperature=0.8)
     torch.manual_seed(3)
     expected = ids
     with torch.no_grad():
-        for _ in range(NEW):
+        for _ in range(NUM_NEW):
             logits = model(expected, use_cache=False).logits[:, -1].float() / 0.8
             expected = torch.cat([expected, torch.multinomial(logits.softmax(-1), 1)], dim=1)
     assert torch.equal(output, expected)
 
 
-def test_several_returned_sequences():
+def test_num_return_sequences_with_sampling_and_beams():
     model = tiny_model()
     _, ids, mask = padded_batch([3, 8], "left")
     torch.manual_seed(0)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=True, num_return_sequences=3)
-    assert output.shape == (6, 8 + NEW)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=True, num_return_sequences=3)
+    assert output.shape == (6, 8 + NUM_NEW)
     assert torch.equal(output[:, :8], ids.repeat_interleave(3, dim=0))
     assert len({tuple(row.tolist()) for row in output}) == 6
     beams = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, num_beams=3, num_return_sequences=3
+        ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, num_beams=3, num_return_sequences=3
     )
-    best = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, num_beams=3)
+    best = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, num_beams=3)
     assert torch.equal(beams[::3], best)
 
 
-def test_streamers(stories, capsys):
+def test_streamers_print_the_output(stories, capsys):
     model = CondenseForCausalLM.from_pretrained(stories, segment_length=16).eval()
     tokenizer = AutoTokenizer.from_pretrained(stories)
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
@@ -121,25 +123,25 @@ def test_streamers(stories, capsys):
     assert capsys.readouterr().out.strip() == tokenizer.decode(output[0]).strip()
 
 
-def test_going_on_from_a_cache():
+def test_generate_continues_from_a_cache():
     model, ids, more = tiny_model(), random_ids(1, 13), random_ids(1, 4, seed=1)
     cache = FoldedCache(model.config)
     first = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
-    everything = torch.cat([first, more], dim=1)
-    second = model.generate(everything, max_new_tokens=NEW, do_sample=False, past_key_values=cache)
-    assert torch.equal(second, greedy(model, everything))
+    whole_text = torch.cat([first, more], dim=1)
+    second = model.generate(whole_text, max_new_tokens=NUM_NEW, do_sample=False, past_key_values=cache)
+    assert torch.equal(second, greedy(model, whole_text))
 
 
-def test_an_ended_row_does_not_disturb_the_others():
+def test_an_ended_row_does_not_change_other_rows():
     model = tiny_model()
     rows, ids, mask = padded_batch([3, 13, 7], "left")
     answers = [greedy(model, tokens[None])[0, len(tokens) :].tolist() for tokens in rows]
     end = answers[1][2]  # the second row ends at its third new token
     output = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=end, pad_token_id=0
+        ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=end, pad_token_id=0
     )[:, 13:]
     for row, answer in enumerate(answers):
-        stop = answer.index(end) + 1 if end in answer else NEW
+        stop = answer.index(end) + 1 if end in answer else NUM_NEW
         assert output[row, :stop].tolist() == answer[:stop]
 
 
@@ -150,12 +152,12 @@ def test_other_caches_are_refused(options):
 
 
 def repeating_ids(num_tokens):
-    """A text in which every pattern comes again, so that a lookup in the prompt finds drafts."""
+    """A text that repeats its patterns, so that prompt lookup finds drafts."""
     return random_ids(1, 7).repeat(1, -(-num_tokens // 7))[:, :num_tokens]
 
 
-def same_model_but(model, scale):
-    """An assistant that is often right: the model itself with noise on its weights."""
+def noisy_copy(model, scale):
+    """An assistant whose drafts are often right: the model with noise on its weights."""
     assistant = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
     for parameter in assistant.parameters():
@@ -167,16 +169,16 @@ def same_model_but(model, scale):
 @pytest.mark.parametrize("segment_length", [4, 5, 64])
 @pytest.mark.parametrize("kind", ["prompt lookup", "folded assistant", "stock assistant"])
 @torch.no_grad()
-def test_drafts_change_no_token(kind, segment_length, num_prompt):
-    """Assisted decoding and prompt lookup write the tokens of plain greedy decoding, over many segment borders; drafts
-    of which some tokens are taken and some are not occur in each case.
+def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt):
+    """Assisted decoding and prompt lookup write the tokens of greedy decoding, over many segment borders. In each case
+    the model accepts some tokens of a draft and removes others.
     """
     model = tiny_model(segment_length=segment_length)
     ids = repeating_ids(num_prompt)
     options = {
         "prompt lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 2},
-        "folded assistant": {"assistant_model": same_model_but(model, 0.02)},
-        "stock assistant": {"assistant_model": to_llama(same_model_but(model, 0.0))},
+        "folded assistant": {"assistant_model": noisy_copy(model, 0.02)},
+        "stock assistant": {"assistant_model": to_llama(noisy_copy(model, 0.0))},
     }[kind]
     removed, crop = [], FoldedCache.crop
     with pytest.MonkeyPatch.context() as patch:
@@ -188,8 +190,8 @@ def test_drafts_change_no_token(kind, segment_length, num_prompt):
 
 
 @torch.no_grad()
-def test_drafts_leave_a_state_that_generation_continues(monkeypatch):
-    """The state after drafts is that of the same tokens, and its size does not depend on how many were drafted."""
+def test_generation_continues_after_drafts():
+    """The state after drafts is the state after the same tokens; its size does not depend on the number of drafts."""
     model, ids = tiny_model(segment_length=5), repeating_ids(133)
     output = model.generate(
         ids, max_new_tokens=31, do_sample=False, prompt_lookup_num_tokens=9, return_dict_in_generate=True
@@ -215,8 +217,8 @@ def test_drafts_leave_a_state_that_generation_continues(monkeypatch):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_need_a_tokenizer_do_as_in_the_stock_model(options, stories):
-    """A text within one segment, on real components: the same tokens."""
+def test_options_that_need_a_tokenizer_work_as_in_the_stock_model(options, stories):
+    """With a pretrained model and a text within one segment, the tokens are the same."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
     outputs = [
@@ -230,8 +232,8 @@ def test_options_that_need_a_tokenizer_do_as_in_the_stock_model(options, stories
         assert tokenizer.decode(outputs[1][0]).endswith(".") and outputs[1].shape[1] < 30
 
 
-def test_stop_strings_across_segments(stories):
-    """The answer is as without them, up to the string."""
+def test_stop_strings_work_across_segments(stories):
+    """Up to the stop string, the text is that of generation without one."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     model = CondenseForCausalLM.from_pretrained(stories, segment_length=8)
     inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
@@ -243,12 +245,12 @@ def test_stop_strings_across_segments(stories):
 
 
 @torch.no_grad()
-def test_arguments_of_a_forward_pass_without_effect():
-    """Those of `generate` are taken, outputs that there are none of are refused, and a typo is one."""
+def test_forward_refuses_arguments_without_effect():
+    """It accepts the arguments that `generate` passes; it refuses unsupported outputs and unknown names."""
     model, ids = tiny_model(), random_ids(1, 7)
     expected = model(ids).logits
-    taken = model(ids, cache_position=torch.arange(7), output_attentions=False, output_hidden_states=None).logits
-    torch.testing.assert_close(taken, expected, atol=0, rtol=0)
+    accepted = model(ids, cache_position=torch.arange(7), output_attentions=False, output_hidden_states=None).logits
+    torch.testing.assert_close(accepted, expected, atol=0, rtol=0)
     with pytest.raises(ValueError, match="cache_position"):
         model(ids, cache_position=torch.tensor([0, 1, 2, 5, 6, 7, 8]))
     with pytest.raises(ValueError, match="output_hidden_states=True"):
@@ -257,7 +259,7 @@ def test_arguments_of_a_forward_pass_without_effect():
         model(ids, duration=torch.ones(1, 7))
 
 
-def test_logits_that_are_no_numbers_end_generation():
+def test_nan_logits_stop_generation():
     model, ids = tiny_model(), random_ids(1, 7)
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")

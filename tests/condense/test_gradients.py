@@ -1,15 +1,19 @@
-"""Losses and gradients against autograd on the plain loop, in float64."""
+"""Losses and gradients against autograd on the equations (`condense.reference`), in float64."""
+
+import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import condense.loss
 from condense import FoldedCache, to_llama
 
 from .models import (
     VOCAB,
-    assert_same,
+    assert_same_gradients,
     gradients,
     random_ids,
     reference_gradients,
@@ -22,18 +26,18 @@ LENGTH = 23  # four whole segments of 5 and a short one
 
 @pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_gradients_through_the_memory(memory_source, implementation):
+def test_gradients_through_the_memory_follow_the_equations(memory_source, implementation):
     model = tiny_model(memory_source=memory_source, attn_implementation=implementation)
     ids = random_ids(2, LENGTH)
-    assert_same(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
 
 
 @pytest.mark.parametrize("segments", [1, 2, 3, 4])
-def test_truncated_backpropagation_cuts_where_it_says(segments):
+def test_truncated_backpropagation_detaches_after_the_stated_segments(segments):
     model = tiny_model(bptt_segments=segments)
     ids = random_ids(1, LENGTH)
     truncated = gradients(model, ids)
-    assert_same(truncated, reference_gradients(model, ids, detach_after=segments), 1e-5)
+    assert_same_gradients(truncated, reference_gradients(model, ids, detach_after=segments), 1e-5)
     _, full = reference_gradients(model, ids)
     name = "model.layers.0.self_attn.v_proj.weight"
     assert not torch.allclose(truncated[1][name], full[name], atol=1e-3)
@@ -41,20 +45,20 @@ def test_truncated_backpropagation_cuts_where_it_says(segments):
 
 @pytest.mark.parametrize("segments", [None, 2])
 def test_the_graph_crosses_exactly_the_stated_borders(segments):
-    """Which input embeddings feel the loss of the last segment's tokens."""
+    """Only embeddings within the graph of the last segment's loss have gradients."""
     model = tiny_model(bptt_segments=segments)
     embeddings = torch.randn(1, 25, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
     labels = torch.full((1, 25), -100)
     labels[:, 21:] = 7  # predicted from the fifth segment
     model(inputs_embeds=embeddings, labels=labels).loss.backward()
-    felt = embeddings.grad.abs().sum(-1)[0].view(5, 5).sum(1) > 0
-    # With 2, the memory is cut behind segments 2 and 4: only the fifth is left.
-    assert felt.tolist() == ([True] * 5 if segments is None else [False, False, False, False, True])
+    has_gradient_S = embeddings.grad.abs().sum(-1)[0].view(5, 5).sum(1) > 0
+    # With 2, the memory is detached after segments 2 and 4: only the fifth segment is in the graph.
+    assert has_gradient_S.tolist() == ([True] * 5 if segments is None else [False, False, False, False, True])
 
 
 @pytest.mark.parametrize("bptt_segments", [None, 2])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_checkpointing_changes_nothing(bptt_segments, padded):
+def test_checkpointing_does_not_change_gradients(bptt_segments, padded):
     model = tiny_model(bptt_segments=bptt_segments)
     ids = random_ids(3, LENGTH)
     mask = torch.ones_like(ids)
@@ -65,11 +69,11 @@ def test_checkpointing_changes_nothing(bptt_segments, padded):
     model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else (
         model.gradient_checkpointing_enable()
     )
-    assert_same(gradients(model, ids, attention_mask=mask), plain, 1e-12)
+    assert_same_gradients(gradients(model, ids, attention_mask=mask), plain, 1e-12)
 
 
 def saved_bytes(model, ids):
-    """Bytes that autograd keeps for the backward pass, parameters aside, each storage once."""
+    """Bytes that autograd saves for the backward pass, without parameters; each storage counts once."""
     storages = {}
 
     def note(tensor):
@@ -79,26 +83,26 @@ def saved_bytes(model, ids):
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model(ids, labels=ids).loss
     assert loss.requires_grad
-    for parameter in model.parameters():  # only now: a wave moves them
+    for parameter in model.parameters():  # after the forward pass, in which a wavefront moves parameters
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(size for _, size in storages.values())
 
 
-def test_checkpointing_keeps_memories_only():
+def test_checkpointing_saves_only_memories():
     model = tiny_model(segment_length=8, intermediate_size=160).train()
     config = model.config
     plain = saved_bytes(model, random_ids(1, 80)) - saved_bytes(model, random_ids(1, 40))
     model._set_gradient_checkpointing(True, torch_checkpoint())
-    kept = [saved_bytes(model, random_ids(1, 8 * segments)) for segments in (5, 10)]
+    saved = [saved_bytes(model, random_ids(1, 8 * segments)) for segments in (5, 10)]
     memories = config.num_hidden_layers * 2 * config.num_key_value_heads * 8 * config.head_dim * 8  # float64
-    per_segment = (kept[1] - kept[0]) / 5
+    per_segment = (saved[1] - saved[0]) / 5
     assert per_segment <= 1.3 * memories + 200, (per_segment, memories)
-    assert kept[1] - kept[0] < 0.1 * plain
+    assert saved[1] - saved[0] < 0.1 * plain
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
-def test_memories_wait_on_the_host(schedule, monkeypatch):
-    """What `save_on_cpu` takes are the memories of every segment (and a wave's hidden states); the gradients stay."""
+def test_memories_are_offloaded_to_the_host(schedule, monkeypatch):
+    """`save_on_cpu` moves the memories of every segment (and a wave's hidden states); gradients do not change."""
     model, ids = tiny_model(schedule=schedule), random_ids(2, 40)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     expected, moved = gradients(model, ids), []
@@ -112,22 +116,18 @@ def test_memories_wait_on_the_host(schedule, monkeypatch):
 
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
     model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
-    assert_same(gradients(model, ids), expected, 1e-12)
+    assert_same_gradients(gradients(model, ids), expected, 1e-12)
     config = model.config
-    cells = sum(shape[0] for shape in moved if len(shape) == 4) / 2  # rows of keys and of values
+    num_memories = sum(shape[0] for shape in moved if len(shape) == 4) / 2  # keys and values of a row
     assert all(shape[1:] == (config.num_key_value_heads, 5, config.head_dim) for shape in moved if len(shape) == 4)
-    assert cells == 2 * 2 * 7 * config.num_hidden_layers / 2  # two rows, all segments but the first
+    assert num_memories == 2 * 2 * 7 * config.num_hidden_layers / 2  # two rows, all segments but the first
     moved.clear()
     model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": False})
-    assert_same(gradients(model, ids), expected, 1e-12)
+    assert_same_gradients(gradients(model, ids), expected, 1e-12)
     assert not moved
 
 
 def test_reentrant_checkpointing_is_refused():
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
-
     with pytest.raises(ValueError, match="use_reentrant"):
         tiny_model()._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=True))
 
@@ -149,16 +149,16 @@ def test_gradients_cross_calls_through_the_cache():
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
-def test_a_long_text_in_parts(schedule):
-    """A backward pass a part, in memory that does not grow: the gradients of parts behind a text read without any."""
+def test_a_long_text_is_trained_in_parts(schedule):
+    """One backward pass per part, in constant memory; earlier parts count as text read without gradients."""
     model, ids = tiny_model(schedule=schedule).train(), random_ids(2, 60)
-    cache, held = FoldedCache(model.config), []
+    cache, cache_bytes = FoldedCache(model.config), []
     model.zero_grad()
     for part in ids.split(20, dim=1):
         model(part, labels=part, past_key_values=cache).loss.backward()
         cache.detach()
-        held.append(cache.num_bytes)
-    assert len(set(held)) == 1
+        cache_bytes.append(cache.num_bytes)
+    assert len(set(cache_bytes)) == 1
     gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     for start in (0, 20, 40):
@@ -172,8 +172,8 @@ def test_a_long_text_in_parts(schedule):
         torch.testing.assert_close(gradient[name], parameter.grad, atol=1e-9, rtol=1e-9, msg=name)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest result of any operation."""
 
     numel = 0
 
@@ -186,66 +186,64 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_no_tensor_of_all_logits_in_training(checkpointing):
+def test_training_makes_no_tensor_of_all_logits(checkpointing):
     model = tiny_model(vocab_size=2000, tie_word_embeddings=True).train()
     if checkpointing:
         model._set_gradient_checkpointing(True, torch_checkpoint())
     ids = random_ids(2, 60)
     parameters = model.lm_head.weight.numel()
-    with Largest() as largest:
+    with LargestTensor() as largest:
         model(ids, labels=ids).loss.backward()
     assert largest.numel <= max(2 * 5 * 2000, parameters) < 2 * 60 * 2000
 
 
-def test_kept_logits_of_all_segments_are_none():
-    """Without checkpointing too, no logits wait for the backward pass."""
+def test_no_logits_are_saved_for_the_backward_pass():
+    """This holds without checkpointing too."""
     small, large = tiny_model(vocab_size=100).train(), tiny_model(vocab_size=4000).train()
     growth = [saved_bytes(model, random_ids(1, 50)) - saved_bytes(model, random_ids(1, 25)) for model in (small, large)]
     assert growth[1] - growth[0] < 100 * 25
 
 
 @torch.no_grad()
-def test_evaluation_keeps_neither_logits_nor_hidden_states():
-    """The loss of a long text holds what one of a short text holds."""
+def test_evaluation_saves_neither_logits_nor_hidden_states():
+    """The peak memory of a loss does not depend on the length of the text."""
     model = tiny_model(vocab_size=2000)
     peaks = []
     for tokens in (50, 500):
         ids = random_ids(1, tokens)
-        with Alive() as alive:
+        with LiveBytes() as live:
             loss = model(ids, labels=ids).loss
-        peaks.append(alive.peak)
-        torch.testing.assert_close(loss, reference_logits_loss(model, ids), atol=1e-5, rtol=1e-5)
-    assert peaks[1] - peaks[0] < 500 * 8 * 4  # token ids and targets, and no hidden states (24 numbers a token)
+        peaks.append(live.peak)
+        torch.testing.assert_close(loss, loss_of_all_logits(model, ids), atol=1e-5, rtol=1e-5)
+    assert peaks[1] - peaks[0] < 500 * 8 * 4  # token ids and targets, but no hidden states (24 numbers per token)
 
 
-def reference_logits_loss(model, ids):
+def loss_of_all_logits(model, ids):
     logits = model(ids, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
 
 
-class Alive(TorchDispatchMode):
-    """Bytes of the results alive at the same time, at most."""
+class LiveBytes(TorchDispatchMode):
+    """Records the peak of the bytes of all results that exist at the same time."""
 
     def __init__(self):
         super().__init__()
-        self.alive, self.now, self.peak = {}, 0, 0
+        self.sizes, self.now, self.peak = {}, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        import weakref
-
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.alive:
-                    self.alive[storage._cdata] = storage.nbytes()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
                     self.now += storage.nbytes()
                     weakref.finalize(storage, self.forget, storage._cdata)
         self.peak = max(self.peak, self.now)
         return result
 
     def forget(self, key):
-        self.now -= self.alive.pop(key, 0)
+        self.now -= self.sizes.pop(key, 0)
 
 
 def test_training_and_evaluation_loss_are_the_same():
@@ -256,8 +254,8 @@ def test_training_and_evaluation_loss_are_the_same():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_losses_by_segment(checkpointing):
-    """Of three rows that end in different segments: each segment's own predictions, from the logits."""
+def test_losses_of_segments_add_up_to_the_loss(checkpointing):
+    """Three rows end in different segments; the losses of each segment's predictions come from the logits."""
     model, ids = tiny_model(), random_ids(3, 13)
     mask = torch.ones_like(ids)
     mask[1, 6:] = mask[2, 2:] = 0
@@ -281,16 +279,16 @@ def test_losses_by_segment(checkpointing):
     assert not output.segment_losses.requires_grad
 
 
-def test_loss_in_chunks_is_the_same(monkeypatch):
+def test_loss_in_parts_of_the_logits_is_the_same(monkeypatch):
     model, ids = tiny_model(), random_ids(2, LENGTH)
     expected = gradients(model, ids)
     monkeypatch.setattr(condense.loss, "MAX_LOGITS", 3 * VOCAB)
-    assert_same(gradients(model, ids), expected, 1e-10)
+    assert_same_gradients(gradients(model, ids), expected, 1e-10)
 
 
 @torch.no_grad()
 def test_loss_follows_transformers_conventions():
-    """-100 is no target; the mean is over targets; padding is none; num_items_in_batch replaces the count."""
+    """The mean is over targets other than -100 and padding; `num_items_in_batch` replaces their number."""
     model = tiny_model(segment_length=50)
     ids = random_ids(2, 12)
     labels = ids.clone()
@@ -309,10 +307,10 @@ def test_loss_follows_transformers_conventions():
 
 
 @torch.no_grad()
-def test_logits_come_with_labels_when_asked():
+def test_logits_come_with_labels_on_request():
     model, ids = tiny_model(), random_ids(2, LENGTH)
-    every = model(ids).logits
+    all_logits = model(ids).logits
     assert model(ids, labels=ids).logits is None
-    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, every)
-    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=7).logits, every[:, -7:])
-    torch.testing.assert_close(model(ids, logits_to_keep=1).logits, every[:, -1:])
+    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, all_logits)
+    torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=7).logits, all_logits[:, -7:])
+    torch.testing.assert_close(model(ids, logits_to_keep=1).logits, all_logits[:, -1:])

@@ -1,4 +1,4 @@
-"""A decoder stack in which one block takes the place of several layers."""
+"""A decoder stack in which one block replaces several layers."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 from condense import FoldedCache
 from condense.layers import CondenseDecoderLayer
 
-from .models import assert_same, gradients, padded_batch, random_ids, tiny_model, torch_checkpoint
+from .models import assert_same_gradients, gradients, padded_batch, random_ids, tiny_model, torch_checkpoint
 
 LAYERS = 5
 
@@ -20,7 +20,7 @@ class Identity(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """Two steps of one vector field on every token, as an ODE block takes them; it has no memory."""
+    """Two Euler steps of one vector field for every token, as in an ODE block; it has no memory."""
 
     def __init__(self, hidden_size):
         super().__init__()
@@ -32,8 +32,8 @@ class ResidualMLP(nn.Module):
         return input_RTD, None
 
 
-class TwiceTheLayer(nn.Module):
-    """A block with attention and a memory: a decoder layer whose step is half as long."""
+class HalfStepLayer(nn.Module):
+    """A block with attention and a memory: a decoder layer with half its residual update."""
 
     def __init__(self, config):
         super().__init__()
@@ -47,7 +47,7 @@ class TwiceTheLayer(nn.Module):
 BLOCKS = {
     "identity": lambda config: Identity(),
     "without memory": lambda config: ResidualMLP(config.hidden_size),
-    "with memory": TwiceTheLayer,
+    "with memory": HalfStepLayer,
 }
 
 
@@ -59,7 +59,7 @@ def model_with(name, **options):
 
 
 @torch.no_grad()
-def test_an_identity_is_the_model_without_those_layers():
+def test_an_identity_equals_the_model_without_those_layers():
     model, ids = tiny_model(num_hidden_layers=LAYERS), random_ids(2, 23)
     shorter = copy.deepcopy(model)
     shorter.model.layers = nn.ModuleList([shorter.model.layers[0], shorter.model.layers[4]])
@@ -70,13 +70,13 @@ def test_an_identity_is_the_model_without_those_layers():
 
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
-def test_a_block_against_its_own_formula(name):
+def test_a_block_follows_its_formula(name):
     """Within one segment there is no memory: layers and block are functions of the hidden states."""
     model, ids = model_with(name), random_ids(2, 5)
     seen = []
     layers = list(model.model.layers)
     for layer in layers:
-        layer.register_forward_hook(lambda layer, given, result: seen.append((given[0], result[0])))
+        layer.register_forward_hook(lambda layer, inputs, outputs: seen.append((inputs[0], outputs[0])))
     model(ids)
     (_, first), (block_in, block_out), (next_in, _), _ = seen
     assert torch.equal(first, block_in) and torch.equal(block_out, next_in)
@@ -92,7 +92,7 @@ def test_a_block_against_its_own_formula(name):
 
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
-def test_cache_and_padding_are_as_for_layers(name):
+def test_cache_and_padding_work_as_with_layers(name):
     model, ids = model_with(name), random_ids(2, 31)
     whole = model(ids, use_cache=False).logits
     cache, parts = FoldedCache(model.config), []
@@ -109,8 +109,8 @@ def test_cache_and_padding_are_as_for_layers(name):
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
-def test_generation_is_as_for_layers(name, fixed):
-    """`generate`, static steps and drafts against reading the whole text again for every token."""
+def test_generation_works_as_with_layers(name, fixed):
+    """`generate`, static steps and drafts give the tokens of a model without a cache."""
     model, ids = model_with(name), random_ids(1, 9)
     expected = ids
     for _ in range(20):
@@ -122,17 +122,17 @@ def test_generation_is_as_for_layers(name, fixed):
 
 
 @pytest.mark.parametrize("name", ["without memory", "with memory"])
-def test_gradient_checkpointing_is_as_for_layers(name):
+def test_gradient_checkpointing_works_as_with_layers(name):
     model, ids = model_with(name).train(), random_ids(2, 23)
     expected = gradients(model, ids)
     model._set_gradient_checkpointing(True, torch_checkpoint())
     found = gradients(model, ids)
-    assert_same(found, expected, 1e-10)
+    assert_same_gradients(found, expected, 1e-10)
     assert all(gradient.abs().max() > 0 for gradient in found[1].values())
 
 
 @torch.no_grad()
-def test_auto_runs_sequentially_and_a_wave_is_refused():
+def test_auto_runs_sequentially_and_wavefront_is_refused():
     model = model_with("without memory", schedule="auto")
     assert model(random_ids(1, 60)).logits.isfinite().all()
     model.config.schedule = "wavefront"

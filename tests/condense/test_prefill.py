@@ -1,4 +1,4 @@
-"""Long texts: tokens and state are those of reading at once."""
+"""Prefill of long texts: token ids and state equal those of one call."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""The model against the stock Llama, and against the equations written out in a plain loop.
+"""The model against the stock Llama, and against the equations as a plain loop (`condense.reference`).
 
-Float64 weights; rotary tables are float32 as in the stock Llama, hence tolerances of 1e-5.
+Weights are float64. Rotary tables are float32 as in the stock Llama, so tolerances are 1e-5.
 """
 
 import pytest
@@ -16,14 +16,14 @@ LENGTHS = [1, 4, 5, 6, 10, 13, 23]
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_one_segment_is_the_stock_llama(length):
+def test_one_segment_equals_the_stock_llama(length):
     model = tiny_model()
     ids = random_ids(2, length)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, to_llama(model)(ids).logits, atol=1e-10, rtol=0)
 
 
-def test_one_segment_of_a_pretrained_llama_is_the_stock_llama(stories):
+def test_one_segment_of_a_pretrained_llama_equals_the_stock_llama(stories):
     stock = LlamaForCausalLM.from_pretrained(stories).eval()
     folded = CondenseForCausalLM.from_pretrained(stories, segment_length=128).eval()
     ids = torch.randint(0, 512, (2, 128))
@@ -60,7 +60,7 @@ def test_durations_follow_the_equations(length, memory_source, anchor, implement
 
 
 @torch.no_grad()
-def test_anchors_differ_and_unit_durations_change_nothing():
+def test_anchors_differ_and_unit_durations_do_not_change_logits():
     ids, durations = random_ids(1, 13), random_durations(1, 13)
     end, start = tiny_model(position_anchor="end"), tiny_model(position_anchor="start")
     assert not torch.allclose(end(ids, durations=durations).logits, start(ids, durations=durations).logits, atol=1e-2)
@@ -70,7 +70,7 @@ def test_anchors_differ_and_unit_durations_change_nothing():
 
 @torch.no_grad()
 def test_a_duration_of_zero_removes_a_token_from_attention():
-    """The token after it sees the same as if it had never been there; positions do not move either."""
+    """Later tokens have the logits of the text without it; its duration does not shift their positions either."""
     model = tiny_model(segment_length=50)
     ids = random_ids(1, 12)
     durations = torch.ones(1, 12, dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_a_duration_of_zero_removes_a_token_from_attention():
     ids=str,
 )
 @torch.no_grad()
-def test_kinds_of_llama_follow_the_equations(fields):
+def test_variants_of_llama_follow_the_equations(fields):
     model = tiny_model(**fields)
     ids = random_ids(1, 13)
     expected = reference_logits(weights(model), model.config, ids[0])
@@ -109,14 +109,14 @@ def test_positions_may_start_anywhere():
 
 @torch.no_grad()
 def test_a_shifted_context_gives_identical_logits():
-    """What comes after the horizon of a layer-input memory (one segment a layer) cannot feel where it stands."""
-    # One schedule for all lengths: another one would round differently.
+    """A layer-input memory reaches back one segment per layer; logits do not depend on the position of that context."""
+    # All lengths use one schedule, because another schedule rounds differently.
     model = tiny_model(dtype=torch.float32, memory_source="layer_input", schedule="sequential")
     text = random_ids(1, 25)
     alone = model(torch.cat([random_ids(1, 5, seed=1), text], dim=1)).logits[:, -5:]
-    late = model(torch.cat([random_ids(1, 500, seed=2), text], dim=1)).logits[:, -5:]
-    assert torch.equal(late, alone)
-    long_ago = torch.ones(1, 530)
-    long_ago[0, 3] = 1e7  # in float32, positions from here on would be off by whole tokens if they were global
-    moved = model(torch.cat([random_ids(1, 505, seed=2), text], dim=1), durations=long_ago).logits[:, -5:]
+    shifted = model(torch.cat([random_ids(1, 500, seed=2), text], dim=1)).logits[:, -5:]
+    assert torch.equal(shifted, alone)
+    durations = torch.ones(1, 530)
+    durations[0, 3] = 1e7  # global positions in float32 would be wrong by whole tokens from here on
+    moved = model(torch.cat([random_ids(1, 505, seed=2), text], dim=1), durations=durations).logits[:, -5:]
     assert torch.equal(moved, alone)

@@ -1,4 +1,4 @@
-"""Snapshots of a cache and removal of its last tokens, against reading the remaining text from its beginning."""
+"""Snapshots of a cache and removal of its last tokens, compared with a model without a cache."""
 
 import copy
 
@@ -14,7 +14,7 @@ ROWS = 2
 
 
 def assert_continues(model, cache, read, **read_options):
-    """What follows has the logits of a model that reads everything again."""
+    """Further tokens after `read` have the logits of a model without a cache."""
     for count in (1, 3, 9):  # within a segment and over borders
         following = random_ids(len(read), count, seed=100 + count)
         branch = copy.deepcopy(cache)
@@ -26,12 +26,12 @@ def assert_continues(model, cache, read, **read_options):
         torch.testing.assert_close(logits, whole[:, -count:], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["ordinary", "fixed decoding"])
+@pytest.mark.parametrize("static", [False, True], ids=["ordinary", "static"])
 @pytest.mark.parametrize("after", [[1], [1] * 7, [4], [11], [2, 9, 1]], ids=str)
 @pytest.mark.parametrize("before", [0, 1, 5, 8, 13])
 @torch.no_grad()
-def test_a_snapshot_is_restored(before, after, static):
-    """Segments of 5 tokens: with and without a border between snapshot and restoration, twice from one snapshot."""
+def test_restore_brings_back_a_snapshot(before, after, static):
+    """There is or is not a segment border between snapshot and restore; one snapshot is restored twice."""
     model, ids = tiny_model(segment_length=5), random_ids(ROWS, 40)
     model.fixed_decoding = static
     cache = FoldedCache(model.config)
@@ -47,7 +47,7 @@ def test_a_snapshot_is_restored(before, after, static):
 
 
 @torch.no_grad()
-def test_a_snapshot_of_padded_rows_with_durations():
+def test_a_snapshot_holds_padded_rows_and_durations():
     model, ids = tiny_model(segment_length=5), random_ids(3, 17)
     mask = torch.ones(3, 17, dtype=torch.long)
     mask[1, :6] = mask[2, :11] = 0
@@ -62,7 +62,7 @@ def test_a_snapshot_of_padded_rows_with_durations():
 
 
 @torch.no_grad()
-def test_a_snapshot_outlives_a_selection_of_rows():
+def test_a_snapshot_is_restored_after_a_selection_of_rows():
     model, ids = tiny_model(segment_length=5), random_ids(ROWS, 13)
     cache = model(ids).past_key_values
     snapshot = cache.snapshot()
@@ -78,7 +78,7 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
 @torch.no_grad()
-def test_a_snapshot_mends_a_cache_whose_call_was_interrupted(schedule, monkeypatch):
+def test_a_snapshot_is_restored_after_an_interrupted_call(schedule, monkeypatch):
     model, ids = tiny_model(segment_length=5, schedule=schedule), random_ids(ROWS, 8)
     cache = model(ids).past_key_values
     snapshot = cache.snapshot()
@@ -95,7 +95,7 @@ def test_a_snapshot_mends_a_cache_whose_call_was_interrupted(schedule, monkeypat
             patch.setattr(layer, "forward", failing)
             with pytest.raises(Interrupted):
                 model(random_ids(ROWS, 30), past_key_values=cache)
-    else:  # waves take no layer with a forward of its own
+    else:  # a wavefront refuses layers with a patched forward
         with monkeypatch.context() as patch:
             patch.setattr(model.model.norm, "forward", lambda hidden: (_ for _ in ()).throw(Interrupted))
             with pytest.raises(Interrupted):
@@ -111,8 +111,8 @@ def test_a_snapshot_has_the_size_of_the_state_and_belongs_to_one_model():
     model = tiny_model(segment_length=5)
     cache = model(random_ids(1, 300)).past_key_values
     snapshot = cache.snapshot()
-    held = sum(buffer.nbytes for buffers in snapshot.buffers for buffer in buffers)
-    assert held <= cache.num_bytes
+    snapshot_bytes = sum(buffer.nbytes for buffers in snapshot.buffers for buffer in buffers)
+    assert snapshot_bytes <= cache.num_bytes
     other = FoldedCache(tiny_model(segment_length=6).config)
     with pytest.raises(ValueError, match="another model"):
         other.restore(snapshot)
@@ -121,17 +121,29 @@ def test_a_snapshot_has_the_size_of_the_state_and_belongs_to_one_model():
 @pytest.mark.parametrize("with_durations", [False, True])
 @pytest.mark.parametrize("segment_length", [3, 8, 64])
 @torch.no_grad()
-def test_cropped_tokens_leave_no_trace(segment_length, with_durations):
-    """Every number of tokens from every position, over no border, one and several."""
+def test_cropped_tokens_do_not_change_later_logits(segment_length, with_durations):
+    """Crops of several sizes cross no border, one border and several borders."""
     model, ids = tiny_model(segment_length=segment_length), random_ids(1, 60)
     durations = random_durations(1, 60) if with_durations else None
-    for first, drafted, removed in ((7, 5, 3), (7, 5, 5), (8, 1, 1), (1, 20, 19), (15, 20, 20), (20, 17, 1), (3, 9, 9)):
+    for num_read, drafted, removed in (
+        (7, 5, 3),
+        (7, 5, 5),
+        (8, 1, 1),
+        (1, 20, 19),
+        (15, 20, 20),
+        (20, 17, 1),
+        (3, 9, 9),
+    ):
         cache = FoldedCache(model.config)
-        model(ids[:, :first], durations=durations if durations is None else durations[:, :first], past_key_values=cache)
+        model(
+            ids[:, :num_read],
+            durations=durations if durations is None else durations[:, :num_read],
+            past_key_values=cache,
+        )
         cache.activate_past_recording()
-        read = ids[:, :first]
-        known = None if durations is None else durations[:, :first]
-        for round_number in range(3):  # some tokens are kept, and further ones come
+        read = ids[:, :num_read]
+        known = None if durations is None else durations[:, :num_read]
+        for round_number in range(3):  # some tokens are kept, then further ones are read
             draft = random_ids(1, drafted, seed=round_number)
             draft_durations = None if durations is None else random_durations(1, drafted, seed=round_number)
             model(draft, durations=draft_durations, past_key_values=cache)
@@ -144,8 +156,8 @@ def test_cropped_tokens_leave_no_trace(segment_length, with_durations):
 
 
 @torch.no_grad()
-def test_cropping_after_tokens_one_by_one_and_with_padding_in_the_next_call():
-    """The hidden state of the last token left is known again: a column of padding has its logits."""
+def test_crop_restores_the_hidden_state_of_the_last_token():
+    """Tokens were read one by one; in the next call, a column of padding has the logits of the last token."""
     model, ids = tiny_model(segment_length=4), random_ids(ROWS, 30)
     cache = FoldedCache(model.config)
     model(ids[:, :6], past_key_values=cache)
@@ -161,7 +173,7 @@ def test_cropping_after_tokens_one_by_one_and_with_padding_in_the_next_call():
 
 
 @torch.no_grad()
-def test_what_cannot_be_cropped_is_refused():
+def test_tokens_that_were_not_recorded_can_not_be_cropped():
     model = tiny_model(segment_length=4)
     cache = model(random_ids(ROWS, 9)).past_key_values
     cache.crop(0)
@@ -183,7 +195,7 @@ def test_what_cannot_be_cropped_is_refused():
 
 
 @torch.no_grad()
-def test_a_recording_cache_grows_by_no_token():
+def test_a_recording_cache_does_not_grow():
     model = tiny_model(segment_length=4)
     cache = FoldedCache(model.config)
     cache.activate_past_recording()

@@ -1,4 +1,8 @@
-"""Every attention implementation against a loop in float64."""
+"""Every attention implementation against a loop in float64.
+
+Axes: R rows of a chunk, T tokens of a chunk (queries), H query heads, G key/value heads, L segment length, E head
+dimension.
+"""
 
 import sys
 import types
@@ -16,8 +20,11 @@ LENGTH = 6
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """flash-attn's two functions as its documentation describes them: [rows, tokens, heads, width], causal
-    masks aligned to the lower right, fewer key heads than query heads allowed, packed rows by boundaries."""
+    """The two functions of flash-attn as its documentation describes them.
+
+    Tensors are [rows, tokens, heads, head dimension]. Causal masks are aligned to the lower right. There may be fewer
+    key heads than query heads. `cu_seqlens` are the borders of packed rows.
+    """
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
@@ -36,9 +43,10 @@ def flash_attn(monkeypatch):
         assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
         outputs = []
         for row in range(len(cu_seqlens_q) - 1):
-            mine = slice(cu_seqlens_q[row], cu_seqlens_q[row + 1])
-            seen = slice(cu_seqlens_k[row], cu_seqlens_k[row + 1])
-            outputs.append(flash_attn_func(q[None, mine], k[None, seen], v[None, seen], 0.0, softmax_scale, causal)[0])
+            queries = slice(cu_seqlens_q[row], cu_seqlens_q[row + 1])
+            keys = slice(cu_seqlens_k[row], cu_seqlens_k[row + 1])
+            row_qkv = q[None, queries], k[None, keys], v[None, keys]
+            outputs.append(flash_attn_func(*row_qkv, 0.0, softmax_scale, causal)[0])
         return torch.cat(outputs)
 
     module = types.ModuleType("flash_attn")
@@ -46,9 +54,9 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", module)
 
 
-def chunk(counts, filled, segments):
+def chunk(counts, offsets, segments):
     rows = list(range(len(counts)))
-    return Chunk(len(rows), LENGTH, rows, [0] * len(rows), counts, filled, segments)
+    return Chunk(len(rows), LENGTH, rows, [0] * len(rows), counts, offsets, segments)
 
 
 CHUNKS = {
@@ -58,14 +66,14 @@ CHUNKS = {
     "mid segment": chunk([3, 3], [2, 2], [1, 1]),
     "mid segment, no memory": chunk([3, 3], [2, 2], [0, 0]),
     "one token": chunk([1, 1], [4, 4], [2, 2]),
-    "rows apart": chunk([3, 1], [1, 4], [2, 1]),
-    "rows apart, one without memory": chunk([2, 3], [3, 0], [0, 4]),
-    "rows apart, one token": chunk([1, 1], [0, 5], [0, 1]),
+    "different offsets": chunk([3, 1], [1, 4], [2, 1]),
+    "different offsets, one without memory": chunk([2, 3], [3, 0], [0, 4]),
+    "different offsets, one token": chunk([1, 1], [0, 5], [0, 1]),
 }
 
 
 def naive_attention(query, key, value, chunk, durations, scale):
-    """[R, T, H * E] by the definition, for the tokens that a chunk takes; key is the whole buffer [R, G, 2L, E]."""
+    """[R, T, H * E] by the definition, at the tokens of a chunk; `key` is the whole buffer [R, G, 2L, E]."""
     group = query.shape[1] // key.shape[1]
     output = torch.zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3], dtype=torch.float64)
     for r, t in zip(*chunk.valid, strict=True):
@@ -82,17 +90,17 @@ def naive_attention(query, key, value, chunk, durations, scale):
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_implementations_follow_the_definition(implementation, with_durations, name, flash_attn):
-    """Float32, tolerance 1e-5. Keys out of sight hold huge values: one that leaks would show."""
+    """In float32 with tolerance 1e-5. Masked keys have huge values, so that an error of the mask changes the output."""
     chunk, generator = CHUNKS[name], torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, chunk.width, 8, generator=generator)
     key, value = (torch.randn(2, 2, 2 * LENGTH, 8, generator=generator) for _ in range(2))
     for row in range(2):
-        for sight in (
+        for masked in (
             slice(0, 0 if chunk.segments[row] else LENGTH),
             slice(LENGTH + chunk.offsets[row] + chunk.counts[row], None),
         ):
-            key[row, :, sight] = 1e3
-            value[row, :, sight] = 1e3
+            key[row, :, masked] = 1e3
+            value[row, :, masked] = 1e3
     durations = 0.1 + torch.rand(2, 2 * LENGTH, generator=generator) if with_durations else torch.ones(2, 2 * LENGTH)
     expected = naive_attention(query, key, value, chunk, durations, 0.3)
 
@@ -105,7 +113,7 @@ def test_implementations_follow_the_definition(implementation, with_durations, n
 
 
 @torch.no_grad()
-def test_flash_gives_the_same_model(flash_attn):
+def test_flash_attention_gives_the_logits_of_sdpa(flash_attn):
     ids, durations = random_ids(3, 13), random_durations(3, 13).float()
     mask = torch.ones(3, 13, dtype=torch.long)
     mask[1, :4] = 0
@@ -115,18 +123,18 @@ def test_flash_gives_the_same_model(flash_attn):
         model = tiny_model(torch.float32, head_dim=8)
         model.config._attn_implementation = implementation
         first = model(ids, attention_mask=mask, durations=durations)
-        again = model(random_ids(3, 4, seed=1), past_key_values=first.past_key_values)  # rows stand apart now
-        outputs[implementation] = torch.cat([first.logits[mask.bool()], again.logits.flatten(0, 1)])
+        second = model(random_ids(3, 4, seed=1), past_key_values=first.past_key_values)  # rows have different offsets
+        outputs[implementation] = torch.cat([first.logits[mask.bool()], second.logits.flatten(0, 1)])
     torch.testing.assert_close(outputs["flash_attention_2"], outputs["sdpa"], atol=1e-4, rtol=1e-4)
 
 
 def test_durations_keep_their_precision_in_bfloat16(flash_attn):
-    """As channels of bfloat16 queries and keys, log durations lose no more than float32's rounding."""
+    """Channels of bfloat16 queries and keys hold log durations with the precision of float32."""
     chunk = CHUNKS["memory"]
     durations = 0.1 + torch.rand(2, 2 * LENGTH)
     query = torch.zeros(2, 4, chunk.width, 8, dtype=torch.bfloat16)
     key = torch.zeros(2, 2, 2 * LENGTH, 8, dtype=torch.bfloat16)
-    value = torch.eye(12)[:, :8].expand(2, 2, -1, -1).bfloat16()  # attention weights themselves
+    value = torch.eye(12)[:, :8].expand(2, 2, -1, -1).bfloat16()  # the output is the attention weights
     mask = AttentionMask(chunk, durations.log())
     output = IMPLEMENTATIONS["flash_attention_2"](query, key, value, mask, 8**-0.5, 0.0)
     expected = durations[:, :8] / durations.sum(1, keepdim=True)
@@ -135,7 +143,7 @@ def test_durations_keep_their_precision_in_bfloat16(flash_attn):
     torch.testing.assert_close(scaled[:, 0, -1].float(), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_zero_durations_in_float16(flash_attn):
+def test_zero_durations_in_float16_follow_the_definition(flash_attn):
     chunk, durations = CHUNKS["memory"], torch.ones(2, 2 * LENGTH)
     durations[:, 3] = 0
     generator = torch.Generator().manual_seed(0)
@@ -149,15 +157,15 @@ def test_zero_durations_in_float16(flash_attn):
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flash_attention_2"])
-def test_autocast_keeps_one_type(implementation, flash_attn, monkeypatch):
-    """Rotary tables are float32: queries and keys must come out in the type of the values."""
+def test_autocast_gives_queries_keys_and_values_one_dtype(implementation, flash_attn, monkeypatch):
+    """Rotary tables are float32, but rotated queries and keys must have the dtype of the values."""
     model = tiny_model(torch.float32)
     model.config._attn_implementation = implementation
-    inner = IMPLEMENTATIONS[implementation]
+    attention = IMPLEMENTATIONS[implementation]
 
     def checked(query, key, value, *rest):
         assert query.dtype == key.dtype == value.dtype == torch.bfloat16
-        return inner(query, key, value, *rest)
+        return attention(query, key, value, *rest)
 
     monkeypatch.setitem(IMPLEMENTATIONS, implementation, checked)
     with torch.autocast("cpu", torch.bfloat16):
@@ -166,7 +174,7 @@ def test_autocast_keeps_one_type(implementation, flash_attn, monkeypatch):
         torch.testing.assert_close(cached.logits, model(random_ids(1, 13), use_cache=False).logits)
 
 
-def test_missing_flash_attn_is_named(monkeypatch):
+def test_a_missing_flash_attn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ValueError, match="flash-attn"):
         IMPLEMENTATIONS["flash_attention_2"](
@@ -179,7 +187,7 @@ def test_missing_flash_attn_is_named(monkeypatch):
         )
 
 
-def test_flex_refuses_gradients_on_cpu():
+def test_flex_attention_refuses_gradients_on_cpu():
     model = tiny_model(attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="no backward on CPU"):
         model(random_ids(1, 7), labels=random_ids(1, 7))

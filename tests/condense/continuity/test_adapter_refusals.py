@@ -89,11 +89,11 @@ def test_layers_of_unknown_type_are_named():
         ),
         (
             lambda inputs: inputs | {"attention_mask": 0 * inputs["inputs_embeds"].new_ones(1, 1, 8, 8)},
-            "differ from its own",
+            "differ from those without",
         ),
         (
             lambda inputs: inputs | {"position_ids": inputs["position_ids"] * 2},
-            "the logits of a llama differ from its own",
+            "the logits of a llama differ from those without",
         ),
     ],
     ids=["ignored", "not causal", "other positions"],

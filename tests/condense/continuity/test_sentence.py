@@ -69,7 +69,7 @@ def test_shrinking_a_number_of_two_digits():
     assert shrunk.time_steps_N.tolist() == [1, 2, 3 - phi / 2, 4 - phi, 5 - phi, 6 - phi]
 
 
-def test_shift_and_scale():
+def test_shift_and_scale_follow_the_equations():
     """Equations 3.19 and 3.21: `shift` moves the integration start too, `scale` leaves it where it is."""
     sentence = Sentence([1, 2, 3], durations=[1, 0.5, 2], integration_start=4)
     shifted, scaled = sentence.shift(2.5), sentence.scale(0.5)
@@ -134,7 +134,7 @@ def test_interpolation_begins_at_the_first_and_ends_at_the_second_sentence(how):
     assert_close(between.time_steps_N, first.time_steps_N.lerp(second.time_steps_N, 0.25))
 
 
-def test_linear_interpolation():
+def test_linear_interpolation_follows_the_equation():
     """Equation 3.15."""
     first, second = embedded(seed=0), embedded(seed=1)
     for phi in (0.1, 0.5, 0.9):

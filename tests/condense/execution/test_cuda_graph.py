@@ -1,4 +1,7 @@
-"""New tokens by the fixed step: what the ordinary path says, without a look at the device, from a tape too."""
+"""Static decoding steps give the logits and the state of ordinary steps, and read nothing back from the device.
+
+A CUDA graph is replaced by a recording that replays on the CPU.
+"""
 
 import copy
 import pickle
@@ -14,15 +17,15 @@ from condense.execution import cuda_graph
 from condense.execution.cuda_graph import Graphs, StaticDecoding, static_step
 
 from ..models import padded_batch, random_durations, random_ids, tiny_model
-from ..test_generation import NEW
-from .test_waits import copies, on_meta
+from ..test_generation import NUM_NEW
+from .test_waits import num_copies, on_meta
 
 LENGTHS = [3, 13, 7, 20, 5]
 BUFFERS = ("keys", "values", "next_keys", "next_values")
 
 
-class Tape(TorchDispatchMode):
-    """What a CUDA graph is, on a CPU: the operations of one step, run again on the tensors they ran on."""
+class Recording(TorchDispatchMode):
+    """A CUDA graph on the CPU: records the operations of one step, and replays them on the same tensors."""
 
     def __init__(self, compute):
         super().__init__()
@@ -33,7 +36,7 @@ class Tape(TorchDispatchMode):
         with self:
             self.outputs = compute()
         for tensor, was in zip(written, before, strict=True):
-            tensor.copy_(was)  # a capture computes nothing
+            tensor.copy_(was)  # a capture does not compute
         for output in self.outputs:
             output.zero_()
 
@@ -44,22 +47,23 @@ class Tape(TorchDispatchMode):
         return result
 
     def replay(self):
-        made = {}
+        replayed = {}
 
-        def now(items):
-            return tree_map_only(torch.Tensor, lambda tensor: made.get(id(tensor), tensor), items)
+        def current(items):
+            return tree_map_only(torch.Tensor, lambda tensor: replayed.get(id(tensor), tensor), items)
 
         for function, args, kwargs, result in self.records:
-            again = function(*now(args), **now(kwargs))
-            made |= {id(old): new for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True)}
-        with torch.inference_mode():  # where they may have been made
+            new_result = function(*current(args), **current(kwargs))
+            leaves = zip(tree_leaves(result), tree_leaves(new_result), strict=True)
+            replayed |= {id(old): new for old, new in leaves}
+        with torch.inference_mode():  # the outputs may be inference tensors
             for output in self.outputs:
-                output.copy_(now(output))
+                output.copy_(current(output))
 
 
-@pytest.fixture(params=["calls", "tape"])
-def replayed(request, monkeypatch):
-    """Both ways to run steps; returns how often steps were warmed up, captured and replayed."""
+@pytest.fixture(params=["calls", "recording"])
+def counts(request, monkeypatch):
+    """Runs steps as calls or from a recording; counts the warm-ups, captures and replays of recordings."""
     counts = {"warm_up": 0, "capture": 0, "replay": 0}
 
     def warm_up(compute, device):
@@ -68,28 +72,28 @@ def replayed(request, monkeypatch):
 
     def capture(compute, device):
         counts["capture"] += 1
-        tape = Tape(compute)
+        recording = Recording(compute)
 
         def replay():
             counts["replay"] += 1
-            tape.replay()
+            recording.replay()
 
-        return replay, tape.outputs
+        return replay, recording.outputs
 
-    if request.param == "tape":
+    if request.param == "recording":
         monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", Graphs(warm_up, capture))
-    return counts if request.param == "tape" else None
+    return counts if request.param == "recording" else None
 
 
 @pytest.fixture
 def static_decodings(monkeypatch):
-    """How many steps were fixed ones."""
+    """A list with one entry for each static step."""
     run, count = StaticDecoding.run, []
-    monkeypatch.setattr(StaticDecoding, "run", lambda step, *args: count.append(1) or run(step, *args))
+    monkeypatch.setattr(StaticDecoding, "run", lambda decoding, *args: count.append(1) or run(decoding, *args))
     return count
 
 
-def started(model, side="left", lengths=LENGTHS):
+def prefilled_cache(model, side="left", lengths=LENGTHS):
     _, ids, mask = padded_batch(lengths, side)
     cache = FoldedCache(model.config)
     with torch.no_grad():
@@ -98,17 +102,18 @@ def started(model, side="left", lengths=LENGTHS):
 
 
 def both(model):
-    """The same model, once with ordinary steps and once with fixed ones."""
-    twin = copy.copy(model)
-    twin.fixed_decoding = True
-    return model, twin
+    """The same model twice: with ordinary steps, and with static steps."""
+    static = copy.copy(model)
+    static.fixed_decoding = True
+    return model, static
 
 
-def assert_same_state(ours, theirs):
-    assert (ours.positions.offsets, ours.positions.segments) == (theirs.positions.offsets, theirs.positions.segments)
-    assert ours.num_columns == theirs.num_columns and ours.num_bytes == theirs.num_bytes
-    torch.testing.assert_close(ours.last_hidden_BD, theirs.last_hidden_BD, atol=1e-10, rtol=0)
-    for a, b in zip(ours.layers, theirs.layers, strict=True):
+def assert_same_state(found, expected):
+    positions = expected.positions
+    assert (found.positions.offsets, found.positions.segments) == (positions.offsets, positions.segments)
+    assert found.num_columns == expected.num_columns and found.num_bytes == expected.num_bytes
+    torch.testing.assert_close(found.last_hidden_BD, expected.last_hidden_BD, atol=1e-10, rtol=0)
+    for a, b in zip(found.layers, expected.layers, strict=True):
         for name in BUFFERS:
             torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-10, rtol=0)
 
@@ -127,17 +132,17 @@ def assert_same_state(ours, theirs):
 )
 @pytest.mark.parametrize("lengths", [LENGTHS, [3, 3]], ids=str)
 @torch.no_grad()
-def test_logits_and_state_are_those_of_the_ordinary_path(fields, lengths, replayed, static_decodings):
-    """Rows at different places, and at the same one; at the beginning of a segment too, with and without a memory."""
-    ordinary, fixed = both(tiny_model(**fields))
-    theirs, ours = started(ordinary, lengths=lengths), started(fixed, lengths=lengths)
-    for n in range(NEW):
+def test_static_steps_give_the_logits_and_state_of_ordinary_steps(fields, lengths, counts, static_decodings):
+    """Rows have different offsets or the same offset, also at the start of a segment, with and without a memory."""
+    ordinary, static = both(tiny_model(**fields))
+    ordinary_cache, static_cache = prefilled_cache(ordinary, lengths=lengths), prefilled_cache(static, lengths=lengths)
+    for n in range(NUM_NEW):
         ids = random_ids(len(lengths), 1, seed=n)
-        expected = ordinary(ids, past_key_values=theirs).logits
-        torch.testing.assert_close(fixed(ids, past_key_values=ours).logits, expected, atol=1e-10, rtol=0)
-        assert_same_state(ours, theirs)
-    assert len(static_decodings) == NEW
-    assert replayed in (None, {"warm_up": 1, "capture": 1, "replay": NEW - 1})
+        expected = ordinary(ids, past_key_values=ordinary_cache).logits
+        torch.testing.assert_close(static(ids, past_key_values=static_cache).logits, expected, atol=1e-10, rtol=0)
+        assert_same_state(static_cache, ordinary_cache)
+    assert len(static_decodings) == NUM_NEW
+    assert counts in (None, {"warm_up": 1, "capture": 1, "replay": NUM_NEW - 1})
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -146,42 +151,42 @@ def test_logits_and_state_are_those_of_the_ordinary_path(fields, lengths, replay
     [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}, {"prefill_chunk_size": 4}],
     ids=["greedy", "beams", "sampling", "chunks"],
 )
-def test_generate_gives_the_same_tokens(side, options, replayed, static_decodings):
+def test_generate_gives_the_same_tokens(side, options, counts, static_decodings):
     model = tiny_model()
     _, ids, mask = padded_batch(LENGTHS, side)
-    answers = []
+    outputs = []
     for each in both(model):
         torch.manual_seed(0)
-        answers.append(
+        outputs.append(
             each.generate(
-                ids, attention_mask=mask, max_new_tokens=NEW, **{"do_sample": False, **options}, eos_token_id=7
+                ids, attention_mask=mask, max_new_tokens=NUM_NEW, **{"do_sample": False, **options}, eos_token_id=7
             )
         )
-    assert torch.equal(*answers)
-    assert len(static_decodings) >= NEW - 2
-    if replayed:
-        assert (replayed["replay"] > 0) == ("num_beams" not in options)
+    assert torch.equal(*outputs)
+    assert len(static_decodings) >= NUM_NEW - 2
+    if counts:
+        assert (counts["replay"] > 0) == ("num_beams" not in options)
 
 
 @torch.no_grad()
-def test_calls_of_all_kinds_alternate_on_one_cache(replayed, static_decodings):
-    """Steps, texts of several tokens, padding, chosen rows, gradients, inference mode: each goes on from the other."""
-    ordinary, fixed = both(tiny_model())
-    theirs, ours = started(ordinary), started(fixed)
+def test_static_steps_and_other_calls_alternate_on_one_cache(counts, static_decodings):
+    """Texts of several tokens, padding, selected rows, gradients and inference mode continue from static steps."""
+    ordinary, static = both(tiny_model())
+    ordinary_cache, static_cache = prefilled_cache(ordinary), prefilled_cache(static)
 
     def call(size, mask=None, embeds=False, mode=torch.no_grad, times=3):
         before = len(static_decodings)
         for _ in range(times):
-            ids = random_ids(ours.batch_size, size, seed=ours.num_columns)
-            given = {"inputs_embeds": fixed.model.embed_tokens(ids)} if embeds else {"input_ids": ids}
+            ids = random_ids(static_cache.batch_size, size, seed=static_cache.num_columns)
+            inputs = {"inputs_embeds": static.model.embed_tokens(ids)} if embeds else {"input_ids": ids}
             with mode():
                 logits = [
-                    each(**given, attention_mask=mask, past_key_values=cache).logits.detach().clone()
-                    for each, cache in ((ordinary, theirs), (fixed, ours))
+                    each(**inputs, attention_mask=mask, past_key_values=cache).logits.detach().clone()
+                    for each, cache in ((ordinary, ordinary_cache), (static, static_cache))
                 ]
             torch.testing.assert_close(*logits, atol=1e-10, rtol=0)
             with torch.no_grad():
-                assert_same_state(ours, theirs)
+                assert_same_state(static_cache, ordinary_cache)
         return len(static_decodings) - before
 
     assert call(1) == 3
@@ -191,60 +196,60 @@ def test_calls_of_all_kinds_alternate_on_one_cache(replayed, static_decodings):
     assert call(1, mask=torch.ones(5, 1)) == 3
     assert call(1, embeds=True) == 0
     assert call(1, mode=torch.enable_grad) == 0
-    assert call(1) == 2  # the first one makes the buffers writable
+    assert call(1) == 2  # the first call makes the buffers writable
     assert call(1, mode=torch.inference_mode) == 3
-    for cache in (ours, theirs):
+    for cache in (static_cache, ordinary_cache):
         cache.reorder_cache(torch.tensor([4, 0, 0, 2, 3, 1]))
     assert call(1) == 3
-    ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
-    assert ours.static_decoding is None and call(1) == 3
-    ours = pickle.loads(pickle.dumps(ours))
-    assert ours.static_decoding is None and call(1, mode=torch.inference_mode) == 3
+    static_cache, ordinary_cache = copy.deepcopy(static_cache), copy.deepcopy(ordinary_cache)
+    assert static_cache.static_decoding is None and call(1) == 3
+    static_cache = pickle.loads(pickle.dumps(static_cache))
+    assert static_cache.static_decoding is None and call(1, mode=torch.inference_mode) == 3
     assert call(1) == 3
-    for cache in (ours, theirs):
+    for cache in (static_cache, ordinary_cache):
         cache.batch_repeat_interleave(2)
     assert call(1) == 3
     with torch.inference_mode():
-        ours, theirs = started(fixed), started(ordinary)
-        ours_again, theirs_again = copy.deepcopy(ours), copy.deepcopy(theirs)
+        static_cache, ordinary_cache = prefilled_cache(static), prefilled_cache(ordinary)
+        static_copy, ordinary_copy = copy.deepcopy(static_cache), copy.deepcopy(ordinary_cache)
     assert call(1, mode=torch.inference_mode) == 3
-    ours, theirs = ours_again, theirs_again
-    assert call(1) == 2  # no buffer of inference mode can be written outside of it
+    static_cache, ordinary_cache = static_copy, ordinary_copy
+    assert call(1) == 2  # buffers of inference mode can't be written outside it
 
 
 @torch.no_grad()
-def test_where_it_does_not_apply_the_ordinary_path_runs(static_decodings):
+def test_calls_that_are_no_static_step_run_as_ordinary_steps(static_decodings):
     _, model = both(tiny_model())
-    timed = FoldedCache(model.config)
+    cache_with_durations = FoldedCache(model.config)
     for _ in range(3):
-        model(random_ids(2, 1), durations=random_durations(2, 1), past_key_values=timed)
-        model(random_ids(2, 1), past_key_values=timed)
+        model(random_ids(2, 1), durations=random_durations(2, 1), past_key_values=cache_with_durations)
+        model(random_ids(2, 1), past_key_values=cache_with_durations)
         model(random_ids(2, 1))
         model(random_ids(2, 1), past_key_values=FoldedCache(model.config))
-        model(random_ids(5, 1), labels=random_ids(5, 1), past_key_values=started(model))
+        model(random_ids(5, 1), labels=random_ids(5, 1), past_key_values=prefilled_cache(model))
     with torch.autocast("cpu"):
-        model(random_ids(5, 1), past_key_values=started(model))
+        model(random_ids(5, 1), past_key_values=prefilled_cache(model))
     assert not static_decodings
     with pytest.raises(ValueError, match="holds 5 texts and the input 2"):
-        model(random_ids(2, 1), past_key_values=started(model))
+        model(random_ids(2, 1), past_key_values=prefilled_cache(model))
 
 
 @torch.no_grad()
-def test_settings_without_such_a_step_are_refused():
+def test_settings_without_a_static_step_are_refused():
     _, model = both(tiny_model(attn_implementation="flex_attention"))
     with pytest.raises(ValueError, match=r"'flex_attention'.*set_attn_implementation"):
-        model(random_ids(5, 1), past_key_values=started(model))
+        model(random_ids(5, 1), past_key_values=prefilled_cache(model))
     _, model = both(tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
     with pytest.raises(ValueError, match=r"'dynamic'.*fixed_decoding = False"):
-        model(random_ids(5, 1), past_key_values=started(model))
+        model(random_ids(5, 1), past_key_values=prefilled_cache(model))
 
 
-@pytest.mark.parametrize("replayed", ["tape"], indirect=True)
+@pytest.mark.parametrize("counts", ["recording"], indirect=True)
 @pytest.mark.parametrize("change", ["data", "in place", "attention", "module", "hook", "model", "nothing"])
 @torch.no_grad()
-def test_a_changed_model_is_captured_anew(change, replayed):
-    ordinary, fixed = both(tiny_model())
-    theirs, ours, ids, called = started(ordinary), started(fixed), random_ids(5, 1), []
+def test_a_changed_model_is_captured_again(change, counts):
+    ordinary, static = both(tiny_model())
+    ordinary_cache, static_cache, ids, called = prefilled_cache(ordinary), prefilled_cache(static), random_ids(5, 1), []
     for n in range(9):
         if n == 4:
             projection = ordinary.model.layers[1].self_attn.v_proj
@@ -257,26 +262,26 @@ def test_a_changed_model_is_captured_anew(change, replayed):
             elif change == "module":
                 ordinary.model.layers[1].self_attn.v_proj = copy.deepcopy(projection)
             elif change == "hook":
-                projection.register_forward_hook(lambda *given: called.append(1))
+                projection.register_forward_hook(lambda *_: called.append(1))
             elif change == "model":
-                ordinary, fixed = both(tiny_model(seed=1))
-        expected = ordinary(ids, past_key_values=theirs).logits
+                ordinary, static = both(tiny_model(seed=1))
+        expected = ordinary(ids, past_key_values=ordinary_cache).logits
         called.clear()
-        torch.testing.assert_close(fixed(ids, past_key_values=ours).logits, expected, atol=1e-10, rtol=0)
+        torch.testing.assert_close(static(ids, past_key_values=static_cache).logits, expected, atol=1e-10, rtol=0)
         assert (change == "hook" and n >= 4) == bool(called)
-    anew = change not in ("in place", "hook", "nothing")
-    assert replayed["capture"] == 1 + anew
+    captured_again = change not in ("in place", "hook", "nothing")
+    assert counts["capture"] == 1 + captured_again
 
 
 @torch.no_grad()
-def test_answers_are_not_written_over(replayed):
+def test_later_steps_do_not_overwrite_returned_logits(counts):
     _, model = both(tiny_model())
-    cache = started(model)
-    answers, kept = [], []
+    cache = prefilled_cache(model)
+    outputs, copied = [], []
     for n in range(4):
-        answers += [model(random_ids(5, 1, seed=n), past_key_values=cache).logits, cache.last_hidden_BD]
-        kept += [tensor.clone() for tensor in answers[-2:]]
-    assert all(torch.equal(*pair) for pair in zip(answers, kept, strict=True))
+        outputs += [model(random_ids(5, 1, seed=n), past_key_values=cache).logits, cache.last_hidden_BD]
+        copied += [tensor.clone() for tensor in outputs[-2:]]
+    assert all(torch.equal(*pair) for pair in zip(outputs, copied, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -285,22 +290,22 @@ def test_answers_are_not_written_over(replayed):
 )
 @torch.no_grad()
 def test_one_compiled_graph_serves_all_tokens(implementation, dtype, tolerance, monkeypatch):
-    """No break and no second graph: nothing in the step depends on a number of the device, or of the host."""
+    """There is no graph break and no second graph: the step depends on no number of the host or the device."""
     monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
     monkeypatch.setattr(dispatch, "BLOCKED_PRODUCTS", 1)
     torch.compiler.reset()
     model = tiny_model(dtype, attn_implementation=implementation)
-    theirs, ours = started(model), started(model)
+    ordinary_cache, static_cache = prefilled_cache(model), prefilled_cache(model)
     compiled = torch.compile(static_step, fullgraph=True, backend="aot_eager")
-    positions_2B = torch.tensor(cuda_graph.position_lists(ours.positions))
+    positions_2B = torch.tensor(cuda_graph.position_lists(static_cache.positions))
     try:
-        for n in range(NEW):
+        for n in range(NUM_NEW):
             ids = random_ids(5, 1, seed=n)
-            expected = model(ids, past_key_values=theirs).logits
-            for chunk in ours.positions.chunks([1] * 5):
+            expected = model(ids, past_key_values=ordinary_cache).logits
+            for chunk in static_cache.positions.chunks([1] * 5):
                 with torch.compiler.set_stance("fail_on_recompile" if n else "default"):
-                    _, logits = compiled(model, ours.layers, ids, positions_2B)
-                for layer in ours.layers:
+                    _, logits = compiled(model, static_cache.layers, ids, positions_2B)
+                for layer in static_cache.layers:
                     layer.roll(chunk)
             torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
     finally:
@@ -308,31 +313,31 @@ def test_one_compiled_graph_serves_all_tokens(implementation, dtype, tolerance, 
 
 
 @torch.no_grad()
-def test_a_step_copies_its_tokens_to_the_device_and_nothing_else():
-    """On a device that holds no numbers: reading one back would fail."""
+def test_a_static_step_copies_only_its_tokens_to_the_device():
+    """The meta device holds no numbers, so a call that reads one back fails."""
     _, model = both(on_meta())
     cache = FoldedCache(model.config)
     model(random_ids(2, 13).to("meta"), past_key_values=cache)
     model(random_ids(2, 1).to("meta"), past_key_values=cache)
-    for _ in range(12):  # over two borders
+    for _ in range(12):  # across two segment borders
         ids = random_ids(2, 1)
-        assert copies(lambda ids=ids: model(ids.to("meta"), past_key_values=cache)) == 1
+        assert num_copies(lambda ids=ids: model(ids.to("meta"), past_key_values=cache)) == 1
     assert isinstance(cache.static_decoding, StaticDecoding)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks for a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @torch.no_grad()
-def test_a_cuda_graph_answers_as_the_ordinary_path(implementation):
-    ordinary, fixed = both(tiny_model(attn_implementation=implementation).to("cuda"))
+def test_a_cuda_graph_gives_the_logits_of_ordinary_steps(implementation):
+    ordinary, static = both(tiny_model(attn_implementation=implementation).to("cuda"))
     caches = []
-    for model in (ordinary, fixed):
+    for model in (ordinary, static):
         _, ids, mask = padded_batch(LENGTHS, "left")
         caches.append(FoldedCache(model.config))
         model(ids.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=caches[-1])
-    for n in range(NEW):
+    for n in range(NUM_NEW):
         ids = random_ids(5, 1, seed=n).to("cuda")
-        expected, found = (m(ids, past_key_values=c).logits for m, c in zip((ordinary, fixed), caches, strict=True))
+        expected, found = (m(ids, past_key_values=c).logits for m, c in zip((ordinary, static), caches, strict=True))
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
         assert_same_state(*caches)
     assert caches[1].static_decoding.replay is not None

@@ -1,4 +1,4 @@
-"""A model spread over real processes against the same model in one, in float64."""
+"""Pipeline parallelism over several processes against the same model in one process, in float64."""
 
 import threading
 from datetime import timedelta
@@ -21,9 +21,9 @@ FIVE_LAYERS = {"num_hidden_layers": 5}
 NAMES = ("loss", "segment_losses", "segment_targets")
 
 
-def run_spread(num_ranks, folder, work, *arguments) -> list:
-    """What `work(*arguments)` returns on each rank of a process group."""
-    # One process imports what all need, and the ranks are forked from it.
+def run_on_ranks(num_ranks, folder, work, *arguments) -> list:
+    """Runs `work(*arguments)` on each rank of a process group; returns the results by rank."""
+    # A fork server imports the modules once, and the ranks are forked from it.
     get_context("forkserver").set_forkserver_preload([__name__])
     context = start_processes(
         _rank, (num_ranks, folder, work, arguments), num_ranks, join=False, start_method="forkserver"
@@ -41,9 +41,9 @@ def run_spread(num_ranks, folder, work, *arguments) -> list:
 def _rank(rank, num_ranks, folder, work, arguments):
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S / 2)
-    dist.init_process_group("gloo", f"file://{folder}/meeting", timeout, num_ranks, rank)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", timeout, num_ranks, rank)
     torch.save(work(*arguments), folder / f"{rank}.pt")
-    dist.barrier()  # no rank leaves while another may still take its messages
+    dist.barrier()  # a rank must not end while another still receives its messages
     dist.destroy_process_group()
 
 
@@ -76,7 +76,7 @@ def gradients_of(model) -> dict:
 
 
 def on_this_rank(cases) -> list:
-    """Per case the outputs of training and of evaluation, and the gradients; None outside the case's group."""
+    """For each case the outputs of training and evaluation, and the gradients; None outside the case's group."""
     results: list = []
     for fields, inputs, settings in cases:
         group = dist.new_group(settings["group"]) if "group" in settings else None
@@ -84,14 +84,14 @@ def on_this_rank(cases) -> list:
             results.append(None)
             continue
         model = model_of(fields, settings)
-        if settings.get("recomputes"):
+        if settings.get("checkpointing"):
             model.gradient_checkpointing_enable()
         stage = PipelineStage(model, settings.get("layers_per_rank"), group)
-        runs = []
-        stage.layers[0].register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+        forward_passes = []
+        stage.layers[0].register_forward_pre_hook(lambda *_, passes=forward_passes: passes.append(1))
         for _ in range(repeats := settings.get("repeats", 1)):
             trained = stage.loss_and_gradients(**inputs)
-        assert len(runs) == repeats * (1 + settings.get("recomputes", False)) * len(trained.segment_losses)
+        assert len(forward_passes) == repeats * (1 + settings.get("checkpointing", False)) * len(trained.segment_losses)
         gradients = gradients_of(model)
         evaluated = stage.loss(**{name: value for name, value in inputs.items() if name != "num_items_in_batch"})
         assert not evaluated.loss.requires_grad
@@ -126,13 +126,17 @@ TIED = {"tie_word_embeddings": True}
 TWO_RANKS = [
     ({}, text(), {}),
     ({}, text(), {"layers_per_rank": [1, 2]}),
-    (TIED, text(), {"repeats": 2}),  # gradients add up, also those of the copies
-    (TIED, text(), {"recomputes": True}),
-    (TIED, text(), {"frozen": ("model.embed_tokens", "model.layers.0", "model.layers.1")}),  # all of the first rank
+    (TIED, text(), {"repeats": 2}),  # gradients accumulate, also those of the copies of a tied weight
+    (TIED, text(), {"checkpointing": True}),
+    (
+        TIED,
+        text(),
+        {"frozen": ("model.embed_tokens", "model.layers.0", "model.layers.1")},
+    ),  # all parameters of the first rank
     ({"bptt_segments": 1}, text(), {}),
-    ({"bptt_segments": 2, "memory_source": "layer_input"}, text(), {"recomputes": True}),
+    ({"bptt_segments": 2, "memory_source": "layer_input"}, text(), {"checkpointing": True}),
     ({}, padded([9, 23, 14]), {}),
-    ({"bptt_segments": 2}, padded([9, 23, 14]), {"recomputes": True}),
+    ({"bptt_segments": 2}, padded([9, 23, 14]), {"checkpointing": True}),
     ({}, without_labels(5, 12), {}),
     ({}, without_labels(14, LENGTH), {}),
     ({}, text(num_items_in_batch=7), {}),
@@ -141,51 +145,57 @@ TWO_RANKS = [
 THREE_RANKS = [
     (FIVE_LAYERS, text(), {}),
     (FIVE_LAYERS | TIED | {"bptt_segments": 3}, text(), {"layers_per_rank": [1, 3, 1]}),
-    (FIVE_LAYERS, padded([9, 23, 14]), {"recomputes": True}),
-    (TIED, text(), {"group": [1, 2]}),  # a model on some of the processes, whose ranks are not the group's
+    (FIVE_LAYERS, padded([9, 23, 14]), {"checkpointing": True}),
+    (TIED, text(), {"group": [1, 2]}),  # a subgroup, in which ranks differ from the global ranks
 ]
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO_RANKS), (3, THREE_RANKS)])
-def test_losses_and_all_gradients_are_those_of_one_process(num_ranks, cases, tmp_path):
-    results = run_spread(num_ranks, tmp_path, on_this_rank, cases)
+def test_losses_and_gradients_equal_those_of_one_process(num_ranks, cases, tmp_path):
+    results = run_on_ranks(num_ranks, tmp_path, on_this_rank, cases)
     for case, per_rank in zip(cases, zip(*results, strict=True), strict=True):
         members = [result for result in per_rank if result is not None]
         assert len(members) == len(case[2].get("group", range(num_ranks)))
         assert_equals_one_process(case, members)
 
 
-def meeting_in_every_tick(barrier) -> list:
-    """Shapes of the messages that this rank sent, while it met all others wherever all have work."""
+def messages_with_barrier(barrier) -> list:
+    """(destination, shape) of each message of this rank.
+
+    The rank waits at `barrier` in every tick in which all ranks have work.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     stage = PipelineStage(tiny_model(**FIVE_LAYERS).train())
     sent, ticks = [], {"forward": rank, "backward": num_ranks - 1 - rank}
     isend, backward = dist.isend, torch.autograd.backward
 
-    def meet(way):
-        if num_ranks - 1 <= ticks[way] < NUM_SEGMENTS:
+    def tick(direction):
+        if num_ranks - 1 <= ticks[direction] < NUM_SEGMENTS:
             barrier.wait(TIMEOUT_S / 3)
-        ticks[way] += 1
+        ticks[direction] += 1
 
-    def counted(tensor, **where):
-        sent.append((where["group_dst"], tuple(tensor.shape)))
-        return isend(tensor, **where)
+    def recorded_isend(tensor, **options):
+        sent.append((options["group_dst"], tuple(tensor.shape)))
+        return isend(tensor, **options)
 
-    def met(*arguments):
-        meet("backward")
+    def backward_with_tick(*arguments):
+        tick("backward")
         backward(*arguments)
 
-    stage.layers[0].register_forward_pre_hook(lambda *_: meet("forward"))
-    with mock.patch.object(dist, "isend", counted), mock.patch.object(torch.autograd, "backward", met):
+    stage.layers[0].register_forward_pre_hook(lambda *_: tick("forward"))
+    with (
+        mock.patch.object(dist, "isend", recorded_isend),
+        mock.patch.object(torch.autograd, "backward", backward_with_tick),
+    ):
         stage.loss_and_gradients(**text())
     assert ticks == {"forward": rank + NUM_SEGMENTS, "backward": num_ranks - 1 - rank + NUM_SEGMENTS}
     return sent
 
 
-def test_ranks_work_on_segments_side_by_side_and_send_nothing_but_hidden_states(tmp_path):
-    # A rank enters segment s only with its neighbours in s + 1 and s - 1: else the barrier breaks.
+def test_ranks_run_different_segments_at_once_and_send_only_hidden_states(tmp_path):
+    # A rank runs segment s while its neighbours run s + 1 and s - 1; otherwise the barrier times out.
     barrier = get_context("forkserver").Barrier(3)
-    sent = run_spread(3, tmp_path, meeting_in_every_tick, barrier)
+    sent = run_on_ranks(3, tmp_path, messages_with_barrier, barrier)
     shapes = [(2, 5, 24)] * 4 + [(2, 3, 24)]
     assert sent[0] == [(1, shape) for shape in shapes]
     assert sent[1] == [(2, shape) for shape in shapes] + [(0, shape) for shape in shapes[::-1]]
@@ -193,20 +203,20 @@ def test_ranks_work_on_segments_side_by_side_and_send_nothing_but_hidden_states(
 
 
 @pytest.fixture
-def alone():
+def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
-def test_one_rank_is_the_whole_model():
+@pytest.mark.usefixtures("group_of_one")
+def test_one_rank_equals_one_process():
     case = (TIED, text(), {})
     assert_equals_one_process(case, on_this_rank([case]))
 
 
-@pytest.mark.usefixtures("alone")
-def test_what_does_not_fit_is_refused():
+@pytest.mark.usefixtures("group_of_one")
+def test_inputs_that_do_not_fit_are_refused():
     model = tiny_model()
     for layers_per_rank in ([2], [1, 2], []):
         with pytest.raises(ValueError, match="add up to the model's layers"):

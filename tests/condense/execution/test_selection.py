@@ -1,4 +1,4 @@
-"""What `schedule="auto"` takes, and that it is what runs."""
+"""The choice of `schedule="auto"`, and the schedule that runs."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from condense.segmentation import SegmentPositions
 from ..models import random_ids, tiny_model, torch_checkpoint
 
 
-def positions(filled, segments):
-    made = SegmentPositions(len(filled), 5)
-    made.offsets, made.segments = filled, segments
-    return made
+def positions(offsets, segments):
+    found = SegmentPositions(len(offsets), 5)
+    found.offsets, found.segments = offsets, segments
+    return found
 
 
 @pytest.mark.parametrize(
-    ("lengths", "filled", "segments", "expected"),
+    ("lengths", "offsets", "segments", "expected"),
     [
         ([23], [0], [0], (4, 1)),
         ([4], [0], [0], (0, 1)),
@@ -26,58 +26,59 @@ def positions(filled, segments):
         ([23, 60], [0, 0], [0, 0], (8, 1)),  # 4 segments of both rows, then 8 of the longer one
         ([60, 23, 21], [0, 0, 0], [0, 0, 0], (8, 1)),
         ([50, 47, 48], [0, 0, 0], [0, 0, 0], (9, 3)),
-        ([23], [2], [3], (4, 1)),  # 3 tokens to the border, then 20
+        ([23], [2], [3], (4, 1)),  # 3 tokens up to the border, then 20
         ([22], [2], [3], (3, 1)),
         ([2], [2], [3], (0, 1)),
-        ([50, 50], [2, 0], [1, 1], (0, 0)),  # rows at different places
+        ([50, 50], [2, 0], [1, 1], (0, 0)),  # rows at different offsets
         ([50, 50], [0, 0], [1, 0], (0, 0)),
     ],
 )
-def test_the_longest_wave(lengths, filled, segments, expected):
-    assert longest_wave(lengths, positions(filled, segments)) == expected
+def test_longest_wave_counts_segments_and_rows(lengths, offsets, segments, expected):
+    assert longest_wave(lengths, positions(offsets, segments)) == expected
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def schedules_run(monkeypatch):
+    """The names of the schedules that ran, in order."""
     names = []
     for name, run in list(EXECUTORS.items()):
         monkeypatch.setitem(EXECUTORS, name, lambda *args, name=name, run=run: (names.append(name), run(*args))[1])
     return names
 
 
-def test_what_runs_is_what_was_chosen(taken, monkeypatch):
+def test_the_chosen_schedule_runs(schedules_run, monkeypatch):
     model, ids = tiny_model(), random_ids(2, 100)
     model(ids)
     model(ids[:, :10])
     cache = FoldedCache(model.config)
     for part in ids.split([50, 1, 49], dim=1):
         model(part, past_key_values=cache)
-    assert taken == ["wavefront", "sequential", "wavefront", "sequential", "wavefront"]
-    del taken[:]
+    assert schedules_run == ["wavefront", "sequential", "wavefront", "sequential", "wavefront"]
+    schedules_run.clear()
     model.config.schedule = "sequential"
     model(ids)
-    monkeypatch.setattr(selection, "choose_schedule", lambda *_: pytest.fail("nothing is left to choose"))
+    monkeypatch.setattr(selection, "choose_schedule", lambda *_: pytest.fail("chose a schedule although one is set"))
     model.config.schedule = "wavefront"
     model(ids[:, :10])
-    assert taken == ["sequential", "wavefront"]
+    assert schedules_run == ["sequential", "wavefront"]
 
 
-@pytest.mark.parametrize("why", ["hooks", "checkpointing", "autocast", "one layer", "wide"])
-def test_auto_goes_one_by_one(taken, why):
-    model = tiny_model(torch.float32, num_hidden_layers=1 if why == "one layer" else 3)
-    if why == "hooks":
+@pytest.mark.parametrize("reason", ["hooks", "checkpointing", "autocast", "one layer", "wide"])
+def test_auto_takes_the_sequential_order(schedules_run, reason):
+    model = tiny_model(torch.float32, num_hidden_layers=1 if reason == "one layer" else 3)
+    if reason == "hooks":
         model.model.layers[1].register_forward_hook(lambda *_: None)
-    if why == "checkpointing":
+    if reason == "checkpointing":
         model.train()._set_gradient_checkpointing(True, torch_checkpoint())
-    rows = 8000 if why == "wide" else 1
-    with torch.autocast("cpu", enabled=why == "autocast"):
+    rows = 8000 if reason == "wide" else 1
+    with torch.autocast("cpu", enabled=reason == "autocast"):
         model(random_ids(1, 100).expand(rows, -1), use_cache=False, logits_to_keep=1)
-    assert taken == ["sequential"]
+    assert schedules_run == ["sequential"]
 
 
-def test_the_rule_grows_with_segments_and_falls_with_width():
+def test_a_wavefront_is_chosen_for_many_segments_and_few_rows():
     model = tiny_model()
-    config = model.config  # 3 layers, segments of 5, 40 wide
+    config = model.config  # 3 layers, segments of 5, intermediate size 40
     assert [faster_as_wave(config, segments, 1, "cpu", 4) for segments in (1, 3, 4, 100)] == [False, False, True, True]
     most = selection.CPU_BAND_BYTES // (3 * 5 * 40 * 4)
     assert [faster_as_wave(config, 100, rows, "cpu", 4) for rows in (most, most + 1)] == [True, False]

@@ -1,7 +1,6 @@
-"""The host does not wait for the device between segments, proven on a device that holds no numbers.
+"""The host does not wait for the device between segments.
 
-On torch's meta device nothing can be read back, so a pass that reads back fails; and what is copied to
-it is counted.
+torch's meta device holds no numbers: a call that reads a number back fails. The tests count copies to the device.
 """
 
 import pytest
@@ -28,12 +27,12 @@ class Copies(TorchDispatchMode):
 
 def on_meta(**fields):
     model = tiny_model(torch.float32, **fields).to("meta")
-    # The rotary tables' base is the one tensor whose values transformers looks at: it is made anew.
+    # transformers reads the values of the rotary frequencies, so these are computed again before they move.
     model.model.rotary_emb = tiny_model(torch.float32).model.rotary_emb.to("meta")
     return model
 
 
-def copies(call):
+def num_copies(call):
     with Copies() as counted:
         call()
     return counted.count
@@ -41,7 +40,7 @@ def copies(call):
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
 @pytest.mark.parametrize("mode", ["training", "checkpointed training", "prefill"])
-def test_segments_copy_nothing_to_the_device_and_read_nothing_back(schedule, mode):
+def test_segments_neither_copy_to_the_device_nor_read_back(schedule, mode):
     model = on_meta(schedule=schedule)
     if mode.startswith("checkpointed"):
         model._set_gradient_checkpointing(True, torch_checkpoint())
@@ -54,14 +53,14 @@ def test_segments_copy_nothing_to_the_device_and_read_nothing_back(schedule, mod
         else:
             model.train()(ids.to("meta"), labels=ids).loss.backward()
 
-    few, many = (copies(lambda segments=segments: call(segments)) for segments in (4, 16))
+    few, many = (num_copies(lambda segments=segments: call(segments)) for segments in (4, 16))
     assert 0 < many <= few
 
 
 @torch.no_grad()
-def test_a_new_token_reads_nothing_back():
+def test_a_decoding_step_does_not_read_back():
     model = on_meta()
     cache = FoldedCache(model.config)
     model(random_ids(2, 13).to("meta"), past_key_values=cache)
-    for _ in range(7):  # over a border
-        assert copies(lambda: model(random_ids(2, 1).to("meta"), past_key_values=cache)) <= 4
+    for _ in range(7):  # across a segment border
+        assert num_copies(lambda: model(random_ids(2, 1).to("meta"), past_key_values=cache)) <= 4

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from training.data.documents import Document, DocumentReader, Problem, source_files
+from training.data.documents import Document, DocumentReader, Problem, good_documents, source_files
 from training.data.summarization import prompt_frame, prompt_ids
 from training.recipe import Source
 
-from .documents import readable
 from .options import BadDocuments
 from .rouge import Rouge
 
@@ -83,7 +82,9 @@ def read_corpus(
     num_frame, left_out = sum(map(len, prompt_frame(tokenizer))), Counter[str]()
     found = list[tuple[int, Document]]()
     read = tqdm(DocumentReader([source], with_summaries=True), desc="reading documents", unit=" documents")
-    documents = readable(_with_words(read), bad_documents, left_out, " with --bad-documents skip")
+    documents = good_documents(
+        _with_words(read), bad_documents, lambda problem: left_out.update([problem.kind]), "--bad-documents skip"
+    )
     for document in islice(documents, num_documents):
         num_tokens = len(prompt_ids(tokenizer, document.text))
         if longest is not None and num_tokens > longest:

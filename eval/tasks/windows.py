@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from condense.prefill import encode
-from training.data.documents import DocumentReader
+from training.data.documents import DocumentReader, good_documents
 from training.recipe import Source
-
-from .documents import readable
 
 
 class Window(NamedTuple):
@@ -34,7 +32,7 @@ def read_texts(
     """
     reader = DocumentReader([Source(files=files, text=text_field) for files in data], with_summaries=False)
     texts, num_tokens = list[torch.Tensor](), 0
-    for document in readable(reader):
+    for document in good_documents(reader, "refuse"):
         ids_N = encode(tokenizer, document.text)[0]
         texts.append(ids_N if max_tokens is None else ids_N[: max_tokens - num_tokens])
         num_tokens += len(texts[-1])

@@ -36,13 +36,13 @@ class Problem:
 def good_documents(
     records: Iterable[Document | Problem],
     bad_documents: BadDocuments,
-    on_skip: Callable[[Problem], object],
-    option: str,
+    on_skip: Callable[[Problem], object] = lambda problem: None,
+    option: str = "",
 ) -> Iterator[Document]:
     """The documents among `records`: the one policy for bad ones, of training and of every evaluation.
 
     `on_skip` is called with each problem that is skipped. Where problems are refused, raises `ValueError` for the first
-    one; `option`, such as `data.bad_documents=skip`, is how its reader would skip it ("" where that is impossible).
+    one; `option`, such as `data.bad_documents=skip`, is the option that skips it ("" if there is none).
     """
     for record in records:
         if isinstance(record, Document):

@@ -46,7 +46,7 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
     """
     check_source(source)
     try:
-        with own_report():
+        with without_load_report():
             model, report = model_class.from_pretrained(
                 source,
                 output_loading_info=True,
@@ -108,7 +108,7 @@ def check_source(source: str | Path, with_weights: bool = True) -> None:
 
 
 @contextmanager
-def own_report() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     """Stops transformers from printing the loading report, which `check_loading_report` checks."""
     logger = logging.getLogger("transformers.modeling_utils")
 

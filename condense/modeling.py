@@ -28,7 +28,7 @@ from .execution.cuda_graph import can_decode, decode
 from .execution.executor import Checkpoint, ChunkOutput, Output, offload_checkpoint
 from .files import use_default_mode
 from .layers import CondenseDecoderLayer, DecoderBlock, RMSNorm
-from .loading import check_loading_report, own_report
+from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .segmentation import Chunk, UnpaddedBatch
 
@@ -138,7 +138,7 @@ class CondensePreTrainedModel(PreTrainedModel):
         if options.pop("output_loading_info", False):
             return super().from_pretrained(source, *model_args, output_loading_info=True, **options)
         ignore_shapes = options.pop("ignore_mismatched_sizes", False)
-        with own_report():
+        with without_load_report():
             model, report = super().from_pretrained(
                 source, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )

@@ -108,7 +108,7 @@ class Probe(Task[Measurement]):
         return stored(self.options) | {
             "probe": self.name(),
             "data": str(self.options.data or OWN_DATA),
-            "items": _hash([asdict(item) for item in self.set_items]),
+            "items": _hash([_stored(item) for item in self.set_items]),
             "models": [model.described for model in self.models],
         }
 
@@ -188,6 +188,11 @@ def load_probed(options: ProbeOptions) -> list[ProbedModel]:
         }
         found.append(ProbedModel(model.name, model.describe() | own, Reader(lm, model.tokenizer)))
     return found
+
+
+def _stored(item: Item) -> dict[str, Any]:
+    """The item as JSON, with the field names of earlier versions, so that their measurements resume."""
+    return {"places" if name == "char_spans" else name: value for name, value in asdict(item).items()}
 
 
 def _hash(value: Any) -> str:

@@ -102,4 +102,4 @@ def decode_over_two_borders(model: Any, text: Text, segment: int) -> tuple[torch
     cache = model(**arguments, use_cache=True).past_key_values
     columns = text.ids_BN[:, first:end].to(model.device).split(1, dim=1)
     logits = [model(input_ids=column_B1, past_key_values=cache).logits for column_B1 in columns]
-    return torch.cat(logits, dim=1).double().cpu(), cache.fixed_step
+    return torch.cat(logits, dim=1).double().cpu(), cache.static_decoding

@@ -25,7 +25,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention import AttentionMask, AttentionMetadata
-from ..cache import FoldedCache, FoldedCacheLayer
+from ..cache import FoldedCache
+from ..cache_layer import FoldedCacheLayer
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
 from .executor import run_layers
 

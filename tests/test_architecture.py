@@ -76,3 +76,13 @@ def test_the_core_does_not_load_its_laboratories(laboratory):
     code = f"import sys, condense; print([name for name in sys.modules if name.startswith({laboratory!r})])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_each_list_of_names_stands_in_one_place():
+    """The configuration accepts the names that are implemented."""
+    from condense.attention import IMPLEMENTATIONS
+    from condense.configuration import ATTENTION_IMPLEMENTATIONS, SCHEDULES
+    from condense.execution import EXECUTORS
+
+    assert set(ATTENTION_IMPLEMENTATIONS) == {"auto", *IMPLEMENTATIONS}
+    assert set(SCHEDULES) == {"auto", *EXECUTORS}

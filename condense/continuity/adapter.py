@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from ..configuration import POSITION_ANCHORS
 from .quadrature import RULES, Rule, quadrature_weights
 from .sentence import Sentence
 
-ANCHORS = ("end", "start")
 TOKENS_AT_ONCE = 8192
 
 
@@ -50,8 +50,8 @@ class ContinuousLM:
         own_anchor = getattr(model.config, "position_anchor", None) or "end"
         self.position_anchor = position_anchor or own_anchor
         self.rule = rule
-        if self.position_anchor not in ANCHORS:
-            raise ValueError(f"position_anchor={position_anchor!r}: choose one of {', '.join(ANCHORS)}.")
+        if self.position_anchor not in POSITION_ANCHORS:
+            raise ValueError(f"position_anchor={position_anchor!r}: choose one of {', '.join(POSITION_ANCHORS)}.")
         self._check_rule(rule)
         if self.folded and self.position_anchor != own_anchor:
             raise ValueError(

@@ -1,0 +1,143 @@
+"""One layer of a `FoldedCache`: its buffers, which chunks are written to and which roll at the end of a segment.
+
+Axes: B rows of a batch, R rows of a chunk, G key/value heads, L segment length, T tokens of a chunk, K keys, E head
+dimension, n tokens of a chunk without padding.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .memory import Memory
+from .segmentation import Chunk, on_device
+
+BUFFERS = ("keys", "values", "next_keys", "next_values")
+
+
+class FoldedCacheLayer(CacheLayerMixin):
+    """One layer's buffers: `keys`, `values` [B, G, 2L, E] and `next_keys`, `next_values` [B, G, L, E]."""
+
+    is_sliding = False
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    next_keys: torch.Tensor
+    next_values: torch.Tensor
+
+    def __init__(self, segment_length: int):
+        super().__init__()
+        self.segment_length = segment_length
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The four buffers; none before the first token."""
+        return [getattr(self, name) for name in BUFFERS] if self.is_initialized else []
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        batch_size, num_heads, _, head_dim = key_states.shape
+        current = (batch_size, num_heads, 2 * self.segment_length, head_dim)
+        following = (batch_size, num_heads, self.segment_length, head_dim)
+        self.keys, self.values = key_states.new_zeros(current), value_states.new_zeros(current)
+        self.next_keys, self.next_values = key_states.new_zeros(following), value_states.new_zeros(following)
+        self.is_initialized = True
+
+    def extend(self, key_RGTE, value_RGTE, chunk: Chunk):
+        """Stores a chunk's keys and values; returns all [R, G, K, E] that its queries see.
+
+        For a uniform chunk those are views that end with the chunk's own tokens; otherwise whole buffers.
+        """
+        self._allocate(key_RGTE, value_RGTE, chunk)
+        self.keys = _write(self.keys, key_RGTE, chunk, self.segment_length)
+        self.values = _write(self.values, value_RGTE, chunk, self.segment_length)
+        visible = chunk.visible_keys if chunk.uniform else slice(None)
+        return tuple(
+            (buffer if chunk.all_rows else buffer[chunk.rows])[:, :, visible] for buffer in (self.keys, self.values)
+        )
+
+    def _allocate(self, key_RGTE, value_RGTE, chunk: Chunk) -> None:
+        if not self.is_initialized:
+            all_rows = (chunk.batch_size, -1, -1, -1)
+            self.lazy_initialization(key_RGTE[:1].expand(all_rows), value_RGTE[:1].expand(all_rows))
+
+    def memory(self, chunk: Chunk) -> Memory | None:
+        if not self.is_initialized or chunk.memory_lengths[0] == 0:
+            return None
+        rows = slice(None) if chunk.all_rows else chunk.rows
+        return Memory(*(buffer[rows, :, : self.segment_length] for buffer in (self.keys, self.values)))
+
+    def write_memory(self, memory: Memory, chunk: Chunk) -> None:
+        """Stores the keys and values that the chunk's tokens will have as the next memory."""
+        self._allocate(*memory, chunk)
+        self.next_keys = _write(self.next_keys, memory.key_RGKE, chunk)
+        self.next_values = _write(self.next_values, memory.value_RGKE, chunk)
+
+    def roll(self, chunk: Chunk) -> None:
+        """Starts the next segment of the rows that complete one: their next memory becomes their memory."""
+        if chunk.completed and self.is_initialized:
+            self.keys = self._rolled(self.keys, self.next_keys, chunk)
+            self.values = self._rolled(self.values, self.next_values, chunk)
+
+    def _rolled(self, buffer_BG2LE, next_BGLE, chunk: Chunk):
+        rolled = _writable(buffer_BG2LE)
+        completed = (
+            slice(None) if len(chunk.completed) == chunk.batch_size else [chunk.rows[r] for r in chunk.completed]
+        )
+        rolled[completed, :, : self.segment_length] = next_BGLE[completed]
+        return rolled
+
+    def restore(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Makes `buffers` its own again; tensors that can be written in place stay the same objects."""
+        if not buffers:
+            for name in BUFFERS:
+                setattr(self, name, None)
+            self.is_initialized = False
+            return
+        in_place = self.is_initialized and self.keys.shape == buffers[0].shape
+        for name, saved in zip(BUFFERS, buffers, strict=True):
+            buffer = _writable(getattr(self, name)).copy_(saved) if in_place else saved.clone()
+            setattr(self, name, buffer)
+        self.is_initialized = True
+
+    def select(self, rows_B: torch.Tensor) -> None:
+        if self.is_initialized:
+            for name in BUFFERS:
+                buffer = getattr(self, name)
+                setattr(self, name, buffer.index_select(0, rows_B.to(buffer.device)))
+
+    # The rest of transformers' interface for a layer; the cache counts the tokens of all layers.
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        raise TypeError("a FoldedCache belongs to a CondenseForCausalLM: other models cannot write to it.")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return 2 * self.segment_length, 0
+
+    def get_seq_length(self) -> int:
+        raise TypeError("the cache counts tokens, not its layers: use FoldedCache.get_seq_length().")
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _writable(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer itself where no gradient is recorded; a copy where autograd may need the old values."""
+    frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
+    recorded = torch.is_grad_enabled() or buffer.requires_grad
+    return buffer.clone() if recorded or frozen else buffer
+
+
+def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, chunk: Chunk, first_key: int = 0) -> torch.Tensor:
+    """Writes a chunk's tokens at each row's offset in its segment, which begins at key `first_key` of the buffer."""
+    written = _writable(buffer_BGKE)
+    if chunk.all_rows and chunk.uniform and chunk.rectangular:
+        first = first_key + chunk.offsets[0]
+        written[:, :, first : first + chunk.width] = values_RGTE
+    else:
+        device = buffer_BGKE.device
+        row_n, token_n = chunk.valid
+        key_n = first_key + torch.tensor(chunk.offsets)[row_n] + token_n
+        own_row_n = torch.tensor(chunk.rows)[row_n]
+        own_row_n, key_n, row_n, token_n = (on_device(index, device) for index in (own_row_n, key_n, row_n, token_n))
+        written[own_row_n, :, key_n] = values_RGTE[row_n, :, token_n]
+    return written

@@ -44,7 +44,7 @@ def test_convert_there_and_back(llama, tmp_path):
     assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.segment_length == 16
     condense("convert", tmp_path / "folded", tmp_path / "again", "--memory-source", "layer_input")
     again = CondenseForCausalLM.from_pretrained(tmp_path / "again").config
-    assert (again.segment_length, again.memory_source) == (16, "layer_input")  # what isn't asked for stays
+    assert (again.segment_length, again.memory_source) == (16, "layer_input")  # other fields keep their values
     condense("convert", tmp_path / "folded", tmp_path / "back", "--to", "llama")
     back, stock = LlamaForCausalLM.from_pretrained(tmp_path / "back"), LlamaForCausalLM.from_pretrained(llama)
     for name, tensor in stock.state_dict().items():

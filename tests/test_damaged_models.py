@@ -59,7 +59,7 @@ def run(capsys, *arguments) -> tuple[int, str]:
 
 
 def refused(capsys, writable: Path, *arguments) -> str:
-    """What a command says that fails as it should. `writable` is the only folder it could write to."""
+    """The message of a command that fails as it should. `writable` is the only folder that it can write to."""
     before, start = _everything_in(writable), time.perf_counter()
     code, said = run(capsys, *arguments)
     assert code != 0, said
@@ -132,7 +132,7 @@ def one_shard_of_two(folder: Path) -> None:
 
 NORM = "model.layers.1.input_layernorm.weight"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 410968\n"
-# What is done to a model's folder, and a word of what must be said of it.
+# The damage to a model's folder, and a word that the message must have.
 DAMAGE = {
     "a weight is missing": (weights(lambda t: dropped(t, NORM)), NORM),
     "an untied head is missing": (weights(lambda t: dropped(t, "lm_head.weight")), "lm_head.weight"),
@@ -176,7 +176,7 @@ ONLY_CONFIG = {
 
 
 def commands(model: Path | str, folder: Path) -> dict[str, list]:
-    """Every command that takes a model. What they write, they write below `folder`."""
+    """Every command that takes a model; the commands write below `folder`."""
     (folder / "in").mkdir()
     book, records = folder / "in" / "book.txt", folder / "in" / "records.jsonl"
     book.write_text("The grass is green. The sky is blue. " * 60)

@@ -62,7 +62,7 @@ def folders(tmp_path_factory):
 
 
 class Own:
-    """What the model itself says of a text: one row, all at once, without a state."""
+    """The model's own log-likelihoods of a text: one row, one call, without a state."""
 
     def __init__(self, folder):
         self.model = CondenseForCausalLM.from_pretrained(folder).eval()

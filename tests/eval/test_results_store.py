@@ -1,4 +1,4 @@
-"""A measurement that was stopped goes on, and never mixes with another."""
+"""A measurement that was stopped resumes, and never mixes with another."""
 
 import json
 

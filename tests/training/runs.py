@@ -40,7 +40,7 @@ def run(recipe, output, *overrides, ranks=2, launcher=False) -> tuple[list[float
 
 
 def fails(recipe, output, *overrides, ranks=2, launcher=False) -> str:
-    """What was printed by a run that fails."""
+    """The output of a run that fails."""
     succeeded, printed = _start(recipe, output, overrides, ranks, launcher)
     assert not succeeded
     return printed

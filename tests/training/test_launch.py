@@ -1,4 +1,4 @@
-"""What the launcher is asked for."""
+"""The launcher's command line."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder, whoever starts the second."""
+"""One run at a time in an output folder, for every way to start the second."""
 
 import contextlib
 import errno

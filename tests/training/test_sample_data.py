@@ -28,7 +28,7 @@ def read(folder, name):
 
 
 def facts(text):
-    """What the text says of each name, trade, thing and colour, by naive patterns."""
+    """The text's facts about each name, trade, thing and colour, by naive patterns."""
     said = defaultdict(set)
     trade = "|".join(ATTRIBUTES["trade"])
     for pattern in (

@@ -1,4 +1,4 @@
-"""Ranks end with whoever started them, through DeepSpeed's real runner and launcher."""
+"""Ranks end with the process that started them, through DeepSpeed's real runner and launcher."""
 
 import os
 import signal

@@ -9,7 +9,7 @@ from .documents import Document
 from .store import Tokens
 
 BEFORE = "Summarize this text:\n"
-BEHIND = "\n----\nSummary:\n"
+AFTER = "\n----\nSummary:\n"
 
 
 def _ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -19,7 +19,7 @@ def _ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 def prompt_frame(tokenizer) -> tuple[list[int], list[int]]:
     """The tokens before and after a document's tokens; the summary follows."""
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    before, behind = _ids(tokenizer, [BEFORE, BEHIND])
+    before, behind = _ids(tokenizer, [BEFORE, AFTER])
     return first + before, behind
 
 

@@ -236,7 +236,7 @@ def test_the_dial_by_the_equations(num_tokens, memory_source, words):
         expected_NV = dialled_reference(reader.lm.model, ids_N, dial).softmax(-1)
         torch.testing.assert_close(found_NV, expected_NV, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(found_FNV[2], reader.lm.logits(Sentence(ids_N)).softmax(-1), rtol=1e-5, atol=1e-9)
-    assert (found_FNV[0] - found_FNV[2])[4:].abs().amax(1).min() > 1e-4  # every sample behind the first segment
+    assert (found_FNV[0] - found_FNV[2])[4:].abs().amax(1).min() > 1e-4  # every sample after the first segment
     torch.testing.assert_close(found_FNV[0][:4], found_FNV[2][:4])  # that has no memory
 
 
@@ -307,7 +307,7 @@ def test_memory_items_one_by_one():
 
 @torch.no_grad()
 def test_recall_of_a_passkey():
-    """Its digits one behind the other, as the model gives them at dial 1; found where each is the likeliest."""
+    """The digits of an answer in a row, as the model writes them at dial 1; found where each is the likeliest."""
     reader = memory_reader(32)
     model, length = reader.lm.model, 32
     item = Item("p", "dial, passkeys", "", "dial", (1.0, 0.2), "tokens", facts={"seed": 5})
@@ -347,11 +347,11 @@ def test_passkeys_that_cannot_be_asked(words):
     assert not short["valid"] and "a passkey prompt needs" in short["reason"]
 
 
-# What is timed
+# Timing
 
 
 def test_one_pass_a_factor_and_all_together(words, monkeypatch):
-    """What is timed: a run of each sentence without a shared beginning, and one call for all."""
+    """The timing covers a run of each sentence without a shared beginning, and one call for all sentences."""
     reader, item = stock_reader(words), ITEMS["shrink"]
     item = Item(**{**vars(item), "group": SET})
     calls = []

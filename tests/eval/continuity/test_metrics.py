@@ -167,8 +167,8 @@ def test_properties_of_sums_against_a_loop():
 def naive_derivative(factors, curve):
     slopes = []
     for n in range(len(curve)):
-        before, behind = max(n - 1, 0), min(n + 1, len(curve) - 1)
-        slopes.append(abs((curve[behind] - curve[before]) / (factors[behind] - factors[before])))
+        before, after = max(n - 1, 0), min(n + 1, len(curve) - 1)
+        slopes.append(abs((curve[after] - curve[before]) / (factors[after] - factors[before])))
     return max(slopes) / (max(curve) - min(curve))
 
 
@@ -294,7 +294,7 @@ def record_of(group=SET, valid=True, **fields):
 
 
 def test_summary_of_counts():
-    """Of the set, and of what could be posed: means over records, not over all peaks."""
+    """Of the whole set and of its valid items: means over records, not over all peaks."""
     records = [
         record_of(curves=digit_curves("1", "2", "4"), repetitions=4),
         record_of(curves=digit_curves("0", "3", "3"), repetitions=2),

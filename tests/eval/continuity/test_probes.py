@@ -1,4 +1,4 @@
-"""Probes from the command line: what they write and refuse, how they go on, what tables and curves show."""
+"""Probes from the command line: their files, refusals, resumption, tables and curves."""
 
 import csv
 import json
@@ -56,7 +56,7 @@ def asked(*arguments):
 
 
 def probed(output, name, *models, options=()):
-    """What the command wrote, and what it showed."""
+    """The results that the command wrote, and its printed tables."""
     named = [word for model in models for word in ("--model", model)]
     done = asked(name, *named, "--output", output, *options)
     assert done.exit_code == 0, (done.output, done.exception)
@@ -113,7 +113,7 @@ def test_figures_are_the_same_in_every_file(name, folder, tmp_path, undrawn):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    """What the stock models of transformers themselves give behind a text: each token's probability, by its text."""
+    """The probability of each token after a text, by the token's text, from the stock models of transformers."""
     loaded = {}
 
     @torch.no_grad()

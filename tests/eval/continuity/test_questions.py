@@ -39,7 +39,7 @@ def tokenizer(folder):
 
 
 def counted(prompt):
-    """What is asked for, how often it is there, and what was counted."""
+    """The object in question, its number of occurrences, and the count in the answer."""
     if prompt.startswith("Tutorial: "):
         steps = [line for line in prompt.splitlines() if line.startswith("- ")]
         assert prompt.endswith("Answer: It takes ")

@@ -3,14 +3,14 @@
 import pytest
 
 from eval.tasks.corpus import find_source, read_corpus
-from training.data.summarization import BEFORE, BEHIND, prompt_ids
+from training.data.summarization import AFTER, BEFORE, prompt_ids
 from training.small_llama import word_tokenizer
 
 from .documents import WORDS, write_lines
 
 
 def test_documents_are_the_first_and_the_shortest_come_first(tmp_path):
-    tokenizer = word_tokenizer([BEFORE, BEHIND, *WORDS])
+    tokenizer = word_tokenizer([BEFORE, AFTER, *WORDS])
     texts = ["the cat sat on the mat", "two dogs", "a red house", "the sea", "one old mat"]
     path = write_lines(tmp_path / "data.jsonl", [{"text": text, "summary": text.upper()} for text in texts])
     corpus = read_corpus(find_source(str(path)), tokenizer, num_documents=4)

@@ -1,4 +1,4 @@
-"""What a measurement is stored under, word for word: a change here makes measurements that were stopped unresumable."""
+"""The stored settings of each measurement, word for word: a change here makes stopped measurements unresumable."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from eval.continuity.options import ProbeOptions
 from eval.continuity.probes import PROBES
 from eval.tasks import find_task
 from eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
-from training.data.summarization import BEFORE, BEHIND
+from training.data.summarization import AFTER, BEFORE
 from training.small_llama import save_small_llama, small_llama, word_tokenizer
 
 TEXT = "the grass is green and the sky is blue and here we go"
@@ -21,7 +21,7 @@ TEXT = "the grass is green and the sky is blue and here we go"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    tokenizer = word_tokenizer([TEXT, BEFORE, BEHIND])
+    tokenizer = word_tokenizer([TEXT, BEFORE, AFTER])
     small_llama(tokenizer, seed=0).save_pretrained(root / "llama")
     CondenseForCausalLM.from_pretrained(root / "llama", segment_length=8).save_pretrained(root / "folded")
     for name in ("llama", "folded"):

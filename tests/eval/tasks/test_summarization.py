@@ -24,7 +24,7 @@ from eval.tasks.corpus import Corpus, read_corpus
 from eval.tasks.options import SummarizationOptions
 from eval.tasks.rouge import METRICS, Rouge
 from eval.tasks.summarization import Summarization
-from training.data.summarization import BEFORE, BEHIND, prompt_ids
+from training.data.summarization import AFTER, BEFORE, prompt_ids
 from training.recipe import Source
 from training.small_llama import small_llama, word_tokenizer
 
@@ -36,7 +36,7 @@ GREEDY = SummarizationOptions(models=[], data="", temperature=0.0, new_tokens=NE
 
 
 def letter_tokenizer():
-    tokenizer = word_tokenizer([" ".join(BEFORE + BEHIND + TEXT)])
+    tokenizer = word_tokenizer([" ".join(BEFORE + AFTER + TEXT)])
     letters = pre_tokenizers.Split(Regex(r"\w|[^\w\s]"), behavior="removed", invert=True)
     tokenizer.backend_tokenizer.pre_tokenizer = letters
     return tokenizer
@@ -56,7 +56,7 @@ def save_model(folder, tokenizer, seed, segment_length=None):
 
 @pytest.fixture(scope="module")
 def folded(tmp_path_factory):
-    tokenizer = word_tokenizer([BEFORE, BEHIND, TEXT])
+    tokenizer = word_tokenizer([BEFORE, AFTER, TEXT])
     return save_model(tmp_path_factory.mktemp("folded"), tokenizer, seed=1, segment_length=16)
 
 

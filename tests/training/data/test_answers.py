@@ -36,7 +36,7 @@ def encoded(tokenizer, prompt, answer, total_length=30):
 
 
 def halves(tokenizer, found):
-    """What is given and what is asked for."""
+    """The prompt and its answer."""
     tokens = tokenizer.convert_ids_to_tokens(found.input_ids)
     return " ".join(tokens[: found.num_given]), " ".join(tokens[found.num_given :])
 
@@ -74,7 +74,7 @@ def test_every_document_of_a_batch():
     assert [one if isinstance(one, str) else one.num_given for one in found] == [4, 5, 6, 7, *["over 9 tokens"] * 4]
 
 
-def pieces():
+def byte_level():
     """Bytes, with " 4" merged into one token, and a bos in front."""
     tokenizer = Tokenizer(models.BPE(vocab={}, merges=[]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -88,8 +88,8 @@ def pieces():
 
 
 def test_a_token_that_reaches_into_the_answer_belongs_to_it():
-    """Prompt and answer are one text: behind "is" the model meets " 4", and behind "is " it meets "4"."""
-    tokenizer = pieces()
+    """Prompt and answer are one text: after "is" the model sees " 4", and after "is " it sees "4"."""
+    tokenizer = byte_level()
     assert halves(tokenizer, encoded(tokenizer, "is ", "45")) == ("<s> i s", "Ġ4 5 </s>")
     assert halves(tokenizer, encoded(tokenizer, "is ", "54")) == ("<s> i s Ġ", "5 4 </s>")
     assert halves(tokenizer, encoded(tokenizer, "is", " 4")) == ("<s> i s", "Ġ4 </s>")

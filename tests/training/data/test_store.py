@@ -1,4 +1,4 @@
-"""Documents are prepared once, survive being killed, and are the same for everybody."""
+"""Documents are prepared once, also after an interruption, and are the same for all ranks."""
 
 import json
 import os

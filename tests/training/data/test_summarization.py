@@ -1,4 +1,4 @@
-"""Summaries behind their documents: what is asked for, and what does not fit."""
+"""Summaries after their documents: the labels, and documents that do not fit."""
 
 import json
 
@@ -31,8 +31,8 @@ def test_summaries_by_hand():
     assert long == "over 18 tokens" and impossible == "summary too long for 18 tokens"
     _, cut, _ = summary_encoder(tokenizer, 18, "cut")(documents)
     assert tokenizer.convert_ids_to_tokens(cut.input_ids)[5:11] == ["a"] * 5 + ["-"] and len(cut.input_ids) == 18
-    before, behind = prompt_frame(tokenizer)
-    assert short.input_ids[:14].tolist() == [*before, *tokenizer("a b c")["input_ids"], *behind]
+    before, after = prompt_frame(tokenizer)
+    assert short.input_ids[:14].tolist() == [*before, *tokenizer("a b c")["input_ids"], *after]
     assert short.input_ids[:14].tolist() == prompt_ids(tokenizer, "a b c")
     assert (short.remark, cut.remark) == ("", "cut to 18 tokens")
 

@@ -37,15 +37,15 @@ def recipe(tmp_path):
 
 def documents_of(examples, total_length=8):
     count = examples.num_sequences(total_length)
-    pieces = (examples.sequence(n, total_length)[0].input_ids for n in range(count))
-    return {tuple(ids[1:3]) for ids in pieces if ids[0] == 1}  # those that begin a document
+    sequences = (examples.sequence(n, total_length)[0].input_ids for n in range(count))
+    return {tuple(ids[1:3]) for ids in sequences if ids[0] == 1}  # those that begin a document
 
 
 def test_held_out_documents_are_never_trained_on(recipe):
     tokenizer = word_tokenizer([WORDS])
     training, held_out = make_examples(load_recipe(recipe, ["evaluation.sequences=6"]), tokenizer)
     assert held_out.num_sequences(8) == 6 and len(documents_of(held_out)) == 3
-    # 20 steps of 4 sequences need 40 documents of two pieces each.
+    # 20 steps of 4 sequences need 40 documents of two sequences each.
     assert len(documents_of(training)) == 40 and not documents_of(training) & documents_of(held_out)
     assert [held_out.sequence(n, 8)[0].input_ids[1] for n in (0, 6)] == [tokenizer.convert_tokens_to_ids("zero")] * 2
     nothing, none = make_examples(load_recipe(recipe), tokenizer)

@@ -175,7 +175,7 @@ def test_max_documents_limits_training_and_not_the_validation(tmp_path):
 
 
 def test_a_novel_in_whole_pieces(tmp_path, stories, novel):
-    """A real tokenizer: the pieces are the book's tokens, and only the first has a bos."""
+    """A real tokenizer: the sequences are the book's tokens, and only the first has a bos."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     text = novel.read_text(encoding="utf-8")[:60_000]
     for name in ("a.txt", "b.txt"):
@@ -184,7 +184,7 @@ def test_a_novel_in_whole_pieces(tmp_path, stories, novel):
         tmp_path, tokenizer, fit="cut", files=tmp_path / "*.txt", total_length=512, steps=2, held_out=1
     )
     ids = np.array([1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2])
-    expected = {tuple(piece) for piece in ids[: len(ids) // 512 * 512].reshape(-1, 512).tolist()}
-    pieces = [tuple(sequence[0].input_ids.tolist()) for sequence in sequences(training, 512)]
-    assert set(pieces) == expected and len(pieces) == len(expected) == len(ids) // 512
-    assert [piece[0] for piece in pieces].count(1) == 1
+    expected = {tuple(part) for part in ids[: len(ids) // 512 * 512].reshape(-1, 512).tolist()}
+    parts = [tuple(sequence[0].input_ids.tolist()) for sequence in sequences(training, 512)]
+    assert set(parts) == expected and len(parts) == len(expected) == len(ids) // 512
+    assert [part[0] for part in parts].count(1) == 1

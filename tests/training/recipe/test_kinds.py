@@ -142,5 +142,5 @@ def test_their_keys_are_checked(kinds, tmp_path):
         load_recipe(path, ["model.segment_length=4"])
     with pytest.raises(ValueError, match="objective.ahead is missing"):
         load_recipe(path, ["objective={kind: skip}"])
-    with pytest.raises(ValueError, match="objective.behind is no key of objective.kind=skip"):
-        load_recipe(path, ["objective.behind=4"])
+    with pytest.raises(ValueError, match="objective.after is no key of objective.kind=skip"):
+        load_recipe(path, ["objective.after=4"])

@@ -129,7 +129,7 @@ class FoldedCache(Cache):
 
     def roll(self, chunk: Chunk) -> None:
         """Starts the next segment of the rows that complete one with this chunk."""
-        if self.is_recording and chunk.completed:
+        if self.is_recording and chunk.completed_rows:
             self._record_roll()
         for layer in self.layers:
             layer.roll(chunk)

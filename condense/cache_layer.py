@@ -74,14 +74,16 @@ class FoldedCacheLayer(CacheLayerMixin):
 
     def roll(self, chunk: Chunk) -> None:
         """Starts the next segment of the rows that complete one: their next memory becomes their memory."""
-        if chunk.completed and self.is_initialized:
+        if chunk.completed_rows and self.is_initialized:
             self.keys = self._rolled(self.keys, self.next_keys, chunk)
             self.values = self._rolled(self.values, self.next_values, chunk)
 
     def _rolled(self, buffer_BG2LE, next_BGLE, chunk: Chunk):
         rolled = _writable(buffer_BG2LE)
         completed = (
-            slice(None) if len(chunk.completed) == chunk.batch_size else [chunk.rows[r] for r in chunk.completed]
+            slice(None)
+            if len(chunk.completed_rows) == chunk.batch_size
+            else [chunk.rows[r] for r in chunk.completed_rows]
         )
         rolled[completed, :, : self.segment_length] = next_BGLE[completed]
         return rolled
@@ -135,7 +137,7 @@ def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, chunk: Chunk, f
         written[:, :, first : first + chunk.width] = values_RGTE
     else:
         device = buffer_BGKE.device
-        row_n, token_n = chunk.valid
+        row_n, token_n = chunk.token_indices
         key_n = first_key + torch.tensor(chunk.offsets)[row_n] + token_n
         own_row_n = torch.tensor(chunk.rows)[row_n]
         own_row_n, key_n, row_n, token_n = (on_device(index, device) for index in (own_row_n, key_n, row_n, token_n))

@@ -114,7 +114,7 @@ class Timeline:
                 f"{LONGEST_PAIR:,} float32 positions do not distinguish tokens. Divide all durations by one factor."
             )
 
-        row_n, token_n = chunk.valid
+        row_n, token_n = chunk.token_indices
         position_n = torch.tensor(chunk.offsets)[row_n] + token_n
         self.durations_BL = self.durations_BL.index_put((rows_R[row_n], position_n), duration_RT[row_n, token_n])
         last_R = torch.tensor(chunk.counts)[:, None] - 1
@@ -126,7 +126,7 @@ class Timeline:
         timeline, positions = copy.deepcopy((self, positions))
         for chunk in positions.chunks(batch.lengths):
             timeline.advance(batch.gather(durations_BN, chunk), chunk)
-            timeline.roll([chunk.rows[r] for r in chunk.completed])
+            timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
 
     def log_durations(self, rows: list[int]) -> torch.Tensor:
         """The logarithms [R, 2L] of the durations of [memory ; current segment]."""

@@ -1,12 +1,15 @@
 """A Llama layer over [memory ; current segment]: equations 17-20 of the folded context condensation paper.
 
-    Q = X W_Q,  K = [Y_memory ; X] W_K,  V = [Y_memory ; X] W_V     (X and Y_memory after the layer's input norm)
-    Y = X + Attention(Q, K, V) W_O,  Y = Y + MLP(norm(Y))
+    X' = norm(X),  M' = norm(M)
+    Q = X' W_Q,  K = [M' ; X'] W_K,  V = [M' ; X'] W_V
+    Z = X + Attention(Q, K, V) W_O,  Y = Z + MLP(norm(Z))
 
-Y_memory is the layer's own output for the segment before. It is projected once, when it is known, and is carried to
-the next segment as keys and values. Parameters are those of a Llama, under the same names.
+X is the layer's input and Y its output for the current segment. The memory M is the layer's own output Y for the
+segment before or, with `memory_source="layer_input"`, its input X. M is projected once, at the end of its chunk, and
+the next segment receives its keys and values. Parameters are those of a Llama, under the same names.
 
-Axes: R rows of a chunk, T tokens of a chunk, D hidden size, H query heads, G key/value heads, E head dimension.
+Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hidden size, H query heads, G key/value
+heads, E head dimension, x any size, 1 a broadcast axis.
 """
 
 from typing import Protocol
@@ -24,14 +27,17 @@ from .segmentation import Chunk, on_device
 
 
 class DecoderBlock(Protocol):
-    """A member of the decoder stack: `CondenseDecoderLayer`, or a module that takes the place of one or more layers.
-
-    `key_values` is what an earlier chunk's `Memory` of this block has become: None for a block that returns no memory.
-    """
+    """A member of the decoder stack: `CondenseDecoderLayer`, or a module that takes the place of one or more layers."""
 
     def __call__(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
-    ) -> tuple[torch.Tensor, Memory | None]: ...
+    ) -> tuple[torch.Tensor, Memory | None]:
+        """The output [R, T, D], and this chunk's share of the next segment's memory, or None for a block without one.
+
+        `key_values` holds the memory that the block returned for the segment before and, in a cache, the keys and
+        values of earlier chunks of the current segment. It is None if there is neither.
+        """
+        ...
 
 
 class RMSNorm(LlamaRMSNorm):
@@ -70,11 +76,11 @@ class CondenseAttention(nn.Module):
         query_RHTE = _rotate(self._split_heads(self.q_proj(normed_RTD)), metadata.rotary)
         key_RGTE = _rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.rotary)
         value_RGTE = self._split_heads(self.v_proj(normed_RTD))
-        attended = [
+        outputs = [
             self._attend(query_RHTE[rows], key_RGTE[rows], value_RGTE[rows], mask, row_key_values, metadata.chunk)
-            for rows, mask, row_key_values in metadata.groups(key_values)
+            for rows, mask, row_key_values in metadata.row_groups(key_values)
         ]
-        return self.o_proj(attended[0] if len(attended) == 1 else torch.cat(attended))
+        return self.o_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     def _attend(
         self, query_RHTE, key_RGTE, value_RGTE, mask: AttentionMask, key_values: KeyValueState | None, chunk: Chunk
@@ -97,7 +103,7 @@ def _rotate(tensor_RHTE: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
 class CondenseDecoderLayer(nn.Module):
     def __init__(self, config: CondenseConfig):
         super().__init__()
-        self.memory_is_output = config.memory_source == "layer_output"
+        self.memory_from_output = config.memory_source == "layer_output"
         self.self_attn = CondenseAttention(config)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -107,15 +113,16 @@ class CondenseDecoderLayer(nn.Module):
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, Memory | None]:
         """The layer's output [R, T, D] and, if `metadata.writes_memory`, its keys and values for the next segment."""
-        attended_RTD = input_RTD + self.self_attn(self.input_layernorm(input_RTD), key_values, metadata)
-        output_RTD = attended_RTD + self.mlp(self.post_attention_layernorm(attended_RTD))
+        residual_RTD = input_RTD + self.self_attn(self.input_layernorm(input_RTD), key_values, metadata)
+        output_RTD = residual_RTD + self.mlp(self.post_attention_layernorm(residual_RTD))
         if not metadata.writes_memory:
             return output_RTD, None
-        source_RTD = _detach_rows(output_RTD if self.memory_is_output else input_RTD, metadata.detach_R)
+        source_RTD = _detach_rows(output_RTD if self.memory_from_output else input_RTD, metadata.detach_R)
         return output_RTD, self.self_attn.project_memory(self.input_layernorm(source_RTD), metadata)
 
 
 def _detach_rows(source_RTD: torch.Tensor, detach_R: tuple[bool, ...]) -> torch.Tensor:
+    """Stops the gradient through the memory of some rows (truncated backpropagation, `bptt_segments`)."""
     if all(detach_R):
         return source_RTD.detach()
     if not any(detach_R):

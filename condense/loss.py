@@ -1,20 +1,58 @@
-"""Cross-entropy of hidden states, for a bounded number of logits at a time.
+"""The loss of a call, chunk by chunk: cross-entropy of hidden states, for a bounded number of logits at a time.
 
 The backward pass computes the logits of a block of tokens again, so that no block outlives its use, unless the
 vocabulary is smaller than the hidden size. torch's fused `linear_cross_entropy` is not used: without blocks it
 computes bfloat16 losses from bfloat16 logits, and with blocks every call (here every segment) keeps a gradient of
 the whole head until the backward pass.
 
-Axes: n target tokens, D hidden size.
+Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, n target tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .configuration import IGNORE_INDEX
+from .segmentation import Chunk, UnpaddedBatch, on_device
+
 MAX_LOGITS = 2**26  # per block: 256 MiB in float32
+
+
+class LossAccumulator:
+    """The summed cross-entropy of each chunk, and the loss of the whole batch."""
+
+    def __init__(self, head: Callable, vocab_size: int, batch: UnpaddedBatch, labels_BN: torch.Tensor, recompute: bool):
+        self.head, self.vocab_size, self.batch, self.recompute = head, vocab_size, batch, recompute
+        self.targets_BN = batch.next_labels(labels_BN.cpu(), IGNORE_INDEX)
+        self.targets_on_device_BN: torch.Tensor | None = None  # copied once the device is known
+        self.num_targets = int((self.targets_BN != IGNORE_INDEX).sum())
+
+    def chunk_loss(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """The sum over the chunk's targets; the head sees only hidden states that have a target."""
+        device = hidden_RTD.device
+        if self.targets_on_device_BN is None:
+            self.targets_on_device_BN = on_device(self.targets_BN, device)
+        target_RT = self.batch.gather(self.targets_on_device_BN, chunk)
+        row_n, token_n = chunk.token_indices
+        counted = self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX
+        if bool(counted.all()) and chunk.rectangular:
+            hidden_nD, target_n = hidden_RTD.flatten(0, 1), target_RT.flatten()
+        else:
+            selected = on_device(row_n[counted], device), on_device(token_n[counted], device)
+            hidden_nD, target_n = hidden_RTD[selected], target_RT[selected]
+        return cross_entropy_sum(self.head, hidden_nD, target_n, self.vocab_size, self.recompute)
+
+    def num_targets_of(self, chunk: Chunk) -> int:
+        row_n, token_n = chunk.token_indices
+        return int((self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX).sum())
+
+    def batch_loss(self, chunk_losses: Sequence[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
+        """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
+        if not chunk_losses:
+            raise ValueError("the attention mask hides every token of the batch: there is no loss to compute.")
+        return torch.stack(list(chunk_losses)).sum() / (max(self.num_targets, 1) if num_items is None else num_items)
 
 
 def cross_entropy_sum(

@@ -1,7 +1,9 @@
-"""The folded Llama.
+"""A Llama with segment recurrence, called a folded Llama.
 
-Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, C columns of logits, D hidden
-size, S chunks of a call, V vocabulary.
+For segment, chunk and call see `segmentation`; for the state between them see `memory` and `cache`.
+
+Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, D hidden
+size, S chunks of a call.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,6 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from .accumulators import HiddenStateAccumulator, LossAccumulator
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .checks import check_attention_name, check_input, check_unused, real_tokens
@@ -25,18 +26,23 @@ from .configuration import OWN_ATTENTION, CondenseConfig
 from .durations import Timeline
 from .execution import EXECUTORS, schedule_for
 from .execution.cuda_graph import can_decode, decode
-from .execution.executor import Checkpoint, ChunkOutput, Output, offload_checkpoint
+from .execution.executor import CheckpointFunction, ChunkOutput, OutputFunction, offload_checkpoint
 from .files import use_default_mode
+from .hidden_states import HiddenStateAccumulator
 from .layers import CondenseDecoderLayer, DecoderBlock, RMSNorm
 from .loading import check_loading_report, without_load_report
+from .loss import LossAccumulator
 from .memory import RecurrentState, TransientState
 from .segmentation import Chunk, UnpaddedBatch
 
 
 @dataclass
 class CondenseOutput(CausalLMOutputWithPast):
-    """With labels also, for each chunk of the call, the summed cross-entropy of the tokens that its own tokens predict
-    (detached), and the number of these tokens. A call without a cache has one chunk per segment.
+    """The output of a causal language model. With labels it also has the parts of the loss, chunk by chunk; a call
+    without a cache has one chunk per segment.
+
+    `segment_losses[s]` is the sum (not the mean) of the cross-entropies of the tokens that chunk s predicts, over all
+    rows, detached. `segment_targets[s]` is the number of these tokens.
     """
 
     segment_losses: torch.Tensor | None = None  # [S]
@@ -59,29 +65,29 @@ class CondenseModel(nn.Module):
         inputs: torch.Tensor,
         batch: UnpaddedBatch,
         state: RecurrentState,
-        output: Output,
+        output_function: OutputFunction,
         durations_BN: torch.Tensor | None = None,
         schedule: str = "sequential",
-        checkpoint: Checkpoint | None = None,
-        keeps_state: bool = False,
+        checkpoint_function: CheckpointFunction | None = None,
+        has_cache: bool = False,
     ) -> list[ChunkOutput]:
-        """Each chunk of the call with `output(hidden_RTD, chunk)`, in order.
+        """Runs the model chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
 
-        inputs: token ids [B, N] or embeddings [B, N, D]. `hidden_RTD` is the output of the final norm. A chunk ends at
-        the next segment border of each row; `state` carries the memories from chunk to chunk. `durations_BN` is on the
-        host. `checkpoint` is the function of gradient checkpointing; `keeps_state` is true if a call can follow.
+        inputs: token ids [B, N] or embeddings [B, N, D]. `hidden_RTD` is the output of the final norm. `state` carries
+        the memories from chunk to chunk, and `has_cache` is true if a later call continues from it. `durations_BN` is
+        on the CPU. `checkpoint_function` is that of gradient checkpointing.
         """
 
         def embed(chunk: Chunk) -> torch.Tensor:
             part = batch.gather(inputs, chunk)
             return part if part.is_floating_point() else self.embed_tokens(part)
 
-        def normed_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
-            return output(self.norm(hidden_RTD), chunk)
+        def normalize_and_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
+            return output_function(self.norm(hidden_RTD), chunk)
 
         like = inputs if inputs.is_floating_point() else self.norm.weight
-        metadata = self.metadata_builder(like, batch, state, durations_BN, keeps_state)
-        executor = EXECUTORS[schedule](self.layers, state, embed, normed_output, checkpoint)
+        metadata = self.metadata_builder(like, batch, state, durations_BN, has_cache)
+        executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, checkpoint_function)
         outputs: list[ChunkOutput] = []
         for chunk in state.positions.chunks(batch.lengths):
             outputs += executor.submit(metadata.build(chunk))
@@ -93,18 +99,19 @@ class CondenseModel(nn.Module):
         batch: UnpaddedBatch,
         state: RecurrentState,
         durations_BN: torch.Tensor | None = None,
-        keeps_state: bool = False,
+        has_cache: bool = False,
     ) -> AttentionMetadataBuilder:
+        """The builder of the attention metadata of a call's chunks; `like` gives device and dtype of rotary tables."""
         return AttentionMetadataBuilder(
-            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, keeps_state
+            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache
         )
 
     def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
         """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
 
-        The block runs under the sequential schedule, with caches, padding, gradient checkpointing and generation as
-        they are; a block that returns a `Memory` finds it in its `key_values` in the next segment. The model must not
-        have a cache in use: a cache has one entry for each member of the stack.
+        The block works unchanged with caches, padding, gradient checkpointing and generation, under the sequential
+        schedule. A block that returns a `Memory` receives it as `key_values` in the next segment. Caches made before
+        do not fit afterwards: a cache has one entry for each member of the stack.
 
         Raises `ValueError` for a range that is not within the stack, and for a block that is no module.
         """
@@ -165,9 +172,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _is_stateful = False  # FoldedCache.crop removes tokens again, as assisted decoding needs
+    _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    fixed_decoding = False  # True: new tokens run as one static step, on CUDA a graph; see execution/cuda_graph.py
+    fixed_decoding = False  # True: each new token runs with static shapes, on CUDA as a graph (execution/cuda_graph.py)
 
     def __init__(self, config: CondenseConfig):
         super().__init__(config)
@@ -179,7 +186,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The default is "auto"."""
+        """The implementation to use: "auto" if none is requested."""
         check_attention_name(requested_attention or "auto")
         if requested_attention is None or requested_attention in OWN_ATTENTION:
             return requested_attention or "auto"
@@ -204,20 +211,24 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at padding, on
         either side; padding never shifts a row's segments. A column of padding after a row's last token has that
-        token's logits. position_ids [B, N]: accepted if consecutive within the input, since attention depends on
-        differences alone. durations [B, N] in units of a token.
+        token's logits. position_ids [B, N]: checked to be consecutive within the input and not used, since attention
+        depends on differences alone. durations [B, N], floating point, not negative: the length of each token on the
+        position axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
 
-        labels [B, N]: `loss` is the mean cross-entropy of each token's successor in its row over all labels other than
-        -100, or their sum over `num_items_in_batch`. It is computed segment by segment, so logits are returned with it
-        only if `logits_to_keep` requests them. `segment_losses` [S] are its parts.
+        labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
+        labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
+        logits are returned with it only if `logits_to_keep` requests them. The sums of the chunks are in
+        `segment_losses`.
 
         logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
 
-        use_cache: return the state as `past_key_values`; by default in evaluation mode without labels.
+        use_cache: return the state as `past_key_values`; by default `config.use_cache`, and False in training or with
+        labels.
 
         unused: arguments that `generate` passes to every model and this one does not need, such as `tokenizer`.
 
-        Raises `ValueError` for inputs that do not fit together, and for outputs that a folded model does not have.
+        Raises `ValueError` for inputs whose shapes, ids or cache do not fit together or to the model, for gradient
+        checkpointing with a cache, and for `output_attentions` and `output_hidden_states`.
         """
         check_unused(unused)
         inputs = check_input(
@@ -225,8 +236,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             logits_to_keep,
         )  # fmt: skip
         self.config.check()  # fields may have been set since the last call
-        cache = self._cache(past_key_values, use_cache, labels)
-        checkpoint = self._checkpoint(cache)
+        cache = self._select_cache(past_key_values, use_cache, labels)
+        checkpoint_function = self._checkpoint_function(cache)
         batch_size, num_columns = inputs.shape[:2]
         batch = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
 
@@ -236,24 +247,31 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             return output if return_dict else output.to_tuple()
 
         state = TransientState(batch_size, self.config) if cache is None else cache.start(batch_size)
-        timeline, durations_BN = self._timeline(state, durations, batch)
-        accumulated = _AccumulatedOutput(self, inputs, batch, labels, logits_to_keep, cache, checkpoint)
-        schedule = schedule_for(self, batch.lengths, state, checkpointing=checkpoint is not None)
-        state.timeline = timeline  # nothing is refused after this line
+        timeline, durations_BN = self._prepare_timeline(state, durations, batch)
+        accumulated = _AccumulatedOutput(self, inputs, batch, labels, logits_to_keep, cache, checkpoint_function)
+        schedule = schedule_for(self, batch.lengths, state, checkpointing=checkpoint_function is not None)
+        state.timeline = timeline  # all checks are done: the state may change
         chunks = self.model(
-            inputs, batch, state, accumulated.of_chunk, durations_BN, schedule, checkpoint, cache is not None
+            inputs,
+            batch,
+            state,
+            accumulated.process_chunk,
+            durations_BN,
+            schedule,
+            checkpoint_function,
+            cache is not None,
         )
-        output = accumulated.of_call(chunks, num_items_in_batch)
+        output = accumulated.build_output(chunks, num_items_in_batch)
         if cache is not None:
             cache.end_call(num_columns)
         return output if return_dict else output.to_tuple()
 
-    def _cache(self, cache: FoldedCache | None, use_cache: bool | None, labels) -> FoldedCache | None:
+    def _select_cache(self, cache: FoldedCache | None, use_cache: bool | None, labels) -> FoldedCache | None:
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None and not self.training
         return FoldedCache(self.config) if use_cache and cache is None else cache
 
-    def _checkpoint(self, cache: FoldedCache | None) -> Checkpoint | None:
+    def _checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
         """The function of gradient checkpointing; None where it is off."""
         if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return None
@@ -261,7 +279,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             raise ValueError("gradient checkpointing runs segments twice, a cache reads them once: use one of the two.")
         return self._gradient_checkpointing_func
 
-    def _timeline(
+    def _prepare_timeline(
         self, state: RecurrentState, durations: torch.Tensor | None, batch: UnpaddedBatch
     ) -> tuple[Timeline | None, torch.Tensor | None]:
         """The timeline of the call, and its durations [B, N] on the host; both None if there are no durations."""
@@ -285,7 +303,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = FoldedCache(self.config)
-        if generation_config.is_assistant:  # the model that it assists refuses some of its tokens
+        if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens
             model_kwargs["past_key_values"].activate_past_recording()
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
@@ -314,24 +332,24 @@ class _AccumulatedOutput:
         labels_BN: torch.Tensor | None,
         logits_to_keep: int | None,
         cache: FoldedCache | None,
-        checkpoint: Checkpoint | None,
+        checkpoint_function: CheckpointFunction | None,
     ):
         self.head, self.cache = model.lm_head, cache
         self.loss = self.hidden = None
         if labels_BN is not None:
             self.loss = LossAccumulator(
-                self.head, model.config.vocab_size, batch, labels_BN, recompute=checkpoint is None
+                self.head, model.config.vocab_size, batch, labels_BN, recompute=checkpoint_function is None
             )
         if labels_BN is None or logits_to_keep is not None:
             self.hidden = HiddenStateAccumulator(batch, logits_to_keep or batch.num_columns)
-        earlier_BD = None if cache is None else cache.last_hidden_BD
-        if earlier_BD is None:
+        previous_last_hidden_BD = None if cache is None else cache.last_hidden_BD
+        if previous_last_hidden_BD is None:
             like = inputs if inputs.is_floating_point() else model.model.norm.weight
-            earlier_BD = like.new_zeros(batch.batch_size, model.config.hidden_size)
-        self.earlier_BD = earlier_BD
+            previous_last_hidden_BD = like.new_zeros(batch.batch_size, model.config.hidden_size)
+        self.previous_last_hidden_BD = previous_last_hidden_BD
 
-    def of_chunk(self, normed_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The chunk's loss, and the hidden states that logits are computed from."""
+    def process_chunk(self, normed_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The chunk's loss, and the hidden states that logits are computed from. Stores the last ones in the cache."""
         if self.cache is not None:
             self.cache.store_last_hidden(normed_RTD, chunk)
         return (
@@ -339,7 +357,8 @@ class _AccumulatedOutput:
             None if self.hidden is None else self.hidden.chunk_hidden(normed_RTD, chunk),
         )
 
-    def of_call(self, chunk_outputs: Sequence[ChunkOutput], num_items_in_batch) -> CondenseOutput:
+    def build_output(self, chunk_outputs: Sequence[ChunkOutput], num_items_in_batch) -> CondenseOutput:
+        """The output of the call, from the results of `process_chunk`."""
         chunks = [chunk for chunk, _ in chunk_outputs]
         output = CondenseOutput(past_key_values=self.cache)
         if self.loss is not None:
@@ -349,5 +368,5 @@ class _AccumulatedOutput:
             output.segment_targets = torch.tensor([self.loss.num_targets_of(chunk) for chunk in chunks])
         if self.hidden is not None:
             hidden = [hidden for _, (_, hidden) in chunk_outputs]
-            output.logits = self.head(self.hidden.batch_hidden(chunks, hidden, self.earlier_BD))
+            output.logits = self.head(self.hidden.batch_hidden(chunks, hidden, self.previous_last_hidden_BD))
         return output

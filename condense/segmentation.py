@@ -1,10 +1,15 @@
-"""How a batch of texts is cut into chunks, each at most up to the next segment border of every row.
+"""How a batch of texts is cut into chunks.
 
-Rows of a padded batch are aligned to their own first token, so that the borders of a row, and with them its
-answer, do not depend on its neighbours. The host counts all of this, once per call.
+- Segment: `segment_length` consecutive tokens of one row.
+- Call: one forward pass of the model, with some further tokens of each row.
+- Chunk: the tokens that all layers process together. It has, of each row, at most the tokens up to the end of the
+  row's current segment.
 
-Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, n tokens of a chunk without
-padding.
+Rows of a padded batch are aligned to their own first token, so that the segments of a row, and with them its answer,
+do not depend on its neighbours. All counts are Python integers, computed on the CPU once per call.
+
+Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, L segment
+length, n tokens of a chunk without padding, 1 a broadcast axis.
 """
 
 from collections.abc import Iterator
@@ -23,8 +28,8 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class Chunk:
     """Consecutive tokens of some rows, each within one segment of its row.
 
-    Of row `rows[r]` the chunk holds `counts[r]` tokens. The first of them is real token number `starts[r]` of this
-    call's input, and token number `offsets[r]` of segment number `segments[r]` of the row's text.
+    The chunk has `counts[r]` tokens of row `rows[r]`. The first of them has the index `starts[r]` among the row's
+    tokens in this call, and the index `offsets[r]` within segment `segments[r]` of the row's text. Indices begin at 0.
     """
 
     batch_size: int
@@ -45,12 +50,12 @@ class Chunk:
 
     @property
     def rectangular(self) -> bool:
-        """Every row has the same number of tokens."""
+        """All rows have the same number of tokens."""
         return len(set(self.counts)) == 1
 
     @property
     def uniform(self) -> bool:
-        """Every row is at the same offset of its segment: attention needs no mask but the causal one."""
+        """All rows have the same offset, and either all or none have a memory: the causal mask is sufficient."""
         return len(set(self.offsets)) == 1 and len({segment > 0 for segment in self.segments}) == 1
 
     @property
@@ -69,20 +74,20 @@ class Chunk:
         return slice(self.segment_length - self.memory_lengths[0], self.segment_length + self.offsets[0] + self.width)
 
     @cached_property
-    def valid(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(r, t) of every token; all other entries of the rectangle [R, T] are padding."""
+    def token_indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The indices (r, t) of all tokens, each [n] on the CPU; other entries of the rectangle [R, T] are padding."""
         tokens_T = torch.arange(self.width)
         row_n, token_n = (tokens_T < torch.tensor(self.counts)[:, None]).nonzero(as_tuple=True)
         return row_n, token_n
 
     @property
-    def completed(self) -> list[int]:
-        """The r whose segment ends with this chunk."""
+    def completed_rows(self) -> list[int]:
+        """The indices r of the rows whose segment ends with this chunk."""
         return [r for r, count in enumerate(self.counts) if self.offsets[r] + count == self.segment_length]
 
 
 class SegmentPositions:
-    """Where the next token of every row is: at `offsets[b]` of segment number `segments[b]`, both from 0."""
+    """The position of each row's next token: the index `offsets[b]` within segment `segments[b]`, both from 0."""
 
     def __init__(self, batch_size: int, segment_length: int):
         self.segment_length = segment_length
@@ -90,7 +95,10 @@ class SegmentPositions:
         self.segments = [0] * batch_size
 
     def chunks(self, lengths: list[int]) -> Iterator[Chunk]:
-        """Cuts `lengths[b]` further tokens of each row; positions advance when the next chunk is requested."""
+        """Yields the chunks of `lengths[b]` further tokens of each row.
+
+        Side effect: the positions advance past a chunk when the next one is requested.
+        """
         taken = [0] * len(lengths)
         while rows := [b for b, length in enumerate(lengths) if taken[b] < length]:
             chunk = Chunk(
@@ -111,15 +119,16 @@ class SegmentPositions:
                     self.segments[b] += 1
 
     def select(self, rows_B: list[int]) -> None:
-        """Keeps and repeats rows, as beam search does."""
+        """Row i becomes a copy of the row `rows_B[i]`, as in beam search."""
         self.offsets = [self.offsets[b] for b in rows_B]
         self.segments = [self.segments[b] for b in rows_B]
 
 
 class UnpaddedBatch:
-    """The real tokens of a batch, row by row; padding may be on either side.
+    """The layout of a batch without its padding, which may be on either side.
 
-    `mask_BN` (on the host) is true at real tokens; None if all tokens are real.
+    `lengths[b]` is the number of tokens of row b. `mask_BN` (on the CPU) is true at tokens and false at padding; None
+    if there is no padding.
     """
 
     def __init__(self, batch_size: int, num_columns: int, mask_BN: torch.Tensor | None):
@@ -129,7 +138,7 @@ class UnpaddedBatch:
             self.lengths = [num_columns] * batch_size
         else:
             self.lengths = self.mask_BN.sum(1).tolist()
-            # The column of each row's n-th real token; columns after the last real token are filler.
+            # The columns of each row's tokens in their order, then those of its padding.
             self.columns_BN = self.mask_BN.logical_not().byte().argsort(dim=1, stable=True)
 
     def gather(self, tensor_BN: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -143,14 +152,14 @@ class UnpaddedBatch:
             columns_RT = self.columns_BN[rows_R1, columns_RT]
         return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]
 
-    def last_token(self) -> torch.Tensor:
-        """[B, N]: the number of the row's last real token up to each column; -1 before the first."""
+    def last_token_indices(self) -> torch.Tensor:
+        """[B, N] on the CPU: the index of the row's last token up to each column; -1 before the first token."""
         if self.mask_BN is None:
             return torch.arange(self.num_columns).expand(self.batch_size, -1)
         return self.mask_BN.long().cumsum(1) - 1
 
     def next_labels(self, labels_BN: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """[B, N]: at each real token the label of the row's next real token; `ignore_index` elsewhere."""
+        """[B, N]: at each token the label of the row's next token; `ignore_index` at all other columns."""
         targets_BN = torch.full_like(labels_BN, ignore_index)
         if self.mask_BN is None:
             targets_BN[:, :-1] = labels_BN[:, 1:]

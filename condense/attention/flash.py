@@ -31,7 +31,7 @@ def flash_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
         return output_RTHE.transpose(1, 2)[..., :head_width]
 
     chunk, device = mask.chunk, query_RHTE.device
-    row_q, token_q = (on_device(index, device) for index in chunk.valid)
+    row_q, token_q = (on_device(index, device) for index in chunk.token_indices)
     key_counts = [
         memory + offset + count
         for memory, offset, count in zip(chunk.memory_lengths, chunk.offsets, chunk.counts, strict=True)

@@ -31,7 +31,9 @@ class AttentionMetadata:
     writes_memory: bool
     detach_R: tuple[bool, ...]
 
-    def groups(self, key_values: KeyValueState | None) -> Iterator[tuple[slice, AttentionMask, KeyValueState | None]]:
+    def row_groups(
+        self, key_values: KeyValueState | None
+    ) -> Iterator[tuple[slice, AttentionMask, KeyValueState | None]]:
         """Groups of rows, each for one call of attention: the rows, their mask, and their key-value state."""
         yield slice(None), self.mask, key_values
 
@@ -40,7 +42,7 @@ class AttentionMetadataBuilder:
     """Makes the metadata of one call's chunks in their order; the durations of each chunk enter the state's timeline.
 
     `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `durations_BN` is on
-    the host. `bptt_segments` is the configuration's. `keeps_state` is true if a later call can see this one's memory.
+    the host. `bptt_segments` is the configuration's. `has_cache` is true if a later call can see this one's memory.
     """
 
     def __init__(
@@ -51,11 +53,11 @@ class AttentionMetadataBuilder:
         state: RecurrentState,
         durations_BN: torch.Tensor | None,
         bptt_segments: int | None,
-        keeps_state: bool,
+        has_cache: bool,
     ):
         self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
         self.timeline, self.durations_BN = state.timeline, durations_BN
-        self.bptt_segments, self.keeps_state = bptt_segments, keeps_state
+        self.bptt_segments, self.has_cache = bptt_segments, has_cache
         self._tables: dict[tuple[int | float, int], RotaryTables] = {}
 
     def build(self, chunk: Chunk) -> AttentionMetadata:
@@ -66,7 +68,7 @@ class AttentionMetadataBuilder:
             rotary=self._rotary(position_RT),
             memory_rotary=self._rotary(memory_position_RT),
             mask=AttentionMask(chunk, log_duration_RK),
-            writes_memory=self.keeps_state or chunk.starts[0] + chunk.width < max(self.batch.lengths),
+            writes_memory=self.has_cache or chunk.starts[0] + chunk.width < max(self.batch.lengths),
             detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
         )
 
@@ -81,7 +83,7 @@ class AttentionMetadataBuilder:
         if chunk.uniform:
             log_duration_RK = log_duration_RK[:, chunk.visible_keys]
         accurate = torch.promote_types(self.like.dtype, torch.float32)
-        self.timeline.roll([chunk.rows[r] for r in chunk.completed])
+        self.timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
         return position_RT, local_RT, on_device(log_duration_RK.to(accurate), self.like.device)
 
     def _rotary(self, position_RT: torch.Tensor) -> RotaryTables:

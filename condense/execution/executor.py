@@ -16,8 +16,8 @@ from ..segmentation import Chunk
 
 ChunkOutput = tuple[Chunk, Any]  # a chunk, and what `output` made of its final hidden states
 Embed = Callable[[Chunk], torch.Tensor]  # the input [R, T, D] of the first layer
-Output = Callable[[torch.Tensor, Chunk], Any]  # of the last layer's output [R, T, D]
-Checkpoint = Callable[..., Any]  # as torch.utils.checkpoint.checkpoint, non-reentrant
+OutputFunction = Callable[[torch.Tensor, Chunk], Any]  # of the last layer's output [R, T, D]
+CheckpointFunction = Callable[..., Any]  # as torch.utils.checkpoint.checkpoint, non-reentrant
 
 
 class Executor(Protocol):
@@ -51,7 +51,7 @@ def run_layers(
 
 
 def run_checkpointed(
-    checkpoint: Checkpoint | None,
+    checkpoint: CheckpointFunction | None,
     function: Callable[[torch.Tensor | None, Sequence[Any]], Any],
     metadata: AttentionMetadata,
     hidden_RTD: torch.Tensor | None,
@@ -76,7 +76,7 @@ def _run_again(function, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensor
     return function(hidden_RTD, [Memory(*next(pairs)) if there else None for there in is_there])
 
 
-def offload_checkpoint(checkpoint: Checkpoint, function: Callable, *arguments: Any) -> Any:
+def offload_checkpoint(checkpoint: CheckpointFunction, function: Callable, *arguments: Any) -> Any:
     """As `checkpoint`; the stored hidden states and memories are kept in host memory until the backward pass."""
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *arguments)

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..accumulators import LossAccumulator
 from ..attention import AttentionMetadata
 from ..checks import check_input, real_tokens
+from ..loss import LossAccumulator
 from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM, CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch

@@ -9,7 +9,7 @@ from functools import partial
 from ..attention import AttentionMetadata
 from ..layers import DecoderBlock
 from ..memory import RecurrentState
-from .executor import Checkpoint, ChunkOutput, Embed, Output, run_checkpointed, run_layers
+from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, run_checkpointed, run_layers
 
 
 class SequentialExecutor:
@@ -22,8 +22,8 @@ class SequentialExecutor:
         layers: Sequence[DecoderBlock],
         state: RecurrentState,
         embed: Embed,
-        output: Output,
-        checkpoint: Checkpoint | None = None,
+        output: OutputFunction,
+        checkpoint: CheckpointFunction | None = None,
     ):
         self.layers, self.state, self.embed, self.output, self.checkpoint = layers, state, embed, output, checkpoint
 

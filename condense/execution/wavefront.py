@@ -24,7 +24,7 @@ from torch import nn
 from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import RotaryTables
 from ..memory import Memory, RecurrentState
-from .executor import Checkpoint, ChunkOutput, Embed, Output, run_checkpointed, run_layers
+from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, run_checkpointed, run_layers
 from .sequential import SequentialExecutor
 from .stacking import Stack, stack_of
 
@@ -43,8 +43,8 @@ class WavefrontExecutor:
         layers: nn.ModuleList,
         state: RecurrentState,
         embed: Embed,
-        output: Output,
-        checkpoint: Checkpoint | None = None,
+        output: OutputFunction,
+        checkpoint: CheckpointFunction | None = None,
     ):
         self.layers, self.state = layers, state
         self.sequential = SequentialExecutor(list(layers), state, embed, output, checkpoint)
@@ -71,7 +71,7 @@ class BandMetadata(AttentionMetadata):
 
     first_segment_mask: AttentionMask | None  # the mask of that layer's rows
 
-    def groups(self, key_values):
+    def row_groups(self, key_values):
         num_rows = 0 if key_values is None else len(key_values.key_RGKE)
         if key_values is not None:
             yield slice(num_rows), self.mask, key_values

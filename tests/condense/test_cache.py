@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from condense import FoldedCache
-from condense.accumulators import HiddenStateAccumulator
+from condense.hidden_states import HiddenStateAccumulator
 
 from .models import random_durations, random_ids, tiny_model
 

@@ -76,7 +76,7 @@ def naive_attention(query, key, value, chunk, durations, scale):
     """[R, T, H * E] by the definition, at the tokens of a chunk; `key` is the whole buffer [R, G, 2L, E]."""
     group = query.shape[1] // key.shape[1]
     output = torch.zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3], dtype=torch.float64)
-    for r, t in zip(*chunk.valid, strict=True):
+    for r, t in zip(*chunk.token_indices, strict=True):
         first = LENGTH if chunk.segments[r] == 0 else 0
         keys = slice(first, LENGTH + chunk.offsets[r] + t + 1)
         for h in range(query.shape[1]):
@@ -107,7 +107,7 @@ def test_implementations_follow_the_definition(implementation, with_durations, n
     keys = chunk.visible_keys if chunk.uniform else slice(None)
     mask = AttentionMask(chunk, durations[:, keys].log() if with_durations else None)
     output = attend(implementation, query, key[:, :, keys], value[:, :, keys], mask, 0.3, 0.0)
-    r, t = chunk.valid
+    r, t = chunk.token_indices
     torch.testing.assert_close(output[r, t].double(), expected[r, t], atol=1e-5, rtol=1e-5)
     assert output.isfinite().all()
 

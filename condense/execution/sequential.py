@@ -29,15 +29,17 @@ class SequentialExecutor:
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
         key_values = self.state.key_values(metadata.chunk)
-        forward = partial(self._forward, metadata)
+        # Not a method: a checkpoint would keep this object, and with it the state, until the backward pass.
+        forward = partial(_forward, self.layers, self.embed, self.output, metadata)
         output, memories = run_checkpointed(self.checkpoint, forward, metadata, None, key_values)
         if metadata.writes_memory:
             self.state.write_memory(memories, metadata.chunk)
         return [(metadata.chunk, output)]
 
-    def _forward(self, metadata: AttentionMetadata, _, key_values):
-        hidden_RTD, memories = run_layers(self.layers, self.embed(metadata.chunk), key_values, metadata)
-        return self.output(hidden_RTD, metadata.chunk), memories
-
     def finish(self) -> list[ChunkOutput]:
         return []
+
+
+def _forward(layers, embed: Embed, output: OutputFunction, metadata: AttentionMetadata, _, key_values):
+    hidden_RTD, memories = run_layers(layers, embed(metadata.chunk), key_values, metadata)
+    return output(hidden_RTD, metadata.chunk), memories

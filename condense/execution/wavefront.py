@@ -129,7 +129,8 @@ class _Wave:
         metadata = band_metadata(self.in_flight, num_with_memory)
         leaving = self.in_flight.pop() if high == len(self.stack.layers) - 1 else None
         band = self.stack.band(self.low, high + 1)
-        forward = partial(self._forward, band, metadata, entering, leaving)
+        # Not a method: a checkpoint would keep this wave until the backward pass.
+        forward = partial(_forward, band, metadata, entering, leaving, self.embed, self.output)
         self.hidden_RTD, output, self.memory = run_checkpointed(
             self.checkpoint, forward, metadata, self.hidden_RTD, [self.memory]
         )
@@ -138,16 +139,18 @@ class _Wave:
         self.first_is_in_flight = False
         return [(leaving.chunk, output)]
 
-    def _forward(self, band, metadata, entering, leaving, hidden_RTD, memories):
-        if entering is not None:
-            new_RTD = self.embed(entering.chunk)
-            hidden_RTD = new_RTD if hidden_RTD is None else torch.cat([new_RTD, hidden_RTD])
-        hidden_RTD, (memory,) = run_layers([band], hidden_RTD, memories, metadata)
-        if leaving is None:
-            return hidden_RTD, None, memory
-        num_rows = len(self.rows)
-        staying_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
-        return staying_RTD, self.output(leaving_RTD, leaving.chunk), memory
+
+def _forward(band, metadata, entering, leaving, embed: Embed, output: OutputFunction, hidden_RTD, memories):
+    """A diagonal: the hidden states of the segments that stay, the output of the one that leaves, and the memories."""
+    if entering is not None:
+        new_RTD = embed(entering.chunk)
+        hidden_RTD = new_RTD if hidden_RTD is None else torch.cat([new_RTD, hidden_RTD])
+    hidden_RTD, (memory,) = run_layers([band], hidden_RTD, memories, metadata)
+    if leaving is None:
+        return hidden_RTD, None, memory
+    num_rows = len(leaving.chunk.rows)
+    staying_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
+    return staying_RTD, output(leaving_RTD, leaving.chunk), memory
 
 
 def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) -> BandMetadata:

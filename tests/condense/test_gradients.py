@@ -1,5 +1,6 @@
 """Losses and gradients against autograd on the equations (`condense.reference`), in float64."""
 
+import gc
 import weakref
 from functools import partial
 
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import condense.loss
-from condense import FoldedCache, to_llama
+from condense import FoldedCache, modeling, to_llama
 
 from .models import (
     VOCAB,
@@ -314,3 +315,22 @@ def test_logits_come_with_labels_on_request():
     torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=0).logits, all_logits)
     torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=7).logits, all_logits[:, -7:])
     torch.testing.assert_close(model(ids, logits_to_keep=1).logits, all_logits[:, -1:])
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_checkpoints_do_not_keep_the_state(schedule, monkeypatch):
+    """Each segment stores the memories that it reads; the state, which holds the last ones, is freed after the call."""
+    states = []
+
+    class Noted(TransientState):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            states.append(weakref.ref(self))
+
+    monkeypatch.setattr(modeling, "TransientState", Noted)
+    model, ids = tiny_model(schedule=schedule).train(), random_ids(2, 23)
+    model._set_gradient_checkpointing(True, torch_checkpoint())
+    loss = model(ids, labels=ids).loss
+    gc.collect()
+    assert [state() for state in states] == [None]
+    loss.backward()

@@ -182,8 +182,10 @@ def test_recipes_to_count_and_to_add(name):
         (source,) = recipe.data.sources
         assert recipe.data.task == "questions" and (source.text, source.summary) == ("prompt", "answer")
         assert Path(source.files).name == {"count": "counting.jsonl", "add": "adding.jsonl"}[name]
-        assert Path(source.files).parent == Path(recipe.model).parent and Path(recipe.model).name == "llama"
-        assert recipe.segment_length == {"count": 48, "add": 64}[name]
+        assert (
+            Path(source.files).parent == Path(recipe.model.source).parent and Path(recipe.model.source).name == "llama"
+        )
+        assert recipe.model.segment_length == {"count": 48, "add": 64}[name]
     assert [stage.total_length for stage in large.stages] == [stage.total_length for stage in tiny.stages]
 
 
@@ -195,4 +197,4 @@ def test_questions_fit_into_the_recipes(folder, tokenizer):
         lengths = [len(ids) + 1 for ids in tokenizer(texts)["input_ids"]]
         assert max(lengths) <= recipe.stages[-1].total_length
         if name == "counting":
-            assert sum(length > recipe.segment_length for length in lengths) > 500
+            assert sum(length > recipe.model.segment_length for length in lengths) > 500

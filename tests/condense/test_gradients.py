@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import condense.loss
 from condense import FoldedCache, modeling, to_llama
+from condense.memory import TransientState
 
 from .models import (
     VOCAB,

@@ -24,7 +24,7 @@ SHARED_FIELDS = (
     "segment_length", "memory_source", "position_anchor", "num_hidden_layers", "num_key_value_heads", "head_dim",
     "hidden_size", "rope_parameters",
 )  # fmt: skip
-CROP_TOKENS = 128  # the last tokens that a recording cache can remove; drafts of assisted decoding are shorter
+CROP_TOKENS = 512  # the last tokens that a recording cache can remove; drafts of assisted decoding are shorter
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FoldedCache(Cache):
         self.num_columns = 0
         self.is_being_written = False  # remains true after a call that was interrupted
         self.static_decoding: object | None = None  # see condense.execution.cuda_graph
-        self.is_recording = False
+        self.is_recording, self.recorded_in_call = False, 0
         self._forget_recorded()
 
     def detach(self) -> None:
@@ -105,8 +105,16 @@ class FoldedCache(Cache):
         self.is_being_written = True
 
     def end_call(self, num_columns: int) -> None:
+        if self.is_recording and self.recorded_in_call != num_columns:  # a column was padding
+            self._forget_recorded()
+        self.recorded_in_call = 0
         self.num_columns += num_columns
         self.is_being_written = False
+
+    def restart_columns(self) -> None:
+        """Counts columns from 0 again, as for a new input; the state stays."""
+        self.num_columns = 0
+        self._forget_recorded()
 
     def check_fits(self, config: CondenseConfig) -> None:
         """Raises `ValueError` if the cache was made for another model."""
@@ -172,12 +180,15 @@ class FoldedCache(Cache):
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Brings back the state at the time of a snapshot, also after an interrupted call.
 
-        Raises `ValueError` for a snapshot of a cache that was made for another model.
+        Under `torch.no_grad()` the buffers stay the same tensors, so that a captured CUDA graph stays valid. Raises
+        `ValueError` for a snapshot of a cache that was made for another model.
         """
         if snapshot.made_for != self.made_for:
             raise ValueError("the snapshot comes from a cache of another model: restore one of this cache's own.")
         for layer, buffers in zip(self.layers, snapshot.buffers, strict=True):
             layer.restore(buffers)
+        if len(snapshot.offsets) != self.batch_size:
+            self.static_decoding = None  # it would keep the old rows' buffers alive
         self.positions.offsets, self.positions.segments = list(snapshot.offsets), list(snapshot.segments)
         self.timeline = copy.copy(snapshot.timeline)
         self.last_hidden_BD, self.num_columns = snapshot.last_hidden_BD, snapshot.num_columns
@@ -187,15 +198,22 @@ class FoldedCache(Cache):
     # Removal of the last tokens, for assisted decoding
 
     def activate_past_recording(self) -> None:
-        """From here on the cache keeps what `crop` needs: a copy of the state before each of the last rolls."""
+        """From here on the cache keeps the data for `crop`: a copy of the state before each of the last rolls."""
         if not self.is_recording:
             self.is_recording = True
             self._forget_recorded()
 
+    def deactivate_past_recording(self) -> None:
+        self.is_recording = False
+        self._forget_recorded()
+
     def _forget_recorded(self) -> None:
+        """Begins the recording anew: earlier tokens cannot be removed."""
         self.rolls: list[CacheSnapshot] = []
         last = self.last_hidden_BD if self.is_recording else None
         self.recent_hidden_BND = None if last is None else last[:, None]
+        self.records_whole_text = self.is_recording and self.last_hidden_BD is None
+        self.recorded_in_call = 0
 
     def _record_roll(self) -> None:
         """Keeps the state before the roll: as many of them as `CROP_TOKENS` tokens can reach back."""
@@ -205,27 +223,38 @@ class FoldedCache(Cache):
 
     def _record_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
         if not (chunk.all_rows and chunk.uniform and chunk.rectangular):
-            self.rolls, self.recent_hidden_BND = [], None  # rows that differ cannot be cropped alike
-            return
+            return  # rows that differ cannot be cropped alike: `end_call` begins anew
         recent = [] if self.recent_hidden_BND is None else [self.recent_hidden_BND]
-        self.recent_hidden_BND = torch.cat([*recent, hidden_RTD], dim=1)[:, -CROP_TOKENS - 1 :]
+        self.recent_hidden_BND = torch.cat([*recent, hidden_RTD], dim=1)
+        if self.recent_hidden_BND.shape[1] > CROP_TOKENS + 1:
+            self.recent_hidden_BND = self.recent_hidden_BND[:, -CROP_TOKENS - 1 :].clone()
+            self.records_whole_text = False
+        self.recorded_in_call += chunk.width
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens of every row, as transformers' caches do.
 
-        Raises `ValueError` for tokens that were read before `activate_past_recording`, for more than `CROP_TOKENS`,
-        and after a call with padding.
+        Raises `ValueError` for tokens that were read before `activate_past_recording`, in a call with padding or with
+        gradients, for more than `CROP_TOKENS` tokens, and after an interrupted call.
         """
         count = -tokens_to_remove
         if count == 0:
             return
-        recorded = 0 if self.recent_hidden_BND is None else self.recent_hidden_BND.shape[1] - 1
-        if not self.is_recording or not 0 < count <= recorded:
+        self.check_complete()
+        recorded = 0 if self.recent_hidden_BND is None else self.recent_hidden_BND.shape[1]
+        removable = max(0, recorded if self.records_whole_text else recorded - 1)
+        if not self.is_recording or not 0 < count <= removable:
             raise ValueError(
-                f"crop({tokens_to_remove}): the cache can remove the last {recorded if self.is_recording else 0} "
-                "tokens. Call activate_past_recording() before the tokens, without padding, or restore a snapshot()."
+                f"crop({tokens_to_remove}): the cache can remove the last {removable if self.is_recording else 0} "
+                f"tokens, at most {CROP_TOKENS}. Call activate_past_recording() before the tokens, without padding, or "
+                "restore a snapshot()."
             )
+        if any(tensor.requires_grad for tensor in self._tensors()):
+            raise ValueError("the tokens were read with gradients, which crop keeps: read them under torch.no_grad().")
         assert self.recent_hidden_BND is not None
+        if count == recorded:
+            self._remove_all(count)
+            return
         offset, segments = self.positions.offsets[0] - count, list(self.positions.segments)
         while offset < 0:  # the tokens begin in an earlier segment
             rolled = self.rolls.pop()
@@ -240,6 +269,15 @@ class FoldedCache(Cache):
         self.recent_hidden_BND = self.recent_hidden_BND[:, :-count]
         self.last_hidden_BD = self.recent_hidden_BND[:, -1].clone()
         self.num_columns -= count
+
+    def _remove_all(self, count: int) -> None:
+        """Brings back the state before the first token."""
+        for layer in self.layers:
+            layer.restore([])
+        self.positions = SegmentPositions(self.batch_size, self.config.segment_length)
+        self.timeline = self.last_hidden_BD = None
+        self.num_columns -= count
+        self._forget_recorded()
 
     def __deepcopy__(self, memo: dict) -> "FoldedCache":
         if any(tensor.grad_fn is not None for tensor in self._tensors()):

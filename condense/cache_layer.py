@@ -89,16 +89,15 @@ class FoldedCacheLayer(CacheLayerMixin):
         return rolled
 
     def restore(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Makes `buffers` its own again; tensors that can be written in place stay the same objects."""
+        """Takes over copies of `buffers`, in place where no gradient is recorded and the tensors are alike."""
         if not buffers:
             for name in BUFFERS:
                 setattr(self, name, None)
             self.is_initialized = False
             return
-        in_place = self.is_initialized and self.keys.shape == buffers[0].shape
         for name, saved in zip(BUFFERS, buffers, strict=True):
-            buffer = _writable(getattr(self, name)).copy_(saved) if in_place else saved.clone()
-            setattr(self, name, buffer)
+            own = getattr(self, name) if self.is_initialized else None
+            setattr(self, name, own.copy_(saved) if own is not None and _takes(own, saved) else saved.clone())
         self.is_initialized = True
 
     def select(self, rows_B: torch.Tensor) -> None:
@@ -127,6 +126,12 @@ def _writable(buffer: torch.Tensor) -> torch.Tensor:
     frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
     recorded = torch.is_grad_enabled() or buffer.requires_grad
     return buffer.clone() if recorded or frozen else buffer
+
+
+def _takes(own: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether a buffer can be overwritten by a copy without a trace in any graph."""
+    alike = (own.shape, own.dtype, own.device) == (saved.shape, saved.dtype, saved.device)
+    return alike and _writable(own) is own and not saved.requires_grad
 
 
 def _write(buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, chunk: Chunk, first_key: int = 0) -> torch.Tensor:

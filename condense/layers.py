@@ -35,7 +35,8 @@ class DecoderBlock(Protocol):
         """The output [R, T, D], and this chunk's share of the next segment's memory, or None for a block without one.
 
         `key_values` holds the memory that the block returned for the segment before and, in a cache, the keys and
-        values of earlier chunks of the current segment. It is None if there is neither.
+        values of earlier chunks of the current segment. Without a cache it is None if there is no memory; in a cache it
+        is an empty layer of the cache.
         """
         ...
 

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import AttentionMetadataBuilder
-from .cache import FoldedCache
+from .cache import CROP_TOKENS, FoldedCache
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .durations import Timeline
@@ -110,8 +110,9 @@ class CondenseModel(nn.Module):
         """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
 
         The block works unchanged with caches, padding, gradient checkpointing and generation, under the sequential
-        schedule. A block that returns a `Memory` receives it as `key_values` in the next segment. Caches made before
-        do not fit afterwards: a cache has one entry for each member of the stack.
+        schedule. A block that returns a `Memory` receives it as `key_values` in the next segment. Sets
+        `config.num_hidden_layers`, so give each model a config of its own. Caches made before do not fit afterwards: a
+        cache has one entry for each member of the stack. `from_pretrained` does not know the block.
 
         Raises `ValueError` for a range that is not within the stack, and for a block that is no module.
         """
@@ -293,7 +294,34 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         timeline.check(durations_BN, batch, state.positions)
         return timeline, durations_BN
 
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, past_key_values=None, is_first_iteration=False, **kwargs
+    ):
+        """As in transformers. The first call of assisted decoding also leaves out the tokens that the cache has."""
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if is_first_iteration and next_sequence_length is None and 0 < seen < input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - seen
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def _assisted_decoding(self, *arguments, **options):
+        try:
+            return super()._assisted_decoding(*arguments, **options)
+        finally:
+            if isinstance(cache := options.get("past_key_values"), FoldedCache):
+                cache.deactivate_past_recording()
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+        if (generation_config.prompt_lookup_num_tokens or 0) > CROP_TOKENS:
+            raise ValueError(
+                f"prompt_lookup_num_tokens={generation_config.prompt_lookup_num_tokens}: a FoldedCache can remove the "
+                f"last {CROP_TOKENS} tokens. Choose a smaller number."
+            )
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}: a folded model always keeps a "

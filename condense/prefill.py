@@ -66,7 +66,7 @@ def prefill(
     for columns, _ in prefill_calls(on_device, input_ids, length * num_segments, cache):
         progress(-(-input_ids[:, columns].shape[1] // length))
     # `generate` slices its input by the columns that a cache has seen, and copies a mask of that length for each token.
-    cache.num_columns = 0
+    cache.restart_columns()
     return cache
 
 

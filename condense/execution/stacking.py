@@ -97,6 +97,9 @@ def check_stackable(layers: nn.ModuleList) -> None:
 
 def _check_alike(layers: nn.ModuleList) -> None:
     alike = [_described(module) for module in layers[0].modules()]
+    parameters = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    if len(set(parameters)) < len(parameters):
+        raise ValueError(f"layers share parameters, and a wavefront stacks the parameters of each: {REMEDY}.")
     for number, layer in enumerate(layers):
         if [name for name, _ in layer.named_modules()] != [name for name, _ in layers[0].named_modules()]:
             raise ValueError(

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 
 from condense import CondenseForCausalLM, FoldedCache, to_llama
+from condense.cache import CROP_TOKENS
 from condense.generation import RefuseNonFiniteLogits
 
 from .models import padded_batch, random_ids, tiny_model
@@ -187,6 +188,38 @@ def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt):
     plain = model.generate(ids, max_new_tokens=60, do_sample=False)
     assert torch.equal(drafted, plain)
     assert max(removed) > 1 and len(set(removed)) > 1
+
+
+@pytest.mark.parametrize("seen", [0, 1, 6, 19])
+@pytest.mark.parametrize("kind", ["prompt lookup", "assistant"])
+@torch.no_grad()
+def test_drafts_continue_a_cache(kind, seen):
+    """The cache holds the first tokens of the text, as after an earlier call of `generate`."""
+    model, ids = tiny_model(segment_length=5), repeating_ids(20)
+    lookup = {"prompt_lookup_num_tokens": 4}
+    drafts = lookup if kind == "prompt lookup" else {"assistant_model": noisy_copy(model, 0.02)}
+    plain = model.generate(ids, max_new_tokens=30, do_sample=False)
+    cache = FoldedCache(model.config)
+    if seen:
+        model(ids[:, :seen], past_key_values=cache)
+    first = model.generate(ids, past_key_values=cache, max_new_tokens=15, do_sample=False, **drafts)
+    assert torch.equal(first, plain[:, :35]) and not cache.is_recording
+    again = model.generate(first, past_key_values=cache, max_new_tokens=15, do_sample=False, **drafts)
+    assert torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("first", [2, 3, 5, 7])
+@torch.no_grad()
+def test_a_folded_assistant_of_one_token(first):
+    """The assistant's cache goes back to the empty state."""
+    model, ids = tiny_model(segment_length=5), torch.tensor([[first]])
+    drafted = model.generate(ids, assistant_model=noisy_copy(model, 0.3), max_new_tokens=12, do_sample=False)
+    assert torch.equal(drafted, model.generate(ids, max_new_tokens=12, do_sample=False))
+
+
+def test_drafts_longer_than_a_cache_can_remove_are_refused():
+    with pytest.raises(ValueError, match=rf"prompt_lookup_num_tokens={CROP_TOKENS + 1}.*smaller"):
+        tiny_model().generate(repeating_ids(9), max_new_tokens=2, prompt_lookup_num_tokens=CROP_TOKENS + 1)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 
 from condense import FoldedCache
 from condense.cache import CROP_TOKENS
+from condense.prefill import prefill
 
 from .models import random_durations, random_ids, tiny_model
 
@@ -201,6 +202,72 @@ def test_a_recording_cache_does_not_grow():
     cache.activate_past_recording()
     sizes = set()
     for _ in range(5):
-        model(random_ids(1, 400), past_key_values=cache)
+        model(random_ids(1, CROP_TOKENS + 88), past_key_values=cache)
         sizes.add(cache.num_bytes)
     assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("with_durations", [False, True])
+@torch.no_grad()
+def test_everything_recorded_can_be_cropped_from_an_empty_cache(with_durations):
+    """Back to the empty state, also over segment borders; then the cache reads another text."""
+    model, ids = tiny_model(segment_length=4), random_ids(1, 11)
+    durations = random_durations(1, 11) if with_durations else None
+    cache = FoldedCache(model.config)
+    cache.activate_past_recording()
+    model(ids, durations=durations, past_key_values=cache)
+    cache.crop(-11)
+    assert cache.get_seq_length() == 0 and cache.num_bytes == 0
+    model(ids[:, :6], past_key_values=cache)
+    assert_continues(model, cache, ids[:, :6])
+
+
+def test_a_branch_leaves_no_graph_in_a_restored_cache():
+    """A snapshot without gradients is restored without gradients, after calls with them."""
+    model, ids = tiny_model(segment_length=4), random_ids(1, 7)
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    snapshot = cache.snapshot()
+    for seed in range(3):
+        branch = random_ids(1, 6, seed=seed)
+        model(branch, labels=branch, past_key_values=cache).loss.backward()
+        cache.restore(snapshot)
+        assert not any(buffer.requires_grad for layer in cache.layers for buffer in layer.buffers)
+    with torch.no_grad():
+        assert_continues(model, cache, ids)
+
+
+def test_tokens_that_were_read_with_gradients_are_not_cropped():
+    model = tiny_model(segment_length=4)
+    cache = FoldedCache(model.config)
+    cache.activate_past_recording()
+    model(random_ids(1, 7), past_key_values=cache)
+    with pytest.raises(ValueError, match="no_grad"):
+        cache.crop(-2)
+
+
+@torch.no_grad()
+def test_a_restored_cache_keeps_its_tensors_and_their_dtype():
+    model = tiny_model(segment_length=4)
+    cache = model(random_ids(1, 7)).past_key_values
+    snapshot, buffers = cache.snapshot(), cache.layers[0].buffers
+    cache.restore(snapshot)
+    assert all(own is before for own, before in zip(cache.layers[0].buffers, buffers, strict=True))
+    cache.reset()
+    tiny_model(torch.float32, segment_length=4)(random_ids(1, 7), past_key_values=cache)
+    cache.restore(snapshot)
+    assert cache.layers[0].keys.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_a_call_with_padding_and_prefill_begin_the_recording_anew():
+    model = tiny_model(segment_length=4)
+    cache = FoldedCache(model.config)
+    cache.activate_past_recording()
+    model(random_ids(1, 6), past_key_values=cache)
+    model(random_ids(1, 4), attention_mask=torch.tensor([[1, 1, 0, 0]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="last 0 tokens"):
+        cache.crop(-2)
+    prefill(model, random_ids(1, 20), cache)
+    with pytest.raises(ValueError, match="last 0 tokens"):
+        cache.crop(-3)

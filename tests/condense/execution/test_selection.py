@@ -85,3 +85,13 @@ def test_a_wavefront_is_chosen_for_many_segments_and_few_rows():
     most = selection.CUDA_CELL_TOKENS // 5
     assert [faster_as_wave(config, 100, rows, "cuda", 4) for rows in (most, most + 1)] == [True, False]
     assert choose_schedule(config, model.model.layers, [100], positions([0], [0]), False) == "wavefront"
+
+
+def test_layers_that_share_parameters_run_sequentially():
+    model = tiny_model(schedule="auto")
+    model.model.layers[1] = model.model.layers[0]
+    lengths, positions = [400], SegmentPositions(1, model.config.segment_length)
+    assert choose_schedule(model.config, model.model.layers, lengths, positions, False) == "sequential"
+    model.config.schedule = "wavefront"
+    with pytest.raises(ValueError, match="share parameters"):
+        model(random_ids(1, 60))

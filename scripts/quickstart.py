@@ -31,7 +31,7 @@ RECIPE = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 SEGMENT = 40
 MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
 PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
-# One prompt of a million tokens at each of three depths: they take as long as 1,500 prompts of the other lengths.
+# One prompt at each of three depths: they take longer than all prompts of the other lengths together.
 MILLION, MILLION_DEPTHS, MILLION_PROMPTS = 2**20, "0,50,100", 1
 PROFILE_SHAPE = {"width": 256, "layers": 2}
 PROFILE_SEGMENT = 256

@@ -237,7 +237,7 @@ class FoldedCache(Cache):
         Raises `ValueError` for tokens that were read before `activate_past_recording`, in a call with padding or with
         gradients, for more than `CROP_TOKENS` tokens, and after an interrupted call.
         """
-        count = -tokens_to_remove
+        count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count == 0:
             return
         self.check_complete()

@@ -65,7 +65,7 @@ class FoldedCache(Cache):
         self.num_columns = 0
         self.is_being_written = False  # remains true after a call that was interrupted
         self.static_decoding: object | None = None  # see condense.execution.cuda_graph
-        self.is_recording, self.recorded_in_call = False, 0
+        self.is_recording = False
         self._forget_recorded()
 
     def detach(self) -> None:
@@ -104,10 +104,10 @@ class FoldedCache(Cache):
         """The state is incomplete from here to `end_call`."""
         self.is_being_written = True
 
-    def end_call(self, num_columns: int) -> None:
-        if self.is_recording and self.recorded_in_call != num_columns:  # a column was padding
-            self._forget_recorded()
-        self.recorded_in_call = 0
+    def end_call(self, num_columns: int, mask_BN: torch.Tensor | None = None) -> None:
+        """The call had this number of columns; `mask_BN` is false at padding."""
+        if self.is_recording:
+            self._record_columns(num_columns, mask_BN)
         self.num_columns += num_columns
         self.is_being_written = False
 
@@ -213,7 +213,8 @@ class FoldedCache(Cache):
         last = self.last_hidden_BD if self.is_recording else None
         self.recent_hidden_BND = None if last is None else last[:, None]
         self.records_whole_text = self.is_recording and self.last_hidden_BD is None
-        self.recorded_in_call = 0
+        self.recorded_columns: list[bool] = []  # false: padding in all rows
+        self.rows_differ = False
 
     def _record_roll(self) -> None:
         """Keeps the state before the roll: as many of them as `CROP_TOKENS` tokens can reach back."""
@@ -223,37 +224,48 @@ class FoldedCache(Cache):
 
     def _record_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
         if not (chunk.all_rows and chunk.uniform and chunk.rectangular):
-            return  # rows that differ cannot be cropped alike: `end_call` begins anew
+            self.rows_differ = True  # they cannot be cropped alike: `end_call` begins anew
+            return
         recent = [] if self.recent_hidden_BND is None else [self.recent_hidden_BND]
         self.recent_hidden_BND = torch.cat([*recent, hidden_RTD], dim=1)
         if self.recent_hidden_BND.shape[1] > CROP_TOKENS + 1:
             self.recent_hidden_BND = self.recent_hidden_BND[:, -CROP_TOKENS - 1 :].clone()
             self.records_whole_text = False
-        self.recorded_in_call += chunk.width
+
+    def _record_columns(self, num_columns: int, mask_BN: torch.Tensor | None) -> None:
+        if self.rows_differ or (mask_BN is not None and bool((mask_BN != mask_BN[:1]).any())):
+            self._forget_recorded()
+            return
+        self.recorded_columns += [True] * num_columns if mask_BN is None else mask_BN[0].tolist()
+        self.recorded_columns = self.recorded_columns[-CROP_TOKENS:]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens of every row, as transformers' caches do.
+        """Removes the last `-tokens_to_remove` columns of the input, as transformers' caches do.
 
-        Raises `ValueError` for tokens that were read before `activate_past_recording`, in a call with padding or with
-        gradients, for more than `CROP_TOKENS` tokens, and after an interrupted call.
+        Raises `ValueError` for columns that were read before `activate_past_recording`, in a call in which rows have
+        different padding, or with gradients; for more than `CROP_TOKENS`; and after an interrupted call.
         """
-        count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
-        if count == 0:
+        num_columns = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        if num_columns == 0:
             return
         self.check_complete()
-        recorded = 0 if self.recent_hidden_BND is None else self.recent_hidden_BND.shape[1]
-        removable = max(0, recorded if self.records_whole_text else recorded - 1)
-        if not self.is_recording or not 0 < count <= removable:
+        if not self.is_recording or not 0 < num_columns <= len(self.recorded_columns):
             raise ValueError(
-                f"crop({tokens_to_remove}): the cache can remove the last {removable if self.is_recording else 0} "
-                f"tokens, at most {CROP_TOKENS}. Call activate_past_recording() before the tokens, without padding, or "
-                "restore a snapshot()."
+                f"crop({tokens_to_remove}): the cache can remove the last {len(self.recorded_columns)} tokens, at most "
+                f"{CROP_TOKENS}. Call activate_past_recording() before the tokens, with the same padding in all rows, "
+                "or restore a snapshot()."
             )
         if any(tensor.requires_grad for tensor in self._tensors()):
             raise ValueError("the tokens were read with gradients, which crop keeps: read them under torch.no_grad().")
+        count = sum(self.recorded_columns[-num_columns:])
+        self.recorded_columns = self.recorded_columns[:-num_columns]
+        self.num_columns -= num_columns
+        if count == 0:
+            return
         assert self.recent_hidden_BND is not None
-        if count == recorded:
-            self._remove_all(count)
+        if count == self.recent_hidden_BND.shape[1]:
+            assert self.records_whole_text
+            self._remove_all()
             return
         offset, segments = self.positions.offsets[0] - count, list(self.positions.segments)
         while offset < 0:  # the tokens begin in an earlier segment
@@ -268,16 +280,16 @@ class FoldedCache(Cache):
             self.timeline.crop(self.positions.offsets)
         self.recent_hidden_BND = self.recent_hidden_BND[:, :-count]
         self.last_hidden_BD = self.recent_hidden_BND[:, -1].clone()
-        self.num_columns -= count
 
-    def _remove_all(self, count: int) -> None:
+    def _remove_all(self) -> None:
         """Brings back the state before the first token."""
         for layer in self.layers:
             layer.restore([])
         self.positions = SegmentPositions(self.batch_size, self.config.segment_length)
         self.timeline = self.last_hidden_BD = None
-        self.num_columns -= count
+        columns = self.recorded_columns
         self._forget_recorded()
+        self.recorded_columns = columns
 
     def __deepcopy__(self, memo: dict) -> "FoldedCache":
         if any(tensor.grad_fn is not None for tensor in self._tensors()):

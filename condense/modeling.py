@@ -264,7 +264,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         )
         output = accumulated.build_output(chunks, num_items_in_batch)
         if cache is not None:
-            cache.end_call(num_columns)
+            cache.end_call(num_columns, batch.mask_BN)
         return output if return_dict else output.to_tuple()
 
     def _select_cache(self, cache: FoldedCache | None, use_cache: bool | None, labels) -> FoldedCache | None:

@@ -163,6 +163,8 @@ def noisy_copy(model, scale):
     generator = torch.Generator().manual_seed(5)
     for parameter in assistant.parameters():
         parameter.data += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    assistant.generation_config.num_assistant_tokens = 6  # and no shorter draft where the assistant is unsure
+    assistant.generation_config.assistant_confidence_threshold = 0.0
     return assistant
 
 

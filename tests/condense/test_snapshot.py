@@ -260,14 +260,15 @@ def test_a_restored_cache_keeps_its_tensors_and_their_dtype():
 
 
 @torch.no_grad()
-def test_a_call_with_padding_and_prefill_begin_the_recording_anew():
+def test_columns_of_padding_are_cropped_and_prefill_begins_the_recording_anew():
     model = tiny_model(segment_length=4)
     cache = FoldedCache(model.config)
     cache.activate_past_recording()
     model(random_ids(1, 6), past_key_values=cache)
     model(random_ids(1, 4), attention_mask=torch.tensor([[1, 1, 0, 0]]), past_key_values=cache)
-    with pytest.raises(ValueError, match="last 0 tokens"):
-        cache.crop(-2)
+    cache.crop(-3)  # two columns of padding and a token
+    assert cache.get_seq_length() == 7
+    assert_continues(model, cache, torch.cat([random_ids(1, 6), random_ids(1, 4)[:, :1]], dim=1))
     prefill(model, random_ids(1, 20), cache)
     with pytest.raises(ValueError, match="last 0 tokens"):
         cache.crop(-3)

@@ -8,7 +8,6 @@ Axes: B rows of a batch, R rows of a chunk, N recent tokens, T tokens of a chunk
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache
@@ -17,6 +16,7 @@ from .cache_layer import BUFFERS, FoldedCacheLayer
 from .configuration import CondenseConfig
 from .durations import Timeline
 from .memory import Memory
+from .recording import CROP_TOKENS, CacheSnapshot, Recording
 from .segmentation import Chunk, SegmentPositions, on_device
 
 # The fields that a cache and a model must have in common.
@@ -24,20 +24,6 @@ SHARED_FIELDS = (
     "segment_length", "memory_source", "position_anchor", "num_hidden_layers", "num_key_value_heads", "head_dim",
     "hidden_size", "rope_parameters",
 )  # fmt: skip
-CROP_TOKENS = 512  # the last tokens that a recording cache can remove; drafts of assisted decoding are shorter
-
-
-@dataclass(frozen=True)
-class CacheSnapshot:
-    """A copy of a `FoldedCache`'s state: see `FoldedCache.snapshot`."""
-
-    made_for: dict
-    buffers: list[list[torch.Tensor]]  # of each layer
-    offsets: list[int]
-    segments: list[int]
-    timeline: Timeline | None
-    last_hidden_BD: torch.Tensor | None
-    num_columns: int
 
 
 class FoldedCache(Cache):
@@ -65,8 +51,7 @@ class FoldedCache(Cache):
         self.num_columns = 0
         self.is_being_written = False  # remains true after a call that was interrupted
         self.static_decoding: object | None = None  # see condense.execution.cuda_graph
-        self.is_recording = False
-        self._forget_recorded()
+        self.recording: Recording | None = None  # of the last tokens, for `crop`
 
     def detach(self) -> None:
         """Detaches the state from the graph of the calls so far."""
@@ -76,7 +61,7 @@ class FoldedCache(Cache):
                     setattr(layer, name, getattr(layer, name).detach())
         if self.last_hidden_BD is not None:
             self.last_hidden_BD = self.last_hidden_BD.detach()
-        self._forget_recorded()
+        self._restart_recording()
 
     # Calls of the model
 
@@ -106,15 +91,17 @@ class FoldedCache(Cache):
 
     def end_call(self, num_columns: int, mask_BN: torch.Tensor | None = None) -> None:
         """The call had this number of columns; `mask_BN` is false at padding."""
-        if self.is_recording:
-            self._record_columns(num_columns, mask_BN)
+        if self.recording is not None:
+            self.recording.add_columns(num_columns, mask_BN)
+            if self.recording.rows_differ:
+                self._restart_recording()
         self.num_columns += num_columns
         self.is_being_written = False
 
     def restart_columns(self) -> None:
         """Counts columns from 0 again, as for a new input; the state stays."""
         self.num_columns = 0
-        self._forget_recorded()
+        self._restart_recording()
 
     def check_fits(self, config: CondenseConfig) -> None:
         """Raises `ValueError` if the cache was made for another model."""
@@ -137,15 +124,16 @@ class FoldedCache(Cache):
 
     def roll(self, chunk: Chunk) -> None:
         """Starts the next segment of the rows that complete one with this chunk."""
-        if self.is_recording and chunk.completed_rows:
-            self._record_roll()
+        if self.recording is not None and chunk.completed_rows:
+            timeline = None if self.timeline is None else self.timeline.before_roll
+            self.recording.add_roll(self._copy_state(timeline))
         for layer in self.layers:
             layer.roll(chunk)
 
     def store_last_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
         """Stores the final hidden state of each row's last token so far."""
-        if self.is_recording:
-            self._record_hidden(hidden_RTD, chunk)
+        if self.recording is not None:
+            self.recording.add_hidden(hidden_RTD, chunk)
         if chunk.all_rows and chunk.rectangular:
             self.last_hidden_BD = hidden_RTD[:, -1].clone()
             return
@@ -193,51 +181,26 @@ class FoldedCache(Cache):
         self.timeline = copy.copy(snapshot.timeline)
         self.last_hidden_BD, self.num_columns = snapshot.last_hidden_BD, snapshot.num_columns
         self.is_being_written = False
-        self._forget_recorded()
+        self._restart_recording()
 
     # Removal of the last tokens, for assisted decoding
 
+    @property
+    def is_recording(self) -> bool:
+        return self.recording is not None
+
     def activate_past_recording(self) -> None:
         """From here on the cache keeps the data for `crop`: a copy of the state before each of the last rolls."""
-        if not self.is_recording:
-            self.is_recording = True
-            self._forget_recorded()
+        if self.recording is None:
+            self.recording = Recording(self.config.segment_length, self.last_hidden_BD)
 
     def deactivate_past_recording(self) -> None:
-        self.is_recording = False
-        self._forget_recorded()
+        self.recording = None
 
-    def _forget_recorded(self) -> None:
-        """Begins the recording anew: earlier tokens cannot be removed."""
-        self.rolls: list[CacheSnapshot] = []
-        last = self.last_hidden_BD if self.is_recording else None
-        self.recent_hidden_BND = None if last is None else last[:, None]
-        self.records_whole_text = self.is_recording and self.last_hidden_BD is None
-        self.recorded_columns: list[bool] = []  # false: padding in all rows
-        self.rows_differ = False
-
-    def _record_roll(self) -> None:
-        """Keeps the state before the roll: as many of them as `CROP_TOKENS` tokens can reach back."""
-        kept = -(-CROP_TOKENS // self.config.segment_length)
-        before_roll = self._copy_state(None if self.timeline is None else self.timeline.before_roll)
-        self.rolls = [*self.rolls, before_roll][-kept:]
-
-    def _record_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
-        if not (chunk.all_rows and chunk.uniform and chunk.rectangular):
-            self.rows_differ = True  # they cannot be cropped alike: `end_call` begins anew
-            return
-        recent = [] if self.recent_hidden_BND is None else [self.recent_hidden_BND]
-        self.recent_hidden_BND = torch.cat([*recent, hidden_RTD], dim=1)
-        if self.recent_hidden_BND.shape[1] > CROP_TOKENS + 1:
-            self.recent_hidden_BND = self.recent_hidden_BND[:, -CROP_TOKENS - 1 :].clone()
-            self.records_whole_text = False
-
-    def _record_columns(self, num_columns: int, mask_BN: torch.Tensor | None) -> None:
-        if self.rows_differ or (mask_BN is not None and bool((mask_BN != mask_BN[:1]).any())):
-            self._forget_recorded()
-            return
-        self.recorded_columns += [True] * num_columns if mask_BN is None else mask_BN[0].tolist()
-        self.recorded_columns = self.recorded_columns[-CROP_TOKENS:]
+    def _restart_recording(self) -> None:
+        """Earlier tokens cannot be removed from here on."""
+        if self.recording is not None:
+            self.recording = Recording(self.config.segment_length, self.last_hidden_BD)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns of the input, as transformers' caches do.
@@ -249,47 +212,47 @@ class FoldedCache(Cache):
         if num_columns == 0:
             return
         self.check_complete()
-        if not self.is_recording or not 0 < num_columns <= len(self.recorded_columns):
+        num_recorded = 0 if self.recording is None else len(self.recording.columns)
+        if self.recording is None or not 0 < num_columns <= num_recorded:
             raise ValueError(
-                f"crop({tokens_to_remove}): the cache can remove the last {len(self.recorded_columns)} tokens, at most "
+                f"crop({tokens_to_remove}): the cache can remove the last {num_recorded} tokens, at most "
                 f"{CROP_TOKENS}. Call activate_past_recording() before the tokens, with the same padding in all rows, "
                 "or restore a snapshot()."
             )
         if any(tensor.requires_grad for tensor in self._tensors()):
             raise ValueError("the tokens were read with gradients, which crop keeps: read them under torch.no_grad().")
-        count = sum(self.recorded_columns[-num_columns:])
-        self.recorded_columns = self.recorded_columns[:-num_columns]
         self.num_columns -= num_columns
-        if count == 0:
-            return
-        assert self.recent_hidden_BND is not None
-        if count == self.recent_hidden_BND.shape[1]:
-            assert self.records_whole_text
-            self._remove_all()
-            return
-        offset, segments = self.positions.offsets[0] - count, list(self.positions.segments)
+        if num_tokens := self.recording.remove_columns(num_columns):
+            self.last_hidden_BD = self.recording.remove_hidden(num_tokens)
+            if self.last_hidden_BD is None:
+                self._remove_all(self.recording)
+            else:
+                self._move_back(num_tokens, self.recording)
+
+    def _move_back(self, num_tokens: int, recording: Recording) -> None:
+        """Brings back the state of the segment that each row was in `num_tokens` tokens ago, and its offset there.
+
+        Keys and values after the offset stay in the buffers: the next tokens replace them.
+        """
+        offset, segments, rolled = self.positions.offsets[0] - num_tokens, list(self.positions.segments), None
         while offset < 0:  # the tokens begin in an earlier segment
-            rolled = self.rolls.pop()
+            rolled = recording.rolls.pop()
             offset, segments, self.timeline = offset + self.config.segment_length, rolled.segments, rolled.timeline
-            if offset >= 0:
-                for layer, buffers in zip(self.layers, rolled.buffers, strict=True):
-                    layer.restore(buffers)
+        if rolled is not None:
+            for layer, buffers in zip(self.layers, rolled.buffers, strict=True):
+                layer.restore(buffers)
         self.positions.offsets, self.positions.segments = [offset] * self.batch_size, list(segments)
         if self.timeline is not None:
             self.timeline = copy.copy(self.timeline)
             self.timeline.crop(self.positions.offsets)
-        self.recent_hidden_BND = self.recent_hidden_BND[:, :-count]
-        self.last_hidden_BD = self.recent_hidden_BND[:, -1].clone()
 
-    def _remove_all(self) -> None:
+    def _remove_all(self, recording: Recording) -> None:
         """Brings back the state before the first token."""
         for layer in self.layers:
             layer.restore([])
         self.positions = SegmentPositions(self.batch_size, self.config.segment_length)
-        self.timeline = self.last_hidden_BD = None
-        columns = self.recorded_columns
-        self._forget_recorded()
-        self.recorded_columns = columns
+        self.timeline = None
+        recording.rolls = []
 
     def __deepcopy__(self, memo: dict) -> "FoldedCache":
         if any(tensor.grad_fn is not None for tensor in self._tensors()):
@@ -305,10 +268,7 @@ class FoldedCache(Cache):
     def _tensors(self) -> list[torch.Tensor]:
         tensors = [] if self.last_hidden_BD is None else [self.last_hidden_BD]
         tensors += [buffer for layer in self.layers for buffer in layer.buffers]
-        if self.is_recording:
-            tensors += [] if self.recent_hidden_BND is None else [self.recent_hidden_BND]
-            tensors += [buffer for rolled in self.rolls for buffers in rolled.buffers for buffer in buffers]
-        return tensors
+        return tensors + (self.recording.tensors if self.recording is not None else [])
 
     @property
     def num_bytes(self) -> int:
@@ -341,7 +301,7 @@ class FoldedCache(Cache):
             self.timeline.select(rows_B)
         if self.last_hidden_BD is not None:
             self.last_hidden_BD = self.last_hidden_BD[rows_B.to(self.last_hidden_BD.device)]
-        self._forget_recorded()
+        self._restart_recording()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))

@@ -55,7 +55,11 @@ class RecurrentState(Protocol):
 
     positions: SegmentPositions
     timeline: Timeline | None
-    is_recording: bool  # the last tokens may be removed again
+
+    @property
+    def is_recording(self) -> bool:
+        """The last tokens may be removed again."""
+        ...
 
     def key_values(self, chunk: Chunk) -> Sequence[KeyValueState | None]:
         """What each layer's queries see; None for a layer without a memory of these rows."""
@@ -69,10 +73,11 @@ class RecurrentState(Protocol):
 class TransientState:
     """The memories of all layers during one call over whole texts; nothing is kept after the call."""
 
+    is_recording = False
+
     def __init__(self, batch_size: int, config: CondenseConfig):
         self.positions = SegmentPositions(batch_size, config.segment_length)
         self.timeline: Timeline | None = None
-        self.is_recording = False
         self.memories: Sequence[Memory | None] = [None] * config.num_hidden_layers
         self.rows = list(range(batch_size))
 

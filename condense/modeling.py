@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import AttentionMetadataBuilder
-from .cache import CROP_TOKENS, FoldedCache
+from .cache import FoldedCache
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .durations import Timeline
@@ -33,6 +33,7 @@ from .layers import CondenseDecoderLayer, DecoderBlock, RMSNorm
 from .loading import check_loading_report, without_load_report
 from .loss import LossAccumulator
 from .memory import RecurrentState, TransientState
+from .recording import CROP_TOKENS
 from .segmentation import Chunk, UnpaddedBatch
 
 

@@ -15,6 +15,7 @@ from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_model, load_tokenizer
 from condense.prefill import columns_per_call
 
+TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
 PREFILL_TOKENS = 8192  # columns of a prompt in one call: the memory beside the state does not grow with the prompt
 
 
@@ -103,6 +104,12 @@ def generate(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, 
         **options,
     )
     return output.sequences, output.past_key_values
+
+
+def rows_per_batch(evaluated: EvaluatedModel, num_tokens: int) -> int:
+    """Rows of prompts of this length: a stock model keeps whole prompts, a folded one the columns of one call."""
+    columns = num_tokens if evaluated.segment_length is None else min(num_tokens, PREFILL_TOKENS)
+    return max(1, TOKENS_PER_BATCH // columns)
 
 
 def state_bytes(cache: Any) -> int:

@@ -1,11 +1,8 @@
-"""The group of ranks, and DeepSpeed's compiled operators and shared memory, which it would leave behind when killed.
+"""The group of ranks, and the operators that DeepSpeed compiles.
 
 DeepSpeed compiles its operators when they are first used, and the file it uses as a lock remains when a build is
 killed: every later run would wait for that file forever, silently. Here an operator is built in a folder of this
 environment's own, under a lock that ends with its process; the process that holds that lock knows the file is stale.
-
-On the CPUs of one machine, DeepSpeed's all-reduce makes a file of some 35 MB per rank in /dev/shm and never removes
-it. An open file needs no name, so each rank unlinks its own file after all ranks have opened it.
 """
 
 import functools
@@ -46,10 +43,11 @@ def join() -> None:
     import deepspeed.comm
 
     _guard_builds()
+    # An all-reduce for inference on CPUs: training never calls it, its compilation takes half a minute, and it leaves
+    # a file of 35 MB in /dev/shm for each rank of each run. The attribute `deepspeed.comm.torch` is PyTorch.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.comm.init_distributed()
     dist.barrier()
-    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
 
 
 def leave() -> None:

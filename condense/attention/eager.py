@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 def eager_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
     groups = query_RHTE.shape[1] // key_RGKE.shape[1]
-    key_RHKE, value_RHKE = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_RGKE, value_RGKE))
+    key_RHKE, value_RHKE = key_RGKE, value_RGKE
+    if groups > 1:
+        key_RHKE, value_RHKE = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_RGKE, value_RGKE))
     score_RHTK = query_RHTE @ key_RHKE.transpose(2, 3) * scale
     accurate = torch.promote_types(score_RHTK.dtype, torch.float32)
     score_RHTK = score_RHTK.to(accurate)

@@ -10,15 +10,13 @@ import torch
 
 from training.data.passkey import PasskeyTask
 
-from ..models import EvaluatedModel, generate, load_models, state_bytes
+from ..models import EvaluatedModel, generate, load_models, rows_per_batch, state_bytes
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
 from .options import PasskeyOptions
-
-TOKENS_PER_BATCH = 2**18
 
 
 class Cell(NamedTuple):
@@ -73,7 +71,7 @@ class Passkey(Task[Cell]):
         generator = np.random.default_rng([self.options.seed, item.length, item.depth_index])
         total, correct, done, num_bytes = self.options.num_prompts, 0, 0, 0
         while done < total:
-            num_rows = min(total - done, max(1, TOKENS_PER_BATCH // item.length))
+            num_rows = min(total - done, rows_per_batch(item.model, item.length))
             batch_correct, num_bytes = self._ask(item, num_rows, generator)
             correct += batch_correct
             done += num_rows

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 
 from condense import CondenseForCausalLM, FoldedCache, to_llama
-from condense.cache import CROP_TOKENS
 from condense.generation import RefuseNonFiniteLogits
+from condense.recording import CROP_TOKENS
 
 from .models import padded_batch, random_ids, tiny_model
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from condense import FoldedCache
-from condense.cache import CROP_TOKENS
 from condense.prefill import prefill
+from condense.recording import CROP_TOKENS
 
 from .models import random_durations, random_ids, tiny_model
 

@@ -1,4 +1,4 @@
-"""A rank on its own joins the group: an operator is really compiled, DeepSpeed's own or a small one in its place."""
+"""A rank on its own joins the group, and builds an operator: DeepSpeed's own or a small one in its place."""
 
 import os
 import signal
@@ -12,26 +12,20 @@ import pytest
 from training.launch import _free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = "from training import distributed; distributed.join(); print('joined'); distributed.leave()"
-# The functions that joining calls, in a second of compilation instead of half a minute.
+JOIN = "from training import distributed; distributed.join(); {}print('joined'); distributed.leave()"
+BUILD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; {}B().load(); "
+# A second of compilation instead of half a minute.
 SMALL_OPERATOR = """
 #include <Python.h>
 #include <bits/stdc++.h>
-static PyObject* initialize(PyObject*, PyObject*) { Py_RETURN_NONE; }
-static PyObject* level(PyObject*, PyObject*) { return PyLong_FromLong(0); }
-static PyMethodDef methods[] = {
-    {"initialize", initialize, METH_VARARGS, ""}, {"vector_kernel_level", level, METH_NOARGS, ""}, {}};
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "small", "", -1, methods};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "small", "", -1};
 #define INIT(name) PyInit_##name
 #define INIT_OF(name) INIT(name)
 PyMODINIT_FUNC INIT_OF(TORCH_EXTENSION_NAME)() { return PyModule_Create(&module); }
 """
-WITH_SMALL_OPERATOR = (
-    "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B.sources = lambda _: [{!r}]; "
-)
 
 
-def join(code: str = CODE, **variables: object) -> subprocess.Popen:
+def join(code: str, **variables: object) -> subprocess.Popen:
     environment = os.environ | {name: str(value) for name, value in variables.items()}
     environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"  # ninja lies there
@@ -44,10 +38,11 @@ def join(code: str = CODE, **variables: object) -> subprocess.Popen:
 @pytest.mark.parametrize("operator", ["small", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_a_build_that_was_killed_is_done_again(operator, tmp_path):
     """Torch alone waits forever: its lock is a file that only the process that made it removes."""
-    code = CODE
+    sources = ""
     if operator == "small":
         (tmp_path / "small.cpp").write_text(SMALL_OPERATOR)
-        code = WITH_SMALL_OPERATOR.format(str(tmp_path / "small.cpp")) + CODE
+        sources = f"B.sources = lambda _: [{str(tmp_path / 'small.cpp')!r}]; "
+    code = JOIN.format(BUILD.format(sources))
     first = join(code, XDG_CACHE_HOME=tmp_path)
     deadline = time.monotonic() + 120
     while not (locks := list(tmp_path.rglob("lock"))) and time.monotonic() < deadline:
@@ -74,7 +69,7 @@ def test_a_folder_of_the_users_is_used_as_it_is(tmp_path):
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    waiting = join(TORCH_EXTENSIONS_DIR=tmp_path)
+    waiting = join(JOIN.format(BUILD.format("")), TORCH_EXTENSIONS_DIR=tmp_path)
     try:
         assert waiting.stdout.readline() == (
             f"waiting for {lock}: if nothing is building deepspeed_shm_comm, remove that file\n"
@@ -83,3 +78,12 @@ def test_a_folder_of_the_users_is_used_as_it_is(tmp_path):
     finally:
         os.killpg(waiting.pid, signal.SIGKILL)
         waiting.communicate()
+
+
+def test_joining_builds_nothing(tmp_path):
+    """DeepSpeed would compile an operator for inference, and leave a file in /dev/shm."""
+    before = set(Path("/dev/shm").iterdir())
+    joining = join(JOIN.format(""), TORCH_EXTENSIONS_DIR=tmp_path)
+    assert joining.communicate()[0].endswith("joined\n") and joining.returncode == 0
+    assert not list(tmp_path.iterdir())
+    assert not [path for path in set(Path("/dev/shm").iterdir()) - before if "allreduce" in path.name]

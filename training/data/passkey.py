@@ -8,6 +8,7 @@ Axes: B rows, N tokens of the prompt, A tokens of the answer.
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ NAMES = [
     "station", "island", "valley", "castle", "hotel", "forest", "street", "library",
     "museum", "hospital", "office", "kitchen", "village", "mountain", "temple", "lake",
 ]  # fmt: skip
+ENCODED_TEXTS = 2**16  # kept: without names, all texts of all keys of four digits
 PASSKEY_TEXTS = [PREAMBLE, FILLER, KEY.format(whose="", key=""), QUESTION.format(whose="")]
 
 
@@ -74,12 +76,13 @@ class PasskeyTask:
         if num_keys > 10**num_digits:
             raise ValueError(f"there are no num_keys={num_keys} different keys of num_digits={num_digits}: raise it.")
         self.tokenizer, self.num_keys, self.num_digits = tokenizer, num_keys, num_digits
+        self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.preamble = start + self._encode(PREAMBLE)
         self.filler = self._encode(FILLER)
         self.names = self._usable_names() if num_keys > 1 else []
 
-    def _encode(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _usable_names(self) -> list[str]:

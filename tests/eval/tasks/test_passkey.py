@@ -24,7 +24,7 @@ from training.small_llama import passkey_tokenizer, small_llama
 class Oracle:
     """Answers with the key of the prompt, except for prompts whose key holds a 7: then its last digit is wrong."""
 
-    device = torch.device("cpu")
+    device, config = torch.device("cpu"), None
 
     def __init__(self, tokenizer):
         self.tokenizer, self.asked = tokenizer, 0
@@ -67,6 +67,20 @@ def test_counts(oracle):
         assert abs(cell["accuracy"] - 0.9**4) < 0.1  # four standard deviations
         assert (cell["low"], cell["high"]) == wilson(cell["correct"], 400)
     assert len({cell["correct"] for cell in cells}) > 1  # fresh prompts in each cell
+
+
+@pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
+def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, monkeypatch):
+    """A longer prompt needs more memory in a stock model, and more calls in a folded one: a batch holds as many."""
+    evaluated, batches = load_evaluated(str(small_model(tmp_path, kind))), []
+    generate = evaluated.model.generate
+    monkeypatch.setattr(
+        evaluated.model, "generate", lambda ids, **options: batches.append(len(ids)) or generate(ids, **options)
+    )
+    monkeypatch.setattr("eval.models.PREFILL_TOKENS", 100)
+    monkeypatch.setattr("eval.models.TOKENS_PER_BATCH", 800)
+    cells_of(evaluated, [400], (0.0,), num_prompts=8)
+    assert batches == ([8] if kind is CondenseForCausalLM else [2] * 4)
 
 
 def test_first_number():

@@ -1,0 +1,340 @@
+"""Stacked weights: the layers that can have them, the memory they take, and when they are made again."""
+
+import copy
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from condense import CondenseForCausalLM, FoldedCache, to_llama
+from condense.execution import choose_schedule, stacking, wavefront
+from condense.segmentation import SegmentPositions
+
+from ..models import (
+    assert_same_gradients,
+    gradients,
+    random_ids,
+    tiny_model,
+)
+
+
+def storage_bytes(model: nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
+def test_parameters_are_moved_and_not_copied(tmp_path):
+    model = tiny_model(num_hidden_layers=4, tie_word_embeddings=True)
+    ids, size, names = random_ids(1, 30), storage_bytes(model), list(model.state_dict())
+    expected, identities = model(ids).logits, [id(parameter) for parameter in model.parameters()]
+    model.config.schedule = "wavefront"
+    model(ids)
+    assert storage_bytes(model) == size and list(model.state_dict()) == names
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    up_weights = [layer.mlp.up_proj.weight for layer in model.model.layers]
+    addresses = [weight.data_ptr() for weight in up_weights]
+    assert {after - before for before, after in pairwise(addresses)} == {up_weights[0].nbytes}  # contiguous
+    assert len({weight.untyped_storage()._cdata for weight in up_weights}) == 4  # one storage each, as for saving
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in up_weights)
+    safetensors.torch.save_model(model, tmp_path / "whole.safetensors")
+    with safetensors.safe_open(tmp_path / "whole.safetensors", "pt") as file:
+        assert len(file.keys()) == len(names) - 1  # the head is the embedding
+
+    model.save_pretrained(tmp_path)  # writes a shared storage once
+    loaded = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.1 * size + 10_000
+    assert (tmp_path / "state.pt").stat().st_size < 1.1 * size + 30_000
+    for other in (loaded, copy.deepcopy(model), copy.deepcopy(model).float().double()):
+        torch.testing.assert_close(other(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(to_llama(model)(ids[:, :5]).logits, expected[:, :5], atol=1e-5, rtol=1e-5)
+
+
+def test_parameters_stay_trainable_after_inference_mode():
+    model = tiny_model()
+    model.config.schedule = "wavefront"
+    with torch.inference_mode():
+        model(random_ids(1, 30))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss, ids = [], random_ids(1, 30)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss.append(model(ids, labels=ids).loss)
+        loss[-1].backward()
+        optimizer.step()
+    assert loss[2] < loss[0]
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+def test_parameters_in_a_shared_storage_stay_there(even):
+    """ZeRO keeps all parameters in one flat storage. A wavefront uses evenly spaced ones in place."""
+    model = tiny_model()
+    ids = random_ids(1, 30)
+    expected = gradients(model, ids)
+    parameters = list(model.parameters())
+    flat = torch.empty(sum(p.numel() for p in parameters) + 3, dtype=torch.float64)
+    offset = 0
+    for number, parameter in enumerate(parameters):
+        if not even and number == len(parameters) // 2:
+            offset += 3
+        flat[offset : offset + parameter.numel()] = parameter.detach().flatten()
+        parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+    model.config.schedule = "wavefront"
+    assert_same_gradients(gradients(model, ids), expected, 1e-10)
+    start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
+    assert all(start <= parameter.data_ptr() < end for parameter in model.parameters())
+    stack = stacking.stack_of(model.model.layers)
+    assert (stack.weights_MOI["mlp.gate_proj.weight"] is not None) == even
+
+
+def with_other_scale(layer):
+    layer.self_attn.scale *= 2
+
+
+def with_patched_forward(layer):
+    layer.mlp.forward = lambda hidden: hidden
+
+
+def with_empty_weight(layer):
+    layer.mlp.up_proj.weight.data = torch.empty(0)
+
+
+class Adapter(nn.Module):
+    """A linear map with an additional one beside it, as in LoRA."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(base.in_features, 2)
+
+    def forward(self, hidden):
+        return self.base(hidden) + self.down(hidden).sum(-1, keepdim=True)
+
+
+def with_adapter(layer):
+    layer.mlp.up_proj = Adapter(layer.mlp.up_proj).double()
+
+
+def with_parameter(layer):
+    layer.mlp.extra = nn.Parameter(torch.zeros(3).double())
+
+
+def with_buffer(layer):
+    layer.mlp.up_proj.register_buffer("extra", torch.zeros(3))
+
+
+def in_training_mode(layer):
+    layer.train()
+
+
+CHANGES = {
+    "a hook": (lambda layer: layer.register_forward_hook(lambda *_: None), "has hooks"),
+    "a hook inside": (
+        lambda layer: layer.mlp.act_fn.register_forward_pre_hook(lambda *_: None),
+        "'mlp.act_fn' has hooks",
+    ),
+    "a backward hook": (lambda layer: layer.mlp.register_full_backward_pre_hook(lambda *_: None), "'mlp' has hooks"),
+    "a patched forward": (with_patched_forward, "a forward of its own"),
+    "an unknown module": (
+        lambda layer: setattr(layer.mlp, "up_proj", nn.Bilinear(2, 2, 2)),
+        "a Bilinear|other settings",
+    ),
+    "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "other settings than in layer 0"),
+    "an adapter": (with_adapter, "other modules than"),
+    "a parameter beside a module": (with_parameter, "a LlamaMLP, which a wavefront cannot stack"),
+    "a buffer": (with_buffer, "a Linear, which a wavefront cannot stack"),
+    "another dtype": (lambda layer: layer.mlp.float(), "float32"),
+    "weights elsewhere": (with_empty_weight, "kept elsewhere"),
+    "another scale": (with_other_scale, "other settings than in layer 0"),
+    "another epsilon": (lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1), "other settings"),
+    "another mode": (in_training_mode, "other settings than in layer 0"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("after_a_wave", [False, True])
+def test_layers_that_can_not_be_stacked_are_refused(name, after_a_wave):
+    """schedule="wavefront" names the layer's difference; "auto" takes the sequential order."""
+    model, ids = tiny_model(), random_ids(1, 60)
+    change, message = CHANGES[name]
+    if after_a_wave:
+        model(ids)
+    change(model.model.layers[2])
+    model.config.schedule = "wavefront"
+    with pytest.raises(ValueError, match=message) as error:
+        model(ids)
+    assert "schedule='sequential'" in str(error.value)
+    if name not in ("an unknown module", "another dtype", "weights elsewhere"):
+        results = []
+        for model.config.schedule in ("auto", "sequential"):
+            results.append(model(ids, labels=ids).loss)
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [with_other_scale, with_patched_forward, with_adapter, in_training_mode],
+    ids=lambda change: change.__name__,
+)
+def test_equal_changes_of_all_layers_take_effect(change):
+    """All layers change in the same way after a first wave."""
+    model, ids = tiny_model(), random_ids(1, 60)
+    model(ids)
+    for layer in model.model.layers:
+        change(layer)
+    results = []
+    for model.config.schedule in ("auto", "sequential"):
+        results.append(model(ids).logits)
+    torch.testing.assert_close(*results, atol=1e-10, rtol=1e-10)
+
+
+def test_weights_that_are_not_parameters_are_accepted():
+    """`functional_call` and replicas have such weights; "auto" accepts them."""
+    model, ids = tiny_model(), random_ids(1, 60)
+    expected = model(ids).logits
+    values = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    logits = torch.func.functional_call(model, values, (ids,)).logits
+    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)
+    logits.sum().backward()
+    assert values["model.layers.1.mlp.up_proj.weight"].grad is not None
+    with torch.inference_mode():
+        inference_model = tiny_model()
+        torch.testing.assert_close(inference_model(ids).logits, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_parameters_that_processes_share_stay_shared():
+    model, ids = tiny_model(), random_ids(1, 60)
+    expected = model(ids[:, :50]).logits
+    model = tiny_model().share_memory()
+    model.config.schedule = "wavefront"
+    torch.testing.assert_close(model(ids[:, :50]).logits, expected, atol=1e-10, rtol=1e-10)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+
+
+def test_weights_changed_before_the_backward_pass_are_noticed():
+    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 60)
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_partly_frozen_models_run_sequentially():
+    model, ids = tiny_model(), random_ids(1, 60)
+    for layer in model.model.layers[:2]:
+        layer.requires_grad_(False)
+    assert choose_schedule(model.config, model.model.layers, [60], SegmentPositions(1, 5), False) == "sequential"
+    with torch.no_grad():
+        assert choose_schedule(model.config, model.model.layers, [60], SegmentPositions(1, 5), False) == "wavefront"
+    model.config.schedule = "wavefront"
+    model(ids, labels=ids).loss.backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is None
+    assert model.model.layers[2].mlp.up_proj.weight.grad is not None
+
+
+def test_layers_are_stacked_only_for_a_wave(monkeypatch):
+    model = tiny_model()
+    model.config.schedule = "wavefront"
+    cache = FoldedCache(model.config)
+    model(random_ids(1, 17), past_key_values=cache)
+    stacked, stack_of = [], wavefront.stack_of
+    monkeypatch.setattr(wavefront, "stack_of", lambda layers: stacked.append(layers) or stack_of(layers))
+    model(random_ids(1, 1), past_key_values=cache)
+    assert not stacked
+    model(random_ids(1, 10), past_key_values=cache)
+    assert stacked == [model.model.layers]
+
+
+def test_a_stack_is_reused_until_a_weight_changes(monkeypatch):
+    model, ids, made = tiny_model(), random_ids(1, 20), []
+    model.config.schedule = "wavefront"
+    stack = stacking.Stack
+    monkeypatch.setattr(stacking, "Stack", lambda layers: made.append(1) or stack(layers))  # no reference
+    model(ids), model(ids)
+    assert len(made) == 1
+    projection = model.model.layers[1].mlp.up_proj
+    projection.weight = nn.Parameter(projection.weight.detach())  # another parameter at the same address
+    model(ids, labels=ids).loss.backward()
+    assert len(made) == 2 and projection.weight.grad is not None
+    model.model.layers[0].mlp.up_proj.weight.data = 2 * model.model.layers[0].mlp.up_proj.weight.data
+    changed = model(ids).logits
+    assert len(made) == 3
+    model.config.schedule = "sequential"
+    torch.testing.assert_close(changed, model(ids).logits, atol=1e-10, rtol=1e-10)
+    assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+    layers = weakref.ref(model.model.layers)
+    hooked = model.model.layers[2].mlp.up_proj.weight
+    hooked.register_hook(lambda gradient, model=model: gradient)  # as in training engines
+    del model, changed, hooked
+    gc.collect()
+    assert layers() is None
+
+
+@pytest.fixture
+def mesh_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_models_train_sequentially(mesh_of_one):
+    """FSDP on the root alone adds no hooks to the layers: waves would use weights that FSDP has replaced."""
+    ids, losses = random_ids(1, 60), {}
+    for schedule in ("sequential", "auto", "wavefront"):
+        model = tiny_model(torch.float32, schedule=schedule)
+        fully_shard(model, mesh=mesh_of_one)
+        if schedule == "wavefront":
+            with pytest.raises(ValueError, match="FSDP.*schedule='sequential'"):
+                model(ids, labels=ids)
+            continue
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses[schedule] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses[schedule].append(loss.item())
+    assert losses["auto"] == losses["sequential"] and losses["auto"][2] < losses["auto"][0]
+
+
+@torch.no_grad()
+def test_concurrent_first_waves_share_one_stack(monkeypatch):
+    """Several threads run a new model at once: one of them makes the stack, and all get the same logits.
+
+    The test slows down reads of the list of layers, which holds the stack, so that the threads overlap there.
+    """
+    described = stacking._described
+
+    def slow_described(module):
+        if isinstance(module, nn.ModuleList):
+            for _ in module.__dict__.items():  # fails if another thread adds an attribute
+                time.sleep(0.005)
+        return described(module)
+
+    monkeypatch.setattr(stacking, "_described", slow_described)
+    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 60)
+    expected = tiny_model(schedule="sequential")(ids).logits
+    barrier = threading.Barrier(4)
+
+    def read(number):
+        barrier.wait()
+        time.sleep(0.02 * number)
+        with torch.no_grad():
+            return model(ids, use_cache=False).logits
+
+    with ThreadPoolExecutor(4) as pool:
+        for logits in pool.map(read, range(4)):
+            torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from condense.extras import check_installed
+
 from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
@@ -57,13 +59,14 @@ def command(
     """A command that calls `action(options, output, ...)`, with the flags of the options; `arguments` come first."""
 
     def run_command(output: Path, **given: Any) -> None:
+        check_installed(f"condense {name}", "eval")
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
         action(from_command_line(options, given), output, **others)
 
     models, *rest = parameters(options)
     folder = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Output)
-    run_command.__name__, run_command.__doc__, run_command.__annotations__ = name, options.__doc__, {}
+    run_command.__name__, run_command.__doc__, run_command.__annotations__ = name.split()[-1], options.__doc__, {}
     run_command.__signature__ = inspect.Signature([*arguments, models, folder, *rest])  # type: ignore[attr-defined]
     return run_command
 
@@ -116,9 +119,9 @@ PROBE_NAME = inspect.Parameter(
     ],
 )
 
-passkey = command(PasskeyOptions, partial(run_task, "passkey"), "passkey")
-perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "perplexity")
-summarization = command(SummarizationOptions, partial(run_task, "summarization"), "summarization")
+passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
+perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
+summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
 attention = command(AttentionOptions, run_attention, "attention")
 profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
@@ -131,6 +134,7 @@ def report(
     title: str = "condense",
 ) -> None:
     """One HTML page with the tables and plots of a folder; the page needs no other file."""
+    check_installed("condense report", "eval")
     from .report import write_report
 
     print(write_report(folder, title))
@@ -142,6 +146,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 @evaluations.command(context_settings=PASSED_ON)
 def harness(context: typer.Context) -> None:
     """The command line of lm-evaluation-harness, with --model condense added."""
+    check_installed("condense eval harness", "harness")
     from .harness import main
 
     main(context.args)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 import typer
 
+from condense.checks import check_attention, check_dtype
+
 
 class Spelling(NamedTuple):
     """How the command line writes a value of several parts: `parse` reads the text, `write` is its inverse."""
@@ -26,7 +28,7 @@ class Option:
     """What the annotation of a field says beside its type.
 
     `flags` are the names on the command line where they differ from the field's name. `may_change`: a measurement that
-    was stopped may resume with another value.
+    was stopped may resume with another value. `check` raises `ValueError` for a wrong value.
     """
 
     help: str = ""
@@ -34,6 +36,7 @@ class Option:
     min: int | None = None
     spelling: Spelling | None = None
     may_change: bool = False
+    check: Callable[[Any], None] | None = None
 
 
 class Options:
@@ -44,6 +47,8 @@ class Options:
             value, low = getattr(self, name), field.option.min
             if low is not None and value is not None and not low <= value < math.inf:
                 raise ValueError(f"{name}={value}: pass {low} or more.")
+            if field.option.check is not None:
+                field.option.check(value)
 
 
 Chosen = TypeVar("Chosen", bound=Options)
@@ -187,8 +192,8 @@ ATTENTION_HELP = "sdpa, eager, flash_attention_2, flex_attention or blocked; aut
 Models = Annotated[
     Sequence[str], Option("Folder or hub id, or NAME=FOLDER; repeat it for several models.", flags=("--model",))
 ]
-Dtype = Annotated[str, Option(DTYPE_HELP, may_change=True)]
-Attention = Annotated[str, Option(ATTENTION_HELP)]
+Dtype = Annotated[str, Option(DTYPE_HELP, may_change=True, check=check_dtype)]
+Attention = Annotated[str, Option(ATTENTION_HELP, check=check_attention)]
 SegmentLength = Annotated[
     int, Option("Tokens, for stock models; folded models have their own.", min=1, may_change=True)
 ]

@@ -19,10 +19,10 @@ from .results import Table, picture
 from .tasks import TASKS
 
 SHOWN_BY = TASKS | {
-    "profile": "eval.benchmark.profile_tables",
-    "schedules": "eval.benchmark.schedule_tables",
+    "profile": "condense.eval.benchmark.profile_tables",
+    "schedules": "condense.eval.benchmark.schedule_tables",
 }  # these have `tables`
-PROBES = "eval.continuity.probes:PROBES"
+PROBES = "condense.eval.continuity.probes:PROBES"
 METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
@@ -118,7 +118,7 @@ def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
     _draw_curves(runs, folder / "training")
     columns = ["run", "steps", "longest text [segments]", "loss, mean of the last ten lines", "last validation loss"]
     rows = [[run["name"], f"{run['steps']:,}", run["segments"], run["loss"], run["validation"]] for run in runs]
-    curves = _embed(folder / "training.png")
+    curves = _embed(folder / "condense.training.png")
     return [Section("training", ABOUT["training"], [Table("runs", columns, rows)], [curves], {})]
 
 

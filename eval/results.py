@@ -40,7 +40,8 @@ class Table:
 def run_metadata() -> dict[str, Any]:
     """The command, the hardware, the versions and the date of a run."""
     program = Path(sys.argv[0])
-    shown = "condense" if program.name in ("condense", "condense_cli.py") else f"python {program.name}"
+    is_front_door = program.name == "condense" or program.parts[-2:] == ("condense", "__main__.py")
+    shown = "condense" if is_front_door else f"python {program.name}"
     return {
         "command": f"{shown} {shlex.join(sys.argv[1:])}".strip(),
         "hardware": hardware(),
@@ -73,13 +74,21 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict[str, str]:
-    """The commit of the checkout that the package runs from; nothing where it was installed without one."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except FileNotFoundError:  # no git
+    """The commit of the checkout that the package runs from; nothing where it is installed, also in another project."""
+    checkout = Path(__file__).resolve().parents[1]
+    if _git(checkout, "rev-parse", "--show-toplevel") != str(checkout):
         return {}
-    return {} if found.returncode else {"commit": found.stdout.strip()}
+    found = _git(checkout, "describe", "--always", "--dirty", "--exclude=*")
+    return {} if found is None else {"commit": found}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None where it fails or is missing."""
+    try:
+        found = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return None if found.returncode else found.stdout.strip()
 
 
 def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from condense.files import check_output_folder
-from training.output_lock import output_lock
+from condense.training.output_lock import output_lock
 
 Key = dict[str, Any]
 Record = dict[str, Any]

@@ -19,15 +19,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from condense_cli import convert  # noqa: E402
-from eval.report import write_report  # noqa: E402
-from training.launch import launch, num_ranks  # noqa: E402
-from training.output_lock import check_unlocked, output_lock  # noqa: E402
-from training.recipe import load_recipe  # noqa: E402
-from training.small_llama import save_small_llama  # noqa: E402
-from training.subprocesses import run_to_end  # noqa: E402
+from condense.cli import convert  # noqa: E402
+from condense.eval.report import write_report  # noqa: E402
+from condense.training.launch import launch, num_ranks  # noqa: E402
+from condense.training.output_lock import check_unlocked, output_lock  # noqa: E402
+from condense.training.recipe import load_recipe  # noqa: E402
+from condense.training.small_llama import save_small_llama  # noqa: E402
+from condense.training.subprocesses import run_to_end  # noqa: E402
 
-RECIPE = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
+RECIPE = Path("passkey_quickstart")
 SEGMENT = 40
 MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
 PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
@@ -45,7 +45,7 @@ def fold(llama: Path, folder: Path, source: str) -> None:
 
 def condense(*arguments) -> None:
     environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "condense_cli.py", *map(str, arguments)]
+    command = [sys.executable, "-m", "condense", *map(str, arguments)]
     if exit_code := run_to_end(command, environment, cwd=ROOT):
         raise subprocess.CalledProcessError(exit_code, command)
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import condense_cli
+import condense.cli
 from condense import CondenseForCausalLM
 from condense.files import atomic_folder
-from training.recipe import load_recipe
-from training.small_llama import save_small_llama
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import save_small_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
@@ -52,7 +52,7 @@ def run(capsys, *arguments) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["condense", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            condense_cli.main()
+            condense.cli.main()
     captured = capsys.readouterr()
     code = ended.value.code
     return (code if isinstance(code, int) else 0 if code is None else 1), captured.err + captured.out
@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_no_half_model(models, tmp_path):
     code = (
         "import resource, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "import condense_cli\ncondense_cli.main()"
+        "import condense.cli\ncondense_cli.main()"
     )
     command = ["convert", str(models["llama"]), str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
@@ -391,7 +391,7 @@ def test_converted_weights_can_be_read_by_others(to, models, tmp_path, capsys):
     ],
 )
 def test_arguments_are_refused_before_models_are_loaded(arguments, word, models, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("eval.models.load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("condense.eval.models.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     said = refused(capsys, tmp_path, *arguments, "--model", models["llama"], "--output", tmp_path / "out")
     assert word in said
 
@@ -548,7 +548,7 @@ def test_records_that_are_damaged(results, models, capsys):
 
 
 def test_a_path_with_an_equals_sign(models, tmp_path, monkeypatch):
-    from eval.models import split_name
+    from condense.eval.models import split_name
 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(models["folded"], tmp_path / "runs" / "lr=3e-4")

@@ -11,11 +11,11 @@ import torch
 
 from .output_lock import was_finished
 from .recipe import load_recipe
-from .subprocesses import run_to_end
+from .subprocesses import child_environment, run_to_end
 
-ROOT = Path(__file__).resolve().parents[1]
+TRAIN = Path(__file__).with_name("train.py")
 CPU_RANKS = 2
-CPU_CONFIG = ROOT / "deepspeed_configs" / "zero2_cpu.json"
+CPU_CONFIG = "zero2_cpu"
 
 
 def num_ranks() -> int:
@@ -31,19 +31,20 @@ def local_overrides(overrides: Sequence[str]) -> list[str]:
 def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = None) -> None:
     """Runs `training/train.py` on `ranks` ranks that end with this process. Raises `CalledProcessError` on failure."""
     ranks = ranks or num_ranks()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = child_environment()
     environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, from Trainer's and DeepSpeed's own code
     if not torch.cuda.is_available():
-        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-        print(f"no GPU: {ranks} ranks on the CPU, with {CPU_CONFIG.name} unless an override names another", flush=True)
+        environment["DS_ACCELERATOR"] = "cpu"
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+        print(f"no GPU: {ranks} ranks on the CPU, with {CPU_CONFIG} unless an override names another", flush=True)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, *_devices(ranks)]
     command += ["--master_port", str(_free_port())]
-    command += [str(ROOT / "training" / "train.py"), "--recipe", str(recipe), *local_overrides(overrides)]
+    command += [str(TRAIN), "--recipe", str(recipe), *local_overrides(overrides)]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     exit_code = run_to_end(command, environment)
     # DeepSpeed's runner exits with 0 when its launcher was killed.
-    if exit_code or not was_finished(load_recipe(Path(recipe), local_overrides(overrides)).output):
+    if exit_code or not was_finished(load_recipe(recipe, local_overrides(overrides)).output):
         raise subprocess.CalledProcessError(exit_code or 1, command)
 
 

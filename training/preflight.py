@@ -1,12 +1,17 @@
 """Checks of a run that take seconds and write nothing, before ranks start or documents are prepared."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from condense.checks import check_attention
 from condense.files import check_output_folder
 
 from .checkpoints.resume import find_checkpoint
 from .data.documents import source_files
+from .presets import find_recipe, recipe_names
 from .recipe import DocumentData, Recipe
 
 
@@ -17,7 +22,10 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     names and shapes are read.
     """
     recipe.accumulation(ranks)
+    check_attention(recipe.attention)
+    check_reporter(recipe.report_to)
     check_output_folder(recipe.output)
+    check_former_recipe(recipe.model.source)
     check_prepared(recipe)
     config = recipe.model.load_config()
     if deepspeed and deepspeed["zero_optimization"]["stage"] == 3:
@@ -25,6 +33,25 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     recipe.model.load_tokenizer(config)
     recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     find_checkpoint(recipe)
+
+
+def check_reporter(report_to: str) -> None:
+    """Raises `ValueError` where the package that curves are reported to is missing."""
+    if report_to != "none" and find_spec(report_to) is None:
+        raise ValueError(f"report_to={report_to} needs a package: pip install {report_to}, or set report_to=none.")
+
+
+def check_former_recipe(source: str) -> None:
+    """Raises `ValueError` for a folder that another recipe of this package writes, and that is not there."""
+    if Path(source).exists():
+        return
+    for name in recipe_names():
+        written = yaml.safe_load(find_recipe(name).read_text(encoding="utf-8"))["output"]
+        if Path(written) == Path(source):
+            raise ValueError(
+                f"there is no folder {source!r}, which the recipe {name} writes: run condense train {name} first, or "
+                "set model=FOLDER."
+            )
 
 
 def check_prepared(recipe: Recipe) -> None:

@@ -1,6 +1,6 @@
 """A small Llama, stories and summaries, generated without a download, to try every recipe on.
 
-    python -m training.sample_data FOLDER [--seed 0]
+    python -m condense.training.sample_data FOLDER [--seed 0]
 
 A story states early the town, trade and possessions of its people, and repeats these facts later: a model with a
 memory can predict them. An article is a story with two sentences marked as its news; they are its summary.

@@ -1,6 +1,6 @@
 """A small Llama with random weights and a word-level tokenizer for it: no download, no corpus.
 
-python -m training.small_llama FOLDER
+python -m condense.training.small_llama FOLDER
 """
 
 import argparse

@@ -7,6 +7,7 @@ parents.
 
 import os
 import signal
+import site
 import subprocess
 import sys
 import threading
@@ -14,12 +15,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
+from pathlib import Path
 
 import psutil
+
+import condense
 
 PARENT = "CONDENSE_PARENT"  # the process that a process started by `run_to_end` ends with
 GRACE_S = 30  # between SIGTERM and SIGKILL
 INTERVAL_S = 1.0
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of Python processes started here, which import this package, installed or not."""
+    root = str(Path(condense.__file__).parents[1])
+    if root in site.getsitepackages():
+        return dict(os.environ)
+    given = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{given}" if given else root}
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options) -> int:

@@ -1,6 +1,6 @@
 """Trains a recipe's model; started by the `deepspeed` launcher, by `condense train`, or alone.
 
-    deepspeed --num_gpus 8 training/train.py --recipe training/recipes/passkey_pretrain_1b.yaml [key=value ...]
+    deepspeed --num_gpus 8 training/train.py --recipe passkey_pretrain_1b [key=value ...]
 
 Started again, it resumes from its last complete checkpoint.
 """
@@ -14,8 +14,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __package__ in (None, ""):  # the launcher runs this file by its path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __package__ in (None, ""):  # the launcher runs this file by its path, and puts its folder first
+    root = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "condense").is_dir())
+    sys.path[:1] = [] if root in sys.path else [root]
 
 import torch
 import torch.distributed as dist
@@ -24,21 +25,21 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments, se
 from transformers.utils import logging
 
 from condense.files import use_default_mode
-from training import distributed
-from training.callbacks import Evaluations, GrowCurriculum, Log, Progress
-from training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
-from training.checkpoints.resume import find_checkpoint, make_universal
-from training.data.batches import StageBatches, ValidationBatches
-from training.data.curriculum import CurriculumBatches, CurriculumState
-from training.data.examples import Examples
-from training.data.passkey import PasskeyTask
-from training.data.tasks import make_examples
-from training.distributed import Process
-from training.output_lock import output_lock
-from training.preflight import check_run
-from training.recipe import PasskeyData, Recipe, load_recipe
-from training.subprocesses import end_with_parents
-from training.trainer import RecipeTrainer
+from condense.training import distributed
+from condense.training.callbacks import Evaluations, GrowCurriculum, Log, Progress
+from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
+from condense.training.checkpoints.resume import find_checkpoint, make_universal
+from condense.training.data.batches import StageBatches, ValidationBatches
+from condense.training.data.curriculum import CurriculumBatches, CurriculumState
+from condense.training.data.examples import Examples
+from condense.training.data.passkey import PasskeyTask
+from condense.training.data.tasks import make_examples
+from condense.training.distributed import Process
+from condense.training.output_lock import output_lock
+from condense.training.preflight import check_run
+from condense.training.recipe import PasskeyData, Recipe, load_recipe
+from condense.training.subprocesses import end_with_parents
+from condense.training.trainer import RecipeTrainer
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
 
@@ -256,7 +257,7 @@ def save(recipe: Recipe, trainer: RecipeTrainer, batches: Batches, process: Proc
 def main() -> None:
     logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--recipe", required=True, help="a recipe of this package by its name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     arguments = parser.parse_args()

@@ -112,7 +112,7 @@ def run_grid(
     environment: Environment,
     **more_settings: Any,
 ) -> dict[str, Any]:
-    """Runs the task with `measure` in child processes: see `eval.runner.run`."""
+    """Runs the task with `measure` in child processes: see `condense.eval.runner.run`."""
     with ForkServer(measure) as processes:
         return run(task(cases, environment, processes, more_settings), output)
 

@@ -24,9 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from training.subprocesses import PARENT, end_with_parents
+from condense.training.subprocesses import PARENT, child_environment, end_with_parents
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE_BYTES = mmap.PAGESIZE
 PRESENT, FILE_PAGE = 1 << 63, 1 << 61  # of an entry of /proc/PID/pagemap
 
@@ -81,8 +80,7 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            cwd=ROOT,
-            env={PARENT: str(os.getpid()), **os.environ},  # `end_with_parents` reads it
+            env={PARENT: str(os.getpid()), **child_environment()},  # `end_with_parents` reads it
         )
 
 

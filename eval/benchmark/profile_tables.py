@@ -76,8 +76,6 @@ def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[
 
 def _paper_table(results: dict[str, Any]) -> list[Table]:
     """The ratios that the paper states, for points that were measured here too, on the paper's shape."""
-    if results["points"][0].get("parameters") is None:
-        return []
     rows = []
     for ratio in RATIOS:
         for folded, stock in _pairs(results, ratio):

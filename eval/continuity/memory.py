@@ -15,7 +15,7 @@ import torch
 from condense.cache import FoldedCache
 from condense.continuity import Sentence
 from condense.continuity.adapter import TOKENS_AT_ONCE
-from training.data.passkey import PasskeyTask
+from condense.training.data.passkey import PasskeyTask
 
 from ..results import Table
 from .aggregation import figure, mean, percent, valid

@@ -66,6 +66,7 @@ class Probe(Task[Measurement]):
     @classmethod
     def load(cls, options: ProbeOptions) -> "Probe":
         cls.check(options)
+        cls.prompts(options)  # data of another form are refused before a model is loaded
         return cls(options, load_probed(options))
 
     @classmethod

@@ -1,6 +1,6 @@
 """Questions that teach a small model to count and to add, and a small Llama to train on them: for the probes.
 
-    python -m eval.continuity.questions FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
+    python -m condense.eval.continuity.questions FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
 
 All tokens have a duration of one unit. The pairs of numbers, the passages and the whole tutorials of the probes are
 left out. Each of their words occurs equally often with every count: a count that is left out would teach the model that
@@ -16,8 +16,8 @@ from random import Random
 from tokenizers.processors import TemplateProcessing
 from transformers.utils import logging
 
-from training.data.passkey import PASSKEY_TEXTS
-from training.small_llama import small_llama, word_tokenizer
+from condense.training.data.passkey import PASSKEY_TEXTS
+from condense.training.small_llama import small_llama, word_tokenizer
 
 from .data import load
 from .prompts import (

@@ -5,10 +5,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 TASKS = {
-    "passkey": "eval.tasks.passkey:Passkey",
-    "summarization": "eval.tasks.summarization:Summarization",
-    "perplexity": "eval.tasks.perplexity:Perplexity",
-    "attention": "eval.tasks.attention_maps:AttentionMaps",
+    "passkey": "condense.eval.tasks.passkey:Passkey",
+    "summarization": "condense.eval.tasks.summarization:Summarization",
+    "perplexity": "condense.eval.tasks.perplexity:Perplexity",
+    "attention": "condense.eval.tasks.attention_maps:AttentionMaps",
 }
 
 
@@ -20,7 +20,7 @@ def find_task(kind: str) -> Any:
 
 
 def evaluate(kind: str, output: Path, **options: Any) -> dict[str, Any]:
-    """Runs one evaluation and returns what KIND.json holds; the options are the fields in `eval.tasks.options`."""
+    """Runs one evaluation and returns what KIND.json holds; the options are the fields in `eval/tasks/options.py`."""
     from ..runner import run
 
     task = find_task(kind)

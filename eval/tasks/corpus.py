@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from training.data.documents import Document, DocumentReader, Problem, good_documents, source_files
-from training.data.summarization import prompt_frame, prompt_ids
-from training.recipe import Source
+from condense.training.data.documents import Document, DocumentReader, Problem, good_documents, source_files
+from condense.training.data.summarization import prompt_frame, prompt_ids
+from condense.training.recipe import Source
 
 from .options import BadDocuments
 from .rouge import Rouge

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from condense.checks import check_attention
+
 from ..options import (
     ATTENTION_HELP,
     INDICES,
@@ -47,7 +49,7 @@ class PasskeyOptions(Options):
         Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True),
     ] = None
     dtype: Dtype = "auto"
-    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True)] = "auto"
+    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from training.data.passkey import PasskeyTask
+from condense.training.data.passkey import PasskeyTask
 
 from ..models import EvaluatedModel, generate, load_models, rows_per_batch, state_bytes
 from ..options import stored

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from training.data.documents import Document
-from training.data.summarization import prompt_ids
+from condense.training.data.documents import Document
+from condense.training.data.summarization import prompt_ids
 
 from ..models import EvaluatedModel, generate, load_models
 from ..options import stored

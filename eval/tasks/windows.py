@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from condense.prefill import encode
-from training.data.documents import DocumentReader, good_documents
-from training.recipe import Source
+from condense.training.data.documents import DocumentReader, good_documents
+from condense.training.recipe import Source
 
 
 class Window(NamedTuple):

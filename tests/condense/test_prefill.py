@@ -5,7 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import FoldedCache, prefill
-from training.small_llama import word_tokenizer
+from condense.training.small_llama import word_tokenizer
 
 from .models import random_ids, tiny_model
 

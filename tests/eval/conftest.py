@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.small_llama import save_small_llama
+from condense.training.small_llama import save_small_llama
 
 
 @pytest.fixture(scope="module")

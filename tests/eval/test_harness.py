@@ -25,11 +25,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-import condense_cli
-import eval.harness
+import condense.cli
+import condense.eval.harness
 from condense import CondenseForCausalLM
-from eval.harness import CondenseLM
-from training.small_llama import small_llama, word_tokenizer
+from condense.eval.harness import CondenseLM
+from condense.training.small_llama import small_llama, word_tokenizer
 
 TEXT = "a cat sat on the mat and saw two dogs run far away from one old red house by the sea . , : ?"
 WORDS = TEXT.split()
@@ -119,8 +119,8 @@ def check(answers, expected):
     [(1, 4096, 1024), (4, 4096, 1024), (1, 1, 1), (4, 1, 1), (1, 30, 13), (4, 30, 13), ("auto", 30, 13)],
 )
 def test_log_likelihoods_are_the_models_own(folders, own, pairs, batch_size, read, scored, monkeypatch):
-    monkeypatch.setattr(eval.harness, "TOKENS_PER_CALL", read)
-    monkeypatch.setattr(eval.harness, "SCORED_PER_CALL", scored)
+    monkeypatch.setattr(condense.eval.harness, "TOKENS_PER_CALL", read)
+    monkeypatch.setattr(condense.eval.harness, "SCORED_PER_CALL", scored)
     expected = [own.answer(*pair) for pair in pairs]
     assert [greedy for _, greedy in expected] == [False] * 9 + [True, False]
     check(ask(load(folders / "folded", batch_size), "loglikelihood", pairs), expected)
@@ -128,7 +128,7 @@ def test_log_likelihoods_are_the_models_own(folders, own, pairs, batch_size, rea
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_document_is_one_text_of_any_length(folders, own, batch_size, monkeypatch):
-    monkeypatch.setattr(eval.harness, "SCORED_PER_CALL", 7)
+    monkeypatch.setattr(condense.eval.harness, "SCORED_PER_CALL", 7)
     documents = [(words(size, 5),) for size in (1, 23, 71, 4, 50)]
     expected = [own.answer("", document)[0] for (document,) in documents]
     found = ask(load(folders / "folded", batch_size), "loglikelihood_rolling", documents)
@@ -163,8 +163,8 @@ def test_texts_within_a_segment_get_what_hf_gives_the_stock_model(folders, pairs
 
 
 def test_only_scored_tokens_have_logits_and_a_context_is_read_once(folders, monkeypatch):
-    monkeypatch.setattr(eval.harness, "TOKENS_PER_CALL", 64)
-    monkeypatch.setattr(eval.harness, "SCORED_PER_CALL", 16)
+    monkeypatch.setattr(condense.eval.harness, "TOKENS_PER_CALL", 64)
+    monkeypatch.setattr(condense.eval.harness, "SCORED_PER_CALL", 16)
     lm = load(folders / "folded", 2)
     logits, read = [], []
     lm.model.lm_head.register_forward_hook(lambda module, args, output: logits.append(output.shape[:2].numel()))
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused(folders, monkeypatch):
     with pytest.raises(ValueError, match="tokenizer has 40 tokens and the model a vocabulary of 38"):
         load(folders / "folded", tokenizer=word_tokenizer([TEXT + " more words"]))
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    spec = eval.harness.__spec__
+    spec = condense.eval.harness.__spec__
     with pytest.raises(ImportError, match=re.escape("pip install 'condense-llama[harness]'")):
         spec.loader.exec_module(module_from_spec(spec))
 
@@ -318,7 +318,7 @@ FINDS_PLUGINS = hasattr(registry, "import_plugins")
 @pytest.mark.parametrize(
     "command",
     [
-        [sys.executable, str(Path(condense_cli.__file__)), "eval", "harness"],
+        [sys.executable, "-m", "condense", "eval", "harness"],
         pytest.param(
             [str(Path(sys.executable).with_name("lm_eval"))],
             marks=pytest.mark.skipif(not FINDS_PLUGINS, reason="this lm-eval looks for no entry points"),

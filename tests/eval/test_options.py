@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from eval import cli
-from eval.continuity.options import ProbeOptions
-from eval.options import (
+from condense.eval import cli
+from condense.eval.continuity.options import ProbeOptions
+from condense.eval.options import (
     INDICES,
     NAMES,
     NUMBER_OR_ALL,
@@ -25,7 +25,7 @@ from eval.options import (
     percentages,
     stored,
 )
-from eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
+from condense.eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
 
 COMMANDS = {
     "passkey": PasskeyOptions,

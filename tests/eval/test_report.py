@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from eval.report import write_report
-from eval.results import run_metadata
-from eval.tasks.passkey import Passkey
+from condense.eval.report import write_report
+from condense.eval.results import run_metadata
+from condense.eval.tasks.passkey import Passkey
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eval.results_store import ResultsStore
+from condense.eval.results_store import ResultsStore
 
 SETTINGS = {"model": "m", "depths": (0.0, 1.0)}
 

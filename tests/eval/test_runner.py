@@ -1,12 +1,14 @@
 """The driver resumes where it was stopped, measures nothing twice, and writes the same files in the end."""
 
 import json
+import subprocess
 from typing import NamedTuple
 
 import pytest
 
-from eval.results import Table
-from eval.runner import Task, measure, run
+from condense.eval import results
+from condense.eval.results import Table
+from condense.eval.runner import Task, measure, run
 
 
 class Stopped(Exception):
@@ -114,3 +116,19 @@ def test_items_may_be_tuples_with_the_fields_as_keys(tmp_path):
     run(Grid(points), tmp_path)
     again = Grid(points)
     assert [row["seconds"] for row in run(again, tmp_path)["squares"]] == [1, 1, 2, 2] and again.calls == []
+
+
+def test_the_commit_is_that_of_our_own_checkout_alone(tmp_path, monkeypatch):
+    """Somebody else's project, in whose folder the package is installed, has a commit of its own."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-C", str(tmp_path)]
+    installed = tmp_path / "site-packages" / "condense" / "eval" / "results.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "theirs"], check=True)
+    checkout = tmp_path / "eval" / "results.py"
+    monkeypatch.setattr(results, "__file__", str(installed))
+    assert results.commit() == {}
+    monkeypatch.setattr(results, "__file__", str(checkout))  # the control: at the place of a checkout
+    assert set(results.commit()) == {"commit"}

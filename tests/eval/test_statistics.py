@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eval.statistics import bootstrap, wilson
+from condense.eval.statistics import bootstrap, wilson
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ import torch
 from transformers import AutoTokenizer, get_wsd_schedule
 
 from condense import CondenseForCausalLM
-from training import train
-from training.data.batches import StageBatches
-from training.data.curriculum import CurriculumBatches, CurriculumState
-from training.data.passkey import PasskeyTask
-from training.data.tasks import make_examples
-from training.launch import local_overrides
-from training.output_lock import was_finished
-from training.recipe import Recipe, load_recipe
+from condense.training import train
+from condense.training.data.batches import StageBatches
+from condense.training.data.curriculum import CurriculumBatches, CurriculumState
+from condense.training.data.passkey import PasskeyTask
+from condense.training.data.tasks import make_examples
+from condense.training.launch import local_overrides
+from condense.training.output_lock import was_finished
+from condense.training.recipe import Recipe, load_recipe
 
 from .ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = "import sys; from training.launch import launch; launch(sys.argv[1], sys.argv[3:], int(sys.argv[2]))"
+CODE = "import sys; from condense.training.launch import launch; launch(sys.argv[1], sys.argv[3:], int(sys.argv[2]))"
 
 
 def launch_command(recipe, *overrides, ranks=2) -> list[str]:

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
-from eval.models import EvaluatedModel
-from eval.runner import measure
-from eval.tasks.options import PasskeyOptions
-from eval.tasks.passkey import Passkey
-from training.data.tasks import make_examples
-from training.recipe import load_recipe
+from condense.eval.models import EvaluatedModel
+from condense.eval.runner import measure
+from condense.eval.tasks.options import PasskeyOptions
+from condense.eval.tasks.passkey import Passkey
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import load_recipe
 
 from .runs import ROOT, log_lines, run
 

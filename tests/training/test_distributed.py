@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from training.launch import _free_port
+from condense.training.launch import _free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 JOIN = "from training import distributed; distributed.join(); {}print('joined'); distributed.leave()"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from condense import CondenseForCausalLM
-from training.checkpoints.complete import MARKER
-from training.small_llama import save_small_llama
+from condense.training.checkpoints.complete import MARKER
+from condense.training.small_llama import save_small_llama
 
 from .runs import ROOT, launch_command, log_lines, run
 

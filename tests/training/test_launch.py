@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.launch import _devices
+from condense.training.launch import _devices
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch
 from transformers import TrainingArguments
 
 from condense import CondenseForCausalLM
-from training import train as train_module
-from training.recipe import Optimizer, load_recipe
-from training.small_llama import save_small_llama
-from training.train import OPTIMIZERS, RecipeTrainer, train, training_arguments
+from condense.training import train as train_module
+from condense.training.recipe import Optimizer, load_recipe
+from condense.training.small_llama import save_small_llama
+from condense.training.train import OPTIMIZERS, RecipeTrainer, train, training_arguments
 
 from .ranks import run_ranks
 from .runs import train_with

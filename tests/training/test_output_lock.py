@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from eval.results_store import open_results_store
-from training.output_lock import check_unlocked, output_lock, was_finished
+from condense.eval.results_store import open_results_store
+from condense.training.output_lock import check_unlocked, output_lock, was_finished
 
 from .runs import ROOT
 
@@ -22,7 +22,7 @@ HOLD = """
 import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from training.output_lock import output_lock
+from condense.training.output_lock import output_lock
 with output_lock(Path({folder!r}), {name!r}):
     print("held", flush=True)
     time.sleep(120)
@@ -107,7 +107,7 @@ def test_measurements_of_one_kind_do_not_share_a_folder(holder, tmp_path):
 
 def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path):
     """Through the front door, in seconds; and what the first has written stays as it is."""
-    from training.small_llama import save_small_llama
+    from condense.training.small_llama import save_small_llama
 
     process = holder()
     save_small_llama(tmp_path / "start")
@@ -115,7 +115,7 @@ def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path):
     recipe = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
     options = [f"model={tmp_path / 'start'}", f"output={tmp_path / 'out'}", "model.segment_length=40"]
     start = time.perf_counter()
-    command = [sys.executable, "-m", "condense_cli", "train", str(recipe), *options]
+    command = [sys.executable, "-m", "condense", "train", str(recipe), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and f"in use by process {process.pid}" in done.stderr
     assert done.stderr.count("\n") == 1 and time.perf_counter() - start < 30

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from training.data.passkey import PasskeyTask
-from training.data.tasks import make_examples
-from training.recipe import load_recipe
-from training.sample_data import ATTRIBUTES, make_documents, write_sample_data
+from condense.training.data.passkey import PasskeyTask
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import load_recipe
+from condense.training.sample_data import ATTRIBUTES, make_documents, write_sample_data
 
 FILES = [f"{kind}/{split}" for kind in ("text", "summaries") for split in ("train", "validation")]
 
@@ -120,7 +120,7 @@ TINY = [path for path in RECIPES if load_recipe(path).data.task != "questions"] 
 
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.name)
 def test_the_tiny_recipes_find_their_examples(folder, tmp_path, monkeypatch, path):
-    """As they stand, on what `python -m training.sample_data runs/sample` makes."""
+    """As they stand, on what `python -m condense.training.sample_data runs/sample` makes."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "sample").symlink_to(folder)
     monkeypatch.chdir(tmp_path)

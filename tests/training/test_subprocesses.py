@@ -19,7 +19,7 @@ END_S = 20  # for processes to end
 RANK = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from training.subprocesses import end_with_parents
+from condense.training.subprocesses import end_with_parents
 end_with_parents()
 open(os.path.join({folder!r}, "rank-" + os.environ["RANK"]), "w").write(str(os.getpid()))
 time.sleep(120)
@@ -28,7 +28,7 @@ FRONT = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
 sys.path.insert(0, {root!r})
-from training.subprocesses import run_to_end
+from condense.training.subprocesses import run_to_end
 command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "2"]
 sys.exit(run_to_end([*command, "--master_port", "0", {script!r}], os.environ | {{"DS_ACCELERATOR": "cpu"}}))
 """
@@ -93,7 +93,7 @@ def test_no_rank_outlives_those_that_started_it(who, number, tree):
 
 
 def test_a_command_that_ends_by_itself():
-    from training.subprocesses import run_to_end
+    from condense.training.subprocesses import run_to_end
 
     assert run_to_end([sys.executable, "-c", "import sys; sys.exit(3)"], os.environ) == 3
 
@@ -101,7 +101,7 @@ def test_a_command_that_ends_by_itself():
 def test_a_hang_up_that_is_ignored_remains_so(tmp_path):
     """As under nohup: neither the front process nor what it runs ends."""
     code = f"import os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    code += "from training.subprocesses import run_to_end\n"
+    code += "from condense.training.subprocesses import run_to_end\n"
     code += "run_to_end([sys.executable, '-c', 'import time; time.sleep(60)'], os.environ)"
     front = subprocess.Popen([sys.executable, "-c", code])
     assert wait_for(lambda: psutil.Process(front.pid).children(), WAIT_S)
@@ -119,7 +119,8 @@ def test_a_parent_that_had_gone_before(tmp_path):
     """Its number is another process's by now, or nobody's."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom training.subprocesses import end_with_parents\n"
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    code += "from condense.training.subprocesses import end_with_parents\n"
     code += "end_with_parents()\nprint('went on')"
     environment = os.environ | {"CONDENSE_PARENT": str(gone.pid)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
@@ -131,7 +132,7 @@ def test_a_parent_that_had_gone_before(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_real_run_ends_and_resumes(who, number, tmp_path):
     """`condense train`, stopped in its steps: no rank remains, the output is free again, and the run continues."""
-    from training.small_llama import save_small_llama
+    from condense.training.small_llama import save_small_llama
 
     save_small_llama(tmp_path / "start")
     recipe = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
@@ -149,7 +150,7 @@ def test_a_real_run_ends_and_resumes(who, number, tmp_path):
     os.kill({"front": front.pid, "runner": runner.pid, "launcher": launcher.pid}[who], number)
     assert front.wait(timeout=60) != 0
     assert wait_for(lambda: not any(map(is_alive, everybody)), END_S)
-    from training.output_lock import check_unlocked
+    from condense.training.output_lock import check_unlocked
 
     check_unlocked(output)
     lines = log.read_text()

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
-from training.checkpoints.complete import MARKER, checkpoints, newest_checkpoint
-from training.checkpoints.resume import find_checkpoint
-from training.data.batches import ValidationBatches
-from training.data.tasks import make_examples
-from training.recipe import load_recipe
-from training.small_llama import save_small_llama
+from condense.training.checkpoints.complete import MARKER, checkpoints, newest_checkpoint
+from condense.training.checkpoints.resume import find_checkpoint
+from condense.training.data.batches import ValidationBatches
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import save_small_llama
 
 from .ranks import run_ranks
 from .runs import ROOT, expected, fails, launch_command, log_lines, run, same_weights, train_with

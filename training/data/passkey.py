@@ -93,7 +93,7 @@ class PasskeyTask:
             if self.tokenizer.unk_token_id in ids:
                 raise ValueError(
                     f"the tokenizer does not know {name!r}, a name that several keys need: "
-                    "use num_keys=1 or a tokenizer with all of training.data.passkey.NAMES."
+                    "use num_keys=1 or a tokenizer with all of condense.training.data.passkey.NAMES."
                 )
             by_length[len(ids)].append(name)
         names = max(by_length.values(), key=len)

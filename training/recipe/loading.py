@@ -9,25 +9,29 @@ from pydantic import ValidationError
 
 from condense.files import read_text
 
+from ..presets import find_recipe
 from .errors import explain
 from .schema import Recipe
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a YAML recipe and applies overrides such as `optimizer.learning_rate=1e-4` or `stages.0.steps=10`.
+def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe, a YAML file or one of this package by name, and applies overrides such as `stages.0.steps=10`.
 
-    Raises `ValueError` naming every unknown or impossible key, and the nearest key that exists.
+    A DeepSpeed configuration beside the recipe is found from any folder. Raises `ValueError` naming every unknown or
+    impossible key, and the nearest key that exists.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"there is no recipe {str(path)!r}: pass the path of a YAML file.")
+    path = find_recipe(named)
     try:
-        fields = yaml.safe_load(read_text(Path(path))) or {}
+        fields = yaml.safe_load(read_text(path)) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"recipe {path} holds a {type(fields).__name__}, not keys and values.")
     if isinstance(fields.get("model"), str):
         fields["model"] = {"source": fields["model"]}
+    deepspeed = fields.get("deepspeed")
+    if isinstance(deepspeed, str) and (path.parent / deepspeed).is_file():
+        fields["deepspeed"] = str(path.parent / deepspeed)
     for override in overrides:
         _apply(fields, override)
     try:

@@ -10,6 +10,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
+from ..presets import find_deepspeed_config
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
 from .section import MAY_CHANGE, Section, one_of
@@ -185,7 +186,7 @@ class Recipe(Section):
     attention: Annotated[str, one_of(ATTENTION_IMPLEMENTATIONS), MAY_CHANGE] = "auto"
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
-    deepspeed: Annotated[Path, MAY_CHANGE] = Path("deepspeed_configs/zero2.json")
+    deepspeed: Annotated[Path, MAY_CHANGE] = Path("zero2")
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints = Checkpoints()
     resume: Annotated[Path | None, MAY_CHANGE] = Field(
@@ -230,8 +231,9 @@ class Recipe(Section):
 
     def deepspeed_settings(self) -> dict[str, Any]:
         """The content of the DeepSpeed configuration file. Raises `ValueError` where it can't be used."""
+        path = find_deepspeed_config(self.deepspeed)
         try:
-            settings = json.loads(self.deepspeed.read_text(encoding="utf-8"))
+            settings = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"deepspeed={self.deepspeed} can't be read as JSON: {error}.") from error
         zero = settings.get("zero_optimization") if isinstance(settings, dict) else None

@@ -4,6 +4,7 @@ Prints docs/results/schedules/rule.txt from the measurements beside it.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from condense import CondenseConfig
@@ -11,10 +12,9 @@ from condense.execution.selection import faster_as_wave
 
 from ...results import Table
 from ..cases import SCHEDULES
-from ..process import ROOT
 from ..schedule_tables import TOLERANCE, excess, ratio
 
-MEASURED = ROOT / "docs" / "results" / "schedules"
+MEASURED = Path(__file__).resolve().parents[3] / "docs" / "results" / "schedules"  # of a checkout
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 UNSTEADY = 1.3  # a schedule's slowest repeat over its fastest, from which on a point is marked
 COLUMNS = ["shape", "mode", "segment", "batch", "tokens", "launches saved", "band [MiB]", "sequential / wavefront"]

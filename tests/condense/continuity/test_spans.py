@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from condense.continuity import TextSpan, find_spans, span_between
 from condense.continuity.spans import encode_with_offsets
-from training.small_llama import word_tokenizer
+from condense.training.small_llama import word_tokenizer
 
 TEXT = "the cat sat on the mat, the cathedral cat."
 

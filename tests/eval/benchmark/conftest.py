@@ -4,8 +4,8 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from eval.benchmark import grid
-from eval.benchmark.process import ForkServer
+from condense.eval.benchmark import grid
+from condense.eval.benchmark.process import ForkServer
 
 
 @pytest.fixture(scope="module")

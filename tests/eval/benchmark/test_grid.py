@@ -1,7 +1,7 @@
 """The cases of a grid."""
 
-from eval.benchmark.grid import DEFAULTS, TABLE_1, axes, grid
-from eval.benchmark.options import ProfileOptions
+from condense.eval.benchmark.grid import DEFAULTS, TABLE_1, axes, grid
+from condense.eval.benchmark.options import ProfileOptions
 
 
 def test_the_grid_measures_nothing_twice():

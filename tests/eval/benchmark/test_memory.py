@@ -2,14 +2,16 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
-from eval.benchmark.memory import is_out_of_memory
-from eval.benchmark.process import ROOT
+from condense.eval.benchmark.memory import is_out_of_memory
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_allocation_that_does_not_fit_is_refused():
     code = (
-        "import torch; from eval.benchmark.memory import ResidentMemory, is_out_of_memory; ResidentMemory()\n"
+        "import torch; from condense.eval.benchmark.memory import ResidentMemory, is_out_of_memory; ResidentMemory()\n"
         "try: torch.empty(2**45)\nexcept RuntimeError as error: print(is_out_of_memory(error))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

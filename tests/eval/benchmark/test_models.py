@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.benchmark.models import TABLE_1_PARAMETERS, table_1
+from condense.eval.benchmark.models import TABLE_1_PARAMETERS, table_1
 
 
 def test_table_1_is_the_papers():

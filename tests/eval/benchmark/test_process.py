@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eval.benchmark.process import ROOT, ForkServer, ProcessKilledError
+from condense.eval.benchmark.process import ForkServer, ProcessKilledError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 held: list[bytes] = []
 
@@ -25,6 +27,8 @@ def behave(kind: str) -> object:
         return b"x" * 2**22
     if kind == "sleeping":
         time.sleep(60)
+    if kind == "folder":
+        return os.getcwd()
     if kind == "memory":
         return resident()
     print("printed")  # to the standard output of the server, which carries the answers
@@ -50,6 +54,14 @@ def test_every_call_has_a_process_of_its_own(server):
     assert first["calls"] == second["calls"] == 1  # nothing remains of an earlier call
     assert psutil.Process(first["parent"]).num_threads() == 1
     assert len(server.call("large")) == 2**22
+
+
+def test_calls_run_in_the_folder_of_the_caller(tmp_path, monkeypatch):
+    """Where a relative path, such as that of snapshots, means the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with ForkServer(behave) as elsewhere:
+        assert elsewhere.call("folder") == str(tmp_path)
 
 
 def test_a_killed_and_a_failing_call_are_told_apart(server):
@@ -81,7 +93,9 @@ def test_a_fork_holds_the_memory_of_a_fresh_process(server):
 
 
 def test_a_call_ends_with_the_process_that_asked_for_it():
-    code = "from eval.benchmark.process import ForkServer; from tests.eval.benchmark.test_process import behave\n"
+    code = (
+        "from condense.eval.benchmark.process import ForkServer; from tests.eval.benchmark.test_process import behave\n"
+    )
     code += "with ForkServer(behave) as server: print(server.call('ordinary')['parent'], flush=True)\n"
     code = code[:-1] + "; server.call('sleeping')"
     asking = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)

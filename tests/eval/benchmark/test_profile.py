@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import condense_cli
-from eval.benchmark.models import TABLE_1_PARAMETERS
-from eval.benchmark.options import ProfileOptions
-from eval.benchmark.process import ForkServer, ProcessKilledError
-from eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, profile
-from eval.benchmark.profile_tables import tables
+import condense.cli
+from condense.eval.benchmark.models import TABLE_1_PARAMETERS
+from condense.eval.benchmark.options import ProfileOptions
+from condense.eval.benchmark.process import ForkServer, ProcessKilledError
+from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, profile
+from condense.eval.benchmark.profile_tables import tables
 
 pytestmark = pytest.mark.usefixtures("one_server")
 
@@ -20,7 +20,7 @@ def results(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("profile")
     arguments = ["profile", "--config", str(llama), "--segments", "64", "--lengths", "512", "--repeats", "2"]
     arguments += ["--modes", "training,decoding", "--kinds", "folded,stock", "--output", str(output)]
-    done = CliRunner().invoke(condense_cli.app, arguments)
+    done = CliRunner().invoke(condense.cli.app, arguments)
     assert done.exit_code == 0, done.output
     results = json.loads((output / "profile.json").read_text())
     assert (output / "profile.csv").exists() and (output / "profile.svg").exists()
@@ -104,6 +104,27 @@ def test_ratios_beside_the_papers():
     assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x"]]
 
 
+def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path):
+    """A killed process tells nothing of its model. A start that resumes writes the files too."""
+    called = []
+
+    def call(self, case, environment):
+        called.append(case)
+        if case.kind == "stock":
+            raise ProcessKilledError
+        figures = {"parameters": TABLE_1_PARAMETERS, "out_of_memory": False, "peak_bytes": 2, "before_bytes": 1}
+        return figures | {"memory_is": "peak", "seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
+
+    monkeypatch.setattr(ForkServer, "call", call)
+    options = ProfileOptions(preset="table1", lengths=[8192], batches=[1], segments=[256], attentions=["eager"])
+    for _ in range(2):
+        measured = profile(tmp_path, options)
+        assert all((tmp_path / f"profile.{ending}").is_file() for ending in ("json", "csv", "png"))
+        *_, paper = tables(measured)
+        assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "OOM"]]
+    assert len(called) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -120,5 +141,5 @@ def test_mistakes_are_named(llama, tmp_path, options, words):
 def test_a_failing_case_says_why(llama, tmp_path):
     with pytest.raises(RuntimeError, match="segment_length=0"):
         profile(tmp_path, ProfileOptions(config=str(llama), modes=["prefill"], lengths=[128], segments=[0]))
-    done = CliRunner().invoke(condense_cli.app, ["profile", "--output", str(tmp_path)])
+    done = CliRunner().invoke(condense.cli.app, ["profile", "--output", str(tmp_path)])
     assert isinstance(done.exception, ValueError) and "pass one of the two" in str(done.exception)

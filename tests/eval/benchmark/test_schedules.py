@@ -9,17 +9,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import condense_cli
+import condense.cli
 from condense.attention import IMPLEMENTATIONS, dispatch
+from condense.eval.benchmark import schedules as module
+from condense.eval.benchmark.cases import BenchmarkCase
+from condense.eval.benchmark.models import build_model, shape_of
+from condense.eval.benchmark.options import ProfileOptions
+from condense.eval.benchmark.process import ForkServer, ProcessKilledError
+from condense.eval.benchmark.schedule_tables import tables
+from condense.eval.benchmark.workloads import WHOLE_TEXT_WORKLOADS, random_ids
+from condense.eval.report import write_report
 from condense.execution import EXECUTORS
-from eval.benchmark import schedules as module
-from eval.benchmark.cases import BenchmarkCase
-from eval.benchmark.models import build_model, shape_of
-from eval.benchmark.options import ProfileOptions
-from eval.benchmark.process import ForkServer, ProcessKilledError
-from eval.benchmark.schedule_tables import tables
-from eval.benchmark.workloads import WHOLE_TEXT_WORKLOADS, random_ids
-from eval.report import write_report
 
 # Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segments", "20", "--repeats", "3"]
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_server")
 def measured(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("schedules")
     arguments = ["profile", "--schedules", "--config", str(llama), *ARGUMENTS, "--output", str(output)]
-    done = CliRunner().invoke(condense_cli.app, arguments)
+    done = CliRunner().invoke(condense.cli.app, arguments)
     assert done.exit_code == 0, done.output
     return json.loads((output / "schedules.json").read_text()), done.output, output
 
@@ -190,7 +190,7 @@ def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):
     arguments = ["profile", "--schedules", "--config", str(llama), "--output", str(tmp_path), *options]
-    done = CliRunner().invoke(condense_cli.app, arguments)
+    done = CliRunner().invoke(condense.cli.app, arguments)
     with pytest.raises(ValueError, match=words):
         raise done.exception
     assert not list(tmp_path.iterdir())

@@ -1,13 +1,14 @@
 """The studies of docs/results: their counted output is that of the stored files, the timed ones run at small sizes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from condense.attention import blocked
-from eval.benchmark.process import ROOT
-from eval.benchmark.studies import attention, attention_alternatives, costs, schedule_rule, training_floor
+from condense.eval.benchmark.studies import attention, attention_alternatives, costs, schedule_rule, training_floor
 
-RESULTS = ROOT / "docs" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
 
 def test_the_rule_of_auto_gives_the_stored_table(capsys):

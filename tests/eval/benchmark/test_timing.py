@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.benchmark.timing import Contender, attempt, measure_in_turn, summarize
+from condense.eval.benchmark.timing import Contender, attempt, measure_in_turn, summarize
 
 
 class CountingMemory:

@@ -5,9 +5,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from condense.continuity import ContinuousLM
-from eval.continuity import counts, memory, probes, space, sums, transformations
-from eval.continuity.engine import Reader
-from eval.continuity.options import ProbeOptions
+from condense.eval.continuity import counts, memory, probes, space, sums, transformations
+from condense.eval.continuity.engine import Reader
+from condense.eval.continuity.options import ProbeOptions
 from tests.condense.models import tiny_model
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

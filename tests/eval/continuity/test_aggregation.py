@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.continuity.aggregation import with_global
+from condense.eval.continuity.aggregation import with_global
 
 
 def test_the_global_row_by_hand():

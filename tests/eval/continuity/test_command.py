@@ -8,17 +8,17 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-import condense_cli
+import condense.cli
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.continuity import ContinuousLM, find_spans
-from eval.continuity.data import load
-from eval.continuity.engine import Reader
-from eval.continuity.items import Item, NotValid
-from eval.continuity.memory import dialled
-from eval.continuity.probe import Probe
-from eval.continuity.probes import PROBES
-from eval.continuity.prompts import counting_prompt
-from eval.continuity.questions import write_questions
+from condense.eval.continuity.data import load
+from condense.eval.continuity.engine import Reader
+from condense.eval.continuity.items import Item, NotValid
+from condense.eval.continuity.memory import dialled
+from condense.eval.continuity.probe import Probe
+from condense.eval.continuity.probes import PROBES
+from condense.eval.continuity.prompts import counting_prompt
+from condense.eval.continuity.questions import write_questions
 
 from .models import options, probe, shrink_sets
 
@@ -40,7 +40,7 @@ def models(tmp_path_factory):
 
 
 def condense(*arguments):
-    return CliRunner().invoke(condense_cli.app, [str(word) for word in arguments], catch_exceptions=False)
+    return CliRunner().invoke(condense.cli.app, [str(word) for word in arguments], catch_exceptions=False)
 
 
 def reader(folder) -> Reader:

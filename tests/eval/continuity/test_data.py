@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from eval.continuity.aggregation import SET
-from eval.continuity.data import load
-from eval.continuity.metrics import (
+from condense.eval.continuity.aggregation import SET
+from condense.eval.continuity.data import load
+from condense.eval.continuity.metrics import (
     shrunk_labels,
 )
-from eval.continuity.probes import PROBES
-from eval.continuity.prompts import (
+from condense.eval.continuity.probes import PROBES
+from condense.eval.continuity.prompts import (
     step_char_spans,
     tutorial,
 )

@@ -6,15 +6,15 @@ import torch
 
 from condense import reference
 from condense.continuity import ContinuousLM, Sentence
-from eval.continuity import memory, timing, transformations
-from eval.continuity.aggregation import SET
-from eval.continuity.classes import DIGITS
-from eval.continuity.engine import Reader
-from eval.continuity.items import Item, NotValid
-from eval.continuity.prompts import FILLER, counting_prompt
+from condense.eval.continuity import memory, timing, transformations
+from condense.eval.continuity.aggregation import SET
+from condense.eval.continuity.classes import DIGITS
+from condense.eval.continuity.engine import Reader
+from condense.eval.continuity.items import Item, NotValid
+from condense.eval.continuity.prompts import FILLER, counting_prompt
+from condense.training.data.passkey import PASSKEY_TEXTS, PasskeyTask
+from condense.training.small_llama import word_tokenizer
 from tests.condense.models import weights
-from training.data.passkey import PASSKEY_TEXTS, PasskeyTask
-from training.small_llama import word_tokenizer
 
 from .models import folded_reader, gpt2_reader, stock_reader, with_bos
 

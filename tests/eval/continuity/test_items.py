@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from eval.continuity import transformations
-from eval.continuity.aggregation import SET
-from eval.continuity.counts import Counting, Events
-from eval.continuity.data import load
-from eval.continuity.memory import Memory
-from eval.continuity.probes import PROBES
-from eval.continuity.prompts import (
+from condense.eval.continuity import transformations
+from condense.eval.continuity.aggregation import SET
+from condense.eval.continuity.counts import Counting, Events
+from condense.eval.continuity.data import load
+from condense.eval.continuity.memory import Memory
+from condense.eval.continuity.probes import PROBES
+from condense.eval.continuity.prompts import (
     PASSAGES,
 )
-from eval.continuity.space import Boolean, Space
-from eval.continuity.sums import Sums
-from eval.continuity.transformations import Scaling, Translation
+from condense.eval.continuity.space import Boolean, Space
+from condense.eval.continuity.sums import Sums
+from condense.eval.continuity.transformations import Scaling, Translation
 
 from .models import options, parts
 

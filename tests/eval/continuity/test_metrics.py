@@ -8,9 +8,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from eval.continuity import memory, space
-from eval.continuity.aggregation import SET
-from eval.continuity.classes import (
+from condense.eval.continuity import memory, space
+from condense.eval.continuity.aggregation import SET
+from condense.eval.continuity.classes import (
     DIGITS,
     class_curves,
     digit_classes,
@@ -19,10 +19,10 @@ from eval.continuity.classes import (
     watched_classes,
     word_classes,
 )
-from eval.continuity.counts import Counting
-from eval.continuity.items import NotValid
-from eval.continuity.memory import Memory
-from eval.continuity.metrics import (
+from condense.eval.continuity.counts import Counting
+from condense.eval.continuity.items import NotValid
+from condense.eval.continuity.memory import Memory
+from condense.eval.continuity.metrics import (
     likeliest,
     normalised_max_derivative,
     outside_ends,
@@ -31,10 +31,10 @@ from eval.continuity.metrics import (
     sum_properties,
     unique_peaks,
 )
-from eval.continuity.space import Boolean, Space
-from eval.continuity.sums import Sums
-from eval.continuity.transformations import Density
-from training.small_llama import word_tokenizer
+from condense.eval.continuity.space import Boolean, Space
+from condense.eval.continuity.sums import Sums
+from condense.eval.continuity.transformations import Density
+from condense.training.small_llama import word_tokenizer
 
 
 def digit_curves(*tops, **others):

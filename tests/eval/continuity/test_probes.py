@@ -10,18 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-import condense_cli
+import condense.cli
 from condense import CondenseForCausalLM
-from eval.continuity import probes, space, sums, transformations
-from eval.continuity.aggregation import SET
-from eval.continuity.classes import DIGITS
-from eval.continuity.data import load
-from eval.continuity.pictures import shown_curves
-from eval.continuity.probe import Probe
-from eval.continuity.probes import PROBES, probe_all
-from eval.continuity.prompts import counting_prompt
-from eval.continuity.questions import write_questions
-from training.small_llama import word_tokenizer
+from condense.eval.continuity import probes, space, sums, transformations
+from condense.eval.continuity.aggregation import SET
+from condense.eval.continuity.classes import DIGITS
+from condense.eval.continuity.data import load
+from condense.eval.continuity.pictures import shown_curves
+from condense.eval.continuity.probe import Probe
+from condense.eval.continuity.probes import PROBES, probe_all
+from condense.eval.continuity.prompts import counting_prompt
+from condense.eval.continuity.questions import write_questions
+from condense.training.small_llama import word_tokenizer
 
 from .models import first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
 from .models import options as probe_options
@@ -52,7 +52,7 @@ def undrawn(monkeypatch):
 
 
 def asked(*arguments):
-    return CliRunner().invoke(condense_cli.app, ["probe", *map(str, arguments)])
+    return CliRunner().invoke(condense.cli.app, ["probe", *map(str, arguments)])
 
 
 def probed(output, name, *models, options=()):
@@ -273,7 +273,7 @@ def test_speed_is_measured_once(folder, tmp_path, undrawn, monkeypatch):
     speed = results["models"][0]["speed"]
     assert speed["items"] == 2 and speed["one_by_one"] > 0 and speed["together"] > 0
     assert speed["speed_up"] == speed["one_by_one"] / speed["together"] and "time for three items" in shown
-    monkeypatch.setattr("eval.continuity.probe.speed", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr("condense.eval.continuity.probe.speed", lambda *given: pytest.fail("measured again"))
     again, _ = probed(tmp_path, "events", folder / "llama", options=["--limit", 2, "--speed"])
     assert again["models"] == results["models"]
     (tmp_path / "own.json").write_text(json.dumps([load("words")[0] | {"word": "zebra crossing"}]))
@@ -365,7 +365,7 @@ def test_what_is_refused(arguments, message, folder, tmp_path, undrawn):
 def test_a_refusal_is_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["condense", "probe", "weight", "--model", "m", "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
-        condense_cli.main()
+        condense.cli.main()
     assert left.value.code == 1 and capsys.readouterr().err.startswith("condense: there is no probe 'weight'")
     assert asked("counting", "--model", "m", "--output", tmp_path, "--limit", 0).exit_code == 2
 

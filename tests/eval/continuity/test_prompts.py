@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.continuity.prompts import (
+from condense.eval.continuity.prompts import (
     FILLER,
     char_spans_of,
     counting_prompt,

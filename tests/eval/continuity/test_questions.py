@@ -8,14 +8,14 @@ from random import Random
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.continuity import questions
-from eval.continuity.data import load
-from eval.continuity.probes import PROBES
-from eval.continuity.prompts import FILLER, PAIRS
-from eval.continuity.prompts import PASSAGES as PROBED
-from eval.continuity.questions import Adding, Counting, write_questions
-from training.data.passkey import PASSKEY_TEXTS
-from training.recipe import load_recipe
+from condense.eval.continuity import questions
+from condense.eval.continuity.data import load
+from condense.eval.continuity.probes import PROBES
+from condense.eval.continuity.prompts import FILLER, PAIRS
+from condense.eval.continuity.prompts import PASSAGES as PROBED
+from condense.eval.continuity.questions import Adding, Counting, write_questions
+from condense.training.data.passkey import PASSKEY_TEXTS
+from condense.training.recipe import load_recipe
 
 from .models import options
 

@@ -12,14 +12,14 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM, reference, to_llama
-from eval.models import EvaluatedModel, load_evaluated
-from eval.tasks import evaluate
-from eval.tasks.attention_maps import AttentionMaps
-from eval.tasks.attention_scores import CELLS, mass, queries_and_keys, scaled_map, scores, visible
-from eval.tasks.options import AttentionOptions
-from eval.tasks.windows import read_texts
+from condense.eval.models import EvaluatedModel, load_evaluated
+from condense.eval.tasks import evaluate
+from condense.eval.tasks.attention_maps import AttentionMaps
+from condense.eval.tasks.attention_scores import CELLS, mass, queries_and_keys, scaled_map, scores, visible
+from condense.eval.tasks.options import AttentionOptions
+from condense.eval.tasks.windows import read_texts
+from condense.training.small_llama import save_small_llama
 from tests.condense.models import random_ids, tiny_model, weights
-from training.small_llama import save_small_llama
 
 LENGTH, SEGMENTS = 5, (1, 3)
 
@@ -210,7 +210,7 @@ def folders(tmp_path_factory):
 
 
 def command(*arguments):
-    from eval import cli
+    from condense.eval import cli
 
     app = typer.Typer()
     app.command()(cli.attention)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from eval.tasks.corpus import find_source, read_corpus
-from training.data.summarization import AFTER, BEFORE, prompt_ids
-from training.small_llama import word_tokenizer
+from condense.eval.tasks.corpus import find_source, read_corpus
+from condense.training.data.summarization import AFTER, BEFORE, prompt_ids
+from condense.training.small_llama import word_tokenizer
 
 from .documents import WORDS, write_lines
 

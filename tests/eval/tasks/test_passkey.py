@@ -9,16 +9,16 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-import condense_cli
+import condense.cli
 from condense import CondenseForCausalLM
-from eval.models import EvaluatedModel, load_evaluated
-from eval.runner import measure
-from eval.statistics import wilson
-from eval.tasks import evaluate
-from eval.tasks.options import PasskeyOptions
-from eval.tasks.passkey import Passkey, first_number
-from training.data.passkey import PasskeyTask
-from training.small_llama import passkey_tokenizer, small_llama
+from condense.eval.models import EvaluatedModel, load_evaluated
+from condense.eval.runner import measure
+from condense.eval.statistics import wilson
+from condense.eval.tasks import evaluate
+from condense.eval.tasks.options import PasskeyOptions
+from condense.eval.tasks.passkey import Passkey, first_number
+from condense.training.data.passkey import PasskeyTask
+from condense.training.small_llama import passkey_tokenizer, small_llama
 
 
 class Oracle:
@@ -77,8 +77,8 @@ def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, mo
     monkeypatch.setattr(
         evaluated.model, "generate", lambda ids, **options: batches.append(len(ids)) or generate(ids, **options)
     )
-    monkeypatch.setattr("eval.models.PREFILL_TOKENS", 100)
-    monkeypatch.setattr("eval.models.TOKENS_PER_BATCH", 800)
+    monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
+    monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 800)
     cells_of(evaluated, [400], (0.0,), num_prompts=8)
     assert batches == ([8] if kind is CondenseForCausalLM else [2] * 4)
 
@@ -98,7 +98,7 @@ def test_command_on_folded_and_stock_models(kind, tmp_path):
     model, out = small_model(tmp_path, kind), tmp_path / "out"
     (model / "recipe.json").write_text(json.dumps({"stages": [{"total_length": 80}, {"total_length": 60}]}))
     arguments = ["eval", "passkey", "--model", f"small={model}", "--lengths", "80,200", "--prompts", "3"]
-    done = CliRunner().invoke(condense_cli.app, [*arguments, "--output", str(out)])
+    done = CliRunner().invoke(condense.cli.app, [*arguments, "--output", str(out)])
     assert done.exit_code == 0, done.output
     results = json.loads((out / "passkey.json").read_text())
     assert len(results["cells"]) == 10 and results["longest_trained"] == {"small": 80}
@@ -147,7 +147,7 @@ def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch):
     monkeypatch.setattr(
         evaluated.model, "generate", lambda *args, **options: asked.update(options) or generate(*args, **options)
     )
-    monkeypatch.setattr("eval.models.PREFILL_TOKENS", 100)
+    monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
     assert cells_of(evaluated, [700], (0.5,), num_prompts=8) == whole
     assert asked["prefill_chunk_size"] == 80  # whole segments
 

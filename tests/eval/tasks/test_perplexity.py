@@ -9,15 +9,15 @@ import torch
 from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM, to_llama
-from eval.cli import evaluations
-from eval.models import EvaluatedModel, load_evaluated
-from eval.results_store import ResultsStore
-from eval.runner import measure
-from eval.tasks import evaluate, windows
-from eval.tasks.options import CURVES, PerplexityOptions
-from eval.tasks.perplexity import Perplexity, curve_models
+from condense.eval.cli import evaluations
+from condense.eval.models import EvaluatedModel, load_evaluated
+from condense.eval.results_store import ResultsStore
+from condense.eval.runner import measure
+from condense.eval.tasks import evaluate, windows
+from condense.eval.tasks.options import CURVES, PerplexityOptions
+from condense.eval.tasks.perplexity import Perplexity, curve_models
+from condense.training.small_llama import save_small_llama
 from tests.condense.models import random_ids, tiny_model
-from training.small_llama import save_small_llama
 
 SEGMENTS, LENGTH = 4, 5
 

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from eval.tasks.rouge import METRICS, Rouge
+from condense.eval.tasks.rouge import METRICS, Rouge
 
 
 def naive_rouge(reference, prediction):

@@ -8,12 +8,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from condense import CondenseForCausalLM
-from eval.continuity.options import ProbeOptions
-from eval.continuity.probes import PROBES
-from eval.tasks import find_task
-from eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
-from training.data.summarization import AFTER, BEFORE
-from training.small_llama import save_small_llama, small_llama, word_tokenizer
+from condense.eval.continuity.options import ProbeOptions
+from condense.eval.continuity.probes import PROBES
+from condense.eval.tasks import find_task
+from condense.eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
+from condense.training.data.summarization import AFTER, BEFORE
+from condense.training.small_llama import save_small_llama, small_llama, word_tokenizer
 
 TEXT = "the grass is green and the sky is blue and here we go"
 

@@ -13,20 +13,20 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-import eval.models
+import condense.eval.models
 from condense import CondenseForCausalLM
-from eval.cli import evaluations
-from eval.models import EvaluatedModel, load_evaluated
-from eval.runner import measure
-from eval.statistics import bootstrap
-from eval.tasks import evaluate, summarization
-from eval.tasks.corpus import Corpus, read_corpus
-from eval.tasks.options import SummarizationOptions
-from eval.tasks.rouge import METRICS, Rouge
-from eval.tasks.summarization import Summarization
-from training.data.summarization import AFTER, BEFORE, prompt_ids
-from training.recipe import Source
-from training.small_llama import small_llama, word_tokenizer
+from condense.eval.cli import evaluations
+from condense.eval.models import EvaluatedModel, load_evaluated
+from condense.eval.runner import measure
+from condense.eval.statistics import bootstrap
+from condense.eval.tasks import evaluate, summarization
+from condense.eval.tasks.corpus import Corpus, read_corpus
+from condense.eval.tasks.options import SummarizationOptions
+from condense.eval.tasks.rouge import METRICS, Rouge
+from condense.eval.tasks.summarization import Summarization
+from condense.training.data.summarization import AFTER, BEFORE, prompt_ids
+from condense.training.recipe import Source
+from condense.training.small_llama import small_llama, word_tokenizer
 
 from ...conftest import SHARED
 from .documents import TEXT, made_documents, write_lines
@@ -186,7 +186,7 @@ def test_other_documents_or_settings_are_another_measurement(folded, data, tmp_p
 @pytest.mark.parametrize("prefill", [8192, 32])
 def test_a_padded_batch_writes_what_each_document_gets_alone(kind, prefill, request, monkeypatch):
     """Against greedy decoding that reads the whole text again for every token; long prompts are read in chunks."""
-    monkeypatch.setattr(eval.models, "PREFILL_TOKENS", prefill)
+    monkeypatch.setattr(condense.eval.models, "PREFILL_TOKENS", prefill)
     evaluated = load_evaluated(str(request.getfixturevalue(kind)))
     texts = [" ".join(line["source"]) for line in made_documents(6, seed=3)]
     texts[2] = "a cat"

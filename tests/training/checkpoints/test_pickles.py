@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.checkpoints.pickles import check_pickles
+from condense.training.checkpoints.pickles import check_pickles
 
 
 class RunsCode:

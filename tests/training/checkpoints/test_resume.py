@@ -2,8 +2,8 @@
 
 import pytest
 
-from training.checkpoints.resume import migrate
-from training.recipe import Recipe
+from condense.training.checkpoints.resume import migrate
+from condense.training.recipe import Recipe
 
 RECIPE = {
     "output": "o",

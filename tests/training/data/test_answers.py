@@ -10,13 +10,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from condense import CondenseForCausalLM
-from training.data.answers import AnswerExamples, question_encoder
-from training.data.batches import StageBatches
-from training.data.documents import Document
-from training.data.store import Tokens
-from training.data.tasks import make_examples
-from training.recipe import QuestionData, load_recipe
-from training.small_llama import small_llama, word_tokenizer
+from condense.training.data.answers import AnswerExamples, question_encoder
+from condense.training.data.batches import StageBatches
+from condense.training.data.documents import Document
+from condense.training.data.store import Tokens
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import QuestionData, load_recipe
+from condense.training.small_llama import small_llama, word_tokenizer
 
 TEXTS = ["How many is and Answer : ?", "cat"]
 

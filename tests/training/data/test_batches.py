@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from training.data.batches import StageBatches
-from training.data.examples import Example
-from training.recipe import load_recipe
+from condense.training.data.batches import StageBatches
+from condense.training.data.examples import Example
+from condense.training.recipe import load_recipe
 
 RECIPE = """
 model: m

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from training.data.curriculum import CurriculumBatches, CurriculumState
-from training.data.passkey import PasskeyTask
-from training.recipe import Curriculum, Recipe
-from training.small_llama import passkey_tokenizer
+from condense.training.data.curriculum import CurriculumBatches, CurriculumState
+from condense.training.data.passkey import PasskeyTask
+from condense.training.recipe import Curriculum, Recipe
+from condense.training.small_llama import passkey_tokenizer
 
 CURRICULUM = Curriculum(
     steps=60, tokens_per_step=2048, first_segments=2, last_segments=9, growth=1.5, loss_below=0.1, patience=20

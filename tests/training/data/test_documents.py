@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from training.data.documents import Document, DocumentReader, Problem, good_documents
-from training.recipe import Source
+from condense.training.data.documents import Document, DocumentReader, Problem, good_documents
+from condense.training.recipe import Source
 
 
 def read(*sources, summaries=False, position=None):

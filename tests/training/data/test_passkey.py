@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from training.data.passkey import NAMES, PASSKEY_TEXTS, PasskeyExamples, PasskeyTask
-from training.recipe import PasskeyData
-from training.small_llama import passkey_tokenizer, word_tokenizer
+from condense.training.data.passkey import NAMES, PASSKEY_TEXTS, PasskeyExamples, PasskeyTask
+from condense.training.recipe import PasskeyData
+from condense.training.small_llama import passkey_tokenizer, word_tokenizer
 
 
 def words(tokenizer, ids):

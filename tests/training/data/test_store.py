@@ -12,11 +12,11 @@ import datasets
 import numpy as np
 import pytest
 
-from training.data import store as store_module
-from training.data.store import Need, Store, folder_of, prepare
-from training.data.text import text_encoder
-from training.recipe import Source, TextData
-from training.small_llama import word_tokenizer
+from condense.training.data import store as store_module
+from condense.training.data.store import Need, Store, folder_of, prepare
+from condense.training.data.text import text_encoder
+from condense.training.recipe import Source, TextData
+from condense.training.small_llama import word_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = [f"w{n}" for n in range(50)]
@@ -188,7 +188,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from tests.training.data import test_store as t
-from training.data import store
+from condense.training.data import store
 store.PART_TOKENS = 500
 write = store._write_part
 def slowly(path, kept, notes):

@@ -8,14 +8,14 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from condense.training.data.answers import AnswerExamples
+from condense.training.data.documents import Document
+from condense.training.data.store import Tokens
+from condense.training.data.summarization import prompt_frame, prompt_ids, summary_encoder
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import word_tokenizer
 from tests.conftest import SHARED
-from training.data.answers import AnswerExamples
-from training.data.documents import Document
-from training.data.store import Tokens
-from training.data.summarization import prompt_frame, prompt_ids, summary_encoder
-from training.data.tasks import make_examples
-from training.recipe import load_recipe
-from training.small_llama import word_tokenizer
 
 SUMMARY_WORDS = "Summarize this text Summary : - a b c d e f"
 

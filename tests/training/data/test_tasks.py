@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from training.data.tasks import make_examples
-from training.recipe import load_recipe
-from training.small_llama import word_tokenizer
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import word_tokenizer
 
 WORDS = "zero one two three four five six seven eight nine"
 RECIPE = """

@@ -9,13 +9,13 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
+from condense.training.data.examples import collate
+from condense.training.data.store import Tokens
+from condense.training.data.tasks import make_examples
+from condense.training.data.text import TextExamples
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import word_tokenizer
 from tests.condense.models import tiny_config
-from training.data.examples import collate
-from training.data.store import Tokens
-from training.data.tasks import make_examples
-from training.data.text import TextExamples
-from training.recipe import load_recipe
-from training.small_llama import word_tokenizer
 
 
 class Documents:

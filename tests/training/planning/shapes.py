@@ -1,6 +1,6 @@
 """Shapes of models, and recipes that train them, which several tests of the planning share."""
 
-from training.recipe import Recipe
+from condense.training.recipe import Recipe
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "tie_word_embeddings": True}

@@ -4,7 +4,7 @@ import json
 
 from transformers import LlamaConfig
 
-from training.planning.dry_run import GIB, memory_by_ranks, table
+from condense.training.planning.dry_run import GIB, memory_by_ranks, table
 
 from .shapes import PLAIN, SMALL, recipe
 

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
-from training import distributed
-from training.planning.memory import estimate
-from training.planning.passes import parameter_shapes
-from training.recipe import Recipe
+from condense.training import distributed
+from condense.training.planning.memory import estimate
+from condense.training.planning.passes import parameter_shapes
+from condense.training.recipe import Recipe
 
 from ..ranks import run_ranks
 from .shapes import LLAMA_1B, PLAIN, SMALL, recipe

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
-from training.planning.operations import count_operations
+from condense.training.planning.operations import count_operations
 
 from .shapes import LLAMA_1B, SMALL, recipe
 

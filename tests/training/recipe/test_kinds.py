@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from training.data.batches import StageBatches
-from training.data.tasks import make_examples
-from training.planning.dry_run import memory_by_ranks
-from training.recipe import MODELS, OBJECTIVES, Losses, ModelKind, ObjectiveKind, load_recipe
-from training.small_llama import passkey_tokenizer
-from training.train import train
+from condense.training.data.batches import StageBatches
+from condense.training.data.tasks import make_examples
+from condense.training.planning.dry_run import memory_by_ranks
+from condense.training.recipe import MODELS, OBJECTIVES, Losses, ModelKind, ObjectiveKind, load_recipe
+from condense.training.small_llama import passkey_tokenizer
+from condense.training.train import train
 
 from ..runs import log_lines
 

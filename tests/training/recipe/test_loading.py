@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.recipe import load_recipe
+from condense.training.recipe import load_recipe
 
 RECIPE = """
 model: {source: m, segment_length: 64}

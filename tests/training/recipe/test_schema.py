@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from training.recipe import Recipe, load_recipe
+from condense.training.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "training" / "recipes"
 BASE = "model: m\noutput: o\ndata: {task: passkey}\noptimizer: {warmup_steps: 10}\n"
@@ -43,7 +43,11 @@ def test_table_3(name):
     assert [stage.total_length for stage in recipe.stages] == lengths
     assert [stage.steps for stage in recipe.stages] == steps
     assert (recipe.optimizer.learning_rate, recipe.optimizer.final_learning_rate) == (rate, floor)
-    assert recipe.global_batch == 64 and recipe.dtype == "bfloat16" and recipe.deepspeed.name == "zero2.json"
+    assert (
+        recipe.global_batch == 64
+        and recipe.dtype == "bfloat16"
+        and recipe.deepspeed_settings()["zero_optimization"]["stage"] == 2
+    )
     assert recipe.decay_steps == sum(steps) - recipe.optimizer.warmup_steps  # cosine all the way
     if name == "summarize_llama_baseline":
         assert recipe.model.kind == "llama"
@@ -149,16 +153,37 @@ def test_mistakes_are_named(recipe, lines, overrides, words):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "can't be read as JSON"), ("{", "can't be read as JSON"), ("{}", "does not say zero_optimization.stage")],
+    [(None, "'.*such as zero3"), ("{", "can't be read as JSON"), ("{}", "does not say zero_optimization.stage")],
 )
 def test_deepspeed_configurations_that_say_nothing(recipe, tmp_path, text, words):
     if text is not None:
         (tmp_path / "zero.json").write_text(text)
     loaded = load_recipe(recipe(STAGES), [f"deepspeed={tmp_path / 'zero.json'}"])
-    with pytest.raises(ValueError, match=f"zero.json {words}"):
+    with pytest.raises(ValueError, match=f"zero.json ?{words}"):
         loaded.deepspeed_settings()
 
 
 def test_a_missing_recipe_is_named():
-    with pytest.raises(ValueError, match="nowhere.yaml"):
+    with pytest.raises(ValueError, match=r"nowhere\.yaml"):
         load_recipe(Path("nowhere.yaml"))
+    with pytest.raises(ValueError, match="no recipe 'passkey_pretain_1b'.*such as passkey_pretrain_1b "):
+        load_recipe("passkey_pretain_1b")
+
+
+def test_recipes_of_the_package_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
+    by_path = load_recipe(RECIPES / "passkey_pretrain_1b.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("passkey_pretrain_1b") == by_path
+    assert by_path.deepspeed_settings()["zero_optimization"]["stage"] == 2
+
+
+def test_a_deepspeed_configuration_is_found_beside_the_recipe(recipe, tmp_path, monkeypatch):
+    """From any folder; an override names a file as the shell does."""
+    path = recipe(STAGES + "\ndeepspeed: mine.json\n")
+    (path.parent / "mine.json").write_text('{"zero_optimization": {"stage": 1}}')
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.json").write_text('{"zero_optimization": {"stage": 0}}')
+    monkeypatch.chdir(elsewhere)
+    assert load_recipe(path).deepspeed_settings()["zero_optimization"]["stage"] == 1
+    assert load_recipe(path, ["deepspeed=mine.json"]).deepspeed_settings()["zero_optimization"]["stage"] == 0

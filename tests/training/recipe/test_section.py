@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
-from training.recipe import MAY_CHANGE, MODELS, Recipe, Section
-from training.recipe.section import Registry, may_change
+from condense.training.recipe import MAY_CHANGE, MODELS, Recipe, Section
+from condense.training.recipe.section import Registry, may_change
 
 
 def test_fields_that_may_change_on_resume():

@@ -1,7 +1,7 @@
 """The ratios that the last table states, and the reasons where it states none."""
 
-from eval.benchmark.gpu.bars import LONGEST_BAR, judge
-from eval.benchmark.gpu.sizes import REAL
+from condense.eval.benchmark.gpu.bars import LONGEST_BAR, judge
+from condense.eval.benchmark.gpu.sizes import REAL
 
 
 def test_unknown_limits_are_told():

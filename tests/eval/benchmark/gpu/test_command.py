@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmark.gpu.command import ROOT, main
+from condense.eval.benchmark.gpu.command import ROOT, main
 
 EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
 MEASURED = ("training", "prefill", "decoding", "schedules", "longest")
@@ -28,7 +28,7 @@ attention.AttentionMask.boolean = wrong
 
 def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess:
     """The command; `before` is run in its process first."""
-    code = f"{before}\nimport sys\nfrom eval.benchmark.gpu.command import main\nsys.exit(main(sys.argv[1:]))"
+    code = f"{before}\nimport sys\nfrom condense.eval.benchmark.gpu.command import main\nsys.exit(main(sys.argv[1:]))"
     start = ["-c", code] if before else ["scripts/gpu_bench.py"]
     command = [sys.executable, *start, "--smoke", "--output", str(output), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -4,12 +4,12 @@ import time
 
 import torch
 
-from eval.benchmark.cases import BenchmarkCase
-from eval.benchmark.gpu.bars import judge
-from eval.benchmark.gpu.comparison import Entry, compare
-from eval.benchmark.gpu.session import Session
-from eval.benchmark.gpu.sizes import REAL, REHEARSAL
-from eval.benchmark.models import build_model
+from condense.eval.benchmark.cases import BenchmarkCase
+from condense.eval.benchmark.gpu.bars import judge
+from condense.eval.benchmark.gpu.comparison import Entry, compare
+from condense.eval.benchmark.gpu.session import Session
+from condense.eval.benchmark.gpu.sizes import REAL, REHEARSAL
+from condense.eval.benchmark.models import build_model
 
 
 def test_a_case_that_does_not_fit_is_a_point_and_the_others_are_timed():

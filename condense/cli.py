@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 import time
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from eval.cli import Attention, attention, evaluations, probe, profile, quiet, report
-from eval.options import DTYPE_HELP
+from condense import __version__
+from condense.eval.cli import Attention, attention, evaluations, probe, profile, quiet, report
+from condense.eval.options import DTYPE_HELP
+from condense.extras import check_installed
+from condense.training.presets import recipe_names
 
 app = typer.Typer(
     help="A Llama with unbounded memory.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -23,18 +26,26 @@ app.add_typer(evaluations, name="eval")
 for command in (profile, attention, probe, report):
     app.command()(command)
 
-PARENT = "CONDENSE_PARENT"  # see training.subprocesses
+PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses
 LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
 DRY_RUN_RANKS = 8  # a node, since a run is seldom planned on the machine that it will run on
 
 
-class ModelFormat(str, Enum):
+class ModelFormat(StrEnum):
     condense = "condense"
     llama = "llama"
 
 
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"condense {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def front_door() -> None:
+def front_door(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=print_version)] = False,
+) -> None:
     """A Llama with unbounded memory."""
 
 
@@ -200,9 +211,9 @@ def _print_figures(figures: dict[str, Any]) -> None:
     )
 
 
-@app.command()
+@app.command(epilog=f"Recipes of this package: {', '.join(recipe_names())}.")
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A YAML file, such as those in training/recipes.")],
+    recipe: Annotated[str, typer.Argument(help="A recipe of this package by its name, or a YAML file.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as optimizer.learning_rate=1e-4."),
@@ -217,13 +228,14 @@ def train(
     report: Annotated[Path | None, typer.Option(help="Write the dry run's figures as JSON to this file.")] = None,
 ) -> None:
     """Runs a recipe on this machine; started again, it resumes from its last complete checkpoint."""
+    check_installed("condense train", "train")
     if report is not None and not dry_run:
         raise ValueError(f"--report {report} needs --dry-run: a run writes log.jsonl into its output.")
     from condense.files import check_output_file
-    from training.launch import launch, local_overrides, num_ranks
-    from training.output_lock import check_unlocked
-    from training.preflight import check_run
-    from training.recipe import load_recipe
+    from condense.training.launch import launch, local_overrides, num_ranks
+    from condense.training.output_lock import check_unlocked
+    from condense.training.preflight import check_run
+    from condense.training.recipe import load_recipe
 
     if report is not None:
         check_output_file(report)
@@ -240,7 +252,7 @@ def train(
                 f"training ended with exit code {error.returncode}; the ranks' messages are above."
             ) from None
         return
-    from training.planning.dry_run import dry_run as describe
+    from condense.training.planning.dry_run import dry_run as describe
 
     figures, text = describe(load_recipe(recipe, given), ranks or DRY_RUN_RANKS)
     print(text)
@@ -251,7 +263,7 @@ def train(
 def main() -> None:
     """Runs the command. A `ValueError` is for the user: its message is printed without a traceback."""
     if PARENT in os.environ:
-        from training.subprocesses import end_with_parents
+        from condense.training.subprocesses import end_with_parents
 
         end_with_parents()
     try:
@@ -259,7 +271,3 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"condense: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

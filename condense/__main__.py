@@ -1,0 +1,5 @@
+"""`python -m condense` is the command `condense`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,38 @@
+"""The optional packages of the commands, checked before any work is done."""
+
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+DISTRIBUTION = "condense-llama"
+
+
+def check_installed(command: str, extra: str) -> None:
+    """Raises `ValueError` for packages of an extra that are missing or have another version than it asks for.
+
+    Checks nothing in a checkout that is not installed, which has no list of packages.
+    """
+    try:
+        needed = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
+    except PackageNotFoundError:
+        return
+    problems = [
+        problem
+        for requirement in needed
+        if requirement.marker and requirement.marker.evaluate({"extra": extra})
+        if (problem := _problem(requirement))
+    ]
+    if problems:
+        raise ValueError(
+            f"{command} needs {', '.join(problems)}: pip install '{DISTRIBUTION}[{extra}]', or in a checkout "
+            f"pip install -e '.[{extra}]'."
+        )
+
+
+def _problem(requirement: Requirement) -> str | None:
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return f"{requirement.name} (missing)"
+    fits = requirement.specifier.contains(found, prereleases=True)
+    return None if fits else f"{requirement.name}{requirement.specifier} (found {found})"

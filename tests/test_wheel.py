@@ -1,0 +1,99 @@
+"""The package as users install it: a wheel, run from a folder where packages of the user have our folders' names."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("condense", "training", "eval", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy: a build in the checkout leaves files there, and takes up those of earlier builds."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, source)
+    (path,) = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(wheel, tmp_path_factory):
+    """Runs `python -m` from an empty folder with the wheel installed, and returns what is printed."""
+    site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
+    pip("install", "--no-deps", "--target", site, wheel)
+    for name in ("eval", "training", "condense_cli"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise ImportError('a package of the user')")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(site), "DS_ACCELERATOR": "cpu"}
+
+    def run_module(*arguments) -> str:
+        command = [sys.executable, "-m", *map(str, arguments)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    run_module.site, run_module.folder = site, folder
+    return run_module
+
+
+def pip(*arguments) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_one_name_is_installed_with_all_its_files(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"condense", "condense_llama"}
+    for folder in ("training", "eval", "deepspeed_configs"):
+        kept = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        kept = {path for path in kept if "__pycache__" not in path.parts}
+        assert {f"condense/{path}" for path in kept} <= set(names)
+
+
+def test_training_and_evaluation_from_an_empty_folder(run):
+    run("condense.training.sample_data", "runs/sample")
+    short = [
+        "stages.0.steps=2",
+        "optimizer.warmup_steps=1",
+        "global_batch=2",
+        "micro_batch=1",
+        "evaluation.sequences=2",
+    ]
+    run("condense", "train", "passkey_pretrain_1b_tiny", *short, "report_to=none")
+    model = "runs/passkey_pretrain_1b_tiny"
+    printed = run(
+        "condense", "eval", "passkey", "--model", model, "--lengths", "256", "--depths", "0", "--prompts", "1",
+        "--output", "results",
+    )  # fmt: skip
+    assert "% correct" in printed and (run.folder / "results" / "passkey.json").is_file()
+    code = "import condense.training.train as module; print(module.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=run.folder, env=os.environ | {"PYTHONPATH": str(run.site)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.startswith(str(run.site))
+
+
+@pytest.mark.slow
+def test_every_other_command_from_an_empty_folder(run):
+    run("condense.training.small_llama", "llama")
+    run("condense", "convert", "llama", "folded", "--segment-length", "40")
+    run("condense", "generate", "--model", "folded", "--prompt", "The sky is", "--max-new-tokens", "4")
+    run("condense", "profile", "--config", "llama", "--segments", "64", "--lengths", "128", "--output", "results")
+    run("condense.eval.continuity.questions", "questions", "--questions", "1000")
+    run("condense", "train", "passkey_quickstart", "model=folded", "output=trained", "--dry-run")
+    run("condense", "probe", "memory", "--model", "passkey=folded", "--output", "results")
+    run("condense", "report", "results")
+    assert "profile" in (run.folder / "results" / "report.html").read_text()

@@ -14,7 +14,7 @@ from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
 from .durations import check_durations
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
-OUTPUT_ARGUMENTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
 
 def check_dtype(name: str) -> None:
@@ -75,8 +75,7 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
         )
     if input_ids is not None:
         _check_whole_numbers("input_ids", input_ids)
-    # On an accelerator the check would wait for the device; there the embedding itself asserts.
-    if input_ids is not None and input_ids.device.type == "cpu":
+    if input_ids is not None and _has_values_at_hand(input_ids):
         lowest, highest = input_ids.min().item(), input_ids.max().item()
         wrong = lowest if lowest < 0 else highest
         if wrong < 0 or wrong >= config.vocab_size:
@@ -87,9 +86,16 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
     return tokens
 
 
+def _has_values_at_hand(ids: torch.Tensor) -> bool:
+    """False on an accelerator, where a check would wait for the device and the embedding itself asserts, and in an
+    export, which has shapes and no values.
+    """
+    return ids.device.type == "cpu" and not torch.compiler.is_exporting()
+
+
 def _check_labels(config, labels: torch.Tensor, shape: tuple[int, int]) -> None:
     _check_whole_numbers("labels", labels)
-    if labels.device.type == "cpu":
+    if _has_values_at_hand(labels):
         known = labels[labels != IGNORE_INDEX]
         if len(known) and not 0 <= int(known.min()) <= int(known.max()) < config.vocab_size:
             raise ValueError(
@@ -153,8 +159,8 @@ def check_unused(arguments: Mapping[str, Any]) -> None:
             continue
         if name in OUTPUT_ARGUMENTS:
             raise ValueError(
-                f"{name}={value!r}: a folded model returns logits, loss and state. Leave it out; for attention maps, "
-                "run condense attention."
+                f"{name}={value!r}: a folded model has no attention over all tokens. Leave it out; condense attention "
+                "draws the maps of some segments."
             )
         raise TypeError(f"CondenseForCausalLM.forward() got an unexpected keyword argument {name!r}")
 

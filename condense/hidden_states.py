@@ -5,9 +5,11 @@ n selected tokens.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from .call import Call
 from .segmentation import Chunk, UnpaddedBatch, on_device
 
 
@@ -24,25 +26,82 @@ class HiddenStateAccumulator:
         r, c = ((token_RC >= 0) & (token_RC < torch.tensor(chunk.counts)[:, None])).nonzero(as_tuple=True)
         return r, c, token_RC[r, c]
 
+    def _is_whole(self, chunk: Chunk) -> bool:
+        """The chunk has the same columns of all rows, without padding."""
+        return self.first_token is not None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1
+
     def chunk_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """[n, D]: the hidden states of the chunk's tokens that kept columns have."""
-        r, _, t = self._selection(chunk)
-        if len(r) == 0:
-            return hidden_RTD.new_empty(0, hidden_RTD.shape[-1])  # a view would keep all hidden states alive
-        if self.first_token is not None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1:
+        if self._is_whole(chunk):
+            assert self.first_token is not None
+            # A copy: a view would keep all hidden states alive.
             return hidden_RTD[:, max(self.first_token - chunk.starts[0], 0) :].clone().flatten(0, 1)
+        r, _, t = self._selection(chunk)
         return hidden_RTD[on_device(r, hidden_RTD.device), on_device(t, hidden_RTD.device)]
 
-    def batch_hidden(
-        self, chunks: Sequence[Chunk], hidden: Sequence[torch.Tensor], previous_last_hidden_BD: torch.Tensor
+    def collect(
+        self, chunk_hidden: Sequence[tuple[Chunk, torch.Tensor]], previous_last_hidden_BD: torch.Tensor
     ) -> torch.Tensor:
         """[B, C, D]; columns before a row's first token of this input have `previous_last_hidden_BD`."""
         batch_size, num_kept = self.token_BC.shape
+        if chunk_hidden and all(self._is_whole(chunk) for chunk, _ in chunk_hidden):
+            rows = [hidden_nD.unflatten(0, (batch_size, -1)) for _, hidden_nD in chunk_hidden if len(hidden_nD)]
+            return torch.cat(rows, dim=1)
         kept_nD = previous_last_hidden_BD.repeat_interleave(num_kept, dim=0)
-        if chunks:
+        if chunk_hidden:
             indices = []
-            for chunk in chunks:
+            for chunk, _ in chunk_hidden:
                 r, c, _ = self._selection(chunk)
                 indices.append(torch.tensor(chunk.rows)[r] * num_kept + c)
-            kept_nD = kept_nD.index_copy(0, on_device(torch.cat(indices), kept_nD.device), torch.cat(list(hidden)))
+            hidden_nD = torch.cat([hidden for _, hidden in chunk_hidden])
+            kept_nD = kept_nD.index_copy(0, on_device(torch.cat(indices), kept_nD.device), hidden_nD)
         return kept_nD.unflatten(0, (batch_size, num_kept))
+
+
+class LayerOutputs:
+    """The hidden states between the layers of one call, recorded by hooks where they are requested.
+
+    Hooks also make "auto" choose the sequential order; a wave calls no layer. Raises `ValueError` under gradient
+    checkpointing, which computes the layers twice, and for schedule="wavefront".
+    """
+
+    def __init__(self, model: Any, call: Call, requested: bool | None):
+        self.model, self.batch, self.hooks = model, call.batch, list[Any]()
+        self.requested = model.config.output_hidden_states if requested is None else requested
+        self.chunks: list[Chunk] = []
+        self.recorded: list[list[torch.Tensor]] = [[] for _ in range(len(model.layers) + 1)]
+        if self.requested and (call.checkpoint_function is not None or model.config.schedule == "wavefront"):
+            raise ValueError(
+                "output_hidden_states with gradient checkpointing or schedule='wavefront', which do not keep them: "
+                "use one of the two."
+            )
+
+    def __enter__(self) -> "LayerOutputs":
+        if self.requested:
+            *inputs, last = self.recorded
+            for layer, recorded in zip(self.model.layers, inputs, strict=True):
+                self.hooks.append(layer.register_forward_pre_hook(lambda _, given, to=recorded: to.append(given[0])))
+            self.hooks.append(self.model.layers[0].register_forward_pre_hook(self._record_chunk))
+            self.hooks.append(self.model.norm.register_forward_hook(lambda _, given, output: last.append(output)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _record_chunk(self, _: Any, given: tuple) -> None:
+        self.chunks.append(given[2].chunk)
+
+    def hidden_states(self) -> tuple[torch.Tensor, ...] | None:
+        """What each layer receives and what the final norm returns, [B, N, D] each; None where it is not requested."""
+        if not self.requested:
+            return None
+        every = HiddenStateAccumulator(self.batch, self.batch.num_columns)
+        found = []
+        for recorded in self.recorded:
+            parts = [
+                (chunk, every.chunk_hidden(part, chunk)) for chunk, part in zip(self.chunks, recorded, strict=True)
+            ]
+            zeros_BD = recorded[0].new_zeros(self.batch.batch_size, recorded[0].shape[-1])
+            found.append(every.collect(parts, zeros_BD))
+        return tuple(found)

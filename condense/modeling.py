@@ -3,11 +3,9 @@
 For segment, chunk and call see `segmentation`; for the state between them see `memory` and `cache`.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, D hidden
-size, S chunks of a call.
+size.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
+from .call import Call
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .durations import Timeline
@@ -28,101 +27,14 @@ from .execution import EXECUTORS, schedule_for
 from .execution.cuda_graph import can_decode, decode
 from .execution.executor import CheckpointFunction, ChunkOutput, OutputFunction, offload_checkpoint
 from .files import use_default_mode
-from .hidden_states import HiddenStateAccumulator
+from .hidden_states import HiddenStateAccumulator, LayerOutputs
 from .layers import CondenseDecoderLayer, DecoderBlock, RMSNorm
 from .loading import check_loading_report, without_load_report
-from .loss import LossAccumulator
 from .memory import RecurrentState, TransientState
+from .outputs import CondenseOutput, OutputAccumulator
+from .packing import find_documents
 from .recording import CROP_TOKENS
 from .segmentation import Chunk, UnpaddedBatch
-
-
-@dataclass
-class CondenseOutput(CausalLMOutputWithPast):
-    """The output of a causal language model. With labels it also has the parts of the loss, chunk by chunk; a call
-    without a cache has one chunk per segment.
-
-    `segment_losses[s]` is the sum (not the mean) of the cross-entropies of the tokens that chunk s predicts, over all
-    rows, detached. `segment_targets[s]` is the number of these tokens.
-    """
-
-    segment_losses: torch.Tensor | None = None  # [S]
-    segment_targets: torch.Tensor | None = None  # [S]
-
-
-class CondenseModel(nn.Module):
-    """Embedding, decoder layers and final norm of a Llama, with recurrence over segments."""
-
-    def __init__(self, config: CondenseConfig):
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(CondenseDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
-
-    def forward(
-        self,
-        inputs: torch.Tensor,
-        batch: UnpaddedBatch,
-        state: RecurrentState,
-        output_function: OutputFunction,
-        durations_BN: torch.Tensor | None = None,
-        schedule: str = "sequential",
-        checkpoint_function: CheckpointFunction | None = None,
-        has_cache: bool = False,
-    ) -> list[ChunkOutput]:
-        """Runs the model chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
-
-        inputs: token ids [B, N] or embeddings [B, N, D]. `hidden_RTD` is the output of the final norm. `state` carries
-        the memories from chunk to chunk, and `has_cache` is true if a later call continues from it. `durations_BN` is
-        on the CPU. `checkpoint_function` is that of gradient checkpointing.
-        """
-
-        def embed(chunk: Chunk) -> torch.Tensor:
-            part = batch.gather(inputs, chunk)
-            return part if part.is_floating_point() else self.embed_tokens(part)
-
-        def normalize_and_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
-            return output_function(self.norm(hidden_RTD), chunk)
-
-        like = inputs if inputs.is_floating_point() else self.norm.weight
-        metadata = self.metadata_builder(like, batch, state, durations_BN, has_cache)
-        executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, checkpoint_function)
-        outputs: list[ChunkOutput] = []
-        for chunk in state.positions.chunks(batch.lengths):
-            outputs += executor.submit(metadata.build(chunk))
-        return outputs + executor.finish()
-
-    def metadata_builder(
-        self,
-        like: torch.Tensor,
-        batch: UnpaddedBatch,
-        state: RecurrentState,
-        durations_BN: torch.Tensor | None = None,
-        has_cache: bool = False,
-    ) -> AttentionMetadataBuilder:
-        """The builder of the attention metadata of a call's chunks; `like` gives device and dtype of rotary tables."""
-        return AttentionMetadataBuilder(
-            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache
-        )
-
-    def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
-        """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
-
-        The block works unchanged with caches, padding, gradient checkpointing and generation, under the sequential
-        schedule. A block that returns a `Memory` receives it as `key_values` in the next segment. Sets
-        `config.num_hidden_layers`, so give each model a config of its own. Caches made before do not fit afterwards: a
-        cache has one entry for each member of the stack. `from_pretrained` does not know the block.
-
-        Raises `ValueError` for a range that is not within the stack, and for a block that is no module.
-        """
-        if not isinstance(block, nn.Module):
-            raise ValueError(f"block is a {type(block).__name__}: pass an nn.Module with the interface DecoderBlock.")
-        if not 0 <= first < end <= len(self.layers):
-            raise ValueError(f"layers {first} to {end}: choose 0 <= first < end <= {len(self.layers)}.")
-        self.layers = nn.ModuleList([*self.layers[:first], block, *self.layers[end:]])
-        self.config.num_hidden_layers = len(self.layers)
 
 
 class CondensePreTrainedModel(PreTrainedModel):
@@ -159,40 +71,43 @@ class CondensePreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *arguments, **options)
         use_default_mode(Path(save_directory))
 
-
-class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
-    """A Llama in which every layer stores its output for the last segment and attends to it in the next.
-
-    Any Llama checkpoint loads as it is:
-
-        model = CondenseForCausalLM.from_pretrained(llama, segment_length=512)
-
-    Gradient checkpointing works segment by segment and stores the memories. For very long texts, host memory can hold
-    them:
-
-        model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
-    """
-
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
-    accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    fixed_decoding = False  # True: each new token runs with static shapes, on CUDA as a graph (execution/cuda_graph.py)
-
-    def __init__(self, config: CondenseConfig):
-        super().__init__(config)
-        config.check()  # fields may have been set one by one since the config was made
-        check_attention_name(config._attn_implementation)
-        self.model = CondenseModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.gradient_checkpointing = False
-        self.post_init()
-
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The implementation to use: "auto" if none is requested."""
         check_attention_name(requested_attention or "auto")
         if requested_attention is None or requested_attention in OWN_ATTENTION:
             return requested_attention or "auto"
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
+        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True reports a gradient for each use of a weight, here for each segment: pass "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        if getattr(gradient_checkpointing_func, "keywords", {}).get("offload_memories") is not None:
+            keywords = dict(gradient_checkpointing_func.keywords)
+            offload = keywords.pop("offload_memories")
+            gradient_checkpointing_func = partial(gradient_checkpointing_func.func, **keywords)
+            if offload:
+                gradient_checkpointing_func = partial(offload_checkpoint, gradient_checkpointing_func)
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+
+class CondenseModel(CondensePreTrainedModel):
+    """Embedding, decoder layers and final norm of a Llama, with recurrence over segments."""
+
+    _keys_to_ignore_on_load_unexpected = [r"lm_head\..*"]  # of a checkpoint with a head
+
+    def __init__(self, config: CondenseConfig):
+        super().__init__(config)
+        config.check()  # fields may have been set one by one since the config was made
+        check_attention_name(config._attn_implementation)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(CondenseDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
 
     def forward(
         self,
@@ -201,77 +116,78 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         position_ids: torch.LongTensor | None = None,
         past_key_values: FoldedCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
         durations: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | None = None,
-        num_items_in_batch: int | torch.Tensor | None = None,
-        return_dict: bool = True,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **unused: Any,
-    ) -> CondenseOutput:
-        """Reads N further tokens of each row.
-
-        input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at padding, on
-        either side; padding never shifts a row's segments. A column of padding after a row's last token has that
-        token's logits. position_ids [B, N]: checked to be consecutive within the input and not used, since attention
-        depends on differences alone. durations [B, N], floating point, not negative: the length of each token on the
-        position axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
-
-        labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
-        labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
-        logits are returned with it only if `logits_to_keep` requests them. The sums of the chunks are in
-        `segment_losses`.
-
-        logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
-
-        use_cache: return the state as `past_key_values`; by default `config.use_cache`, and False in training or with
-        labels.
-
-        unused: arguments that `generate` passes to every model and this one does not need, such as `tokenizer`.
-
-        Raises `ValueError` for inputs whose shapes, ids or cache do not fit together or to the model, for gradient
-        checkpointing with a cache, and for `output_attentions` and `output_hidden_states`.
-        """
+    ) -> BaseModelOutputWithPast:
+        """The final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`."""
+        given = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
+            "use_cache": use_cache, "output_hidden_states": output_hidden_states,
+        }  # fmt: skip
+        if (documents := find_documents(given)) is not None:
+            output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
+            return output if return_dict is not False else output.to_tuple()
         check_unused(unused)
+        call = self.prepare_call(given)
+        previous_BD = call.previous_last_hidden(self.norm.weight)
+        accumulated = HiddenStateAccumulator(call.batch, call.batch.num_columns)
+        with LayerOutputs(self, call, output_hidden_states) as layer_outputs:
+            chunk_outputs = self.run(call, accumulated.chunk_hidden, root=self)
+        last_BND = accumulated.collect(chunk_outputs, previous_BD)
+        output = BaseModelOutputWithPast(last_BND, call.cache, layer_outputs.hidden_states())
+        call.end()
+        return output if return_dict is not False else output.to_tuple()
+
+    def prepare_call(self, given: dict[str, Any], labels=None, logits_to_keep: int | None = None) -> Call:
+        """The call with the arguments `given` to `forward`. Raises `ValueError` where they do not fit together."""
+        cache, attention_mask, durations = (given[name] for name in ("past_key_values", "attention_mask", "durations"))
         inputs = check_input(
-            self.config, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, labels, durations,
-            logits_to_keep,
+            self.config, given["input_ids"], given["inputs_embeds"], attention_mask, given["position_ids"], cache,
+            labels, durations, logits_to_keep,
         )  # fmt: skip
         self.config.check()  # fields may have been set since the last call
-        cache = self._select_cache(past_key_values, use_cache, labels)
-        checkpoint_function = self._checkpoint_function(cache)
-        batch_size, num_columns = inputs.shape[:2]
-        batch = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
-
-        is_static = self.fixed_decoding and labels is None and durations is None and inputs_embeds is None
-        if is_static and cache is not None and can_decode(self, cache, batch):
-            output = CondenseOutput(logits=decode(self, cache, inputs), past_key_values=cache)
-            return output if return_dict else output.to_tuple()
-
-        state = TransientState(batch_size, self.config) if cache is None else cache.start(batch_size)
-        timeline, durations_BN = self._prepare_timeline(state, durations, batch)
-        accumulated = _AccumulatedOutput(self, inputs, batch, labels, logits_to_keep, cache, checkpoint_function)
-        schedule = schedule_for(self, batch.lengths, state, checkpointing=checkpoint_function is not None)
-        state.timeline = timeline  # all checks are done: the state may change
-        chunks = self.model(
-            inputs,
-            batch,
-            state,
-            accumulated.process_chunk,
-            durations_BN,
-            schedule,
-            checkpoint_function,
-            cache is not None,
-        )
-        output = accumulated.build_output(chunks, num_items_in_batch)
-        if cache is not None:
-            cache.end_call(num_columns, batch.mask_BN)
-        return output if return_dict else output.to_tuple()
-
-    def _select_cache(self, cache: FoldedCache | None, use_cache: bool | None, labels) -> FoldedCache | None:
+        use_cache = given["use_cache"]
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None and not self.training
-        return FoldedCache(self.config) if use_cache and cache is None else cache
+        if use_cache and cache is None:
+            cache = FoldedCache(self.config)
+        batch_size, num_columns = inputs.shape[:2]
+        batch = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
+        return Call(inputs, batch, durations, cache, self._checkpoint_function(cache))
+
+    def run(self, call: Call, output_function: OutputFunction, root: PreTrainedModel) -> list[ChunkOutput]:
+        """Runs the call chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
+
+        `hidden_RTD` is the output of the final norm. `root` is the model that was called: this one, or one around it.
+        """
+        inputs, batch, cache = call.inputs, call.batch, call.cache
+        state = TransientState(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
+        timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
+        checkpointing = call.checkpoint_function is not None
+        schedule = schedule_for(root, self.layers, batch.lengths, state, checkpointing)
+        state.timeline = timeline  # all checks are done: the state may change
+
+        def embed(chunk: Chunk) -> torch.Tensor:
+            part = batch.gather(inputs, chunk)
+            return part if part.is_floating_point() else self.embed_tokens(part)
+
+        def normalize_and_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
+            normed_RTD = self.norm(hidden_RTD)
+            if cache is not None:
+                cache.store_last_hidden(normed_RTD, chunk)
+            return output_function(normed_RTD, chunk)
+
+        like = inputs if inputs.is_floating_point() else self.norm.weight
+        metadata = self.metadata_builder(like, batch, state, durations_BN, has_cache=cache is not None)
+        executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, call.checkpoint_function)
+        outputs: list[ChunkOutput] = []
+        for chunk in state.positions.chunks(batch.lengths):
+            outputs += executor.submit(metadata.build(chunk))
+        return outputs + executor.finish()
 
     def _checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
         """The function of gradient checkpointing; None where it is off."""
@@ -294,6 +210,129 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         # A refused call must leave the state as it was: check all chunks before the first one runs.
         timeline.check(durations_BN, batch, state.positions)
         return timeline, durations_BN
+
+    def metadata_builder(
+        self,
+        like: torch.Tensor,
+        batch: UnpaddedBatch,
+        state: RecurrentState,
+        durations_BN: torch.Tensor | None = None,
+        has_cache: bool = False,
+    ) -> AttentionMetadataBuilder:
+        """The builder of the attention metadata of a call's chunks; `like` gives device and dtype of rotary tables."""
+        return AttentionMetadataBuilder(
+            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache
+        )
+
+    def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
+        """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
+
+        The block works unchanged with caches, padding, gradient checkpointing and generation, under the sequential
+        schedule. A block that returns a `Memory` receives it as `key_values` in the next segment. Sets
+        `config.num_hidden_layers`, so give each model a config of its own. Caches made before do not fit afterwards: a
+        cache has one entry for each member of the stack. `from_pretrained` does not know the block.
+
+        Raises `ValueError` for a range that is not within the stack, and for a block that is no module.
+        """
+        if not isinstance(block, nn.Module):
+            raise ValueError(f"block is a {type(block).__name__}: pass an nn.Module with the interface DecoderBlock.")
+        if not 0 <= first < end <= len(self.layers):
+            raise ValueError(f"layers {first} to {end}: choose 0 <= first < end <= {len(self.layers)}.")
+        self.layers = nn.ModuleList([*self.layers[:first], block, *self.layers[end:]])
+        self.config.num_hidden_layers = len(self.layers)
+
+
+class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
+    """A Llama in which every layer stores its output for the last segment and attends to it in the next.
+
+    Any Llama checkpoint loads as it is:
+
+        model = CondenseForCausalLM.from_pretrained(llama, segment_length=512)
+
+    Gradient checkpointing works segment by segment and stores the memories. For very long texts, host memory can hold
+    them:
+
+        model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
+    accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
+    fixed_decoding = False  # True: each new token runs with static shapes, on CUDA as a graph (execution/cuda_graph.py)
+
+    def __init__(self, config: CondenseConfig):
+        super().__init__(config)
+        self.model = CondenseModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: FoldedCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        durations: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **unused: Any,
+    ) -> CondenseOutput:
+        """Reads N further tokens of each row.
+
+        input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at padding, on
+        either side; padding never shifts a row's segments. A column of padding after a row's last token has that
+        token's logits. position_ids [B, N]: checked to be consecutive within the input and not used, since attention
+        depends on differences alone. durations [B, N], floating point, not negative: the length of each token on the
+        position axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
+
+        labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
+        labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
+        logits are returned with it only if `logits_to_keep` requests them. The sums of the chunks are in
+        `segment_losses`.
+
+        logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
+
+        use_cache: return the state as `past_key_values`; by default `config.use_cache`, and False in training or with
+        labels.
+
+        output_hidden_states: also return `hidden_states`, the L + 1 tensors [B, N, D] before the first layer and after
+        each layer, the last of them after the final norm. Layers then run sequentially.
+
+        unused: arguments that `generate` passes to every model and this one does not need, such as `tokenizer`.
+
+        Raises `ValueError` for inputs whose shapes, ids or cache do not fit together or to the model, for gradient
+        checkpointing with a cache or with `output_hidden_states`, and for `output_attentions`.
+        """
+        given = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
+            "use_cache": use_cache, "output_hidden_states": output_hidden_states,
+        }  # fmt: skip
+        if (documents := find_documents(given)) is not None:
+            more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
+            output = documents.pack_output(self.forward(**documents.unpack_arguments(given | more | unused)))
+            return output if return_dict is not False else output.to_tuple()
+        check_unused(unused)
+        call = self.model.prepare_call(given, labels, logits_to_keep)
+        if self.fixed_decoding and labels is None and durations is None and not output_hidden_states:
+            cache = call.cache
+            if cache is not None and input_ids is not None and can_decode(self, cache, call.batch):
+                output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
+                return output if return_dict is not False else output.to_tuple()
+        previous_BD = call.previous_last_hidden(self.model.norm.weight)
+        accumulated = OutputAccumulator(self.lm_head, self.config.vocab_size, call, labels, logits_to_keep)
+        with LayerOutputs(self.model, call, output_hidden_states) as layer_outputs:
+            chunk_outputs = self.model.run(call, accumulated.process_chunk, root=self)
+        output = accumulated.build_output(chunk_outputs, previous_BD, num_items_in_batch)
+        output.past_key_values = call.cache
+        output.hidden_states = layer_outputs.hidden_states()
+        call.end()
+        return output if return_dict is not False else output.to_tuple()
 
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, past_key_values=None, is_first_iteration=False, **kwargs
@@ -334,68 +373,3 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = FoldedCache(self.config)
         if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens
             model_kwargs["past_key_values"].activate_past_recording()
-
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
-        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
-            raise ValueError(
-                "use_reentrant=True reports a gradient for each use of a weight, here for each segment: pass "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
-        if getattr(gradient_checkpointing_func, "keywords", {}).get("offload_memories") is not None:
-            keywords = dict(gradient_checkpointing_func.keywords)
-            offload = keywords.pop("offload_memories")
-            gradient_checkpointing_func = partial(gradient_checkpointing_func.func, **keywords)
-            if offload:
-                gradient_checkpointing_func = partial(offload_checkpoint, gradient_checkpointing_func)
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
-
-
-class _AccumulatedOutput:
-    """The output of a call, from the normed hidden states of its chunks."""
-
-    def __init__(
-        self,
-        model: CondenseForCausalLM,
-        inputs: torch.Tensor,
-        batch: UnpaddedBatch,
-        labels_BN: torch.Tensor | None,
-        logits_to_keep: int | None,
-        cache: FoldedCache | None,
-        checkpoint_function: CheckpointFunction | None,
-    ):
-        self.head, self.cache = model.lm_head, cache
-        self.loss = self.hidden = None
-        if labels_BN is not None:
-            self.loss = LossAccumulator(
-                self.head, model.config.vocab_size, batch, labels_BN, recompute=checkpoint_function is None
-            )
-        if labels_BN is None or logits_to_keep is not None:
-            self.hidden = HiddenStateAccumulator(batch, logits_to_keep or batch.num_columns)
-        previous_last_hidden_BD = None if cache is None else cache.last_hidden_BD
-        if previous_last_hidden_BD is None:
-            like = inputs if inputs.is_floating_point() else model.model.norm.weight
-            previous_last_hidden_BD = like.new_zeros(batch.batch_size, model.config.hidden_size)
-        self.previous_last_hidden_BD = previous_last_hidden_BD
-
-    def process_chunk(self, normed_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The chunk's loss, and the hidden states that logits are computed from. Stores the last ones in the cache."""
-        if self.cache is not None:
-            self.cache.store_last_hidden(normed_RTD, chunk)
-        return (
-            None if self.loss is None else self.loss.chunk_loss(normed_RTD, chunk),
-            None if self.hidden is None else self.hidden.chunk_hidden(normed_RTD, chunk),
-        )
-
-    def build_output(self, chunk_outputs: Sequence[ChunkOutput], num_items_in_batch) -> CondenseOutput:
-        """The output of the call, from the results of `process_chunk`."""
-        chunks = [chunk for chunk, _ in chunk_outputs]
-        output = CondenseOutput(past_key_values=self.cache)
-        if self.loss is not None:
-            losses = [loss for _, (loss, _) in chunk_outputs]
-            output.loss = self.loss.batch_loss(losses, num_items_in_batch)
-            output.segment_losses = torch.stack([loss.detach() for loss in losses])
-            output.segment_targets = torch.tensor([self.loss.num_targets_of(chunk) for chunk in chunks])
-        if self.hidden is not None:
-            hidden = [hidden for _, (_, hidden) in chunk_outputs]
-            output.logits = self.head(self.hidden.batch_hidden(chunks, hidden, self.previous_last_hidden_BD))
-        return output

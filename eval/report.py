@@ -118,7 +118,7 @@ def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
     _draw_curves(runs, folder / "training")
     columns = ["run", "steps", "longest text [segments]", "loss, mean of the last ten lines", "last validation loss"]
     rows = [[run["name"], f"{run['steps']:,}", run["segments"], run["loss"], run["validation"]] for run in runs]
-    curves = _embed(folder / "condense.training.png")
+    curves = _embed(folder / "training.png")
     return [Section("training", ABOUT["training"], [Table("runs", columns, rows)], [curves], {})]
 
 

@@ -35,7 +35,7 @@ PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
 MILLION, MILLION_DEPTH, MILLION_PROMPTS = 2**20, 0, 5
 PROFILE_SHAPE = {"width": 256, "layers": 2}
 PROFILE_SEGMENT = 256
-PROFILE_LENGTHS = "1k,2k,4k,8k"
+PROFILE_LENGTHS = "2k,4k,8k"
 
 
 def fold(llama: Path, folder: Path, source: str) -> None:

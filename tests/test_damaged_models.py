@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_no_half_model(models, tmp_path):
     code = (
         "import resource, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "import condense.cli\ncondense_cli.main()"
+        "import condense.cli\ncondense.cli.main()"
     )
     command = ["convert", str(models["llama"]), str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)

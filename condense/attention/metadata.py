@@ -58,15 +58,16 @@ class AttentionMetadataBuilder:
         self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
         self.timeline, self.durations_BN = state.timeline, durations_BN
         self.bptt_segments, self.has_cache = bptt_segments, has_cache
-        self._tables: dict[tuple[int | float, int], RotaryTables] = {}
+        self._tables: dict[tuple[int, int], RotaryTables] = {}
 
     def build(self, chunk: Chunk) -> AttentionMetadata:
         position_RT, memory_position_RT, log_duration_RK = self._positions(chunk)
         span = self.bptt_segments
+        first = chunk.offsets[0] if self.timeline is None and chunk.uniform else None
         return AttentionMetadata(
             chunk=chunk,
-            rotary=self._rotary(position_RT),
-            memory_rotary=self._rotary(memory_position_RT),
+            rotary=self._rotary(position_RT, None if first is None else first + chunk.memory_lengths[0]),
+            memory_rotary=self._rotary(memory_position_RT, first),
             mask=AttentionMask(chunk, log_duration_RK),
             writes_memory=self.has_cache or chunk.starts[0] + chunk.width < max(self.batch.lengths),
             detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
@@ -86,10 +87,11 @@ class AttentionMetadataBuilder:
         self.timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
         return position_RT, local_RT, on_device(log_duration_RK.to(accurate), self.like.device)
 
-    def _rotary(self, position_RT: torch.Tensor) -> RotaryTables:
-        if self.timeline is not None or len(position_RT) > 1:
+    def _rotary(self, position_RT: torch.Tensor, first: int | None) -> RotaryTables:
+        """`first` is the first position where all rows have the same consecutive ones."""
+        if first is None:
             return self.rotary_emb(self.like, on_device(position_RT, self.like.device))
-        key = position_RT[0, 0].item(), position_RT.shape[1]
+        key = first, position_RT.shape[1]
         if key not in self._tables:  # most segments begin at the same position
             self._tables[key] = self.rotary_emb(self.like, on_device(position_RT, self.like.device))
         return self._tables[key]

@@ -29,7 +29,8 @@ from ..attention import AttentionMetadata
 from ..checks import check_input, real_tokens
 from ..loss import LossAccumulator
 from ..memory import Memory, TransientState
-from ..modeling import CondenseForCausalLM, CondenseOutput
+from ..modeling import CondenseForCausalLM
+from ..outputs import CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch
 from .executor import run_checkpointed, run_layers
 
@@ -212,8 +213,8 @@ class _PipelineBatch:
         self.input_ids_BN = check_input(model.config, input_ids, None, attention_mask, None, None, labels, None, None)
         batch_size, num_columns = input_ids.shape
         self.tokens = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
-        checkpointing = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
-        self.checkpoint = model._gradient_checkpointing_func if checkpointing else None
+        checkpointing = model.model.gradient_checkpointing and model.training and torch.is_grad_enabled()
+        self.checkpoint = model.model._gradient_checkpointing_func if checkpointing else None
         self.loss = LossAccumulator(
             model.lm_head, model.config.vocab_size, self.tokens, labels, recompute=not checkpointing
         )

@@ -25,24 +25,28 @@ CUDA_SAVED_LAUNCHES = 6
 CUDA_CELL_TOKENS = 4096
 
 
-def schedule_for(model: PreTrainedModel, lengths: Sequence[int], state: RecurrentState, checkpointing: bool) -> str:
+def schedule_for(
+    root: PreTrainedModel, layers: nn.ModuleList, lengths: Sequence[int], state: RecurrentState, checkpointing: bool
+) -> str:
     """The schedule of a call with `lengths[b]` further tokens of each row: the configuration's, or for "auto" a choice.
+
+    `root` is the model that is called, which has the layers.
 
     A cache that records is read sequentially: a wave does not write the tokens that `crop` goes back to.
 
     Raises `ValueError` for a wave of layers that cannot be stacked, and for a wave under FSDP on the whole model, which
     gathers the weights without a hook in the layers.
     """
-    requested, sharded = model.config.schedule, any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    requested, sharded = root.config.schedule, any(base.__name__ == "FSDPModule" for base in type(root).__mro__)
     if requested == "wavefront" and sharded:
         raise ValueError(f"FSDP gathers weights for a call of the model, and a wavefront would keep them: {REMEDY}.")
     if requested == "wavefront" and longest_wave(lengths, state.positions)[0]:
-        check_stackable(model.model.layers)  # before a part of the call is in a cache
+        check_stackable(layers)  # before a part of the call is in a cache
     if state.is_recording:
         return "sequential"
     if requested != "auto":
         return requested
-    return choose_schedule(model.config, model.model.layers, lengths, state.positions, checkpointing or sharded)
+    return choose_schedule(root.config, layers, lengths, state.positions, checkpointing or sharded)
 
 
 def choose_schedule(

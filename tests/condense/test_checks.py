@@ -77,7 +77,7 @@ def durations(*values):
         ({"labels": torch.ones(1, 4, dtype=torch.long)}, r"labels of shape \(1, 4\).*\(1, 3\)"),
         ({"attention_mask": torch.ones(1, 2)}, r"attention_mask of shape \(1, 2\)"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask of shape"),
-        ({"position_ids": torch.tensor([[0, 1, 0]])}, "row 0 go from 1 to 0"),
+        ({"position_ids": torch.tensor([[0, 2, 1]])}, "row 0 go from 0 to 2"),
         ({"position_ids": torch.tensor([[0, 1]])}, r"position_ids of shape \(1, 2\)"),
         ({"logits_to_keep": -2}, "logits_to_keep=-2"),
         ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep=tensor"),

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-import condense.cli
-from condense import CondenseConfig, CondenseForCausalLM
+from condense import CondenseConfig, CondenseForCausalLM, cli
 from condense.continuity import ContinuousLM, find_spans
 from condense.eval.continuity.data import load
 from condense.eval.continuity.engine import Reader
@@ -40,7 +39,7 @@ def models(tmp_path_factory):
 
 
 def condense(*arguments):
-    return CliRunner().invoke(condense.cli.app, [str(word) for word in arguments], catch_exceptions=False)
+    return CliRunner().invoke(cli.app, [str(word) for word in arguments], catch_exceptions=False)
 
 
 def reader(folder) -> Reader:

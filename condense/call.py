@@ -1,0 +1,37 @@
+"""One call of a model: its input without padding, and the state that it continues from.
+
+Axes: B rows of a batch, N columns of an input (padding included), D hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .cache import FoldedCache
+from .execution.executor import CheckpointFunction
+from .segmentation import UnpaddedBatch
+
+
+@dataclass
+class Call:
+    """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after it.
+    `checkpoint_function` is that of gradient checkpointing, None where it is off.
+    """
+
+    inputs: torch.Tensor
+    batch: UnpaddedBatch
+    durations: torch.Tensor | None
+    cache: FoldedCache | None
+    checkpoint_function: CheckpointFunction | None
+
+    def previous_last_hidden(self, weight_D: torch.Tensor) -> torch.Tensor:
+        """The final hidden state [B, D] of each row's last token before this call; zeros where there is none."""
+        if self.cache is not None and self.cache.last_hidden_BD is not None:
+            return self.cache.last_hidden_BD
+        like = self.inputs if self.inputs.is_floating_point() else weight_D
+        return like.new_zeros(self.batch.batch_size, weight_D.shape[0])
+
+    def end(self) -> None:
+        """The output is computed: the state in the cache is complete."""
+        if self.cache is not None:
+            self.cache.end_call(self.batch.num_columns, self.batch.mask_BN)

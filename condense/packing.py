@@ -1,0 +1,94 @@
+"""Several documents in one row of an input, as data collators pack them: `position_ids` begin anew at each document.
+
+Each document is a text of its own: it becomes a row of a padded batch, whose padding no layer computes.
+
+Axes: B rows of an input, N columns, J documents, U tokens of the longest of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from .checks import real_tokens
+
+# What collators pass to the attention kernels of other models; the positions say the same.
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "durations", "position_ids")
+
+
+class PackedDocuments(NamedTuple):
+    """The row and the columns of each document; `mask_JU` is false after its last token. All are on the host."""
+
+    shape: tuple[int, ...]  # (B, N)
+    rows_J1: torch.Tensor
+    columns_JU: torch.Tensor
+    mask_JU: torch.Tensor
+
+    def _unpack(self, tensor_BNx: torch.Tensor) -> torch.Tensor:
+        """[B, N, ...] as [J, U, ...]; any column of the row at padding."""
+        tensor_BNx, device = tensor_BNx.expand(*self.shape, *tensor_BNx.shape[2:]), tensor_BNx.device
+        return tensor_BNx[self.rows_J1.to(device), self.columns_JU.to(device)]
+
+    def _pack(self, tensor_JUx: torch.Tensor) -> torch.Tensor:
+        """[J, U, ...] as [B, N, ...]; zeros in columns that no document has."""
+        packed_BNx = tensor_JUx.new_zeros(*self.shape, *tensor_JUx.shape[2:])
+        j, u = self.mask_JU.nonzero(as_tuple=True)
+        indices = self.rows_J1[j, 0], self.columns_JU[j, u]
+        row_n, column_n = (index.to(tensor_JUx.device) for index in indices)
+        return packed_BNx.index_put((row_n, column_n), tensor_JUx[j.to(tensor_JUx.device), u.to(tensor_JUx.device)])
+
+    def unpack_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `forward` with one document per row.
+
+        Raises `ValueError` for a cache, which has one text per row, and for the logits of a row's last columns alone.
+        """
+        if given.get("past_key_values") is not None or given.get("use_cache"):
+            raise ValueError(
+                "position_ids begin anew within a row: several documents are packed there, and a cache has one text "
+                "per row. Pass use_cache=False, or a row for each document."
+            )
+        if given.get("logits_to_keep"):
+            raise ValueError(
+                f"logits_to_keep={given['logits_to_keep']} with several documents in a row: leave it out, or pass a "
+                "row for each document."
+            )
+        unpacked = {name: value for name, value in given.items() if name not in PACKING_ARGUMENTS}
+        unpacked |= {name: self._unpack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
+        return unpacked | {"attention_mask": self.mask_JU.long(), "use_cache": False}
+
+    def pack_output(self, output: Any) -> Any:
+        """The output of the unpacked call with its tensors by token in the places of the tokens."""
+        for name in ("logits", "last_hidden_state"):
+            if output.get(name) is not None:
+                output[name] = self._pack(output[name])
+        if output.hidden_states is not None:
+            output.hidden_states = tuple(map(self._pack, output.hidden_states))
+        return output
+
+
+def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
+    """The documents in the arguments of `forward`; None where each row has at most one.
+
+    A document begins where a token's position is 0 and the row has a token before it.
+    """
+    position_ids, attention_mask = given["position_ids"], given["attention_mask"]
+    tokens = given["input_ids"] if given["inputs_embeds"] is None else given["inputs_embeds"]
+    if position_ids is None or tokens is None or tokens.shape[1] < 2 or position_ids.shape[-1] != tokens.shape[1]:
+        return None
+    shape = tuple(tokens.shape[:2])
+    positions_BN = position_ids.cpu().expand(shape)
+    real_BN = real_tokens(attention_mask, shape[1])
+    found: list[tuple[int, torch.Tensor]] = []
+    for row, positions_N in enumerate(positions_BN):
+        columns_n = torch.arange(shape[1]) if real_BN is None else real_BN[row].nonzero()[:, 0]
+        starts = (positions_N[columns_n] == 0).nonzero()[:, 0]
+        found += [(row, part) for part in columns_n.tensor_split(starts[starts > 0]) if len(part)]
+    if len(found) <= shape[0]:
+        return None
+    rows_J1, counts_J1 = (
+        torch.tensor(numbers)[:, None] for numbers in ([row for row, _ in found], [len(part) for _, part in found])
+    )
+    columns_JU = pad_sequence([part for _, part in found], batch_first=True)
+    return PackedDocuments(shape, rows_J1, columns_JU, torch.arange(columns_JU.shape[1]) < counts_J1)

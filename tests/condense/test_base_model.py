@@ -1,0 +1,101 @@
+"""The base model and its hidden states, as other libraries ask a causal language model of transformers for them."""
+
+import pytest
+import torch
+from transformers import AutoModel, LlamaForCausalLM
+
+from condense import CondenseModel
+
+from .models import padded_batch, random_ids, tiny_model
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_a_stock_llama_within_a_segment():
+    folded = tiny_model(segment_length=16).eval()
+    stock = LlamaForCausalLM(folded.config).to(torch.float64).eval()
+    stock.load_state_dict(folded.state_dict())
+    ids = random_ids(2, 16)
+    ours, theirs = (model(ids, output_hidden_states=True).hidden_states for model in (folded, stock))
+    assert len(ours) == len(theirs) == folded.config.num_hidden_layers + 1
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_hidden_states_of_several_segments():
+    """They equal those of the same text in several calls, and each layer's module maps one to the next."""
+    model, ids = tiny_model().eval(), random_ids(2, 23)
+    output = model(ids, output_hidden_states=True, use_cache=True)
+    assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
+    assert torch.equal(output.hidden_states[0], model.model.embed_tokens(ids))
+    cache, parts = None, []
+    for part in ids.split([3, 9, 11], dim=1):
+        read = model(part, past_key_values=cache, output_hidden_states=True, use_cache=True)
+        cache = read.past_key_values
+        parts.append(read.hidden_states)
+    for whole, *pieces in zip(output.hidden_states, *parts, strict=True):
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def test_hidden_states_of_padded_rows_are_those_of_rows_alone():
+    model = tiny_model().eval()
+    _, ids, mask = padded_batch([7, 18, 12], side="left")
+    hidden = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    for row, real in enumerate(mask.bool()):
+        alone = model(ids[row, real][None], output_hidden_states=True).hidden_states
+        for one, other in zip(hidden, alone, strict=True):
+            torch.testing.assert_close(one[row, real][None], other, atol=1e-12, rtol=0)
+
+
+def test_hidden_states_have_gradients_and_need_the_sequential_order():
+    model, ids = tiny_model(schedule="auto").train(), random_ids(1, 60)
+    model(ids, output_hidden_states=True).hidden_states[1].sum().backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad is not None
+    assert model.model.layers[1].mlp.up_proj.weight.grad is None  # the control
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="output_hidden_states with gradient checkpointing"):
+        model(ids, output_hidden_states=True)
+    with pytest.raises(ValueError, match="schedule='wavefront'"):
+        tiny_model(schedule="wavefront")(ids, output_hidden_states=True)
+    with pytest.raises(ValueError, match="no attention over all tokens"):
+        model(ids, output_attentions=True)
+    assert not model.model.layers[0]._forward_pre_hooks
+
+
+@torch.no_grad()
+def test_generate_returns_hidden_states():
+    model, ids = tiny_model().eval(), random_ids(1, 8)
+    output = model.generate(
+        ids, max_new_tokens=4, output_hidden_states=True, return_dict_in_generate=True, do_sample=False
+    )
+    whole = model(output.sequences[:, :-1], output_hidden_states=True).hidden_states[-1]
+    found = torch.cat([step[-1] for step in output.hidden_states], dim=1)
+    torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)
+
+
+@torch.no_grad()
+def test_auto_model_is_the_base_of_the_checkpoint(tmp_path):
+    model, ids = tiny_model(torch.float32).eval(), random_ids(2, 23)
+    model.save_pretrained(tmp_path / "causal")
+    base = AutoModel.from_pretrained(tmp_path / "causal").eval()
+    assert type(base) is CondenseModel
+    assert torch.equal(model.lm_head(base(ids).last_hidden_state), model(ids).logits)
+    first = base(ids[:, :9], use_cache=True)
+    rest = base(ids[:, 9:], past_key_values=first.past_key_values).last_hidden_state
+    torch.testing.assert_close(rest, base(ids).last_hidden_state[:, 9:], atol=1e-5, rtol=1e-5)
+    base.save_pretrained(tmp_path / "base")
+    again = AutoModel.from_pretrained(tmp_path / "base")
+    assert torch.equal(again(ids).last_hidden_state, base(ids).last_hidden_state)
+    position_ids = torch.cat([torch.arange(10), torch.arange(13)])[None]
+    packed = base(ids, position_ids=position_ids).last_hidden_state
+    alone = torch.cat([base(ids[:, :10]).last_hidden_state, base(ids[:, 10:]).last_hidden_state], dim=1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_forward_pass_can_be_exported():
+    model = tiny_model(torch.float32).eval()
+    program = torch.export.export(model, (random_ids(2, 23),), {"use_cache": False})
+    ids = random_ids(2, 23)
+    torch.testing.assert_close(program.module()(ids, use_cache=False).logits, model(ids).logits, atol=1e-5, rtol=1e-5)

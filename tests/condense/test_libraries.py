@@ -1,0 +1,78 @@
+"""PEFT and TRL train a folded Llama as they train a stock one: to the same losses on texts within a segment."""
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from condense import CondenseForCausalLM
+from condense.training.small_llama import save_small_llama
+
+peft = pytest.importorskip("peft")
+trl = pytest.importorskip("trl")
+
+SENTENCE = "The sky is blue. The sun is yellow. Here we go. There and back again. "
+TEXTS = [SENTENCE * count for count in (1, 2, 1, 3, 1, 1, 2, 1)]  # 17 to 51 tokens and an end
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save_small_llama(folder)
+    return folder
+
+
+def both(llama, segment_length=64):
+    return (
+        LlamaForCausalLM.from_pretrained(llama, attn_implementation="sdpa"),
+        CondenseForCausalLM.from_pretrained(llama, segment_length=segment_length),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": True, "packing_strategy": "bfd"}], ids=["padded", "packed"])
+def test_trl_fine_tunes_as_on_a_stock_llama(options, llama, tmp_path):
+    found = []
+    for model in both(llama):
+        torch.manual_seed(0)
+        config = trl.SFTConfig(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, max_length=64, learning_rate=1e-3,
+            logging_steps=1, report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, **options,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            model, args=config, train_dataset=Dataset.from_dict({"text": TEXTS}),
+            processing_class=AutoTokenizer.from_pretrained(llama),
+        )  # fmt: skip
+        trainer.train()
+        found.append([(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line])
+    stock, folded = map(torch.tensor, found)
+    assert len(stock) == 3 and stock[2, 0] < stock[0, 0] - 0.3
+    torch.testing.assert_close(folded, stock, atol=1e-4, rtol=1e-4)
+
+
+def test_peft_adapts_as_on_a_stock_llama(llama):
+    """Losses, and gradients of the adapters; then a text of several segments, and the adapters merged."""
+    ids = torch.randint(5, 50, (2, 60))
+    results = []
+    for model in both(llama):
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], r=4, init_lora_weights="gaussian")
+        adapted = peft.get_peft_model(model, settings)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        loss = adapted(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss.backward()
+        gradients = [parameter.grad for name, parameter in adapted.named_parameters() if "lora" in name]
+        results.append((loss.detach(), gradients))
+    (stock_loss, stock_gradients), (loss, gradients) = results
+    torch.testing.assert_close(loss, stock_loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients, stock_gradients, atol=1e-4, rtol=1e-3)
+    assert len(gradients) == 2 * 3 * 2 and all(gradient.abs().max() > 0 for gradient in gradients)
+
+    long = torch.randint(5, 50, (1, 300))
+    with torch.no_grad():
+        before = adapted.double().eval()(long).logits
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(long).logits, before, atol=1e-8, rtol=1e-8)
+        tokens = merged.generate(long, max_new_tokens=3, do_sample=False)
+    assert type(merged) is CondenseForCausalLM and tokens.shape == (1, 303)

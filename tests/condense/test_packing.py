@@ -1,0 +1,98 @@
+"""Several documents in one row are the texts that they are in rows of their own."""
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, LlamaForCausalLM
+
+from condense import CondenseForCausalLM
+
+from .models import random_durations, random_ids, tiny_model
+
+LENGTHS = [[13, 4, 26], [1, 42]]  # of the documents of two rows; segments have 5 tokens
+
+
+def positions(lengths):
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+
+
+def documents(tensor_BN, lengths=LENGTHS):
+    """The documents of all rows, each as a batch of one row."""
+    return [part[None] for row, counts in zip(tensor_BN, lengths, strict=True) for part in row.split(counts)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_logits_are_those_of_each_document_alone(schedule):
+    model, ids = tiny_model(schedule=schedule).eval(), random_ids(2, 43)
+    durations = random_durations(2, 43)
+    for more in ({}, {"durations": durations}):
+        packed = model(ids, position_ids=positions(LENGTHS), **more)
+        assert packed.past_key_values is None
+        alone = [
+            model(one, use_cache=False, **({"durations": lasting} if more else {})).logits[0]
+            for one, lasting in zip(documents(ids), documents(durations), strict=True)
+        ]
+        torch.testing.assert_close(packed.logits.flatten(0, 1), torch.cat(alone), atol=1e-12, rtol=0)
+    assert not torch.allclose(packed.logits, model(ids).logits)  # the control: memory crosses the borders there
+
+
+def test_losses_and_gradients_are_those_of_rows_of_their_own():
+    model, ids = tiny_model(), random_ids(2, 43)
+    labels = torch.where(torch.rand(2, 43) < 0.3, -100, ids)
+    parts = list(zip(documents(ids), documents(labels), strict=True))
+    total = sum((wanted[:, 1:] != -100).sum() for _, wanted in parts)
+    sum(
+        model(one, labels=wanted, num_items_in_batch=total).loss for one, wanted in parts if one.shape[1] > 1
+    ).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model(ids, position_ids=positions(LENGTHS), labels=labels).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-10, rtol=1e-8)
+
+
+@torch.no_grad()
+def test_padding_belongs_to_no_document():
+    model, ids = tiny_model().eval(), random_ids(1, 20)
+    mask = torch.tensor([[0] * 3 + [1] * 14 + [0] * 3])
+    position_ids = torch.tensor([[1] * 3 + [*range(8), *range(6)] + [0] * 3])
+    logits = model(ids, attention_mask=mask, position_ids=position_ids).logits
+    alone = torch.cat([model(ids[:, 3:11]).logits, model(ids[:, 11:17]).logits], dim=1)
+    torch.testing.assert_close(logits[:, 3:17], alone, atol=1e-12, rtol=0)
+
+
+def test_the_flattening_collator_gives_the_loss_of_a_stock_llama(tmp_path):
+    """Documents no longer than a segment, as `DataCollatorWithFlattening` packs them, also for flash-attention."""
+    folded = tiny_model(torch.float32, segment_length=16).eval()
+    folded.save_pretrained(tmp_path)
+    stock = LlamaForCausalLM(folded.config).eval()
+    stock.load_state_dict(folded.state_dict())
+    features = [{"input_ids": random_ids(1, length)[0].tolist()} for length in (7, 16, 3)]
+    for more in ({}, {"return_flash_attn_kwargs": True}):
+        batch = DataCollatorWithFlattening(return_tensors="pt", **more)(features)
+        plain = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+        with torch.no_grad():
+            torch.testing.assert_close(folded(**batch).loss, stock(**plain, use_cache=False).loss, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_cache": True}, "a cache has one text per row"),
+        ({"logits_to_keep": 1}, "logits_to_keep=1 with several documents"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 3]])}, "positions must be consecutive"),
+    ],
+)
+def test_mistakes_are_named(options, words):
+    given = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])} | options
+    with pytest.raises(ValueError, match=words):
+        tiny_model()(random_ids(1, 6), **given)
+
+
+def test_a_model_that_gets_no_new_positions_has_one_text(monkeypatch):
+    model = tiny_model().eval()
+    monkeypatch.setattr("condense.packing.PackedDocuments.unpack_arguments", lambda *_: pytest.fail("unpacked"))
+    with torch.no_grad():
+        model(random_ids(2, 9), position_ids=torch.arange(9)[None])
+        model.generate(random_ids(2, 9), max_new_tokens=3, attention_mask=torch.ones(2, 9))
+    assert isinstance(model, CondenseForCausalLM)

@@ -24,12 +24,15 @@ class Call:
     cache: FoldedCache | None
     checkpoint_function: CheckpointFunction | None
 
-    def previous_last_hidden(self, weight_D: torch.Tensor) -> torch.Tensor:
-        """The final hidden state [B, D] of each row's last token before this call; zeros where there is none."""
+    def previous_last_hidden(self, weight: torch.Tensor, hidden_size: int) -> torch.Tensor:
+        """The final hidden state [B, D] of each row's last token before this call; zeros where there is none.
+
+        `weight` gives device and dtype; its shape may be that of a part, under ZeRO-3.
+        """
         if self.cache is not None and self.cache.last_hidden_BD is not None:
             return self.cache.last_hidden_BD
-        like = self.inputs if self.inputs.is_floating_point() else weight_D
-        return like.new_zeros(self.batch.batch_size, weight_D.shape[0])
+        like = self.inputs if self.inputs.is_floating_point() else weight
+        return like.new_zeros(self.batch.batch_size, hidden_size)
 
     def end(self) -> None:
         """The output is computed: the state in the cache is complete."""

@@ -14,6 +14,8 @@ from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
 from .durations import check_durations
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
+# What collators of packed documents pass to the attention kernels of other models.
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
 
@@ -150,9 +152,13 @@ def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | 
             )
 
 
-def check_unused(arguments: Mapping[str, Any]) -> None:
-    """Raises an error for arguments of a forward pass without effect, except those that `generate` itself passes."""
+def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None = None) -> None:
+    """Raises an error for arguments of a forward pass without effect, except those that `generate` itself passes, and
+    those that say of packed documents what `position_ids` say.
+    """
     for name, value in arguments.items():
+        if name in PACKING_ARGUMENTS and position_ids is not None:
+            continue
         if name == "cache_position" and value is not None and (value.diff() != 1).any():
             raise ValueError(f"cache_position={value.tolist()}: columns must be consecutive. Leave it out.")
         if name in GENERATION_ARGUMENTS or (name in OUTPUT_ARGUMENTS and not value):

@@ -228,7 +228,8 @@ def train(
     report: Annotated[Path | None, typer.Option(help="Write the dry run's figures as JSON to this file.")] = None,
 ) -> None:
     """Runs a recipe on this machine; started again, it resumes from its last complete checkpoint."""
-    check_installed("condense train", "train")
+    # Preflight checks the package of report_to.
+    check_installed("condense train", "train", without=("tensorboard", *(["deepspeed"] if dry_run else [])))
     if report is not None and not dry_run:
         raise ValueError(f"--report {report} needs --dry-run: a run writes log.jsonl into its output.")
     from condense.files import check_output_file

@@ -1,5 +1,6 @@
 """The optional packages of the commands, checked before any work is done."""
 
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -7,8 +8,9 @@ from packaging.requirements import Requirement
 DISTRIBUTION = "condense-llama"
 
 
-def check_installed(command: str, extra: str) -> None:
-    """Raises `ValueError` for packages of an extra that are missing or have another version than it asks for.
+def check_installed(command: str, extra: str, without: Collection[str] = ()) -> None:
+    """Raises `ValueError` for packages of an extra that are missing or have another version than it asks for, but for
+    those that this use of the command goes `without`.
 
     Checks nothing in a checkout that is not installed, which has no list of packages.
     """
@@ -19,7 +21,7 @@ def check_installed(command: str, extra: str) -> None:
     problems = [
         problem
         for requirement in needed
-        if requirement.marker and requirement.marker.evaluate({"extra": extra})
+        if requirement.marker and requirement.marker.evaluate({"extra": extra}) and requirement.name not in without
         if (problem := _problem(requirement))
     ]
     if problems:

@@ -4,7 +4,9 @@ Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a
 n selected tokens.
 """
 
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,32 +69,39 @@ class LayerOutputs:
 
     def __init__(self, model: Any, call: Call, requested: bool | None):
         self.model, self.batch, self.hooks = model, call.batch, list[Any]()
+        self.thread = threading.get_ident()  # other threads may call the same model
         self.requested = model.config.output_hidden_states if requested is None else requested
         self.chunks: list[Chunk] = []
         self.recorded: list[list[torch.Tensor]] = [[] for _ in range(len(model.layers) + 1)]
         if self.requested and (call.checkpoint_function is not None or model.config.schedule == "wavefront"):
             raise ValueError(
-                "output_hidden_states with gradient checkpointing or schedule='wavefront', which do not keep them: "
-                "use one of the two."
+                "output_hidden_states, of the call or of the configuration, with gradient checkpointing or "
+                "schedule='wavefront', which do not keep them: use one of the two."
             )
 
     def __enter__(self) -> "LayerOutputs":
         if self.requested:
             *inputs, last = self.recorded
             for layer, recorded in zip(self.model.layers, inputs, strict=True):
-                self.hooks.append(layer.register_forward_pre_hook(lambda _, given, to=recorded: to.append(given[0])))
-            self.hooks.append(self.model.layers[0].register_forward_pre_hook(self._record_chunk))
-            self.hooks.append(self.model.norm.register_forward_hook(lambda _, given, output: last.append(output)))
+                self.hooks.append(layer.register_forward_pre_hook(partial(self._record_input, recorded)))
+            self.hooks.append(self.model.norm.register_forward_hook(partial(self._record_output, last)))
         return self
 
     def __exit__(self, *exception: object) -> None:
         for hook in self.hooks:
             hook.remove()
 
-    def _record_chunk(self, _: Any, given: tuple) -> None:
-        self.chunks.append(given[2].chunk)
+    def _record_input(self, recorded: list[torch.Tensor], _: Any, given: tuple) -> None:
+        if threading.get_ident() == self.thread:
+            recorded.append(given[0])
+            if recorded is self.recorded[0]:
+                self.chunks.append(given[2].chunk)
 
-    def hidden_states(self) -> tuple[torch.Tensor, ...] | None:
+    def _record_output(self, recorded: list[torch.Tensor], _: Any, given: tuple, output: torch.Tensor) -> None:
+        if threading.get_ident() == self.thread:
+            recorded.append(output)
+
+    def hidden_states(self, previous_last_hidden_BD: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """What each layer receives and what the final norm returns, [B, N, D] each; None where it is not requested."""
         if not self.requested:
             return None
@@ -102,6 +111,8 @@ class LayerOutputs:
             parts = [
                 (chunk, every.chunk_hidden(part, chunk)) for chunk, part in zip(self.chunks, recorded, strict=True)
             ]
-            zeros_BD = recorded[0].new_zeros(self.batch.batch_size, recorded[0].shape[-1])
-            found.append(every.collect(parts, zeros_BD))
+            is_last = recorded is self.recorded[-1]
+            found.append(
+                every.collect(parts, previous_last_hidden_BD if is_last else torch.zeros_like(previous_last_hidden_BD))
+            )
         return tuple(found)

@@ -120,9 +120,16 @@ class CondenseModel(CondensePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        run: "tuple[Call, OutputFunction, PreTrainedModel] | None" = None,
         **unused: Any,
-    ) -> BaseModelOutputWithPast:
-        """The final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`."""
+    ) -> Any:
+        """The final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
+
+        `run` holds the arguments of `run`, which a model around this one calls here, so that hooks of this model are
+        called: those of FSDP gather its weights.
+        """
+        if run is not None:
+            return self.run(*run)
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
@@ -131,14 +138,14 @@ class CondenseModel(CondensePreTrainedModel):
         if (documents := find_documents(given)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
-        check_unused(unused)
+        check_unused(unused, position_ids)
         call = self.prepare_call(given)
-        previous_BD = call.previous_last_hidden(self.norm.weight)
+        previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
         accumulated = HiddenStateAccumulator(call.batch, call.batch.num_columns)
         with LayerOutputs(self, call, output_hidden_states) as layer_outputs:
-            chunk_outputs = self.run(call, accumulated.chunk_hidden, root=self)
+            chunk_outputs = self.run(call, accumulated.chunk_hidden, self)
         last_BND = accumulated.collect(chunk_outputs, previous_BD)
-        output = BaseModelOutputWithPast(last_BND, call.cache, layer_outputs.hidden_states())
+        output = BaseModelOutputWithPast(last_BND, call.cache, layer_outputs.hidden_states(previous_BD))
         call.end()
         return output if return_dict is not False else output.to_tuple()
 
@@ -313,24 +320,31 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
             "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
-        if (documents := find_documents(given)) is not None:
-            more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
-            output = documents.pack_output(self.forward(**documents.unpack_arguments(given | more | unused)))
+        more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
+        if (documents := find_documents(given | more)) is not None:
+            unpacked = documents.unpack_arguments(given | more | unused)
+            if labels is None:  # the head gets no padding between documents
+                read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
+                output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
+            else:
+                output = documents.pack_output(self.forward(**unpacked))
             return output if return_dict is not False else output.to_tuple()
-        check_unused(unused)
+        check_unused(unused, position_ids)
         call = self.model.prepare_call(given, labels, logits_to_keep)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if self.fixed_decoding and labels is None and durations is None and not output_hidden_states:
             cache = call.cache
             if cache is not None and input_ids is not None and can_decode(self, cache, call.batch):
                 output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
                 return output if return_dict is not False else output.to_tuple()
-        previous_BD = call.previous_last_hidden(self.model.norm.weight)
+        previous_BD = call.previous_last_hidden(self.model.norm.weight, self.config.hidden_size)
         accumulated = OutputAccumulator(self.lm_head, self.config.vocab_size, call, labels, logits_to_keep)
         with LayerOutputs(self.model, call, output_hidden_states) as layer_outputs:
-            chunk_outputs = self.model.run(call, accumulated.process_chunk, root=self)
+            chunk_outputs = self.model(run=(call, accumulated.process_chunk, self))
         output = accumulated.build_output(chunk_outputs, previous_BD, num_items_in_batch)
         output.past_key_values = call.cache
-        output.hidden_states = layer_outputs.hidden_states()
+        output.hidden_states = layer_outputs.hidden_states(previous_BD)
         call.end()
         return output if return_dict is not False else output.to_tuple()
 

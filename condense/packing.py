@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .checks import real_tokens
+from .checks import PACKING_ARGUMENTS, real_tokens
 
-# What collators pass to the attention kernels of other models; the positions say the same.
-PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "durations", "position_ids")
 
 
@@ -69,26 +67,35 @@ class PackedDocuments(NamedTuple):
 
 
 def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
-    """The documents in the arguments of `forward`; None where each row has at most one.
+    """The documents in the arguments of `forward`; None where each row has at most one, or shapes do not fit together,
+    which the checks of the call refuse.
 
     A document begins where a token's position is 0 and the row has a token before it.
     """
     position_ids, attention_mask = given["position_ids"], given["attention_mask"]
     tokens = given["input_ids"] if given["inputs_embeds"] is None else given["inputs_embeds"]
-    if position_ids is None or tokens is None or tokens.shape[1] < 2 or position_ids.shape[-1] != tokens.shape[1]:
+    if position_ids is None or tokens is None or tokens.dim() < 2:
         return None
-    shape = tuple(tokens.shape[:2])
-    positions_BN = position_ids.cpu().expand(shape)
-    real_BN = real_tokens(attention_mask, shape[1])
-    found: list[tuple[int, torch.Tensor]] = []
+    shape = (tokens.shape[0], tokens.shape[1])
+    by_token = [tensor for name in BY_TOKEN if (tensor := given.get(name)) is not None and name != "position_ids"]
+    if attention_mask is not None:
+        by_token.append(attention_mask)
+    fits = all(tuple(tensor.shape[:2]) == shape for tensor in by_token) and tuple(position_ids.shape) in (
+        shape,
+        (1, shape[1]),
+    )
+    if not fits or (attention_mask is not None and attention_mask.dim() != 2):
+        return None
+    positions_BN, real_BN = position_ids.cpu().expand(shape), real_tokens(attention_mask, shape[1])
+    rows, parts = [], []
     for row, positions_N in enumerate(positions_BN):
         columns_n = torch.arange(shape[1]) if real_BN is None else real_BN[row].nonzero()[:, 0]
         starts = (positions_N[columns_n] == 0).nonzero()[:, 0]
-        found += [(row, part) for part in columns_n.tensor_split(starts[starts > 0]) if len(part)]
-    if len(found) <= shape[0]:
+        found = [part for part in columns_n.tensor_split(starts[starts > 0]) if len(part)]
+        rows += [row] * len(found)
+        parts += found
+    if len(set(rows)) == len(rows):
         return None
-    rows_J1, counts_J1 = (
-        torch.tensor(numbers)[:, None] for numbers in ([row for row, _ in found], [len(part) for _, part in found])
-    )
-    columns_JU = pad_sequence([part for _, part in found], batch_first=True)
-    return PackedDocuments(shape, rows_J1, columns_JU, torch.arange(columns_JU.shape[1]) < counts_J1)
+    columns_JU = pad_sequence(parts, batch_first=True)
+    mask_JU = torch.arange(columns_JU.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
+    return PackedDocuments(shape, torch.tensor(rows)[:, None], columns_JU, mask_JU)

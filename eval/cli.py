@@ -59,7 +59,7 @@ def command(
     """A command that calls `action(options, output, ...)`, with the flags of the options; `arguments` come first."""
 
     def run_command(output: Path, **given: Any) -> None:
-        check_installed(f"condense {name}", "eval")
+        check_installed(f"condense {name}", "eval", without=() if options is SummarizationOptions else ("rouge-score",))
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
         action(from_command_line(options, given), output, **others)

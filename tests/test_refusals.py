@@ -45,6 +45,24 @@ def test_missing_packages(missing, extra, arguments, monkeypatch, nothing_is_loa
     assert f"pip install -e '.[{extra}]'" in said
 
 
+def test_packages_that_a_use_goes_without_may_be_missing(monkeypatch):
+    """A dry run plans without deepspeed, and retrieval counts without rouge-score."""
+
+    def found(name):
+        if name in ("deepspeed", "tensorboard", "rouge-score"):
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(extras, "version", found)
+    said = refusal("train", "nowhere", "--dry-run")
+    assert "there is no recipe 'nowhere'" in said
+    assert "there is no folder './m'" in refusal("eval", "passkey", "--model", "./m", "--output", "o")
+    assert "needs deepspeed (missing)" in refusal("train", "passkey_quickstart")
+    assert "needs rouge-score (missing)" in refusal(
+        "eval", "summarization", "--model", "m", "--data", "d", "--output", "o"
+    )
+
+
 def test_packages_of_another_version(monkeypatch):
     monkeypatch.setattr(extras, "version", lambda name: "0.1" if name == "deepspeed" else version(name))
     with pytest.raises(ValueError, match=r"condense train needs deepspeed>=0\.19 \(found 0\.1\)"):

@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __package__ in (None, ""):  # the launcher runs this file by its path, and puts its folder first
-    root = next(str(folder) for folder in Path(__file__).resolve().parents if (folder / "condense").is_dir())
-    sys.path[:1] = [] if root in sys.path else [root]
+    folder = Path(__file__).resolve().parent
+    root = next(str(parent) for parent in folder.parents if (parent / "condense").is_dir())
+    if sys.path and Path(sys.path[0]).resolve() == folder:
+        del sys.path[0]
+    if root not in sys.path:
+        sys.path.insert(0, root)
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,13 @@
 """The base model and its hidden states, as other libraries ask a causal language model of transformers for them."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, LlamaForCausalLM
 
 from condense import CondenseModel
@@ -54,7 +60,7 @@ def test_hidden_states_have_gradients_and_need_the_sequential_order():
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None
     assert model.model.layers[1].mlp.up_proj.weight.grad is None  # the control
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ValueError, match="output_hidden_states with gradient checkpointing"):
+    with pytest.raises(ValueError, match="with gradient checkpointing"):
         model(ids, output_hidden_states=True)
     with pytest.raises(ValueError, match="schedule='wavefront'"):
         tiny_model(schedule="wavefront")(ids, output_hidden_states=True)
@@ -99,3 +105,56 @@ def test_a_forward_pass_can_be_exported():
     program = torch.export.export(model, (random_ids(2, 23),), {"use_cache": False})
     ids = random_ids(2, 23)
     torch.testing.assert_close(program.module()(ids, use_cache=False).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_hidden_states_of_calls_in_several_threads():
+    model = tiny_model().eval()
+    texts = [random_ids(1, 7 + 8 * number, seed=number) for number in range(4)]
+    expected = [model(ids, output_hidden_states=True).hidden_states for ids in texts]
+    barrier = threading.Barrier(4)
+
+    def read(ids):
+        barrier.wait()
+        with torch.no_grad():
+            return model(ids, output_hidden_states=True).hidden_states
+
+    with ThreadPoolExecutor(4) as pool:
+        for found, wanted in zip(pool.map(read, texts), expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def test_the_configuration_asks_for_hidden_states_too():
+    model, ids = tiny_model(torch.float32, output_hidden_states=True).eval(), random_ids(1, 8)
+    model.fixed_decoding = True
+    first = model(ids, use_cache=True)
+    second = model(ids[:, :1], past_key_values=first.past_key_values)
+    assert len(first.hidden_states) == len(second.hidden_states) == 4
+    assert model(ids, output_hidden_states=False).hidden_states is None
+
+
+def test_hooks_of_the_base_model_are_called():
+    """Those of FSDP, which gather the weights that the base model itself holds."""
+    model, called = tiny_model(), []
+    model.model.register_forward_pre_hook(lambda *_: called.append("before"))
+    model.model.register_forward_hook(lambda *_: called.append("after"))
+    model(random_ids(1, 8))
+    assert called == ["before", "after"]
+
+
+def test_the_base_model_is_sharded_on_its_own():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, ids = init_device_mesh("cpu", (1,)), random_ids(2, 23)
+        model = tiny_model(torch.float32)
+        expected = model(ids, labels=ids).loss
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model.model, mesh=mesh)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        assert model.model.embed_tokens.weight.grad is not None
+    finally:
+        dist.destroy_process_group()

@@ -75,12 +75,47 @@ def test_the_flattening_collator_gives_the_loss_of_a_stock_llama(tmp_path):
             torch.testing.assert_close(folded(**batch).loss, stock(**plain, use_cache=False).loss, atol=1e-5, rtol=1e-5)
 
 
+def test_one_document_with_the_arguments_of_other_kernels_is_an_ordinary_text():
+    """The last batch of an epoch may have one."""
+    model = tiny_model()
+    batch = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True)(
+        [{"input_ids": random_ids(1, 9)[0].tolist()}]
+    )
+    torch.testing.assert_close(model(**batch).loss, model(batch["input_ids"], labels=batch["labels"]).loss)
+    with pytest.raises(TypeError, match="cu_seq_lens_q"):  # which say nothing without positions
+        model(batch["input_ids"], cu_seq_lens_q=batch["cu_seq_lens_q"])
+
+
+@torch.no_grad()
+def test_a_row_of_padding_beside_packed_documents():
+    model, ids = tiny_model().eval(), random_ids(1, 6)
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    both = model(
+        ids.repeat(2, 1), attention_mask=torch.tensor([[1] * 6, [0] * 6]), position_ids=position_ids.repeat(2, 1)
+    )
+    torch.testing.assert_close(both.logits[:1], model(ids, position_ids=position_ids).logits, atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def test_the_head_gets_no_padding_between_documents(monkeypatch):
+    model, seen = tiny_model().eval(), []
+    model.lm_head.register_forward_hook(lambda _, given, output: seen.append(tuple(given[0].shape[:2])))
+    positions_BN = torch.cat([torch.arange(30), *[torch.arange(2)] * 5])[None]
+    output = model(random_ids(1, 40), position_ids=positions_BN, output_hidden_states=True)
+    assert seen == [(1, 40)] and output.logits.shape[:2] == (1, 40)
+    assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"use_cache": True}, "a cache has one text per row"),
         ({"logits_to_keep": 1}, "logits_to_keep=1 with several documents"),
         ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 3]])}, "positions must be consecutive"),
+        ({"attention_mask": torch.ones(1, 4)}, r"attention_mask of shape \(1, 4\) fits neither"),
+        ({"attention_mask": torch.ones(1, 1, 6, 6)}, r"attention_mask of shape \(1, 1, 6, 6\) fits neither"),
+        ({"position_ids": torch.tensor([[0, 0]])}, r"position_ids of shape \(1, 2\) do not fit"),
+        ({"labels": torch.zeros(1, 5, dtype=torch.long)}, r"labels of shape \(1, 5\) do not fit"),
     ],
 )
 def test_mistakes_are_named(options, words):

@@ -1,9 +1,9 @@
 """The loss of a call, chunk by chunk: cross-entropy of hidden states, for a bounded number of logits at a time.
 
 The backward pass computes the logits of a block of tokens again, so that no block outlives its use, unless the
-vocabulary is smaller than the hidden size. torch's fused `linear_cross_entropy` is not used: without blocks it
-computes bfloat16 losses from bfloat16 logits, and with blocks every call (here every segment) keeps a gradient of
-the whole head until the backward pass.
+vocabulary is smaller than the hidden size. torch's fused `linear_cross_entropy` could take this place: with blocks and
+reduction="none" it stores no logits either. It is several times slower on CPUs; `scripts/gpu_bench` compares them on
+CUDA.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, n target tokens.
 """

@@ -23,6 +23,7 @@ from .bars import judge, schedule_ratios, table
 from .correctness import correctness, flex, graph
 from .kernels import kernels
 from .longest import longest
+from .losses import losses
 from .parts import attentions, decoding, prefills, schedule_table, training
 from .session import OutOfTimeError, Session, log, new_session
 from .sizes import REAL, SMOKE
@@ -52,6 +53,7 @@ PARTS = {
     "correctness": Part(correctness, "every attention and schedule against float64", 40, decides=True),
     "tests": Part(_tests, "pytest tests/condense, with --tests alone", 60, decides=True),
     "kernels": Part(kernels, "FlashAttention's kernel, and waits of the host by segments", 15),
+    "loss": Part(losses, "the loss beside torch's fused linear_cross_entropy", 10),
     "training": Part(training, "memory and time of a training step, Table I shape", 40),
     "prefill": Part(prefills, "long prompts, 1.2 B shape", 40),
     "graph": Part(graph, "new tokens by a replayed graph against ordinary ones", 15),

@@ -55,7 +55,7 @@ def test_every_part_runs_and_is_written(rehearsal, capsys):
     names = {line.split()[0] for line in listed if line} - {"tests"}
     assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(names, "done")
     assert {point["part"] for point in results["points"]} == set(MEASURED)
-    assert {check["part"] for check in results["checks"]} == {"correctness", "kernels", "graph", "flex"}
+    assert {check["part"] for check in results["checks"]} == {"correctness", "kernels", "loss", "graph", "flex"}
     assert results["smoke"] and "rehearsal" in (rehearsal / "gpu.txt").read_text()
     assert {"torch", "transformers"} <= results["versions"].keys() and results["hardware"]
     assert sorted(path.name for path in rehearsal.iterdir()) == ["gpu.csv", "gpu.json", "gpu.txt"]

@@ -106,13 +106,11 @@ class LayerOutputs:
         if not self.requested:
             return None
         every = HiddenStateAccumulator(self.batch, self.batch.num_columns)
-        found = []
-        for recorded in self.recorded:
-            parts = [
-                (chunk, every.chunk_hidden(part, chunk)) for chunk, part in zip(self.chunks, recorded, strict=True)
-            ]
-            is_last = recorded is self.recorded[-1]
-            found.append(
-                every.collect(parts, previous_last_hidden_BD if is_last else torch.zeros_like(previous_last_hidden_BD))
-            )
-        return tuple(found)
+
+        def collect(recorded: list[torch.Tensor], previous_BD: torch.Tensor) -> torch.Tensor:
+            pairs = zip(self.chunks, recorded, strict=True)
+            return every.collect([(chunk, every.chunk_hidden(hidden, chunk)) for chunk, hidden in pairs], previous_BD)
+
+        *inputs, last = self.recorded
+        zeros_BD = torch.zeros_like(previous_last_hidden_BD)
+        return (*[collect(recorded, zeros_BD) for recorded in inputs], collect(last, previous_last_hidden_BD))

@@ -2,8 +2,8 @@
 
 The backward pass computes the logits of a block of tokens again, so that no block outlives its use, unless the
 vocabulary is smaller than the hidden size. torch's fused `linear_cross_entropy` could take this place: with blocks and
-reduction="none" it stores no logits either. It is several times slower on CPUs; `scripts/gpu_bench` compares them on
-CUDA.
+reduction="none" it stores no logits either. It is slower on CPUs; `scripts/gpu_bench --only loss` compares them, with
+`--smoke` on a CPU.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, n target tokens.
 """

@@ -293,9 +293,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at padding, on
         either side; padding never shifts a row's segments. A column of padding after a row's last token has that
-        token's logits. position_ids [B, N]: checked to be consecutive within the input and not used, since attention
-        depends on differences alone. durations [B, N], floating point, not negative: the length of each token on the
-        position axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
+        token's logits. position_ids [B, N]: where they begin anew at 0 within a row, another document begins, which
+        is a text of its own; otherwise they must be consecutive, and are not used, since attention depends on
+        differences alone. durations [B, N], floating point, not negative: the length of each token on the position
+        axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
 
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
         labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
@@ -313,7 +314,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         unused: arguments that `generate` passes to every model and this one does not need, such as `tokenizer`.
 
         Raises `ValueError` for inputs whose shapes, ids or cache do not fit together or to the model, for gradient
-        checkpointing with a cache or with `output_hidden_states`, and for `output_attentions`.
+        checkpointing with a cache or with `output_hidden_states`, for several documents in a row with a cache or
+        `logits_to_keep`, and for `output_attentions`.
         """
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,

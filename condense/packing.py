@@ -77,13 +77,9 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     if position_ids is None or tokens is None or tokens.dim() < 2:
         return None
     shape = (tokens.shape[0], tokens.shape[1])
-    by_token = [tensor for name in BY_TOKEN if (tensor := given.get(name)) is not None and name != "position_ids"]
-    if attention_mask is not None:
-        by_token.append(attention_mask)
-    fits = all(tuple(tensor.shape[:2]) == shape for tensor in by_token) and tuple(position_ids.shape) in (
-        shape,
-        (1, shape[1]),
-    )
+    others = [given.get(name) for name in BY_TOKEN if name != "position_ids"] + [attention_mask]
+    fits = all(tensor is None or tuple(tensor.shape[:2]) == shape for tensor in others)
+    fits = fits and tuple(position_ids.shape) in (shape, (1, shape[1]))
     if not fits or (attention_mask is not None and attention_mask.dim() != 2):
         return None
     positions_BN, real_BN = position_ids.cpu().expand(shape), real_tokens(attention_mask, shape[1])

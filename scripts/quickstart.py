@@ -31,7 +31,7 @@ RECIPE = Path("passkey_quickstart")
 SEGMENT = 40
 MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
 PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
-# The key directly after the preamble, 26,213 segments before the question. 100 prompts take half an hour.
+# The key directly after the preamble, 26,213 segments before the question. Three prompts take longer than the grid.
 MILLION, MILLION_DEPTH, MILLION_PROMPTS = 2**20, 0, 3
 PROFILE_SHAPE = {"width": 256, "layers": 2}
 PROFILE_SEGMENT = 256

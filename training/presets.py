@@ -15,15 +15,15 @@ def recipe_names() -> list[str]:
 
 def find_recipe(named: str | Path) -> Path:
     """A file, or the recipe of this package with this name. Raises `ValueError` where there is neither."""
-    return _find(named, RECIPES, ".yaml", "recipe")
+    return _find("recipe", named, RECIPES, ".yaml")
 
 
 def find_deepspeed_config(named: str | Path) -> Path:
     """A file, or the DeepSpeed configuration of this package with this name. Raises `ValueError` as `find_recipe`."""
-    return _find(named, DEEPSPEED_CONFIGS, ".json", "DeepSpeed configuration")
+    return _find("DeepSpeed configuration", named, DEEPSPEED_CONFIGS, ".json")
 
 
-def _find(named: str | Path, folder: Path, ending: str, what: str) -> Path:
+def _find(kind: str, named: str | Path, folder: Path, ending: str) -> Path:
     path, names = Path(named), sorted(path.stem for path in folder.glob(f"*{ending}"))
     if path.is_file():
         return path
@@ -31,6 +31,6 @@ def _find(named: str | Path, folder: Path, ending: str, what: str) -> Path:
         return folder / f"{path}{ending}"
     (nearest,) = difflib.get_close_matches(path.stem, names, n=1, cutoff=0)
     raise ValueError(
-        f"there is no {what} {str(named)!r}: pass the path of a file, or a name of this package, such as {nearest} "
+        f"there is no {kind} {str(named)!r}: pass the path of a file, or a name of this package, such as {nearest} "
         f"(all: {', '.join(names)})."
     )

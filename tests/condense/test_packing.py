@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
-from condense import CondenseForCausalLM
-
 from .models import random_durations, random_ids, tiny_model
 
 LENGTHS = [[13, 4, 26], [1, 42]]  # of the documents of two rows; segments have 5 tokens
@@ -130,4 +128,3 @@ def test_a_model_that_gets_no_new_positions_has_one_text(monkeypatch):
     with torch.no_grad():
         model(random_ids(2, 9), position_ids=torch.arange(9)[None])
         model.generate(random_ids(2, 9), max_new_tokens=3, attention_mask=torch.ones(2, 9))
-    assert isinstance(model, CondenseForCausalLM)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from condense.loss import cross_entropy_sum
 
 from ..timing import free_memory, seconds_of
-from .session import Session
+from .session import Session, log
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of sums and of gradients, relative to the largest
 
@@ -22,8 +22,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of sums and of gradie
 def losses(session: Session) -> None:
     """Two chunks of the large shape's segment, forward and backward, each with the gradient of the whole head."""
     name = "the loss of two chunks beside linear_cross_entropy"
-    if not hasattr(F, "linear_cross_entropy"):
-        session.check(name, None, f"torch {torch.__version__} has no linear_cross_entropy")
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        session.check(name, None, f"torch {torch.__version__} has no linear_cross_entropy in blocks")
         return
     shape, segment = session.sizes.large, session.sizes.segment
     torch.manual_seed(0)
@@ -46,7 +46,9 @@ def losses(session: Session) -> None:
         same = abs(value - other) <= tolerance * abs(value) and all(
             (one - two).abs().max() <= tolerance * one.abs().max() for one, two in zip(gradients, others, strict=True)
         )
-        session.check(f"{name}, {label}", bool(same), f"ours {note}; linear_cross_entropy {other_note}")
+        compared = f"ours {note}; linear_cross_entropy, {label}, {other_note}"
+        session.check(f"{name}, {label}", bool(same), compared)
+        log(f"  {compared}")
 
 
 def _measure(

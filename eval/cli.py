@@ -35,6 +35,7 @@ Output = Annotated[
     typer.Option(help="Folder for the results. A measurement that was stopped resumes there.", callback=writable),
 ]
 Attention = Annotated[str, typer.Option(help=ATTENTION_HELP)]
+SCORING = ("evaluate", "rouge-score", "sentencex")  # the last two score summaries, the first is for other programs
 
 
 def quiet() -> None:
@@ -59,7 +60,9 @@ def command(
     """A command that calls `action(options, output, ...)`, with the flags of the options; `arguments` come first."""
 
     def run_command(output: Path, **given: Any) -> None:
-        check_installed(f"condense {name}", "eval", without=() if options is SummarizationOptions else ("rouge-score",))
+        check_installed(
+            f"condense {name}", "eval", without=["evaluate"] if options is SummarizationOptions else SCORING
+        )
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
         action(from_command_line(options, given), output, **others)

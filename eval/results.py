@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "lm-eval")
+PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 
 
 @dataclass(frozen=True)

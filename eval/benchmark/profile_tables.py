@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..paper import RATIOS, Ratio
 from ..results import Table, picture
-from .paper import RATIOS, Ratio
 from .tables import group_by, token_axis
 
 MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}

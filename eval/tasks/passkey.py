@@ -10,6 +10,7 @@ import torch
 
 from condense.training.data.passkey import PasskeyTask
 
+from .. import paper
 from ..models import EvaluatedModel, generate, load_models, rows_per_batch, state_bytes
 from ..options import stored
 from ..results import Table, picture
@@ -115,7 +116,10 @@ class Passkey(Task[Cell]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """By length, all depths together; one column of accuracies and one of state bytes per model."""
+        """By length, all depths together; one column of accuracies and one of state bytes per model.
+
+        The last column is the paper's, where the keys are of its kind and a length is one of its own.
+        """
         names = [model["name"] for model in results["models"]]
         columns = ["tokens"]
         for name in names:
@@ -130,6 +134,11 @@ class Passkey(Task[Cell]):
                 kib = max(cell["state_bytes"] for cell in cells) / 1024
                 row += [f"{100 * correct / total:.1f}", f"{100 * low:.1f} to {100 * high:.1f}", f"{kib:,.1f}"]
             rows.append(row)
+        is_like = all(results[name] == value for name, value in paper.PASSKEY_SETTINGS.items())
+        if is_like and any(length in paper.PASSKEY for length in results["lengths"]):
+            columns.append("paper: % correct")
+            for row, length in zip(rows, results["lengths"], strict=True):
+                row.append(paper.PASSKEY.get(length, ""))
         return [Table("passkey retrieval, all depths together", columns, rows)]
 
     @classmethod

@@ -12,6 +12,7 @@ Axes: B rows, N columns of the prompts.
 """
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,7 @@ import torch
 from condense.training.data.documents import Document
 from condense.training.data.summarization import prompt_ids
 
+from .. import paper
 from ..models import EvaluatedModel, generate, load_models
 from ..options import stored
 from ..results import Table, picture
@@ -31,7 +33,7 @@ from ..runner import Results, Task
 from ..statistics import bootstrap
 from .corpus import Corpus, find_source, read_corpus
 from .options import SummarizationOptions
-from .rouge import METRICS, Rouge
+from .rouge import METRICS, SCORES, UNSTEMMED, Rouge
 
 BUCKETS = {"0-512": (0, 512), "512-1024": (512, 1024), "1024+": (1024, np.inf), "overall": (0, np.inf)}
 
@@ -71,6 +73,7 @@ class Summarization(Task[Batch]):
         return stored(self.options) | {
             "models": [model.describe() for model in self.models],
             "fingerprint": self.corpus.fingerprint,
+            "scored_by": {name: version(name) for name in ("rouge-score", "sentencex")},
         }
 
     def items(self) -> list[Batch]:
@@ -106,18 +109,25 @@ class Summarization(Task[Batch]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """Table II, models and buckets below each other; then the documents that were left out, if there are any."""
+        """Table II, models and buckets below each other; then the documents that were left out, if there are any.
+
+        The paper's rows follow where documents, temperature and length of the summaries are its own.
+        """
         first = results["models"][0]["name"]
         rows = []
         for cell in results["cells"]:
             scores = [_figure(cell, metric) for metric in METRICS]
+            scores += ["" if cell[name] is None else f"{cell[name]:.4f}" for name in UNSTEMMED]
             mean_new = "" if cell["new_tokens"] is None else f"{cell['new_tokens']:.1f}"
             rows.append([cell["model"], cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
-        columns = ["model", f"document [tokens of {first}]", "documents", *METRICS.values(), "summary [own tokens]"]
+        columns = ["model", f"document [tokens of {first}]", "documents", *SCORES.values(), "summary [own tokens]"]
         title = (
             f"summaries of {results['data']}: mean F1 from 0 to 1, with 95 % bootstrap intervals over documents; words "
-            "stemmed, ROUGE-L over the whole text, ROUGE-Lsum line by line"
+            "stemmed, and unstemmed; ROUGE-L over the whole text, ROUGE-Lsum sentence by sentence"
         )
+        if all(results[name] == value for name, value in paper.ROUGE_SETTINGS.items()):
+            rows += _paper_rows()
+            title += "; the paper does not say whether its words are stemmed"
         left_out = [[reason, f"{count:,}"] for reason, count in results["left_out"].items()]
         more = [Table("documents left out", ["reason", "documents"], left_out)] if left_out else []
         return [Table(title, columns, rows), *more]
@@ -207,7 +217,7 @@ def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for bucket in BUCKETS:
             found = [item for item in documents if item["model"] == name and bucket in (item["bucket"], "overall")]
             cell: dict[str, Any] = {"model": name, "bucket": bucket, "documents": len(found)}
-            for metric in METRICS:
+            for metric in SCORES:
                 values = [document[metric] for document in found]
                 cell[metric] = fmean(values) if values else None
                 low, high = bootstrap(values) if len(values) > 1 else (None, None)
@@ -222,6 +232,14 @@ def _figure(cell: dict[str, Any], metric: str) -> str:
     if mean is None:
         return ""
     return f"{mean:.4f}" if low is None else f"{mean:.4f} ({low:.3f} to {high:.3f})"
+
+
+def _paper_rows() -> list[list[str]]:
+    return [
+        [f"paper: {model}", bucket, "", *(f"{score:.4f}" for score in scores), *[""] * (len(SCORES) - len(scores) + 1)]
+        for model, by_bucket in paper.ROUGE.items()
+        for bucket, scores in by_bucket.items()
+    ]
 
 
 def _draw_bars(axes: Any, metric: str, names: Sequence[str], cells: dict[tuple[str, str], dict[str, Any]]) -> None:

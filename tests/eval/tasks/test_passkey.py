@@ -111,6 +111,20 @@ def test_command_on_folded_and_stock_models(kind, tmp_path):
     assert held[80] == held[200] if kind is CondenseForCausalLM else held[80] < held[200]
 
 
+def test_the_papers_column_stands_beside_keys_of_its_kind():
+    """Figure 8 of the paper."""
+    lengths = [4096, 5000, 65536]
+    cell = {"model": "ours", "depth": 0.5, "correct": 3, "total": 4, "state_bytes": 1024}
+    results = {
+        "models": [{"name": "ours"}], "lengths": lengths, "num_keys": 1, "num_digits": 4,
+        "cells": [cell | {"length": length} for length in lengths],
+    }  # fmt: skip
+    (table,) = Passkey.tables(results)
+    assert table.columns[-1] == "paper: % correct" and [row[-1] for row in table.rows] == ["100", "", "below 100"]
+    for other in ({"num_keys": 2}, {"num_digits": 6}, {"lengths": [5000]}):
+        assert "paper: % correct" not in Passkey.tables(results | other)[0].columns
+
+
 def test_a_stopped_measurement_goes_on(tmp_path, monkeypatch):
     model = small_model(tmp_path)
     options = {"models": [str(model)], "lengths": [80, 120], "num_prompts": 2}

@@ -5,8 +5,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from rouge_score.rouge_scorer import RougeScorer
 
-from condense.eval.tasks.rouge import METRICS, Rouge
+from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
 
 
 def naive_rouge(reference, prediction):
@@ -41,7 +42,9 @@ def test_rouge_against_counting():
         reference, prediction = (" ".join(generator.choice(list("abcd"), generator.integers(1, 10))) for _ in "12")
         expected = naive_rouge(reference, prediction)
         found = Rouge().f1(reference, prediction)
-        assert found == pytest.approx(expected | {"rougeLsum": expected["rougeL"]})  # one line: both are the same
+        expected |= {"rougeLsum": expected["rougeL"]}  # one sentence: both are the same
+        assert {name: found[name] for name in METRICS} == pytest.approx(expected)
+        assert {name: found[f"{name}_unstemmed"] for name in METRICS} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -51,11 +54,13 @@ def test_rouge_against_counting():
         ("testing one two", "testing", {"rouge1": 1 / 2}),
         ("testing one two", "testing one", {"rouge2": 2 / 3, "rougeL": 4 / 5}),
         ("testing one two", "testing two", {"rougeL": 4 / 5}),
-        ("testing one two", "", dict.fromkeys(METRICS, 0.0)),
-        ("w1 w2 w3 w4 w5", "/", dict.fromkeys(METRICS, 0.0)),
+        ("testing one two", "", dict.fromkeys(SCORES, 0.0)),
+        ("w1 w2 w3 w4 w5", "/", dict.fromkeys(SCORES, 0.0)),
         ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8\nw1 w3 w8 w9 w5", {"rougeLsum": 2 * 0.8 * 0.4 / 1.2}),
         ("First sentence.\nSecond Sentence.", "Second sentence.\nFirst Sentence.", {"rougeLsum": 1.0, "rougeL": 1 / 2}),
-        ("First sentence. Second Sentence.", "Second sentence. First Sentence.", {"rougeLsum": 1 / 2}),
+        ("First sentence. Second Sentence.", "Second sentence. First Sentence.", {"rougeLsum": 1.0, "rougeL": 1 / 2}),
+        # Without stems two of three words differ.
+        ("The cats were running", "the cat runs", {"rouge1_unstemmed": 2 / 7, "rougeLsum_unstemmed": 2 / 7}),
         # the cat were run | the cat run: three words, all of the prediction, three quarters of the reference
         ("The cats were running", "the cat runs", {"rouge1": 6 / 7, "rouge2": 2 / 5, "rougeL": 6 / 7}),
         # Case and punctuation don't count, a hyphen parts words, digits do count.
@@ -65,3 +70,25 @@ def test_rouge_against_counting():
 def test_rouge_worked_by_hand(reference, prediction, expected):
     found = Rouge().f1(reference, prediction)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+# Sentences on one line, as models write them, and the same split by hand.
+REFERENCE = (
+    "Dr. Smith visited 3.5 million farms on Jan. 5. The farmers were waiting! Did they agree ?\nNobody was asked .",
+    "Dr. Smith visited 3.5 million farms on Jan. 5.\nThe farmers were waiting!\nDid they agree ?\nNobody was asked .",
+)
+PREDICTION = (
+    "Nobody asked the farmers, who waited. Mr. Smith visits farms, e.g. in the U.S. and elsewhere. They agreed!",
+    "Nobody asked the farmers, who waited.\nMr. Smith visits farms, e.g. in the U.S. and elsewhere.\nThey agreed!",
+)
+
+
+@pytest.mark.parametrize("stems", [True, False])
+def test_scores_are_the_reference_packages_on_sentences_split_by_hand(stems):
+    expected = RougeScorer(list(METRICS), use_stemmer=stems).score(REFERENCE[1], PREDICTION[1])
+    found = Rouge().f1(REFERENCE[0], PREDICTION[0])
+    for name in METRICS:
+        assert found[name if stems else f"{name}_unstemmed"] == expected[name].fmeasure
+    whole = RougeScorer(list(METRICS), use_stemmer=stems).score(REFERENCE[0], PREDICTION[0])
+    assert whole["rougeL"].fmeasure == expected["rougeL"].fmeasure
+    assert whole["rougeLsum"].fmeasure < expected["rougeLsum"].fmeasure  # what line breaks alone would give

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -94,6 +95,7 @@ def test_summarization(folders, models):
         "models": described(folders),
         "data": data,
         "fingerprint": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
+        "scored_by": {"rouge-score": version("rouge-score"), "sentencex": version("sentencex")},
         "temperature": 0.3,
         "new_tokens": 5,
         "batch_size": 8,

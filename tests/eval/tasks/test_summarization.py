@@ -22,7 +22,7 @@ from condense.eval.statistics import bootstrap
 from condense.eval.tasks import evaluate, summarization
 from condense.eval.tasks.corpus import Corpus, read_corpus
 from condense.eval.tasks.options import SummarizationOptions
-from condense.eval.tasks.rouge import METRICS, Rouge
+from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
 from condense.eval.tasks.summarization import Summarization
 from condense.training.data.summarization import AFTER, BEFORE, prompt_ids
 from condense.training.recipe import Source
@@ -80,7 +80,8 @@ def command(*arguments):
 
 def test_averages_by_hand():
     def document(tokens, score, new_tokens, model="one"):
-        scores = {"rouge1": score, "rouge2": score / 2, "rougeL": 0.25, "rougeLsum": 0.0}
+        scores = dict.fromkeys(SCORES, 0.0) | {"rouge1": score, "rouge2": score / 2, "rougeL": 0.25}
+        scores["rouge1_unstemmed"] = score / 4
         return {
             "model": model, "tokens": tokens, "bucket": summarization.bucket_of(tokens), "new_tokens": new_tokens,
             **scores,
@@ -94,7 +95,8 @@ def test_averages_by_hand():
     ]
     assert [cell["documents"] for cell in cells.values()] == [2, 2, 0, 4, 1, 0, 2, 3]
     first = cells["one", "0-512"]
-    assert (first["rouge1"], first["rouge2"], first["new_tokens"]) == (0.5, 0.25, 15)
+    assert (first["rouge1"], first["rouge2"], first["rouge1_unstemmed"]) == (0.5, 0.25, 0.125)
+    assert first["new_tokens"] == 15
     # Two values 0 and 1: a resample's mean is 0 or 1 with a chance of a quarter each, which is beyond 2.5 %.
     assert (first["rouge1_low"], first["rouge1_high"]) == (0, 1)
     assert (first["rougeL_low"], first["rougeL_high"]) == (0.25, 0.25)
@@ -123,7 +125,7 @@ def test_command_on_folded_and_stock_models(folded, stock, data, tmp_path):
         assert [document["reference"] for document in found] == [lines[n]["target"][0] for n in kept]
         for document in found:
             expected = Rouge().f1(document["reference"], document["prediction"])
-            assert {metric: document[metric] for metric in METRICS} == expected
+            assert {metric: document[metric] for metric in SCORES} == expected
         assert len({document["prediction"] for document in found}) > len(found) // 2
         cell = next(c for c in results["cells"] if (c["model"], c["bucket"]) == (name, "overall"))
         scores = [document["rouge1"] for document in found]
@@ -137,6 +139,25 @@ def test_command_on_folded_and_stock_models(folded, stock, data, tmp_path):
     ]
     assert "prompt over 95 tokens" in text and "summarization.svg" not in text and ".svg" in text
     assert (output / "summarization.png").stat().st_size > 20_000 and (output / "summarization.svg").exists()
+
+
+def test_the_papers_rows_stand_beside_what_is_measured_alike():
+    """Table II of the paper, where documents and decoding are its own."""
+    cells = [dict.fromkeys(SCORES, 0.5) | dict.fromkeys([f"{name}_low" for name in METRICS])
+             | {"model": "ours", "bucket": "overall", "documents": 1, "new_tokens": 4.0}]  # fmt: skip
+    cells[0] |= dict.fromkeys([f"{name}_high" for name in METRICS])
+    results = {
+        "models": [{"name": "ours"}], "cells": cells, "left_out": {}, "data": "cnn_dailymail", "temperature": 0.3,
+        "new_tokens": 256,
+    }  # fmt: skip
+    (table,) = Summarization.tables(results)
+    by_row = {tuple(row[:2]): row[3:] for row in table.rows}
+    assert by_row["ours", "overall"] == ["0.5000"] * 8 + ["4.0"] and len(table.rows) == 1 + 4 * 4
+    assert by_row["paper: Condensation (3 K)", "1024+"] == ["0.3996", "0.1510", "0.2566"] + [""] * 6
+    assert by_row["paper: Instruction model", "overall"][:3] == ["0.3180", "0.1236", "0.1981"]
+    assert "does not say whether its words are stemmed" in table.title
+    for other in ({"data": "booksum"}, {"temperature": 0.0}, {"new_tokens": 128}):
+        assert len(Summarization.tables(results | other)[0].rows) == 1
 
 
 def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, monkeypatch):

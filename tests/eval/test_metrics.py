@@ -1,0 +1,55 @@
+"""Our metrics as the `evaluate` library loads them from the package, against the reference package."""
+
+import evaluate
+import numpy as np
+import pytest
+from rouge_score.rouge_scorer import RougeScorer
+
+from condense.eval import metrics
+from condense.eval.tasks.rouge import METRICS, SCORES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules(tmp_path_factory):
+    """The library copies a metric into a package of its own, which is imported once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate.config, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("something is fetched"))
+
+
+def load(name, folder):
+    return evaluate.load(metrics.path(name), cache_dir=str(folder))
+
+
+def test_rouge_is_that_of_rouge_score(tmp_path):
+    metric = load("rouge", tmp_path)
+    references = ["The cats were running.\nThey stopped at 7.", "Nobody asked the farmers ."]
+    predictions = ["They stopped at 7.\nThe cat runs.", "The farmers were asked."]
+    metric.add_batch(predictions=predictions[:1], references=references[:1])  # batch by batch, as loops do
+    metric.add_batch(predictions=predictions[1:], references=references[1:])
+    found = metric.compute()
+    assert found.keys() == SCORES.keys()
+    for suffix, stems in (("", True), ("_unstemmed", False)):
+        scorer = RougeScorer(list(METRICS), use_stemmer=stems)
+        scores = [scorer.score(*pair) for pair in zip(references, predictions, strict=True)]
+        for name in METRICS:
+            assert found[f"{name}{suffix}"] == pytest.approx(np.mean([score[name].fmeasure for score in scores]))
+    one_line = metric.compute(predictions=["They stopped at 7. The cat runs."], references=references[:1])
+    scorer = RougeScorer(["rougeLsum"], use_stemmer=True)
+    assert one_line["rougeLsum"] == scorer.score(references[0], predictions[0])["rougeLsum"].fmeasure
+
+
+def test_passkey_counts_as_the_evaluation_does(tmp_path):
+    answers = [" 9054. Remember", "9 0 5 4", "90541", "9055", "the key is 9054", "", "0054"]
+    keys = ["9054"] * 6 + ["0054"]
+    assert load("passkey", tmp_path).compute(predictions=answers, references=keys) == {"accuracy": 3 / 7}
+
+
+def test_an_unknown_metric_is_refused():
+    with pytest.raises(ValueError, match="there is no metric 'bleu': choose from rouge, passkey"):
+        metrics.path("bleu")

@@ -134,7 +134,7 @@ class Passkey(Task[Cell]):
                 kib = max(cell["state_bytes"] for cell in cells) / 1024
                 row += [f"{100 * correct / total:.1f}", f"{100 * low:.1f} to {100 * high:.1f}", f"{kib:,.1f}"]
             rows.append(row)
-        is_like = all(results[name] == value for name, value in paper.PASSKEY_SETTINGS.items())
+        is_like = all(results.get(name) == value for name, value in paper.PASSKEY_SETTINGS.items())
         if is_like and any(length in paper.PASSKEY for length in results["lengths"]):
             columns.append("paper: % correct")
             for row, length in zip(rows, results["lengths"], strict=True):

@@ -117,7 +117,7 @@ class Summarization(Task[Batch]):
         rows = []
         for cell in results["cells"]:
             scores = [_figure(cell, metric) for metric in METRICS]
-            scores += ["" if cell[name] is None else f"{cell[name]:.4f}" for name in UNSTEMMED]
+            scores += [_figure(cell, name, with_interval=False) for name in UNSTEMMED]
             mean_new = "" if cell["new_tokens"] is None else f"{cell['new_tokens']:.1f}"
             rows.append([cell["model"], cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
         columns = ["model", f"document [tokens of {first}]", "documents", *SCORES.values(), "summary [own tokens]"]
@@ -125,7 +125,7 @@ class Summarization(Task[Batch]):
             f"summaries of {results['data']}: mean F1 from 0 to 1, with 95 % bootstrap intervals over documents; words "
             "stemmed, and unstemmed; ROUGE-L over the whole text, ROUGE-Lsum sentence by sentence"
         )
-        if all(results[name] == value for name, value in paper.ROUGE_SETTINGS.items()):
+        if all(results.get(name) == value for name, value in paper.ROUGE_SETTINGS.items()):
             rows += _paper_rows()
             title += "; the paper does not say whether its words are stemmed"
         left_out = [[reason, f"{count:,}"] for reason, count in results["left_out"].items()]
@@ -227,11 +227,11 @@ def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return cells
 
 
-def _figure(cell: dict[str, Any], metric: str) -> str:
-    mean, low, high = (cell[f"{metric}{suffix}"] for suffix in ("", "_low", "_high"))
-    if mean is None:
+def _figure(cell: dict[str, Any], metric: str, with_interval: bool = True) -> str:
+    mean, low, high = (cell.get(f"{metric}{suffix}") for suffix in ("", "_low", "_high"))
+    if mean is None:  # an empty bucket, or results of a version without this metric
         return ""
-    return f"{mean:.4f}" if low is None else f"{mean:.4f} ({low:.3f} to {high:.3f})"
+    return f"{mean:.4f} ({low:.3f} to {high:.3f})" if with_interval and low is not None else f"{mean:.4f}"
 
 
 def _paper_rows() -> list[list[str]]:

@@ -28,7 +28,6 @@ for command in (profile, attention, probe, report):
 
 PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses
 LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
-DRY_RUN_RANKS = 8  # a node, since a run is seldom planned on the machine that it will run on
 
 
 class ModelFormat(StrEnum):
@@ -220,18 +219,43 @@ def train(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes: one per GPU, or two on a CPU; 8 in a dry run.", show_default=False),
+        typer.Option(
+            min=1,
+            help="Processes: one per GPU, or two on a CPU; in a dry run the GPUs here, or the most up to 8 that the "
+            "recipe divides by.",
+            show_default=False,
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and the memory that it needs, and stop.")
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the dry run's figures as JSON to this file.")] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            help="With --dry-run: the largest micro-batch that a GPU of this memory holds, such as 80.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens_per_second: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER|LOG",
+            help="With --dry-run: hours from a measured rate. A number is that of the whole run, over all ranks; the "
+            "log.jsonl of a former run of the same model and length is scaled to the number of ranks.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Runs a recipe on this machine; started again, it resumes from its last complete checkpoint."""
     # Preflight checks the package of report_to.
     check_installed("condense train", "train", without=("tensorboard", *(["deepspeed"] if dry_run else [])))
     if report is not None and not dry_run:
         raise ValueError(f"--report {report} needs --dry-run: a run writes log.jsonl into its output.")
+    for name, value in (("--gpu-memory", gpu_memory), ("--tokens-per-second", tokens_per_second)):
+        if value is not None and not dry_run:
+            raise ValueError(f"{name} {value} needs --dry-run: it changes what is planned, not what is run.")
     from condense.files import check_output_file
     from condense.training.launch import launch, local_overrides, num_ranks
     from condense.training.output_lock import check_unlocked
@@ -253,9 +277,12 @@ def train(
                 f"training ended with exit code {error.returncode}; the ranks' messages are above."
             ) from None
         return
+    import torch
+
     from condense.training.planning.dry_run import dry_run as describe
 
-    figures, text = describe(load_recipe(recipe, given), ranks or DRY_RUN_RANKS)
+    planned = load_recipe(recipe, given)
+    figures, text = describe(planned, ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second)
     print(text)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2), encoding="utf-8")

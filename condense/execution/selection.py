@@ -64,9 +64,10 @@ def choose_schedule(
     """
     num_segments, num_rows = longest_wave(lengths, positions)
     weight = next(layers.parameters(), None)
-    if weight is None or checkpointing or _casts_weights(weight.device.type):
+    if weight is None or _casts_weights(weight.device.type):
         return "sequential"
-    if not faster_as_wave(config, num_segments, num_rows, weight.device.type, weight.element_size()):
+    device, itemsize = weight.device.type, weight.element_size()
+    if reason_for_sequential(config, num_segments, num_rows, device, itemsize, checkpointing):
         return "sequential"
     # Of a partly frozen model the sequential order stores the activations of trained layers only.
     if torch.is_grad_enabled() and len({parameter.requires_grad for parameter in layers.parameters()}) > 1:
@@ -74,14 +75,30 @@ def choose_schedule(
     return "wavefront" if is_stackable(layers) else "sequential"
 
 
-def faster_as_wave(config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int) -> bool:
-    """The rule alone: whether a wave is faster for this number of whole segments and rows."""
+def reason_for_sequential(
+    config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int, checkpointing: bool
+) -> str | None:
+    """Why "auto" runs no wave of whole segments, None where it does: the part of the choice that needs no model."""
+    if checkpointing:
+        return "with gradient checkpointing a wave would store the hidden states of every layer"
     num_layers, cell_tokens = config.num_hidden_layers, num_rows * config.segment_length
     saved_launches = (num_segments - 1) * (num_layers - 1)
+    if saved_launches < (CPU_SAVED_LAUNCHES if device == "cpu" else CUDA_SAVED_LAUNCHES):
+        return f"{num_segments} segments in {num_layers} layers are too few to gain from a wave"
     if device == "cpu":
         band_bytes = min(num_layers, num_segments) * cell_tokens * config.intermediate_size * itemsize
-        return saved_launches >= CPU_SAVED_LAUNCHES and band_bytes <= CPU_BAND_BYTES
-    return saved_launches >= CUDA_SAVED_LAUNCHES and cell_tokens <= CUDA_CELL_TOKENS
+        return "a diagonal does not fit into the cache" if band_bytes > CPU_BAND_BYTES else None
+    if cell_tokens > CUDA_CELL_TOKENS:
+        return (
+            f"{num_rows} rows x {config.segment_length} tokens of a segment are more than {CUDA_CELL_TOKENS:,} tokens, "
+            "which fill a GPU without a wave"
+        )
+    return None
+
+
+def faster_as_wave(config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int) -> bool:
+    """The rule alone: whether a wave is faster for this number of whole segments and rows."""
+    return reason_for_sequential(config, num_segments, num_rows, device, itemsize, checkpointing=False) is None
 
 
 def _casts_weights(device: str) -> bool:

@@ -26,4 +26,6 @@ PEAK_FLOPS = (
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 operations in a second of the GPU that `torch.cuda.get_device_name` names; None if unknown."""
     words = set(re.split(r"[\s-]+", device_name))
+    if "MIG" in words:  # a part of a GPU
+        return None
     return next((flops for wanted, flops in PEAK_FLOPS if words.issuperset(wanted)), None)

@@ -1,28 +1,41 @@
 """The output of `condense train RECIPE --dry-run`: the resolved recipe, its size, and the memory it needs."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import yaml
 from transformers import LlamaConfig
 
 from ..recipe import Recipe
+from .fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves
 from .memory import estimate
 from .operations import count_operations
-
-GIB = 2**30
-FLOPS_PER_SECOND = 4e14  # of a rank: about 40 % of an H100's bfloat16 peak, an assumption
+from .speed import hours, parse_rate
 
 
-def dry_run(recipe: Recipe, ranks: int) -> tuple[dict[str, Any], str]:
-    """Figures, and the same as text: for `ranks` ranks, and the memory for 1, 2, 4, ... up to `ranks`."""
+def dry_run(
+    recipe: Recipe,
+    ranks: int | None = None,
+    gpus: int = 0,
+    gpu_memory: float | None = None,
+    tokens_per_second: str | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Figures, and the same as text: for `ranks` ranks, and the memory for 1, 2, 4, ... up to `ranks`.
+
+    Without `ranks`, for the machine's `gpus`, or for a number that the recipe divides by. `gpu_memory` in GiB asks for
+    the micro-batch that fills it; `tokens_per_second` is a rate or a log: see `parse_rate`. Raises `ValueError`.
+    """
+    if gpu_memory is not None and not (isfinite(gpu_memory) and gpu_memory > 0):
+        raise ValueError(f"--gpu-memory {gpu_memory}: give the memory of a GPU in GiB, a finite number above 0.")
     config = recipe.model.load_config()
+    ranks = ranks or default_ranks(config, recipe, gpus)
+    rate = None if tokens_per_second is None else parse_rate(tokens_per_second, ranks)
     deepspeed = recipe.deepspeed_settings()
     resolved = recipe.model_dump(mode="json", exclude_none=True)
     figures = count_operations(config, recipe, ranks)
-    run_flops = figures["flops"] * (4 / 3 if recipe.gradient_checkpointing else 1)  # a second forward pass
-    figures["assumed_flops_per_second"] = FLOPS_PER_SECOND
-    figures["assumed_hours"] = run_flops / FLOPS_PER_SECOND / ranks / 3600
+    duration, duration_in_words = hours(recipe, figures, ranks, rate)
+    figures |= duration
     numbers = sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
     memory = memory_by_ranks(config, recipe, deepspeed, numbers)
     stages = ", ".join(f"{stage['steps']:,} steps of {stage['total_length']:,} tokens" for stage in figures["stages"])
@@ -32,12 +45,43 @@ def dry_run(recipe: Recipe, ranks: int) -> tuple[dict[str, Any], str]:
         f"{figures['tokens_per_step']:,} tokens a step at most, {figures['tokens']:,} tokens in all, "
         f"{figures['flops']:.3g} floating-point operations",
         f"{ranks} ranks x {figures['accumulation']} micro-batches x {figures['sequences_at_once']} sequences: "
-        f"{figures['assumed_hours']:.1f} hours if each rank does {FLOPS_PER_SECOND:.0e} operations a second",
+        f"{duration_in_words}",
+    ]
+    plan: dict[str, Any] = {"recipe": resolved, "plan": figures, "memory": memory}
+    if recipe.model.has_segments:
+        figures["without_waves"] = reasons_without_waves(config, recipe, deepspeed, ranks)
+        lines.append(f"on GPUs, {waves_in_words(figures['without_waves'])}")
+    lines += [
         "",
         f"memory of a rank by the number of ranks, in GiB, as {recipe.deepspeed} divides it (an estimate):",
         table(memory),
     ]
-    return {"recipe": resolved, "plan": figures, "memory": memory}, "\n".join(lines)
+    if gpu_memory is not None:
+        plan["proposals"] = propose(config, recipe, deepspeed, ranks, gpu_memory)
+        lines += [
+            "",
+            f"the largest micro-batch in {gpu_memory:g} GiB on {ranks} ranks, {UNCOUNTED / GIB:g} GiB of which are "
+            "left for the CUDA context, NCCL and fragments:",
+            *(proposal_in_words(row, recipe.model.has_segments) for row in plan["proposals"]),
+        ]
+    return plan, "\n".join(lines)
+
+
+def waves_in_words(reasons: dict[int, str | None]) -> str:
+    """Whether the layers run as waves (the schedule `wavefront`), and why not; by length where lengths differ."""
+    if set(reasons.values()) == {None}:
+        return "layers run in waves"
+    if len(set(reasons.values())) == 1:
+        return f"no waves: {next(iter(reasons.values()))}"
+    return "; ".join(f"{length:,} tokens: {reason or 'in waves'}" for length, reason in reasons.items())
+
+
+def proposal_in_words(row: dict[str, Any], has_segments: bool) -> str:
+    name = f"{'with' if row['gradient_checkpointing'] else 'without'} gradient checkpointing"
+    if "error" in row:
+        return f"  {name}: none. {row['error']}"
+    waves = f"; {waves_in_words(row['without_waves'])}" if has_segments else ""
+    return f"  {name}: {' '.join(row['overrides'])}  ({row['needed'] / GIB:.1f} GiB{waves})"
 
 
 def memory_by_ranks(

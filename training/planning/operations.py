@@ -1,11 +1,12 @@
 """Parameters, steps, sequences, tokens and floating-point operations of a run. Nothing is run."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import LlamaConfig
 
 from ..recipe import Recipe
-from .passes import Pass, parameter_shapes, passes
+from .passes import parameter_shapes, passes, segments_of
 
 
 def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[st
     stages, flops = [], 0
     for stage_pass, num_steps in zip(stage_passes, steps, strict=True):
         sequences = stage_pass.rows * ranks * accumulation
-        flops += num_steps * sequences * _sequence_flops(config, parameters, stage_pass)
+        flops += num_steps * sequences * _text_flops(config, parameters, stage_pass.segments)
         length = sum(stage_pass.segments)
         stages.append({"total_length": length, "steps": num_steps, "sequences_per_step": sequences})
     return {
@@ -39,16 +40,22 @@ def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[st
     }
 
 
-def _sequence_flops(config: LlamaConfig, parameters: int, stage_pass: Pass) -> int:
-    """FLOPs of a sequence, forward and backward.
+def text_flops(config: LlamaConfig, tokens_per_segment: int | None) -> Callable[[int], int]:
+    """FLOPs of a text by its tokens, forward and backward, without the second forward pass of checkpointing."""
+    parameters = sum(shape.numel() for shape in parameter_shapes(config))
+    return lambda tokens: _text_flops(config, parameters, segments_of(tokens, tokens_per_segment))
+
+
+def _text_flops(config: LlamaConfig, parameters: int, segments: Sequence[int]) -> int:
+    """FLOPs of a text, forward and backward.
 
     They are 6 per parameter and token, 12 per channel for each pair of a query and a key, and those of the memories'
     keys and values.
     """
     heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim
     pairs, remembered = 0, 0
-    for number, tokens in enumerate(stage_pass.segments):
-        pairs += tokens * (stage_pass.segments[0] if number else 0) + tokens * (tokens + 1) // 2
-        remembered += tokens if number < len(stage_pass.segments) - 1 else 0
+    for number, tokens in enumerate(segments):
+        pairs += tokens * (segments[0] if number else 0) + tokens * (tokens + 1) // 2
+        remembered += tokens if number < len(segments) - 1 else 0
     per_layer = 12 * heads * config.head_dim * pairs + 6 * 2 * config.hidden_size * key_width * remembered
-    return 6 * parameters * sum(stage_pass.segments) + config.num_hidden_layers * per_layer
+    return 6 * parameters * sum(segments) + config.num_hidden_layers * per_layer

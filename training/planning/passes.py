@@ -28,10 +28,11 @@ def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
     if recipe.curriculum:
         assert length is not None
         return _curriculum_passes(recipe, length, ranks)
-    return [Pass(recipe.micro_batch, _segments(stage.total_length, length)) for stage in recipe.stages or ()]
+    return [Pass(recipe.micro_batch, segments_of(stage.total_length, length)) for stage in recipe.stages or ()]
 
 
-def _segments(total_length: int, length: int | None) -> list[int]:
+def segments_of(total_length: int, length: int | None) -> list[int]:
+    """Tokens of each segment of a text; `length` is None for a text read as a whole."""
     length = length or total_length
     return [min(length, total_length - start) for start in range(0, total_length, length)]
 

@@ -10,9 +10,10 @@ PLAIN = {"zero_optimization": {"stage": 0}}
 
 
 def recipe(total_length, rows=2, dtype="bfloat16", attention="sdpa", checkpointing=False, kind="condense", **fields):
-    """A recipe on text; `segment_length` and `bptt_segments` are those of its model."""
+    """A recipe on text; `segment_length`, `bptt_segments` and `schedule` are those of its model."""
     fields = {"global_batch": rows, "stages": [{"total_length": total_length, "steps": 100}]} | fields
-    model = {name: fields.pop(name) for name in ("segment_length", "bptt_segments") if name in fields}
+    keys = ("segment_length", "bptt_segments", "schedule")
+    model = {name: fields.pop(name) for name in keys if name in fields}
     return Recipe(
         model={"kind": kind, "source": "m", **model},
         output="o",

@@ -14,6 +14,7 @@ from condense.training.planning.devices import peak_flops
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A100-PCIE-40GB", 312e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA L40S", 362e12),
         ("Tesla V100-SXM2-16GB", None),  # has no bfloat16
         ("Intel(R) Xeon(R)", None),

@@ -1,0 +1,26 @@
+"""Model FLOPs utilisation (MFU): the share of a device's peak that the model's own operations reach."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..recipe import Recipe
+from .activations import KEPT_BY_KIND
+from .devices import peak_flops
+from .operations import text_flops
+
+
+def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | None:
+    """The least time that this process's GPU takes for a text of so many tokens, forward and backward.
+
+    MFU is its quotient with the time that was taken. None on a CPU, in float32, and where the GPU or the kind of model
+    is not known.
+    """
+    if not torch.cuda.is_available() or recipe.dtype != "bfloat16" or recipe.model.kind not in KEPT_BY_KIND:
+        return None
+    peak = peak_flops(torch.cuda.get_device_name())
+    if peak is None:
+        return None
+    flops = text_flops(config, recipe.model.tokens_per_segment(config))
+    return lambda tokens: flops(tokens) / peak

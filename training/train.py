@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from condense.files import use_default_mode
 from condense.training import distributed
+from condense.training.allocator import record_history, snapshot_when_full
 from condense.training.callbacks import Evaluations, GrowCurriculum, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
 from condense.training.checkpoints.resume import find_checkpoint, make_universal
@@ -40,6 +41,7 @@ from condense.training.data.passkey import PasskeyTask
 from condense.training.data.tasks import make_examples
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
+from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
 from condense.training.recipe import PasskeyData, Recipe, load_recipe
 from condense.training.subprocesses import end_with_parents
@@ -93,7 +95,10 @@ def run(recipe: Recipe, process: Process, deepspeed: dict[str, Any] | None) -> N
     model = recipe.model.load(recipe.attention, recipe.attention_dropout)
     if process.is_first:
         begin_output(recipe, checkpoint)
-    with run_configuration(recipe, model):
+    if recipe.record_memory_history:
+        record_history()
+    snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"
+    with run_configuration(recipe, model), snapshot_when_full(snapshot, smaller_passes(recipe)):
         batches = make_batches(recipe, data, model, process, checkpoint, equal_lengths=zero_stage == 3)
         trainer = make_trainer(recipe, model, arguments, data, batches)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -167,6 +172,14 @@ def begin_output(recipe: Recipe, checkpoint: Path | None) -> None:
     (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
 
 
+def smaller_passes(recipe: Recipe) -> str:
+    """What a run whose GPUs are too small can change."""
+    changes = [f"micro_batch below {recipe.micro_batch}"] if recipe.micro_batch > 1 else []
+    changes += [] if recipe.gradient_checkpointing else ["gradient_checkpointing=true"]
+    changes += ["deepspeed=zero3"] if not changes else []
+    return f"set {' or '.join(changes)} (condense train RECIPE --dry-run --gpu-memory GIB says what fits)"
+
+
 @contextmanager
 def run_configuration(recipe: Recipe, model: Any) -> Iterator[None]:
     """Gives the model's configuration the values of this run; after it, those that a saved model should have."""
@@ -224,6 +237,7 @@ def make_trainer(
         train_dataset=batches.training,
         validation=batches.validation,
         max_skipped_steps=recipe.max_skipped_steps,
+        seconds_at_peak=seconds_at_peak(recipe, model.config),
         data_collator=_only_item,
         processing_class=data.tokenizer,
         callbacks=make_callbacks(recipe, batches.curriculum),
@@ -270,7 +284,12 @@ def main() -> None:
         end_with_parents()
     try:
         train(load_recipe(arguments.recipe, arguments.overrides))
-    except (ValueError, OSError, FloatingPointError) as error:  # for the user: the message is the answer
+    except (
+        ValueError,
+        OSError,
+        FloatingPointError,
+        torch.OutOfMemoryError,
+    ) as error:  # for the user: the message is the answer
         sys.exit(f"train{'' if rank in (None, '0') else f', rank {rank}'}: {error}")
     if "LOCAL_RANK" in os.environ:
         # Everything is written. DeepSpeed may still hold threads, whose destructors sometimes abort the rank.

@@ -6,6 +6,7 @@ Axes: S segments.
 import math
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import SequentialSampler
 from tqdm import tqdm
 from transformers import Trainer, TrainerControl
 
+from .allocator import cuda_memory
 from .data.batches import ValidationBatches
 from .recipe import ObjectiveKind
 
@@ -60,15 +62,16 @@ def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, floa
 
 
 def peak_memory() -> dict[str, int]:
-    """The most memory that the run has used so far, named by its kind."""
+    """The most memory that this process has used so far, named by its kind."""
     if torch.cuda.is_available():
-        return {"peak_cuda_bytes": torch.cuda.max_memory_allocated()}
+        return cuda_memory()
     return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def num_tokens(inputs: dict[str, torch.Tensor]) -> int:
-    mask = inputs.get("attention_mask")
-    return inputs["input_ids"].numel() if mask is None else int(mask.sum())
+def text_lengths(inputs: dict[str, torch.Tensor]) -> list[int]:
+    """Tokens of each row, without its padding."""
+    mask, (rows, length) = inputs.get("attention_mask"), inputs["input_ids"].shape
+    return [length] * rows if mask is None else mask.sum(dim=1).tolist()
 
 
 def over_ranks(value: float, device: torch.device) -> float:
@@ -92,19 +95,22 @@ class RecipeTrainer(Trainer):
         by_segment: bool,
         validation: ValidationBatches | None = None,
         max_skipped_steps: int = 0,
+        seconds_at_peak: Callable[[int], float] | None = None,
         **kwargs,
     ):
+        """`seconds_at_peak` is the least time that this rank's device takes for a text of so many tokens."""
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = True  # lets Trainer count the targets, for the objective
         self.objective, self.by_segment = objective, by_segment
         self.validation, self.max_skipped_steps = validation, max_skipped_steps
+        self.seconds_at_peak = seconds_at_peak or (lambda tokens: math.nan)
         self.names: list[str] = []  # of the micro-batches of the current step
         self._start_window()
 
     def _start_window(self) -> None:
         """Begins the steps that the next logged line describes."""
         self.window = SegmentLosses(self.args.device)
-        self.window_tokens, self.window_start = 0, time.perf_counter()
+        self.window_tokens, self.window_at_peak, self.window_start = 0, 0.0, time.perf_counter()
 
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
@@ -113,7 +119,9 @@ class RecipeTrainer(Trainer):
         """The objective's loss; one that is not finite ends the run before its gradients are computed."""
         assert not return_outputs and num_items_in_batch is not None
         self.names.append(inputs.pop("name"))
-        self.window_tokens += num_tokens(inputs)
+        lengths = text_lengths(inputs)
+        self.window_tokens += sum(lengths)
+        self.window_at_peak += sum(map(self.seconds_at_peak, lengths))
         losses = self.objective.losses(model, inputs, num_items_in_batch)
         loss = losses.loss * self.accelerator.num_processes  # gradients are averaged over ranks, targets are summed
         if not math.isfinite(loss.item()):
@@ -149,11 +157,16 @@ class RecipeTrainer(Trainer):
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds to a training line the loss by segment, speed, memory and skipped steps: a collective call."""
+        """Adds to a training line the loss by segment, speed, MFU, memory and skipped steps: a collective call."""
         if "loss" in logs:
             logs |= by_octave(*self.window.over_ranks())
             seconds = time.perf_counter() - self.window_start
             logs["tokens_per_second"] = over_ranks(self.window_tokens, self.args.device) / seconds
+            logs["ranks"] = self.args.world_size
+            # All ranks take part, also one whose device is not known: the sum then is no number.
+            mfu = over_ranks(self.window_at_peak / seconds, self.args.device) / self.args.world_size
+            if math.isfinite(mfu):
+                logs["mfu"] = mfu
             logs |= peak_memory()
             if self.is_deepspeed_enabled:
                 logs["skipped_steps"] = self.model_wrapped.skipped_steps

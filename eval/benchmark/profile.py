@@ -8,6 +8,7 @@ import torch
 
 from condense.checks import check_attention, check_dtype
 from condense.configuration import OWN_ATTENTION
+from condense.training.allocator import record_history, write_snapshot
 
 from ..models import state_bytes
 from . import profile_tables
@@ -83,7 +84,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     model = build_model(case.kind, environment.shape, case.segment_length, case.attention)
     figures["parameters"] = model.num_parameters()
     if environment.snapshots:
-        torch.cuda.memory._record_memory_history()
+        record_history()
     try:
         model = model.to(device, getattr(torch, dtype))
         figures["before_bytes"] = memory.now()
@@ -96,8 +97,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
         figures["out_of_memory"] = True
     if environment.snapshots:
         name = "-".join(str(value) for value in key_of(case).values())
-        Path(environment.snapshots).mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(Path(environment.snapshots) / f"{name}.pickle"))
+        write_snapshot(Path(environment.snapshots) / f"{name}.pickle")
     return figures
 
 

@@ -196,6 +196,9 @@ class Recipe(Section):
     max_skipped_steps: Annotated[int, MAY_CHANGE] = Field(
         0, ge=0, description="steps with a gradient that is not finite; more end the run"
     )
+    record_memory_history: Annotated[bool, MAY_CHANGE] = Field(
+        False, description="lets the snapshot of a GPU that runs out of memory have the lines that allocated it"
+    )
     report_to: Annotated[Literal["tensorboard", "wandb", "trackio", "none"], MAY_CHANGE] = "tensorboard"
     seed: int = Field(0, ge=0)
 

@@ -12,7 +12,8 @@ def test_fields_that_may_change_on_resume():
     assert MAY_CHANGE in Recipe.model_fields["output"].metadata
     assert may_change(Recipe) == {
         "output", "resume", "report_to", "deepspeed", "attention", "micro_batch", "gradient_checkpointing",
-        "max_skipped_steps", "checkpoints.keep", "data.prepared", "model.schedule", "model.offload_memories",
+        "max_skipped_steps", "record_memory_history", "checkpoints.keep", "data.prepared", "model.schedule",
+        "model.offload_memories",
     }  # fmt: skip
 
 

@@ -1,0 +1,150 @@
+"""Memory in the log, and the snapshot of a GPU whose memory is full, in a real run of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from condense import CondenseForCausalLM
+from condense.training import allocator, train
+from condense.training.planning.operations import count_operations
+from condense.training.planning.utilization import seconds_at_peak
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import save_small_llama
+from condense.training.trainer import peak_memory, text_lengths
+
+from .runs import log_lines
+
+RECIPE = """
+model: {folder}
+output: {folder}/out
+data: {{task: passkey, shortest: 0.4}}
+stages: [{{total_length: 120, steps: 3}}]
+global_batch: 4
+micro_batch: 2
+optimizer: {{warmup_steps: 1}}
+attention: eager
+log_every: 1
+checkpoints: {{every: 3}}
+report_to: none
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("start")
+    save_small_llama(folder)
+    CondenseForCausalLM.from_pretrained(folder, segment_length=40).save_pretrained(folder)
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=folder))
+    return path
+
+
+@pytest.fixture
+def gpu_calls(monkeypatch):
+    """What is asked of the CUDA allocator, which a machine without GPUs lacks; the trainer itself stays on the CPU."""
+    calls = []
+
+    def dump(name):
+        calls.append("dump")
+        Path(name).touch()
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(("record", given)))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+    return calls
+
+
+def run_main(monkeypatch, *arguments) -> str:
+    """The message that the command line ends with."""
+    monkeypatch.setattr("sys.argv", ["train.py", "--recipe", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert isinstance(ended.value.code, str)  # which Python prints, and exits with 1
+    return ended.value.code
+
+
+def fill_the_memory(monkeypatch, at_step=2):
+    forward, calls = CondenseForCausalLM.forward, []
+
+    def full(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2 * at_step:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 80 GiB. Of these 79"
+            )
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(CondenseForCausalLM, "forward", full)
+
+
+def test_a_run_without_memory_ends_with_a_snapshot_and_a_remedy(path, tmp_path, monkeypatch, gpu_calls):
+    fill_the_memory(monkeypatch)
+    monkeypatch.setattr(train, "record_history", lambda: gpu_calls.append("record"))
+    said = run_main(monkeypatch, path, f"output={tmp_path}", "record_memory_history=true")
+    snapshot = tmp_path / "oom-rank-0.pickle"
+    assert said == (
+        "train: the GPU's memory is full (CUDA out of memory): set micro_batch below 2 or gradient_checkpointing=true "
+        f"(condense train RECIPE --dry-run --gpu-memory GIB says what fits); what it held is in {snapshot}, to be "
+        "opened at https://pytorch.org/memory_viz."
+    )
+    assert snapshot.exists() and gpu_calls == ["record", "dump"]
+    assert [line["step"] for line in log_lines(tmp_path)] == [1]  # what was done is kept
+
+
+def test_a_snapshot_that_can_not_be_written_is_said(path, tmp_path, monkeypatch, gpu_calls):
+    fill_the_memory(monkeypatch, at_step=1)
+
+    def no_space(name):
+        raise OSError(28, "No space left on device", name)
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", no_space)
+    said = run_main(monkeypatch, path, f"output={tmp_path}", "micro_batch=1", "gradient_checkpointing=true")
+    assert "record" not in gpu_calls
+    assert "set deepspeed=zero3" in said and "could not be written to" in said and "No space left" in said
+
+
+def test_a_history_is_recorded_where_it_is_asked_for(monkeypatch, gpu_calls, capsys):
+    allocator.record_history()
+    assert gpu_calls == [] and "no GPU: no history" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    allocator.record_history()
+    assert gpu_calls == [("record", {"max_entries": allocator.MAX_EVENTS, "stacks": "python"})]
+
+
+def test_the_log_has_the_allocators_figures(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 3})
+    assert peak_memory() == {"peak_cuda_bytes": 5, "reserved_cuda_bytes": 7, "cuda_allocation_retries": 3}
+
+
+def test_the_share_of_the_peak_is_that_of_the_plans_operations(path, tmp_path, monkeypatch):
+    """A run whose device is said to do as many operations a second as it needs: each line's share is near that."""
+    trained = load_recipe(path, [f"output={tmp_path}", "data.shortest=1"])
+    config = trained.model.load_config()
+    operations = count_operations(config, trained, 1)["flops"] / trained.steps
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        on_gpu.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+        at_peak = seconds_at_peak(trained, config)
+        assert seconds_at_peak(trained.model_copy(update={"dtype": "float32"}), config) is None
+        on_gpu.setattr(torch.cuda, "get_device_name", lambda: "an unknown GPU")
+        assert seconds_at_peak(trained, config) is None
+    assert seconds_at_peak(trained, config) is None  # on a CPU
+    assert 4 * at_peak(120) == pytest.approx(operations / 989e12)
+
+    monkeypatch.setattr(train, "seconds_at_peak", lambda recipe, config: at_peak)
+    train.train(trained)
+    for line in log_lines(tmp_path):
+        assert line["ranks"] == 1
+        seconds = 4 * 120 / line["tokens_per_second"]  # passkey texts of the full length are rarely shorter
+        assert line["mfu"] == pytest.approx(operations / 989e12 / seconds, rel=0.02)
+
+
+def test_lengths_without_padding():
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert text_lengths({"input_ids": ids, "attention_mask": mask}) == [3, 5]
+    assert text_lengths({"input_ids": ids}) == [5, 5]

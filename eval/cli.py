@@ -17,7 +17,7 @@ from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
-from .tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
+from .tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SuiteOptions, SummarizationOptions
 
 evaluations = typer.Typer(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
 
@@ -63,6 +63,8 @@ def command(
         check_installed(
             f"condense {name}", "eval", without=["evaluate"] if options is SummarizationOptions else SCORING
         )
+        if options is SuiteOptions:
+            check_installed(f"condense {name}", "harness")
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
         action(from_command_line(options, given), output, **others)
@@ -125,10 +127,11 @@ PROBE_NAME = inspect.Parameter(
 passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
+suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
 attention = command(AttentionOptions, run_attention, "attention")
 profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
-for evaluation in (passkey, perplexity, summarization):
+for evaluation in (passkey, perplexity, summarization, suite):
     evaluations.command()(evaluation)
 
 

@@ -30,6 +30,8 @@ ABOUT = {
     "summarization": "Summaries that the models write, against the references.",
     "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
     "text before.",
+    "suite": "Benchmarks of long text, as lm-evaluation-harness has them. Where a benchmark makes its texts, it makes "
+    "them at each length; else a length holds the texts of more than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
     "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "

@@ -8,6 +8,7 @@ TASKS = {
     "passkey": "condense.eval.tasks.passkey:Passkey",
     "summarization": "condense.eval.tasks.summarization:Summarization",
     "perplexity": "condense.eval.tasks.perplexity:Perplexity",
+    "suite": "condense.eval.tasks.suite:Suite",
     "attention": "condense.eval.tasks.attention_maps:AttentionMaps",
 }
 

@@ -23,6 +23,7 @@ from ..options import (
 )
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+SUITE_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131_072)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CURVES = ("folded", "layer_input", "full_attention")
 SEGMENTS = (2, 4, 6)  # those of figure 10
@@ -115,6 +116,33 @@ class SummarizationOptions(Options):
     new_tokens: Annotated[int, Option("Tokens of a summary, at most.", min=1)] = 256
     batch_size: Annotated[int, Option("Documents in a batch.", flags=("--batch",), min=1)] = 8
     seed: Annotated[int, Option("Seed of the sampling.", min=0)] = 0
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteOptions(Options):
+    """RULER, BABILong, LongBench v2, InfiniteBench and GraphWalks of lm-evaluation-harness, by task and length."""
+
+    models: Models
+    benchmarks: Annotated[
+        Sequence[str],
+        Option("Benchmarks, or single tasks of them, with commas between them.", spelling=NAMES, may_change=True),
+    ] = ("ruler", "babilong", "longbench2", "infinitebench", "graphwalks")
+    lengths: Annotated[
+        Sequence[int],
+        Option("Tokens; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
+    ] = SUITE_LENGTHS
+    num_prompts: Annotated[
+        int | None,
+        Option("Prompts of a task at a length, at most; or all.", flags=("--prompts",), spelling=NUMBER_OR_ALL),
+    ] = 100
+    batch_size: Annotated[int, Option("Prompts in a batch.", flags=("--batch",), min=1, may_change=True)] = 1
+    seed: Annotated[int, Option("Seed of the samples that RULER makes.", min=0)] = 0
+    samples: Annotated[
+        str | None,
+        Option("Folder where RULER's samples are kept; default condense/ruler in HF_HOME.", may_change=True),
+    ] = None
     dtype: Dtype = "auto"
     attention: Attention = "auto"
 

@@ -1,0 +1,263 @@
+"""The benchmarks of long text in lm-evaluation-harness, by task and length: RULER, BABILong, LongBench v2, ...
+
+A cell is a task at a length. Where a benchmark makes its texts, it makes them at that length; else the cell holds the
+texts of more than half of the length and at most the length, in tokens of the model.
+"""
+
+import logging
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+
+from ..harness import CondenseLM
+from ..harness_tasks import BENCHMARKS, FILLED, default_folder, load_task, longest_sample, requests_of, tasks_of
+from ..models import EvaluatedModel, load_models
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from ..statistics import bootstrap
+from .options import SuiteOptions
+
+
+class Cell(NamedTuple):
+    model: EvaluatedModel
+    benchmark: str
+    task: str
+    length: int
+
+
+class Suite(Task[Cell]):
+    """A record: `samples`, each with its score, its answer and the tokens of its prompt; `left_out` is the reason where
+    there are none, and `documents` the number of texts that the task has at all lengths.
+
+    Raises `ValueError` for unknown benchmarks, for texts that cannot be had, and where a model would cut prompts.
+    """
+
+    kind = "suite"
+    unit = "cell"
+    Options = SuiteOptions
+
+    def __init__(self, options: SuiteOptions, models: Sequence[EvaluatedModel]):
+        self.options, self.models, self.tasks = options, models, tasks_of(options.benchmarks)
+        self.folder = Path(options.samples) if options.samples else default_folder()
+        self.readers = {model.name: _reader(model, options.batch_size) for model in models}
+        self._last: tuple[tuple[Any, ...], Any] = ((), None)
+        self._sizes: dict[tuple[str, str], list[int]] = {}
+        for name, reader in self.readers.items():
+            if (longest := max(options.lengths)) > reader.max_length:
+                raise ValueError(
+                    f"{name} reads {reader.max_length:,} tokens at most, and prompts of {longest:,} would be cut: give "
+                    "it --lengths within that, in an --output of its own; a report shows both."
+                )
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        by_length = sorted(self.items(), key=lambda cell: -cell.length)
+        shortest = {(cell.model.name, cell.task): cell for cell in by_length}
+        for cell in shortest.values():  # what cannot be had is refused before anything is measured
+            self._load(cell)
+
+    @classmethod
+    def load(cls, options: SuiteOptions) -> "Suite":
+        tasks_of(options.benchmarks)  # before the models are loaded
+        return cls(options, load_models(options.models, options.dtype, options.attention))
+
+    def settings(self) -> dict[str, Any]:
+        models = [model.describe() for model in self.models]
+        return stored(self.options) | {"models": models, "lm_eval": version("lm-eval")}
+
+    def items(self) -> list[Cell]:
+        return [
+            Cell(model, benchmark, task, length)
+            for model in self.models
+            for task, benchmark in self.tasks.items()
+            for length in self.options.lengths
+            if BENCHMARKS[benchmark].made_at(length)
+        ]
+
+    def key(self, item: Cell) -> Key:
+        return {"model": item.model.name, "task": item.task, "length": item.length}
+
+    def measure(self, item: Cell) -> Record:
+        task, metric = self._load(item), BENCHMARKS[item.benchmark].metric or str(item.length)
+        documents, left_out = self._documents(item, task)
+        record: Record = {"documents": len(task.eval_docs), "samples": [], "left_out": left_out}
+        if left_out:
+            return record
+        tokens = self._check_room(item, task, documents)
+        answered = lm_eval.evaluate(
+            lm=self.readers[item.model.name],
+            task_dict={"tasks": {item.task: task}, "groups": {}},
+            samples={item.task: documents},
+            bootstrap_iters=0,
+        )
+        record["samples"] = [
+            {
+                "document": sample["doc_id"],
+                "tokens": tokens[sample["doc_id"]],
+                "prompt": sample["prompt_hash"],
+                "answer": sample["filtered_resps"],
+                "score": float(sample[metric]),
+            }
+            for sample in answered["samples"][item.task]
+        ]
+        return record
+
+    def _load(self, cell: Cell) -> Any:
+        """The task with its texts; that of the cell before is kept."""
+        made = BENCHMARKS[cell.benchmark].lengths is not None
+        key = (cell.model.name, cell.task, cell.length if made else None)
+        if key != self._last[0]:
+            self._last = ((), None)
+            task = load_task(
+                cell.benchmark,
+                cell.task,
+                cell.length,
+                cell.model.source,
+                cell.model.tokenizer,
+                self.options.seed,
+                self.folder,
+            )
+            self._last = (key, task)
+        return self._last[1]
+
+    def _documents(self, cell: Cell, task: Any) -> tuple[list[int], str]:
+        """The documents of a cell; and the reason where it has none."""
+        documents = list(range(len(task.eval_docs)))
+        if cell.benchmark == "ruler" and (reached := longest_sample(task)) < FILLED * cell.length:
+            return [], f"its samples end at {reached:,} tokens"
+        if BENCHMARKS[cell.benchmark].lengths is None:
+            key = (cell.model.name, cell.task)
+            if key not in self._sizes:
+                sizes = dict.fromkeys(documents, 0)
+                for request in requests_of(task, cell.model.tokenizer, documents, 0):
+                    sizes[request.document] = request.prompt_tokens
+                self._sizes[key] = list(sizes.values())
+            sizes_here = self._sizes[key]
+            documents = [number for number in documents if cell.length / 2 < sizes_here[number] <= cell.length]
+            if not documents:
+                return [], "no text has this length"
+        return documents[: self.options.num_prompts], ""
+
+    def _check_room(self, cell: Cell, task: Any, documents: Sequence[int]) -> dict[int, int]:
+        """The tokens of the prompt of each document. Raises `ValueError` where the harness would cut one."""
+        reader, tokens = self.readers[cell.model.name], dict[int, int]()
+        for request in requests_of(task, cell.model.tokenizer, documents, reader.max_gen_toks):
+            tokens[request.document] = request.prompt_tokens
+            if request.prompt_tokens + request.answer_tokens > reader.max_length:
+                raise ValueError(
+                    f"{cell.task} at {cell.length:,} tokens: a prompt of {request.prompt_tokens:,} tokens and an "
+                    f"answer of up to {request.answer_tokens:,} are more than {cell.model.name} reads "
+                    f"({reader.max_length:,}), and the prompt would be cut. Leave this length or this task out."
+                )
+        return tokens
+
+    def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
+        """`cells` with their scores, `means` by benchmark over the samples of its tasks, and what was `left_out`."""
+        cells = [{"benchmark": cell.benchmark, **self.key(cell), **record} for cell, record in measured]
+        for cell in cells:
+            cell |= _score(cell["samples"])
+        together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for cell in cells:
+            together.setdefault((cell["model"], cell["benchmark"], cell["length"]), []).extend(cell["samples"])
+        means = [
+            {"model": model, "benchmark": benchmark, "length": length, **_score(samples)}
+            for (model, benchmark, length), samples in together.items()
+            if samples
+        ]
+        return {
+            "lengths": list(self.options.lengths),
+            "cells": cells,
+            "means": means,
+            "left_out": self._left_out(cells),
+        }
+
+    def _left_out(self, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [
+            {"model": "all", "task": name, "length": length, "why": "the benchmark has no texts of this length"}
+            for name in dict.fromkeys(self.tasks.values())
+            for length in self.options.lengths
+            if not BENCHMARKS[name].made_at(length)
+        ]
+        found += [
+            {"model": cell["model"], "task": cell["task"], "length": cell["length"], "why": cell["left_out"]}
+            for cell in cells
+            if cell["left_out"]
+        ]
+        for (model, task), sizes in self._sizes.items():
+            kept = sum(any(length / 2 < size <= length for length in self.options.lengths) for size in sizes)
+            if others := len(sizes) - kept:
+                why = f"{others:,} of {len(sizes):,} texts have other lengths: {min(sizes):,} to {max(sizes):,} tokens"
+                found.append({"model": model, "task": task, "length": None, "why": why})
+        return found
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [{name: value for name, value in cell.items() if name != "samples"} for cell in results["cells"]]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """Benchmarks by length, the tasks of each of them, and what was left out."""
+        made = [_table("means of the tasks", "benchmark", results["means"], results["lengths"])]
+        for name in dict.fromkeys(cell["benchmark"] for cell in results["cells"]):
+            cells = [cell for cell in results["cells"] if cell["benchmark"] == name]
+            made.append(_table(name, "task", cells, results["lengths"]))
+        rows = [
+            [one["task"], one["model"], f"{one['length']:,}" if one["length"] else "", one["why"]]
+            for one in results["left_out"]
+        ]
+        return made + ([Table("left out", ["task", "model", "tokens", "why"], rows)] if rows else [])
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """A panel for each benchmark: the mean score against length."""
+        names = list(dict.fromkeys(mean["benchmark"] for mean in results["means"])) or ["nothing measured"]
+        with picture(path, columns=len(names), figsize=(4 * len(names), 3.2), squeeze=False) as panels:
+            for axes, name in zip(panels[0], names, strict=True):
+                for model in dict.fromkeys(mean["model"] for mean in results["means"]):
+                    points = [mean for mean in results["means"] if (mean["model"], mean["benchmark"]) == (model, name)]
+                    points.sort(key=lambda point: point["length"])
+                    lengths = [point["length"] for point in points]
+                    axes.plot(lengths, [100 * point["score"] for point in points], marker="o", label=model)
+                    low, high = ([100 * point[bound] for point in points] for bound in ("low", "high"))
+                    axes.fill_between(lengths, low, high, alpha=0.15)
+                axes.set_xscale("log", base=2)
+                axes.set_ylim(0, 100)
+                axes.set_title(name, fontsize=10)
+                axes.set_xlabel("tokens")
+                axes.grid(alpha=0.3)
+                axes.legend(fontsize=7)
+
+
+def _reader(evaluated: EvaluatedModel, batch_size: int) -> Any:
+    """The model as the harness knows it."""
+    reader = HFLM if evaluated.segment_length is None else CondenseLM
+    return reader(evaluated.model, tokenizer=evaluated.tokenizer, batch_size=batch_size)
+
+
+def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and 95 % interval (bootstrap over samples); None without samples."""
+    scores = [sample["score"] for sample in samples]
+    low, high = bootstrap(scores) if scores else (None, None)
+    return {
+        "score": sum(scores) / len(scores) if scores else None,
+        "low": low,
+        "high": high,
+        "prompts": len(scores),
+        "longest_prompt": max((sample["tokens"] for sample in samples), default=None),
+    }
+
+
+def _table(title: str, name: str, cells: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
+    """A line for each model and `name`, a column for each length: the score and the number of prompts."""
+    by_length = {(cell["model"], cell[name], cell["length"]): cell for cell in cells if cell["prompts"]}
+    rows = []
+    for model, one in dict.fromkeys((cell["model"], cell[name]) for cell in cells):
+        found = [by_length.get((model, one, length)) for length in lengths]
+        shown = [f"{100 * cell['score']:.1f} ({cell['prompts']:,})" if cell else "-" for cell in found]
+        rows.append([one, model, *shown])
+    return Table(
+        f"{title}: score of 100 (prompts), by tokens", [name, "model", *(f"{length:,}" for length in lengths)], rows
+    )

@@ -248,7 +248,10 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Runs a recipe on this machine; started again, it resumes from its last complete checkpoint."""
+    """Runs a recipe on this machine; started again, it resumes from its last complete checkpoint.
+
+    SIGTERM and SIGUSR1 end it after the current step with a checkpoint and exit code 75.
+    """
     # Preflight checks the package of report_to.
     check_installed("condense train", "train", without=("tensorboard", *(["deepspeed"] if dry_run else [])))
     if report is not None and not dry_run:
@@ -261,6 +264,7 @@ def train(
     from condense.training.output_lock import check_unlocked
     from condense.training.preflight import check_run
     from condense.training.recipe import load_recipe
+    from condense.training.subprocesses import STOPPED
 
     if report is not None:
         check_output_file(report)
@@ -273,6 +277,8 @@ def train(
         try:
             launch(recipe, given, ranks)
         except subprocess.CalledProcessError as error:
+            if error.returncode == STOPPED:
+                raise typer.Exit(STOPPED) from None
             raise ValueError(
                 f"training ended with exit code {error.returncode}; the ranks' messages are above."
             ) from None

@@ -29,7 +29,11 @@ def local_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = None) -> None:
-    """Runs `training/train.py` on `ranks` ranks that end with this process. Raises `CalledProcessError` on failure."""
+    """Runs `training/train.py` on `ranks` ranks that end with this process.
+
+    Raises `CalledProcessError` on failure; with the exit code `STOPPED` where a signal has ended the run with a
+    checkpoint.
+    """
     ranks = ranks or num_ranks()
     environment = child_environment()
     environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, from Trainer's and DeepSpeed's own code

@@ -2,7 +2,8 @@
 
 `condense train` starts DeepSpeed's runner, which starts its launcher, which starts the ranks. Neither of the two
 forwards every signal, and no process can forward SIGKILL: so the parent ends its children, and each rank watches its
-parents.
+parents. The launcher sends SIGTERM to the ranks also when one of them has failed: so the signal by which the parent
+asks them for a checkpoint is another one.
 """
 
 import os
@@ -22,8 +23,13 @@ import psutil
 import condense
 
 PARENT = "CONDENSE_PARENT"  # the process that a process started by `run_to_end` ends with
+STOPPED = os.EX_TEMPFAIL  # exit code (75) of a run that a signal has stopped, and that the same command resumes
+PLEASE_SAVE = signal.SIGUSR1  # asks a rank to write a checkpoint and to end
+SAVING_S = 600  # for the ranks to do so
 GRACE_S = 30  # between SIGTERM and SIGKILL
 INTERVAL_S = 1.0
+RANK_OPTION = "--local_rank="  # given to each rank by DeepSpeed's launcher, and by no other
+LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
 
 
 def child_environment() -> dict[str, str]:
@@ -36,20 +42,31 @@ def child_environment() -> dict[str, str]:
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options) -> int:
-    """Runs a command and returns its exit code. SIGTERM, SIGHUP and exceptions here end it and all its children."""
-    with _signals_as_exit():
-        process = subprocess.Popen(command, env={**environment, PARENT: str(os.getpid())}, **options)
+    """Runs a command and returns its exit code. SIGHUP and exceptions here end it and all its children.
+
+    The first SIGTERM or SIGUSR1 asks the ranks among the children for a checkpoint, after which they end by themselves;
+    where there are no ranks, and for a second signal, they end as well. The command runs in a session of its own: a
+    signal to the group of this process, as `timeout` and job managers send it, would end DeepSpeed's runner.
+    """
+    with _signals_as_exit() as asked:
+        process = subprocess.Popen(
+            command, env={**environment, PARENT: str(os.getpid())}, start_new_session=True, **options
+        )
         try:
-            return process.wait()
+            exit_code = process.wait()
         finally:
             if process.returncode is None:
                 _end_tree(psutil.Process(process.pid))
+    if asked and exit_code not in (0, STOPPED):  # the ranks had nothing to save
+        sys.exit(128 + asked[0])
+    return exit_code
 
 
 def end_with_parents() -> None:
     """Ends this process and its children within seconds after any of its watched parents ends.
 
-    Watched are the process that called `run_to_end` and all processes between, or else DeepSpeed's launcher and runner.
+    Watched are the process that called `run_to_end` and all processes between, or else the launcher: DeepSpeed's, with
+    its runner, or torchrun.
     """
     parents = _parents()
     if not parents:
@@ -76,12 +93,12 @@ def _parents() -> list[psutil.Process]:
         if int(started_by) not in numbers:
             sys.exit(f"process {os.getpid()} ends: its parent, process {started_by}, has gone")
         return chain[: numbers.index(int(started_by)) + 1]
-    return list(takewhile(_is_deepspeed, chain))
+    return list(takewhile(_is_launcher, chain))
 
 
-def _is_deepspeed(process: psutil.Process) -> bool:
+def _is_launcher(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return any("deepspeed" in part for part in process.cmdline()[:3])
+        return any(name in part for part in process.cmdline()[:3] for name in LAUNCHERS)
     return False
 
 
@@ -102,21 +119,56 @@ def _end_tree(root: psutil.Process) -> None:
                 process.kill()
 
 
+def _ask_for_checkpoint(number: int) -> bool:
+    """Whether there is a rank to ask."""
+    ranks = [child for child in psutil.Process().children(recursive=True) if _is_rank(child)]
+    if ranks:
+        name = signal.Signals(number).name
+        print(f"{name}: the ranks write a checkpoint, once they train, and end; a second signal ends them at once")
+        sys.stdout.flush()
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(PLEASE_SAVE)
+    return bool(ranks)
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any(part.startswith(RANK_OPTION) for part in process.cmdline())
+    return False
+
+
 @contextmanager
-def _signals_as_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack, as Ctrl-C does. Signals are the main thread's."""
+def _signals_as_exit() -> Iterator[list[int]]:
+    """Signals unwind the stack, as Ctrl-C does, but for one that asks ranks for a checkpoint: it is yielded, in a list.
+
+    Signals are the main thread's.
+    """
+    asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield asked
         return
 
     def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
+        sys.exit(128 + (asked[0] if asked else number))
 
+    def ask_or_leave(number: int, frame: object) -> None:
+        if asked:
+            leave(number, frame)
+        asked.append(number)
+        if not _ask_for_checkpoint(number):
+            leave(number, frame)
+        signal.alarm(SAVING_S)
+
+    handlers = {
+        signal.SIGTERM: ask_or_leave, signal.SIGUSR1: ask_or_leave, signal.SIGHUP: leave, signal.SIGALRM: leave,
+    }  # fmt: skip
     # Ignored signals stay ignored, such as SIGHUP under nohup.
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in numbers}
+    numbers = [number for number in handlers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handlers[number]) for number in numbers}
     try:
-        yield
+        yield asked
     finally:
+        signal.alarm(0)
         for number, handler in before.items():
             signal.signal(number, handler)

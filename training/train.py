@@ -2,14 +2,16 @@
 
     deepspeed --num_gpus 8 training/train.py --recipe passkey_pretrain_1b [key=value ...]
 
-Started again, it resumes from its last complete checkpoint.
+Started again, it resumes from its last complete checkpoint. SIGUSR1 (and SIGTERM, unless DeepSpeed's launcher started
+it) ends it after the current step with a checkpoint and the exit code 75.
 """
 
 import argparse
 import atexit
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +46,8 @@ from condense.training.output_lock import output_lock
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
 from condense.training.recipe import PasskeyData, Recipe, load_recipe
-from condense.training.subprocesses import end_with_parents
+from condense.training.stopping import StopOnSignal, Stopped
+from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
 from condense.training.trainer import RecipeTrainer
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
@@ -66,18 +69,24 @@ class Batches(NamedTuple):
     curriculum: CurriculumState | None
 
 
-def train(recipe: Recipe) -> None:
-    """Runs a recipe as one rank. Raises `ValueError` for a run that can't begin, before it writes anything."""
+def train(recipe: Recipe, stop_on: Collection[signal.Signals] = ()) -> None:
+    """Runs a recipe as one rank.
+
+    Raises `ValueError` for a run that can't begin, before it writes anything, and `Stopped` where a signal of `stop_on`
+    has ended it with a checkpoint.
+    """
     process = Process.from_environment()
     check_launch(recipe, process)
     deepspeed = recipe.deepspeed_settings() if process.launched else None
     check_run(recipe, process.num_ranks, deepspeed)
     # Other ranks write only after they have joined the group, which needs the first rank.
     with output_lock(recipe.output) if process.is_first else nullcontext():
-        run(recipe, process, deepspeed)
+        run(recipe, process, deepspeed, stop_on)
 
 
-def run(recipe: Recipe, process: Process, deepspeed: dict[str, Any] | None) -> None:
+def run(
+    recipe: Recipe, process: Process, deepspeed: dict[str, Any] | None, stop_on: Collection[signal.Signals]
+) -> None:
     """Trains as one rank, from the newest checkpoint or from the recipe's model, and saves the trained model."""
     zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
     checkpoint = find_checkpoint(recipe)
@@ -101,10 +110,19 @@ def run(recipe: Recipe, process: Process, deepspeed: dict[str, Any] | None) -> N
     with run_configuration(recipe, model), snapshot_when_full(snapshot, smaller_passes(recipe)):
         batches = make_batches(recipe, data, model, process, checkpoint, equal_lengths=zero_stage == 3)
         trainer = make_trainer(recipe, model, arguments, data, batches)
+        stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)
+        trainer.add_callback(stop)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    save(recipe, trainer, batches, process)
+    if not stop.stopped:
+        save(recipe, trainer, batches, process)
     if process.launched:
         distributed.leave()
+    if stop.stopped:
+        step = trainer.state.global_step
+        raise Stopped(
+            f"{stop.name} has stopped the run after step {step} of {recipe.steps}; the same command resumes it from "
+            f"{recipe.output}/checkpoint-{step}"
+        )
 
 
 def check_launch(recipe: Recipe, process: Process) -> None:
@@ -279,11 +297,20 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     arguments = parser.parse_args()
-    rank = os.environ.get("RANK")
+    rank, code = os.environ.get("RANK"), 0
     if rank is not None:
         end_with_parents()
+    # DeepSpeed's launcher ends ranks by SIGTERM, also after one of them has failed.
+    by_deepspeed = arguments.local_rank >= 0
     try:
-        train(load_recipe(arguments.recipe, arguments.overrides))
+        train(
+            load_recipe(arguments.recipe, arguments.overrides),
+            stop_on=[PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM],
+        )
+    except Stopped as stopped:
+        code = STOPPED
+        if rank in (None, "0"):
+            print(stopped, flush=True)
     except (
         ValueError,
         OSError,
@@ -296,7 +323,9 @@ def main() -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import AutoTokenizer, get_wsd_schedule
 
@@ -104,6 +106,17 @@ def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], d
         if curriculum is not None:
             curriculum.observe(step + 1, loss.item(), 1)
     return losses, norms, model.state_dict()
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """SIGKILL, to a process and all that it has started, at once."""
+    root = psutil.Process(process.pid)
+    processes = [root, *root.children(recursive=True)]
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(processes[1:], timeout=20)
 
 
 def expected(recipe, *overrides, ranks=2):

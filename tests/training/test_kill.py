@@ -1,9 +1,7 @@
 """Runs that are killed again and again end as one that never was."""
 
 import hashlib
-import os
 import random
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +12,7 @@ from condense import CondenseForCausalLM
 from condense.training.checkpoints.complete import MARKER
 from condense.training.small_llama import save_small_llama
 
-from .runs import ROOT, launch_command, log_lines, run
+from .runs import ROOT, kill_tree, launch_command, log_lines, run
 
 KILLS = 20
 RECIPE = """
@@ -40,10 +38,9 @@ def weights_hash(output: Path) -> str:
 
 
 def kill(process: subprocess.Popen, output: Path) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_tree(process)
     deadline = time.monotonic() + 20
-    while _ranks(output) and time.monotonic() < deadline:  # the launcher's children are of its group
+    while _ranks(output) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _ranks(output)
 
@@ -75,7 +72,6 @@ def test_twenty_kills_change_nothing(tmp_path):
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
         )
         if kills % 2:  # at any moment, from the start of the launcher on
             time.sleep(chance.uniform(1, 16))

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
 from .ranks import run_ranks
-from .runs import ROOT, expected, fails, launch_command, log_lines, run, same_weights, train_with
+from .runs import ROOT, expected, fails, kill_tree, launch_command, log_lines, run, same_weights, train_with
 
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
@@ -167,13 +166,11 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path)
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     deadline = time.monotonic() + 120
     while newest_checkpoint(broken) is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_tree(process)
     kept = newest_checkpoint(broken)
     assert kept is not None and not (broken / "model.safetensors").exists()
     (broken / "checkpoint-best").mkdir()  # somebody else's

@@ -1,0 +1,58 @@
+"""A run that a signal stops: it writes a checkpoint after its current step and ends, to be resumed.
+
+Clusters announce the end of a job by a signal to some of its processes: SIGTERM, or Slurm's SIGUSR1. The ranks agree
+after each step whether any of them has received one.
+"""
+
+import signal
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+
+class Stopped(Exception):
+    """A signal has stopped the run, and a checkpoint is written."""
+
+
+class StopOnSignal(TrainerCallback):
+    """Saves and stops after the step in which any rank has received a signal of `numbers`.
+
+    A run with a curriculum stops at a multiple of `every` steps, because its texts grow with the logged losses.
+    """
+
+    def __init__(self, numbers: Collection[signal.Signals], every: int = 1):
+        self.every = every
+        self.received = 0  # by this rank, and then by any; 0: no signal
+        self.stopped = False
+        self._numbers = numbers
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.received).name
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Before the first step nothing is worth a checkpoint: there a signal ends the process at once."""
+        if not self._before:
+            self._before = {number: signal.signal(number, self._receive) for number in self._numbers}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every or state.global_step >= state.max_steps:
+            return
+        received = torch.tensor(self.received, device=args.device)
+        if dist.is_initialized():
+            dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        self.received = int(received)
+        if self.received:
+            self.stopped = True
+            control.should_log = control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: object) -> None:
+        self.received = number

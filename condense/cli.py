@@ -98,6 +98,9 @@ def generate(
     segment_length: Annotated[int | None, typer.Option(help="For a stock Llama; default 512.")] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     attention: Attention = "auto",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message in the tokenizer's chat template.")
+    ] = False,
     fixed_decoding: Annotated[
         bool, typer.Option("--fixed-decoding", help="Decode by a step of fixed shape: on CUDA a replayed graph.")
     ] = False,
@@ -105,6 +108,7 @@ def generate(
 ) -> None:
     """Reads a prompt of any length in constant memory and streams the answer."""
     quiet()
+    from condense.chat import chat_text, check_chat_template, end_tokens
     from condense.checks import check_attention, check_dtype
     from condense.files import check_output_file
     from condense.prefill import encode
@@ -119,12 +123,19 @@ def generate(
         check_output_file(report)
     text = _prompt_text(prompt, prompt_file)
     fields = {} if segment_length is None else {"segment_length": segment_length}
+    if chat:
+        check_chat_template(_load_tokenizer(model), model)
     loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
     loaded.fixed_decoding = fixed_decoding
 
-    input_ids = encode(tokenizer, text)
+    if chat:  # the template brings its own first token
+        input_ids = encode(tokenizer, chat_text(tokenizer, text), add_special_tokens=False)
+    else:
+        input_ids = encode(tokenizer, text)
     cache, prefill_seconds = _prefill(loaded, input_ids[:, :-1])
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    if chat:
+        sampling["eos_token_id"] = sorted(end_tokens(loaded, tokenizer, chat=True))
     output, decoding_seconds = _decode(
         loaded, tokenizer, input_ids[:, -1:], cache, seed, max_new_tokens=max_new_tokens, **sampling
     )
@@ -137,6 +148,7 @@ def generate(
         "new_tokens_per_second": len(new_ids) / decoding_seconds,
         "state_bytes": output.past_key_values.num_bytes,
         "segment_length": loaded.config.segment_length,
+        "chat": chat,
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
     }
     _print_figures(figures)
@@ -163,6 +175,15 @@ def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(CondenseForCausalLM, source, **options).to(device).eval()
     return model, load_tokenizer(source, model.config)
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model that is not loaded."""
+    from transformers import AutoConfig
+
+    from condense.loading import load_config, load_tokenizer
+
+    return load_tokenizer(source, load_config(AutoConfig, source))
 
 
 def _prefill(model: Any, input_ids: Any) -> tuple[Any, float]:

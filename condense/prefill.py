@@ -70,7 +70,7 @@ def prefill(
     return cache
 
 
-def encode(tokenizer, text: str) -> torch.Tensor:
+def encode(tokenizer, text: str, add_special_tokens: bool = True) -> torch.Tensor:
     """The token ids [1, N] of a text. Memory holds the ids and the tokenizer's data for one block of the text.
 
     Blocks end at single spaces between two words, where tokenizers split the text anyway. A trial shows whether the
@@ -86,14 +86,14 @@ def encode(tokenizer, text: str) -> torch.Tensor:
     elif without_special_tokens("one") + without_special_tokens("two") == both:
         num_skipped = 1
     else:
-        return torch.tensor([tokenizer(text)["input_ids"]])
+        return torch.tensor([tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]])
     block_end = re.compile(r"(?<=[a-zA-Z]) (?=[a-zA-Z])")
     blocks: list[torch.Tensor] = []
     start = 0
     while start < len(text):
         found = block_end.search(text, start + CHARACTERS_PER_BLOCK)
         end = len(text) if found is None else found.start()
-        ids = without_special_tokens(text[start:end]) if blocks else tokenizer(text[start:end])["input_ids"]
+        ids = tokenizer(text[start:end], add_special_tokens=add_special_tokens and not blocks)["input_ids"]
         blocks.append(torch.tensor(ids, dtype=torch.int32))
         start = end if found is None else end + num_skipped
     return torch.cat(blocks).long()[None]

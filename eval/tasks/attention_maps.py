@@ -2,7 +2,7 @@
 
 For a folded model the segment before is its memory, the only earlier text that it sees; a stock Llama sees all earlier
 text, whose share is reported as well. Layers and segments count from 0, so segment s has s segments before it. The
-paper counts from 1: segments 2-3 of its figure 10 are segment 2 here.
+paper counts from 1: layers 1, 8 and 16 of its figure 10 are 0, 7 and 15 here, and segments 2-3 are segment 2.
 
 Axes: H query heads, T queries (the tokens of a segment), K keys, N tokens.
 """
@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from condense.training.data.documents import DocumentReader, good_documents
+from condense.training.data.summarization import prompt_ids
+
 from ..models import EvaluatedModel, load_models
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from .attention_scores import mass, queries_and_keys, scaled_map, scores
+from .corpus import NAMES, find_source
 from .options import AttentionOptions
 from .windows import read_texts
 
@@ -59,10 +63,7 @@ class AttentionMaps(Task[EvaluatedModel]):
         return cls(
             options,
             models,
-            {
-                model.name: read_texts(model.tokenizer, [options.text], text_field=options.text_field)
-                for model in models
-            },
+            {model.name: _read(model, options) for model in models},
         )
 
     def settings(self) -> dict[str, Any]:
@@ -144,6 +145,22 @@ class AttentionMaps(Task[EvaluatedModel]):
         """The maps, and in a second picture the masses."""
         draw_maps(results, path)
         draw_mass(results, path.with_name(f"{path.name}_mass"))
+
+
+def _read(model: EvaluatedModel, options: AttentionOptions) -> list[torch.Tensor]:
+    """The texts, or the prompts for their summaries up to the first that is long enough."""
+    if not options.summarize:
+        return read_texts(model.tokenizer, [options.text], text_field=options.text_field)
+    source = find_source(options.text, None if options.text in NAMES else options.text_field)
+    num_tokens = (max(options.segments) + 1) * (model.segment_length or options.segment_length)
+    prompts = list[torch.Tensor]()
+    for document in good_documents(DocumentReader([source], with_summaries=False), "refuse"):
+        prompts.append(torch.tensor(prompt_ids(model.tokenizer, document.text)))
+        if len(prompts[-1]) >= num_tokens:
+            break
+    if not prompts:
+        raise ValueError(f"data {options.text} holds no document: pass files with text.")
+    return prompts
 
 
 def _long_enough(texts: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:

@@ -29,6 +29,10 @@ CURVES = ("folded", "layer_input", "full_attention")
 SEGMENTS = (2, 4, 6)  # those of figure 10
 
 BadDocuments = Literal["refuse", "skip"]
+Chat = Annotated[
+    Sequence[str],
+    Option("Name of a model that gets its prompts in its tokenizer's chat template; repeat it for several models."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,7 @@ class SummarizationOptions(Options):
     """ROUGE of summaries, by length of the document (table II, figures 9, 11, 12)."""
 
     models: Models
+    chat: Chat = ()
     data: Annotated[str, Option("cnn_dailymail, booksum, scitldr, or a .jsonl or .parquet file.")]
     text_field: Annotated[
         str | None, Option("Field of the file that holds the document; default text.", may_change=True)
@@ -155,14 +160,18 @@ class AttentionOptions(Options):
     text: Annotated[
         str,
         Option(
-            "The text: a .txt file, or the first document of a .jsonl or .parquet file that is long enough.",
+            "The text: a .txt file, or the first document of a .jsonl or .parquet file that is long enough; with "
+            "--summarize also cnn_dailymail, booksum or scitldr.",
             flags=("--prompt-file", "--data"),
         ),
     ]
+    summarize: Annotated[bool, Option("The text in the prompt for a summary, which is the input of figure 10.")] = False
     layers: Annotated[
         Sequence[int] | None,
         Option(
-            "Layers from 0, with commas between them; default the first, the middle and the last.", spelling=INDICES
+            "Layers from 0, with commas between them; default the first, the middle and the last: of 16 layers 0,7,15, "
+            "which the paper calls 1, 8 and 16.",
+            spelling=INDICES,
         ),
     ] = None
     segments: Annotated[

@@ -1,8 +1,9 @@
 """Summaries by the model's own decoding, scored with ROUGE by length of the document (table II, figures 9, 11, 12).
 
-The prompt is that of training (appendix D). A summary ends at an end-of-sequence token, or after the most tokens that
-are allowed. It is sampled at a low temperature from the whole vocabulary, one token after another: top-k, top-p, beams
-and penalties of a checkpoint's own generation_config are not used, so that all models decode alike.
+The prompt is that of training (appendix D), in a chat as the message of a user. A summary ends at an end-of-sequence
+token, in a chat also at the end of the turn, or after the most tokens that are allowed. It is sampled at a low
+temperature from the whole vocabulary, one token after another: top-k, top-p, beams and penalties of a checkpoint's own
+generation_config are not used, so that all models decode alike.
 
 `corpus` reads the documents and `rouge` is the metric. All models get the same documents in the same batches. The
 bucket of a document depends on its own tokens, without the frame of the prompt, as the tokenizer of the first model
@@ -21,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from condense.chat import chat_ids, end_tokens
 from condense.training.data.documents import Document
-from condense.training.data.summarization import prompt_ids
+from condense.training.data.summarization import prompt_ids, prompt_text
 
 from .. import paper
 from ..models import EvaluatedModel, generate, load_models
@@ -31,6 +33,7 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import bootstrap
+from .chat import check_chat
 from .corpus import Corpus, find_source, read_corpus
 from .options import SummarizationOptions
 from .rouge import METRICS, SCORES, UNSTEMMED, Rouge
@@ -64,6 +67,7 @@ class Summarization(Task[Batch]):
     def load(cls, options: SummarizationOptions) -> "Summarization":
         Rouge()  # a missing package is an error before anything is loaded
         source = find_source(options.data, options.text_field, options.summary_field)
+        check_chat(options.chat, options.models)
         models = load_models(options.models, options.dtype, options.attention)
         tokenizer = models[0].tokenizer
         corpus = read_corpus(source, tokenizer, options.num_documents, options.longest, options.bad_documents)
@@ -90,8 +94,8 @@ class Summarization(Task[Batch]):
     def measure(self, item: Batch) -> Record:
         """`documents`: of each its length, the reference, the prediction and their ROUGE F1."""
         answers = summarize(item.model, [document.text for document in item.documents], self.options, item.number)
-        scored = zip(item.documents, item.num_tokens, answers, strict=True)
-        return {"documents": [_score(self.rouge, *one) for one in scored]}
+        scored, chat = zip(item.documents, item.num_tokens, answers, strict=True), item.model.name in self.options.chat
+        return {"documents": [{"chat": chat, **_score(self.rouge, *one)} for one in scored]}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         documents = [
@@ -119,7 +123,8 @@ class Summarization(Task[Batch]):
             scores = [_figure(cell, metric) for metric in METRICS]
             scores += [_figure(cell, name, with_interval=False) for name in UNSTEMMED]
             mean_new = "" if cell["new_tokens"] is None else f"{cell['new_tokens']:.1f}"
-            rows.append([cell["model"], cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
+            name = f"{cell['model']} (chat)" if cell.get("chat") else cell["model"]
+            rows.append([name, cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
         columns = ["model", f"document [tokens of {first}]", "documents", *SCORES.values(), "summary [own tokens]"]
         title = (
             f"summaries of {results['data']}: mean F1 from 0 to 1, with 95 % bootstrap intervals over documents; words "
@@ -171,13 +176,12 @@ def summarize(
 
     Raises `ValueError` where neither model nor tokenizer has a token that ends a text.
     """
-    model, tokenizer = evaluated.model, evaluated.tokenizer
-    ends = model.generation_config.eos_token_id  # one token, or several, as in models for chats
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    model, tokenizer, chat = evaluated.model, evaluated.tokenizer, evaluated.name in options.chat
+    ends = end_tokens(model, tokenizer, chat)
     if not ends:
         raise ValueError(f"{evaluated.source} has no token that ends a text: set its tokenizer's eos token.")
     pad = min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompts = [prompt_ids(tokenizer, text) for text in texts]
+    prompts = [chat_ids(tokenizer, prompt_text(text)) if chat else prompt_ids(tokenizer, text) for text in texts]
     num_columns = max(map(len, prompts))
     ids_BN = torch.tensor([[pad] * (num_columns - len(prompt)) + prompt for prompt in prompts])
     mask_BN = torch.tensor([[0] * (num_columns - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -216,7 +220,8 @@ def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(document["model"] for document in documents):
         for bucket in BUCKETS:
             found = [item for item in documents if item["model"] == name and bucket in (item["bucket"], "overall")]
-            cell: dict[str, Any] = {"model": name, "bucket": bucket, "documents": len(found)}
+            chat = next(item["chat"] for item in documents if item["model"] == name)
+            cell: dict[str, Any] = {"model": name, "chat": chat, "bucket": bucket, "documents": len(found)}
             for metric in SCORES:
                 values = [document[metric] for document in found]
                 cell[metric] = fmean(values) if values else None

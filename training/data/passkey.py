@@ -70,7 +70,10 @@ class _Row(NamedTuple):
 class PasskeyTask:
     """Makes prompts of a given length by repeating the filler before, between and after the key sentences."""
 
-    def __init__(self, tokenizer, num_keys: int = 1, num_digits: int = 4):
+    def __init__(
+        self, tokenizer, num_keys: int = 1, num_digits: int = 4, frame: tuple[list[int], list[int]] | None = None
+    ):
+        """`frame`: tokens before and after the prompt, as of a chat; None: the tokenizer's first token."""
         if num_keys < 1 or num_digits < 1:
             raise ValueError(f"num_keys={num_keys} and num_digits={num_digits} have to be at least 1.")
         if num_keys > 10**num_digits:
@@ -78,7 +81,8 @@ class PasskeyTask:
         self.tokenizer, self.num_keys, self.num_digits = tokenizer, num_keys, num_digits
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self.preamble = start + self._encode(PREAMBLE)
+        before, self.after = (start, []) if frame is None else frame
+        self.preamble = before + self._encode(PREAMBLE)
         self.filler = self._encode(FILLER)
         self.names = self._usable_names() if num_keys > 1 else []
 
@@ -150,6 +154,7 @@ class PasskeyTask:
         surprises = [len(self._encode(FIRST_MENTION.format(**field))) for field in fields]
         surprises.append(len(self._encode(FIRST_QUESTION.format(**fields[asked]))) if self.num_keys > 1 else 0)
         question, answer = (self._encode(text.format(**fields[asked])) for text in (QUESTION, ANSWER))
+        question = question + self.after
         length = len(self.preamble) + sum(map(len, sentences)) + len(question) + len(answer)
         if length > num_tokens:
             raise ValueError(f"a passkey prompt needs {length} tokens and {num_tokens} are allowed: allow more.")

@@ -23,6 +23,11 @@ def prompt_frame(tokenizer) -> tuple[list[int], list[int]]:
     return first + before, behind
 
 
+def prompt_text(document: str) -> str:
+    """The prompt for a summary of a document."""
+    return f"{BEFORE}{document}{AFTER}"
+
+
 def prompt_ids(tokenizer, document: str) -> list[int]:
     """The prompt for a summary of a document: the same tokens as in training."""
     before, behind = prompt_frame(tokenizer)

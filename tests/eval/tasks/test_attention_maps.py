@@ -1,6 +1,7 @@
 """Recomputed scores are those that the model attends with, and the masses and maps are made of them."""
 
 import csv
+import hashlib
 import json
 import math
 
@@ -240,6 +241,30 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     # 8 keys of the memory among 9 to 16, and for segment 5 of the stock model among 41 to 48.
     assert first.rows[-1][1] == f"{100 * np.mean([8 / (8 + t) for t in range(1, 9)]):.1f}"
     assert second.rows[-1][3] == f"{100 * np.mean([8 / (40 + t) for t in range(1, 9)]):.1f}"
+
+
+def test_the_prompt_for_a_summary_is_the_input_of_figure_10(folders, tmp_path, monkeypatch):
+    """The first document whose prompt is long enough, in appendix D's words."""
+    monkeypatch.setattr(AttentionMaps, "draw", lambda *_: None)  # takes longer than the rest
+    options = {"models": [str(folders / "folded")], "segments": (1, 3), "layers": (0,)}
+    plain = {"text": str(folders / "texts.jsonl"), **options}
+    found = evaluate("attention", tmp_path / "prompt", summarize=True, **plain)
+    tokenizer = load_evaluated(str(folders / "folded")).tokenizer
+    document = "The sky is blue. Here we go, there and back again. " * 8
+    ids = [tokenizer.bos_token_id, *tokenizer(f"Summarize this text:\n{document}\n----\nSummary:\n")["input_ids"]]
+    assert found["sha256"] == {"folded": hashlib.sha256(torch.tensor(ids[:32]).numpy().tobytes()).hexdigest()}
+    assert found["summarize"] and found["masses"] != evaluate("attention", tmp_path / "text", **plain)["masses"]
+    with pytest.raises(ValueError, match=r"the longest of 2 texts has \d+ tokens"):
+        evaluate("attention", tmp_path / "long", summarize=True, **plain | {"segments": (30,)})
+    with pytest.raises(ValueError, match="Pass a .jsonl or .parquet file, or one of cnn_dailymail, booksum, scitldr"):
+        evaluate("attention", tmp_path / "none", summarize=True, **plain | {"text": "booksums"})
+
+
+def test_the_papers_layers_are_the_default():
+    """1, 8 and 16 of 16, counted from 1."""
+    model = tiny_model(segment_length=LENGTH, num_hidden_layers=16)
+    found = record_of(model, random_ids(1, 99)[0], segments=[1])
+    assert [one["layer"] for one in found["maps"]] == [0, 7, 15]
 
 
 def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch):

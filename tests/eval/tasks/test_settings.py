@@ -94,6 +94,7 @@ def test_summarization(folders, models):
     assert settings_of("summarization", options) == {
         "models": described(folders),
         "data": data,
+        "chat": [],
         "fingerprint": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
         "scored_by": {"rouge-score": version("rouge-score"), "sentencex": version("sentencex")},
         "temperature": 0.3,
@@ -113,6 +114,7 @@ def test_attention(folders, models, layers):
     assert settings_of("attention", options) == {
         "models": described(folders),
         "text": text,
+        "summarize": False,
         "sha256": {name: hashlib.sha256(ids.numpy().tobytes()).hexdigest() for name, ids in task.texts.items()},
         "layers": layers,
         "segments": [1, 2],

@@ -28,6 +28,7 @@ from condense.training.data.summarization import AFTER, BEFORE, prompt_ids
 from condense.training.recipe import Source
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from ...chat_models import greedy, save_chat_model
 from ...conftest import SHARED
 from .documents import TEXT, made_documents, write_lines
 
@@ -83,8 +84,8 @@ def test_averages_by_hand():
         scores = dict.fromkeys(SCORES, 0.0) | {"rouge1": score, "rouge2": score / 2, "rougeL": 0.25}
         scores["rouge1_unstemmed"] = score / 4
         return {
-            "model": model, "tokens": tokens, "bucket": summarization.bucket_of(tokens), "new_tokens": new_tokens,
-            **scores,
+            "model": model, "chat": model == "other", "tokens": tokens, "bucket": summarization.bucket_of(tokens),
+            "new_tokens": new_tokens, **scores,
         }  # fmt: skip
 
     documents = [document(0, 0, 10), document(511, 1, 20), document(512, 0.6, 3), document(1023, 0.4, 4)]
@@ -93,6 +94,7 @@ def test_averages_by_hand():
     assert list(cells) == [
         (name, bucket) for name in ("one", "other") for bucket in ("0-512", "512-1024", "1024+", "overall")
     ]
+    assert [cell["chat"] for cell in cells.values()] == [False] * 4 + [True] * 4
     assert [cell["documents"] for cell in cells.values()] == [2, 2, 0, 4, 1, 0, 2, 3]
     first = cells["one", "0-512"]
     assert (first["rouge1"], first["rouge2"], first["rouge1_unstemmed"]) == (0.5, 0.25, 0.125)
@@ -259,6 +261,45 @@ def test_a_summary_stops_at_each_of_the_ends(stock):
     for (answer, num_new), before in zip(summarization.summarize(evaluated, texts, GREEDY), words, strict=True):
         stop = min(before.index(word) for word in (words[0][2], other) if word in before)
         assert answer.split() == before[:stop] and num_new == stop
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("chat"), [BEFORE, AFTER, TEXT])
+
+
+def test_a_chat_model_reads_its_template_and_stops_at_its_turns_end(chat, folded, data, tmp_path):
+    """A padded batch of a folded model, against reading the whole text again for every token."""
+    command(
+        "--model", f"talks={chat}", "--model", f"ours={folded}", "--chat", "talks", "--data", data, "--temperature",
+        "0", "--output", tmp_path / "out",
+    )  # fmt: skip
+    results = json.loads((tmp_path / "out" / "summarization.json").read_text())
+    tokenizer, model = AutoTokenizer.from_pretrained(chat), CondenseForCausalLM.from_pretrained(chat).eval()
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|eot|>")}
+    texts = {line["target"][0]: " ".join(line["source"]) for line in made_documents(11)}
+    stopped, asked = 0, [document for document in results["documents"] if document["model"] == "talks"]
+    for document in asked:
+        prompt = [{"role": "user", "content": f"{BEFORE}{texts[document['reference']]}{AFTER}"}]
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        assert ids[:2] == tokenizer.convert_tokens_to_ids(["<s>", "<|start|>"])
+        written = greedy(model, ids, ends, NEW)
+        assert document["prediction"] == tokenizer.decode(written, skip_special_tokens=True)
+        stopped += 0 < len(written) < NEW
+    assert stopped and results["chat"] == ["talks"]
+    assert {(row["model"], row["chat"]) for row in csv.DictReader((tmp_path / "out" / "summarization.csv").open())} == {
+        ("talks", "True"), ("ours", "False")
+    }  # fmt: skip
+    assert [row[0] for row in Summarization.tables(results)[0].rows[::4]] == ["talks (chat)", "ours"]
+
+
+def test_chats_that_cannot_be_are_refused_before_a_model_is_loaded(folded, chat, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(summarization, "load_models", None)
+    options = {"models": [f"ours={folded}", str(chat)], "data": str(data)}
+    with pytest.raises(ValueError, match=r"--chat theirs: no model has this name; there are ours, .*chat"):
+        evaluate("summarization", tmp_path, chat=["theirs"], **options)
+    with pytest.raises(ValueError, match=r"the tokenizer of '.*folded.*' has no chat template: leave --chat out"):
+        evaluate("summarization", tmp_path, chat=["ours"], **options)
 
 
 def test_a_model_without_an_end_is_refused(stock):

@@ -1,0 +1,68 @@
+"""Prompts in a tokenizer's chat template, and the tokens that end an answer.
+
+A prompt is the message of a user, and what follows is the assistant's answer. The template brings its own first
+token, so the tokenizer adds none. Templates that write today's date, as Llama 3.2's, get the same one on every day:
+the same prompt has the same tokens.
+"""
+
+from typing import Any
+
+DATE = "26 Jul 2024"  # the one that templates of Llama 3.2 take where they are given none
+MESSAGE = "CONDENSE-MESSAGE"  # found again in a rendered template
+
+
+def check_chat_template(tokenizer: Any, source: str) -> None:
+    """Raises `ValueError` where a tokenizer has no chat template; `source` names it."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {source!r} has no chat template: leave --chat out for it, or put the release's "
+            "chat_template.jinja into its folder."
+        )
+
+
+def chat_text(tokenizer: Any, prompt: str) -> str:
+    """The text that is tokenised, without special tokens of the tokenizer's own, before an answer to a prompt."""
+    return _rendered(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+
+
+def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """The tokens before an answer to a prompt."""
+    return _ids(tokenizer, chat_text(tokenizer, prompt))
+
+
+def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens before and after a user's message, for messages that are made of tokens.
+
+    Raises `ValueError` for a template that does not hold the message once and as it is.
+    """
+    before, found, after = chat_text(tokenizer, MESSAGE).partition(MESSAGE)
+    if not found or MESSAGE in after:
+        raise ValueError("the chat template does not hold the user's message once and unchanged: use another template.")
+    return _ids(tokenizer, before), _ids(tokenizer, after)
+
+
+def end_tokens(model: Any, tokenizer: Any, chat: bool = False) -> set[int]:
+    """The tokens after which an answer is over: those of the model and of the tokenizer, and in a chat the one with
+    which the template ends the assistant's turn."""
+    ends = model.generation_config.eos_token_id  # one token, or several
+    found = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    found += [_end_of_turn(tokenizer)] if chat else []
+    return {token for token in found if token is not None}
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The special token after the assistant's message; None for a template that ends it with ordinary text."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MESSAGE}]
+    after = _rendered(tokenizer, turns, add_generation_prompt=False).rpartition(MESSAGE)[2]
+    first = _ids(tokenizer, after)[:1]
+    return first[0] if first and first[0] in tokenizer.added_tokens_decoder else None
+
+
+def _rendered(tokenizer: Any, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(
+        turns, add_generation_prompt=add_generation_prompt, tokenize=False, date_string=DATE
+    )
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

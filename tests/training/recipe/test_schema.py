@@ -61,6 +61,20 @@ def test_table_3(name):
     assert (tiny.evaluation is None) == (recipe.evaluation is None)
 
 
+STARTS_FROM = {
+    "passkey_finetune_1b": "passkey_pretrain_1b",
+    "summarize_finetune_a": "summarize_pretrain_3b",
+    "summarize_finetune_b": "summarize_finetune_a",
+}
+
+
+@pytest.mark.parametrize("ending", ["", "_tiny"])
+@pytest.mark.parametrize("name", STARTS_FROM)
+def test_each_finetuning_starts_from_the_stage_before_it(name, ending):
+    former, recipe = (load_recipe(RECIPES / f"{stage}{ending}.yaml") for stage in (STARTS_FROM[name], name))
+    assert recipe.model.source == str(former.output)
+
+
 def test_overrides(recipe):
     changed = load_recipe(
         recipe(STAGES),

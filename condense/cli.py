@@ -315,6 +315,30 @@ def train(
         report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
 
+@app.command(epilog=f"Recipes of this package: {', '.join(recipe_names())}.")
+def prepare(
+    recipe: Annotated[str, typer.Argument(help="A recipe of this package by its name, or a YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: the same as those of the run."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes, each reading a file or shard of its own; one per core.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Turns a recipe's documents into tokens, before a run; started again, it goes on where it was stopped."""
+    check_installed("condense prepare", "train", without=("tensorboard", "deepspeed"))
+    quiet()
+    from condense.training.prepare import num_cores
+    from condense.training.prepare import prepare as prepare_documents
+    from condense.training.recipe import load_recipe
+
+    prepare_documents(load_recipe(recipe, overrides or []), workers or num_cores())
+
+
 def main() -> None:
     """Runs the command. A `ValueError` is for the user: its message is printed without a traceback."""
     if PARENT in os.environ:

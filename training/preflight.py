@@ -10,7 +10,7 @@ from condense.checks import check_attention
 from condense.files import check_output_folder
 
 from .checkpoints.resume import find_checkpoint
-from .data.documents import source_files
+from .data.shards import source_files
 from .presets import find_recipe, recipe_names
 from .recipe import DocumentData, Recipe
 

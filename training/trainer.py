@@ -175,11 +175,15 @@ class RecipeTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """The mean loss over all targets of the validation sequences, which are divided among the ranks."""
+        """The mean loss over all targets of the validation sequences, which are divided among the ranks.
+
+        Where they come from several sources, the mean of each source too.
+        """
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
-        losses = SegmentLosses(self.args.device)
+        losses, by_source = SegmentLosses(self.args.device), SegmentLosses(self.args.device)
+        names = self.validation.source_names
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
@@ -190,9 +194,15 @@ class RecipeTrainer(Trainer):
                 output = self.objective.losses(model, batch, num_targets=1)
             if n < len(numbers):
                 losses.add(output.sums_S, output.targets_S)
+                if names:
+                    own = torch.arange(len(names)) == self.validation.source(numbers[n])
+                    by_source.add(own.to(self.args.device) * output.sums_S.sum(), own * output.targets_S.sum().cpu())
         model.train()
         losses_S, targets_S = losses.over_ranks()
         metrics = {"loss": (losses_S.sum() / targets_S.sum()).item()}
+        for name, loss, targets in zip(names, *by_source.over_ranks(), strict=False) if names else ():
+            if targets:
+                metrics[f"loss_{name}"] = (loss / targets).item()
         if self.by_segment:
             metrics |= by_octave(losses_S, targets_S)
         metrics["seconds"] = time.perf_counter() - start

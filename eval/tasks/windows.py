@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from condense.prefill import encode
-from condense.training.data.documents import DocumentReader, good_documents
+from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Source
 
 
@@ -30,7 +30,7 @@ def read_texts(
 
     Raises `ValueError` for a broken document, and where there is none.
     """
-    reader = DocumentReader([Source(files=files, text=text_field) for files in data], with_summaries=False)
+    reader = read_documents([Source(files=files, text=text_field) for files in data], with_summaries=False)
     texts, num_tokens = list[torch.Tensor](), 0
     for document in good_documents(reader, "refuse"):
         ids_N = encode(tokenizer, document.text)[0]

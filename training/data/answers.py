@@ -63,9 +63,15 @@ class AnswerExamples:
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)
 
-    def sequence(self, number: int, total_length: int) -> list[Example]:
+    def source(self, number: int, total_length: int) -> int:
+        return int(self.store.sources[self._document(number, total_length)])
+
+    def _document(self, number: int, total_length: int) -> int:
         fitting = self.fitting(total_length)
-        tokens = self.store[self.first + int(fitting[self.epochs.index(number, len(fitting))])]
+        return self.first + int(fitting[self.epochs.index(number, len(fitting))])
+
+    def sequence(self, number: int, total_length: int) -> list[Example]:
+        tokens = self.store[self._document(number, total_length)]
         input_ids = tokens.input_ids.astype(np.int64)
         labels = input_ids.copy()
         labels[: tokens.num_given] = IGNORE_INDEX

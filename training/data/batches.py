@@ -7,13 +7,43 @@ Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must 
 where texts differ in length, one row of each micro-batch is extended to the full length.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from ..recipe import Recipe
+from ..recipe import DocumentData, Recipe, Source, TextData
 from .examples import Examples, collate
+
+
+def evaluated_sources(recipe: Recipe) -> list[str]:
+    """The names of the sources that validation losses are divided by: none for a single source and packed sequences."""
+    data = recipe.data
+    if (
+        not isinstance(data, DocumentData)
+        or not recipe.evaluation
+        or (isinstance(data, TextData) and data.fit == "pack")
+    ):
+        return []
+    sources = recipe.evaluation.sources or data.sources
+    return source_names(sources) if len(sources) > 1 else []
+
+
+def source_names(sources: Sequence[Source]) -> list[str]:
+    """Short names: a hub data set's, a file's or its folder's; numbered from 1 where several are the same."""
+    names = [_source_name(source) for source in sources]
+    numbers = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return [f"{name}_{number}" if names.count(name) > 1 else name for name, number in zip(names, numbers, strict=True)]
+
+
+def _source_name(source: Source) -> str:
+    if source.hub is not None:
+        return source.hub.rpartition("/")[2]
+    assert source.files is not None
+    parts = (Path(part).stem for part in reversed(Path(source.files).parts))
+    return next((part for part in parts if not set(part) & set("*?[/")), "files")
 
 
 class StageBatches(Dataset):
@@ -45,13 +75,22 @@ class StageBatches(Dataset):
 
 
 class ValidationBatches(Dataset):
-    """One sequence an item, all as long as the longest stage: losses of all stages compare."""
+    """One sequence an item, all as long as the longest stage: losses of all stages compare.
+
+    `source_names` has the names of several sources, for a loss of each; it is empty where there is one, or where
+    packed sequences mix them.
+    """
 
     def __init__(self, recipe: Recipe, examples: Examples, equal_lengths: bool = False):
         assert recipe.evaluation is not None and recipe.stages is not None
         self.examples, self.num_sequences = examples, recipe.evaluation.sequences
         self.equal_lengths = equal_lengths
         self.total_length = max(stage.total_length for stage in recipe.stages)
+        self.source_names = evaluated_sources(recipe)
+
+    def source(self, index: int) -> int:
+        """The number of the source that a sequence comes from."""
+        return self.examples.source(index, self.total_length)
 
     def __len__(self) -> int:
         return self.num_sequences

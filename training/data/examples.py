@@ -30,6 +30,10 @@ class Examples(Protocol):
         """The `number`-th sequence: one or more documents of together at most `total_length` tokens."""
         ...
 
+    def source(self, number: int, total_length: int) -> int:
+        """The number of the source that the `number`-th sequence comes from; of a packed one, that of its first row."""
+        ...
+
     def fingerprint(self) -> str:
         """A hash that is the same on all ranks, unless they have prepared different documents."""
         ...

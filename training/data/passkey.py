@@ -215,6 +215,9 @@ class PasskeyExamples:
     def fingerprint(self) -> str:
         return ""  # nothing was read
 
+    def source(self, number: int, total_length: int) -> int:
+        return 0
+
     def sequence(self, number: int, total_length: int) -> list[Example]:
         """One document. Raises `ValueError` where its frame does not fit into `total_length` tokens."""
         generator = np.random.default_rng([self.seed, total_length, number])

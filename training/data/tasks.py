@@ -1,36 +1,44 @@
 """The examples of a recipe: to train on and to validate with."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from ..recipe import PasskeyData, QuestionData, Recipe, Source, SummarizationData, TextData
 from .answers import AnswerExamples, question_encoder
+from .batches import evaluated_sources
 from .examples import Examples
 from .passkey import PasskeyExamples
-from .store import Need, Store, folder_of, prepare
+from .preparation import prepare
+from .store import Encode, Need, Store, folder_of
 from .summarization import summary_encoder
 from .text import TextExamples, text_encoder
 
 VALIDATION_SEED = 2**40  # added to the seed of the run: other passkeys than those of training
 
 
-def make_examples(recipe: Recipe, tokenizer) -> tuple[Examples, Examples | None]:
-    """Training examples and, where the recipe has an evaluation, others for it. Prepares documents first."""
+def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Examples, Examples | None]:
+    """Training examples and, where the recipe has an evaluation, others for it.
+
+    Prepares documents first, in `num_workers` processes, or in this one.
+    """
     if isinstance(recipe.data, PasskeyData):
         training = PasskeyExamples(tokenizer, recipe.data, recipe.seed)
         held_out = PasskeyExamples(tokenizer, recipe.data, recipe.seed + VALIDATION_SEED)
         return training, held_out if recipe.evaluation else None
-    return DocumentTask(recipe, recipe.data, tokenizer).examples()
+    return DocumentTask(recipe, recipe.data, tokenizer, num_workers).examples()
 
 
 class DocumentTask:
     """A recipe's documents: the number that is needed, and those that are held out."""
 
-    def __init__(self, recipe: Recipe, data: TextData | SummarizationData | QuestionData, tokenizer):
+    def __init__(
+        self, recipe: Recipe, data: TextData | SummarizationData | QuestionData, tokenizer, num_workers: int = 0
+    ):
         assert recipe.stages is not None and recipe.global_batch is not None
-        self.recipe, self.data, self.tokenizer = recipe, data, tokenizer
+        self.recipe, self.data, self.tokenizer, self.num_workers = recipe, data, tokenizer, num_workers
         self.longest = max(stage.total_length for stage in recipe.stages)
         self.asked = {stage.total_length: 0 for stage in recipe.stages}  # sequences of each length
         for stage in recipe.stages:
@@ -39,7 +47,7 @@ class DocumentTask:
 
     def _need(self, asked: dict[int, int]) -> Need:
         if not isinstance(self.data, TextData):
-            return Need(np.ones_like, sum(asked.values()))
+            return Need(np.ones_like, sum(asked.values()), "documents")
         tokens = sum(total_length * count for total_length, count in asked.items())
         if self.data.fit == "pack":
             return Need(
@@ -48,21 +56,22 @@ class DocumentTask:
         return Need(lambda lengths: lengths // self.longest * self.longest, tokens)
 
     def _prepare(self, sources: Sequence[Source], need: Need) -> Store:
+        make_encode: Callable[[], Encode]
         settings: dict[str, str | int]
         if isinstance(self.data, TextData):
-            encode = text_encoder(self.tokenizer, self.data.min_tokens)
+            make_encode = partial(text_encoder, self.tokenizer, self.data.min_tokens)
             settings = {"min_tokens": self.data.min_tokens}
         elif isinstance(self.data, QuestionData):
-            encode = question_encoder(self.tokenizer, self.longest)
+            make_encode = partial(question_encoder, self.tokenizer, self.longest)
             settings = {"total_length": self.longest}
         else:
-            encode = summary_encoder(self.tokenizer, self.longest, self.data.too_long)
+            make_encode = partial(summary_encoder, self.tokenizer, self.longest, self.data.too_long)
             settings = {"total_length": self.longest, "too_long": self.data.too_long}
         data = self.data
         if sources is not data.sources:  # max_documents limits what is trained on
             data = data.model_copy(update={"max_documents": None})
         folder = folder_of(data, sources, self.tokenizer, task=data.task, **settings)
-        return prepare(folder, data, sources, encode, need, with_summaries=data.task != "text")
+        return prepare(folder, data, sources, make_encode, need, data.task != "text", self.num_workers)
 
     def _of(self, store: Store, first: int, last: int, seed: int | None) -> TextExamples | AnswerExamples:
         if isinstance(self.data, TextData):
@@ -94,6 +103,11 @@ class DocumentTask:
         training = self._of(store, first, last, self.recipe.seed)
         if os.environ.get("RANK", "0") == "0":
             self._describe(training)
+            if evaluation and len(evaluation.sources or self.data.sources) > 1 and not evaluated_sources(self.recipe):
+                print(
+                    "packed sequences mix sources: eval_loss has no part by source, unlike with data.fit=cut",
+                    flush=True,
+                )
         return training, held_out
 
     def _describe(self, training: TextExamples | AnswerExamples) -> None:

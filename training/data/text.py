@@ -62,6 +62,11 @@ class TextExamples:
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)
 
+    def source(self, number: int, total_length: int) -> int:
+        plan = self.plan(total_length)
+        index = self.epochs.index(number, len(plan.firsts) - 1)
+        return int(self.store.sources[self.first + plan.document[plan.firsts[index]]])
+
     def sequence(self, number: int, total_length: int) -> list[Example]:
         plan = self.plan(total_length)
         index = self.epochs.index(number, len(plan.firsts) - 1)

@@ -62,6 +62,9 @@ class Source(Section):
     revision: str | None = Field(None, description="branch, tag or commit of the hub's data set")
     text: str = Field("text", description="field that holds the document; a list is joined by spaces")
     summary: str = Field("summary", description="field that holds its summary; of a list, the first")
+    at_least: dict[str, float] = Field(
+        {}, description="numeric fields and their lowest values: documents below are dropped before they are tokenised"
+    )
 
     @model_validator(mode="after")
     def _one_place(self):

@@ -29,7 +29,7 @@ def test_broken_documents(tmp_path):
     lines = ['{"text": "a cat", "summary": "cat"}', '{"text": "a cat"}', "{", '{"text": "a cat", "summary": "猫 です"}']
     path = tmp_path / "data.jsonl"
     for broken, message in (
-        (lines[1], r"data.jsonl:2: missing field \('summary'; there are 'text'\).*--bad-documents skip"),
+        (lines[1], r"2: missing field \('summary'; there are 'text': .* --summary-field .*--bad-documents skip"),
         (lines[2], r"data.jsonl:2: broken JSON"),
         (lines[3], r"data.jsonl:2: summary without words of a-z and 0-9 \('猫 です'\)"),
     ):

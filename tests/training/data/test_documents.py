@@ -1,6 +1,7 @@
 """Documents of every format, and what is broken, by file and line."""
 
 import json
+import pickle
 
 import datasets
 import numpy as np
@@ -8,12 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from condense.training.data.documents import Document, DocumentReader, Problem, good_documents
+from condense.training.data import shards
+from condense.training.data.documents import Document, good_documents, read_documents
+from condense.training.data.shards import Problem, open_shards
 from condense.training.recipe import Source
 
 
-def read(*sources, summaries=False, position=None):
-    return list(DocumentReader(sources, summaries, position))
+def read(*sources, summaries=False):
+    return list(read_documents(sources, summaries))
 
 
 def write_json_lines(path, records):
@@ -129,19 +132,11 @@ def test_files_that_are_none(tmp_path, files, words):
         read(Source(files=files.format(tmp_path)))
 
 
-def test_sources_take_turns_and_positions_are_gone_back_to(tmp_path):
+def test_sources_take_turns(tmp_path):
     long = Source(files=str(write_json_lines(tmp_path / "a.jsonl", [{"text": f"a{n}"} for n in range(5)])))
     (tmp_path / "b.txt").write_text("b")
     short = Source(files=str(tmp_path / "b.txt"))
-    texts = [document.text for document in read(long, short)]
-    assert texts == ["a0", "b", "a1", "a2", "a3", "a4"]
-    for taken in range(len(texts) + 1):
-        reader = DocumentReader([long, short], False)
-        records = iter(reader)
-        for _ in range(taken):
-            next(records)
-        position = json.loads(json.dumps(reader.position))
-        assert [document.text for document in read(long, short, position=position)] == texts[taken:]
+    assert [document.text for document in read(long, short)] == ["a0", "b", "a1", "a2", "a3", "a4"]
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
@@ -162,13 +157,36 @@ def test_a_stream_of_the_hub(tmp_path, monkeypatch, kind):
     everything = read(source)
     assert asked == [("owner/name", "small", "train", "v1")]
     assert [document.text for document in everything] == [f"{shard}-{n}" for shard in range(2) for n in range(20)]
-    assert everything[25].where == "owner/name:row 25"
-    for number in (0, 7, 23, 40):
-        reader = DocumentReader([source], False)
-        records = iter(reader)
-        taken = [next(records) for _ in range(number)]
-        position = json.loads(json.dumps(reader.position))
-        assert taken + read(source, position=position) == everything
+    assert everything[25].where == "owner/name:shard 1 of 2:row 5"
+    records = [record for shard in open_shards(source) for record in rest(shard)]
+    assert [fields["body"] for _, fields in records] == [document.text for document in everything]
+
+
+def rest(shard, position=None):
+    return [record for records, _ in shard.chunks(position) for record in records]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
+def test_a_shard_is_read_on_from_each_of_its_positions(tmp_path, monkeypatch, kind):
+    """Positions go through JSON, as in a part's notes, and hub shards through a pickle, as to a worker."""
+    monkeypatch.setattr(shards, "CHUNK", 7)
+    for shard in range(3):
+        pa.parquet.write_table(pa.table({"text": [f"{shard}-{n}" for n in range(20)]}), tmp_path / f"{shard}.parquet")
+        write_json_lines(tmp_path / f"{shard}.jsonl", [{"text": f"{shard}-{n}"} for n in range(20)])
+    source = Source(files=str(tmp_path / f"*.{kind}"))
+    if kind == "hub":
+        load, files = datasets.load_dataset, str(tmp_path / "*.parquet")
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *_, **__: load("parquet", data_files=files, split="train", streaming=True)
+        )
+        source = Source(hub="owner/name")
+    opened = open_shards(source)
+    assert len(opened) == 3
+    for number, shard in enumerate(opened):
+        everything = rest(pickle.loads(pickle.dumps(shard)))
+        assert [fields["text"] for _, fields in everything] == [f"{number}-{n}" for n in range(20)]
+        for index, (_, position) in enumerate(shard.chunks()):
+            assert rest(open_shards(source)[number], json.loads(json.dumps(position))) == everything[7 * index + 7 :]
 
 
 def test_bad_documents_are_skipped_or_refused():

@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 
-from condense.training.data import store as store_module
-from condense.training.data.store import Need, Store, folder_of, prepare
+from condense.training.data import preparation
+from condense.training.data.preparation import prepare
+from condense.training.data.store import Need, Store, folder_of
 from condense.training.data.text import text_encoder
 from condense.training.recipe import Source, TextData
 from condense.training.small_llama import word_tokenizer
@@ -44,10 +46,10 @@ def data_of(path, **fields):
     )
 
 
-def prepared(data, need=ALL, min_tokens=2):
+def prepared(data, need=ALL, min_tokens=2, num_workers=0):
     tokenizer = word_tokenizer(WORDS)
     folder = folder_of(data, data.sources, tokenizer, min_tokens=min_tokens)
-    return prepare(folder, data, data.sources, text_encoder(tokenizer, min_tokens), need, False)
+    return prepare(folder, data, data.sources, partial(text_encoder, tokenizer, min_tokens), need, False, num_workers)
 
 
 def contents(store):
@@ -113,7 +115,7 @@ def test_no_document_left(documents):
 
 def test_needing_more_goes_on_and_needing_less_is_a_prefix(documents, monkeypatch):
     path, _ = documents
-    monkeypatch.setattr(store_module, "PART_TOKENS", 3_000)
+    monkeypatch.setattr(preparation, "PART_TOKENS", 3_000)
     need = Need(np.ones_like, 100)
     some = prepared(data_of(path), need)
     first = contents(some)
@@ -152,19 +154,19 @@ def test_a_stream_goes_on_where_its_preparation_was_stopped(documents, monkeypat
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_, **__: load("json", data_files=str(path), split="train", streaming=True)
     )
-    monkeypatch.setattr(store_module, "PART_DOCUMENTS", 128)
+    monkeypatch.setattr(preparation, "PART_DOCUMENTS", 128)
     data = data_of(path).model_copy(update={"sources": [Source(hub="owner/name")]})
-    write = store_module._write_part
+    write = preparation._write_part
 
     def stop(target, kept, notes):
         if target.name == "part-00003.arrow":
             raise KeyboardInterrupt
         write(target, kept, notes)
 
-    monkeypatch.setattr(store_module, "_write_part", stop)
+    monkeypatch.setattr(preparation, "_write_part", stop)
     with pytest.raises(KeyboardInterrupt):
         prepared(data)
-    monkeypatch.setattr(store_module, "_write_part", write)
+    monkeypatch.setattr(preparation, "_write_part", write)
     store = prepared(data)
     assert contents(store) == contents(prepared(data_of(path)))
     assert len(store.parts) == 8 and json.loads((store.folder / "summary.json").read_text())["read"] == 999
@@ -188,12 +190,12 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from tests.training.data import test_store as t
-from condense.training.data import store
-store.PART_TOKENS = 500
-write = store._write_part
+from condense.training.data import preparation
+preparation.PART_TOKENS = 500
+write = preparation._write_part
 def slowly(path, kept, notes):
     write(path, kept, notes); print('wrote', path.name); time.sleep(float(sys.argv[2]))
-store._write_part = slowly
+preparation._write_part = slowly
 print(len(t.prepared(t.data_of(Path(sys.argv[1])))))
 """
 

@@ -1,0 +1,34 @@
+"""What worker processes of tests import: it is light, and each of them imports it."""
+
+import os
+import signal
+from pathlib import Path
+
+from condense.training.data.text import text_encoder
+from condense.training.small_llama import word_tokenizer
+
+WORDS = [f"w{n}" for n in range(50)]
+
+
+def encoder(calls: Path | None = None, at: str | None = None, action=None):
+    """Encodes text; writes the place of each document into a folder, and acts where one of them is read."""
+    encode = text_encoder(word_tokenizer(WORDS), 3)
+
+    def recording(documents):
+        for document in documents:
+            if calls is not None:
+                with (calls / str(os.getpid())).open("a") as file:
+                    file.write(f"{document.where}\n")
+            if at is not None and document.where.endswith(at):
+                action()
+        return encode(documents)
+
+    return recording
+
+
+def fail():
+    raise RuntimeError("too deep")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,148 @@
+"""Worker processes prepare what one process prepares, to the byte, whatever happens to them."""
+
+import json
+import shutil
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from condense.training.data import preparation
+from condense.training.data.preparation import prepare
+from condense.training.data.store import Need, Store
+from condense.training.recipe import Source, TextData
+
+from .encoders import WORDS, die, encoder, fail
+
+ALL = Need(lambda lengths: lengths, 10**9)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """The texts of 400 documents."""
+    generator = np.random.default_rng(0)
+    return [" ".join(generator.choice(WORDS, generator.integers(1, 40))) for _ in range(400)]
+
+
+@pytest.fixture
+def data(tmp_path, texts, monkeypatch):
+    """Two sources: three files of lines and two of rows, with bad documents; and 20 files of one document."""
+    monkeypatch.setattr(preparation, "PART_TOKENS", 1_500)
+    lines = [json.dumps({"text": text}) for text in texts]
+    lines[10], lines[120] = '{"text": ', '{"texts": "w1"}'
+    for n in range(3):
+        (tmp_path / f"{n}.jsonl").write_text("\n".join(lines[100 * n : 100 * n + 70 + 30 * (n > 0)]))
+    for n in range(3, 5):
+        rows = texts[40 * n + 180 : 40 * n + 220]
+        pa.parquet.write_table(pa.table({"text": rows}), tmp_path / f"{n}.parquet", row_group_size=15)
+    (tmp_path / "books").mkdir()
+    for n, text in enumerate(texts[380:]):
+        (tmp_path / "books" / f"{n:02d}.txt").write_text(text)
+    files = [f"{tmp_path}/[0-2].jsonl", f"{tmp_path}/[34].parquet", f"{tmp_path}/books/*.txt"]
+    return TextData(
+        task="text",
+        sources=[Source(files=name) for name in files],
+        prepared=tmp_path / "prepared",
+        bad_documents="skip",
+    )
+
+
+def prepared(data, folder, num_workers, need=ALL, **options):
+    folder.mkdir(exist_ok=True)
+    return prepare(folder, data, data.sources, partial(encoder, **options), need, False, num_workers)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_same_to_the_byte(data, tmp_path, num_workers):
+    alone = prepared(data, tmp_path / "alone", 0)
+    prepared(data, tmp_path / "workers", num_workers)
+    expected = files(alone.folder)
+    assert files(tmp_path / "workers") == expected and len([name for name in expected if "part" in name]) > 3
+    counts = json.loads(expected["summary.json"])
+    assert (counts["read"], counts["broken JSON"], counts["missing field"]) == (270 + 80 + 20, 1, 1)
+    assert set(alone.sources) == {0, 1, 2}
+
+
+def test_the_shards_of_a_hub_data_set(data, tmp_path, monkeypatch):
+    import datasets  # not in every worker process
+
+    load, paths = datasets.load_dataset, str(tmp_path / "*.parquet")
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **__: load("parquet", data_files=paths, split="train", streaming=True)
+    )
+    data = data.model_copy(update={"sources": [Source(hub="owner/name")]})
+    prepared(data, tmp_path / "alone", 0)
+    prepared(data, tmp_path / "workers", 2)
+    assert files(tmp_path / "workers") == files(tmp_path / "alone")
+
+
+def test_less_than_all_is_a_prefix_and_more_goes_on(data, tmp_path):
+    few = Need(np.ones_like, 100)
+    store = prepared(data, tmp_path / "workers", 2, need=few)
+    assert 100 <= len(store) < 200 and files(store.folder) == files(prepared(data, tmp_path / "few", 0, few).folder)
+    prepared(data, tmp_path / "workers", 2)
+    prepared(data, tmp_path / "few", 0)
+    assert files(tmp_path / "workers") == files(tmp_path / "few")
+
+
+def test_stopped_preparations_lose_no_chunk(data, tmp_path, monkeypatch):
+    """Stopped after two parts, with half a chunk at the end of a file: no whole chunk is tokenised again."""
+    (tmp_path / "calls").mkdir()
+    write = preparation._write_part
+
+    def stop(path, kept, notes):
+        if path.name == "part-00002.arrow":
+            raise KeyboardInterrupt
+        write(path, kept, notes)
+
+    monkeypatch.setattr(preparation, "_write_part", stop)
+    folder = tmp_path / "workers"
+    with pytest.raises(KeyboardInterrupt):
+        prepared(data, folder, 2, calls=tmp_path / "calls")
+    assert len(Store(folder).parts) == 2
+    chunk_files = list((folder / "unmerged").iterdir())
+    assert chunk_files
+    with chunk_files[0].open("ab") as file:
+        file.write(b"\x10\0\0\0\0\0\0\0half")
+    monkeypatch.setattr(preparation, "_write_part", write)
+    shutil.copytree(folder, tmp_path / "copy")
+    for path in (tmp_path / "calls").iterdir():
+        path.unlink()
+    prepared(data, folder, 3, calls=tmp_path / "calls")
+    expected = files(prepared(data, tmp_path / "alone", 0).folder)
+    assert files(folder) == expected
+    again = [where for path in (tmp_path / "calls").iterdir() for where in path.read_text().splitlines()]
+    assert len(again) == len(set(again)) < 330  # of 370
+    prepared(data, tmp_path / "copy", 0)  # a run goes on alone, and leaves nothing behind
+    assert files(tmp_path / "copy") == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_document_that_can_not_be_tokenised_is_named(data, tmp_path, num_workers):
+    with pytest.raises(RuntimeError, match=r"1.jsonl:41: RuntimeError: too deep"):
+        prepared(data, tmp_path / "workers", num_workers, at="1.jsonl:41", action=fail)
+
+
+def test_a_worker_that_dies_ends_the_preparation_and_names_its_documents(data, tmp_path):
+    with pytest.raises(ChildProcessError, match=r"1.jsonl:1 to .*1.jsonl:64: .*exit code -9.*fewer --workers"):
+        prepared(data, tmp_path / "workers", 2, at="1.jsonl:41", action=die)
+    prepared(data, tmp_path / "workers", 2)
+    assert files(tmp_path / "workers") == files(prepared(data, tmp_path / "alone", 0).folder)
+
+
+def test_the_first_bad_document_in_order_is_refused(data, tmp_path):
+    refusing = data.model_copy(update={"bad_documents": "refuse"})
+    with pytest.raises(ValueError, match=r"0.jsonl:11: broken JSON.*data.bad_documents=skip"):
+        prepared(refusing, tmp_path / "workers", 3)
+
+
+def test_more_workers_than_shards_is_said(data, tmp_path, capsys):
+    one = data.model_copy(update={"sources": data.sources[1:2]})
+    prepared(one, tmp_path / "workers", 5)
+    assert "2 of 5 workers start" in capsys.readouterr().out

@@ -1,0 +1,259 @@
+"""Prepares documents: reads and tokenises them once, into a folder that training then reads by number.
+
+Each part records the position after it, so a preparation that was killed resumes, and ends with the same documents.
+The first process prepares, others wait. With worker processes the result is the same to the byte: see `workers`.
+"""
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+from tqdm import tqdm
+
+from ..recipe import DocumentData, Source
+from .chunks import Chunk, Outcome, Reading, read_chunks
+from .documents import good_documents, take_turns
+from .shards import Problem, open_shards
+from .store import Encode, Need, Store, Tokens, write_part
+from .workers import Workers
+
+BATCH = 64  # documents between two looks at what is needed
+PART_TOKENS = 2**24  # of a part, about
+PART_DOCUMENTS = 2**16  # read for a part: where most are dropped, a kill costs no more than that
+ESTIMATE_AFTER_S = 10.0  # a preparation in a launched run that takes longer says how long
+
+
+def prepare(
+    folder: Path,
+    data: DocumentData,
+    sources: Sequence[Source],
+    make_encode: Callable[[], Encode],
+    need: Need,
+    with_summaries: bool,
+    num_workers: int = 0,
+) -> Store:
+    """Reads and tokenises documents until enough are kept, or the sources end.
+
+    `num_workers` processes read different shards; 0 reads in this one. `make_encode` can be sent to a process. Raises
+    `ValueError` for the first document with a problem if `bad_documents` is "refuse", and where no document is left.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        store = Store(folder)
+        preparation = _Preparation(store, data, need, num_workers)
+        if not preparation.finished:
+            preparation.run(sources, make_encode, with_summaries)
+            store = Store(folder)
+        shutil.rmtree(_unmerged(folder), ignore_errors=True)
+        _summarize(store)
+    if not len(store):
+        raise ValueError(f"no document is left to train on: {store.notes['counts']}; see {folder / 'summary.json'}.")
+    return store
+
+
+def _unmerged(folder: Path) -> Path:
+    """The folder of chunks that worker processes have written, until they are merged into parts."""
+    return folder / "unmerged"
+
+
+class Position(NamedTuple):
+    """Of a source: the last chunk of a shard, how many of its records are taken, and how many of all shards."""
+
+    shard: int = 0
+    chunk: int = 0
+    before: Any = None  # the chunk's position in the shard
+    taken: int = 0
+    num_read: int = 0
+
+
+class _Merged:
+    """The outcomes of one source's records, shard after shard."""
+
+    def __init__(self, source: Source, number: int, position: Position):
+        self.source, self.number, self.position = source, number, position
+        self.shards = open_shards(source)
+
+    def readings(self) -> list[Reading]:
+        """The shards that have not been read, the first of them from the chunk of the position on."""
+        first, *others = range(self.position.shard, len(self.shards))
+        starts = [(first, self.position.chunk, self.position.before), *((other, 0, None) for other in others)]
+        return [
+            Reading(self.source, self.number, self.shards[shard], shard, chunk, before)
+            for shard, chunk, before in starts
+        ]
+
+    def outcomes(self, chunks: Callable[[Reading], Iterator[Chunk]]) -> Iterator[Outcome]:
+        taken, num_read = self.position.taken, self.position.num_read
+        for reading in self.readings():
+            for chunk in chunks(reading):
+                for outcome in chunk.outcomes[taken:]:
+                    taken, num_read = taken + 1, num_read + 1
+                    self.position = Position(reading.shard_number, chunk.number, chunk.before, taken, num_read)
+                    yield outcome
+                taken = 0
+
+
+class _Preparation:
+    """The progress of a preparation."""
+
+    def __init__(self, store: Store, data: DocumentData, need: Need, num_workers: int):
+        self.folder, self.data, self.need, self.num_workers = store.folder, data, need, num_workers
+        self.num_parts, self.num_kept = len(store.parts), len(store)
+        self.weight = int(need.weigh(store.lengths).sum())
+        self.positions = store.notes["positions"]
+        self.ended, self.counts = store.notes["ended"], Counter(store.notes["counts"])
+
+    @property
+    def finished(self) -> bool:
+        full = self.data.max_documents is not None and self.num_kept >= self.data.max_documents
+        return self.ended or full or self.weight >= self.need.amount
+
+    def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode], with_summaries: bool) -> None:
+        positions = [Position(*position) for position in self.positions or [()] * len(sources)]
+        merged = [_Merged(*fields) for fields in zip(sources, range(len(sources)), positions, strict=True)]
+        with _Progress(self) as progress:
+            if self.num_workers:
+                unmerged = _unmerged(self.folder)
+                unmerged.mkdir(exist_ok=True)
+                # In the order in which they are needed: the sources take turns.
+                readings = sorted(
+                    (reading for source in merged for reading in source.readings()),
+                    key=lambda reading: (reading.shard_number, reading.source_number),
+                )
+                with Workers(
+                    unmerged, readings, make_encode, with_summaries, self.num_workers, progress.add
+                ) as workers:
+                    self._merge(merged, workers.chunks, workers.merged)
+                return
+            encode = make_encode()
+
+            def chunks(reading: Reading) -> Iterator[Chunk]:
+                for chunk in read_chunks(reading, with_summaries, encode):
+                    progress.add(len(chunk.outcomes), [len(tokens.input_ids) for tokens in chunk.kept])
+                    yield chunk
+
+            self._merge(merged, chunks, lambda source, shard: None)
+
+    def _merge(
+        self,
+        merged: Sequence[_Merged],
+        chunks: Callable[[Reading], Iterator[Chunk]],
+        on_merged: Callable[[int, int], object],
+    ) -> None:
+        """Writes parts; `on_merged` is called with a source and the first of its shards that is still needed."""
+        option = "data.bad_documents=skip"
+        num_read = [source.position.num_read for source in merged]
+        outcomes = take_turns([source.outcomes(chunks) for source in merged], num_read)
+        while not self.finished:
+            kept: list[Tokens] = []
+            problems: list[Problem] = []
+            num_tokens, last = 0, self.counts["read"] + PART_DOCUMENTS
+            while not self.finished and num_tokens < PART_TOKENS and self.counts["read"] < last:
+                batch = list(islice(outcomes, BATCH))
+                self.ended = len(batch) < BATCH
+                skipped: list[Problem] = []
+                encoded: list[Tokens | str] = list(
+                    good_documents(batch, self.data.bad_documents, skipped.append, option)
+                )
+                new = self._count(encoded, skipped)
+                problems += skipped
+                kept += new
+                num_tokens += sum(len(tokens.input_ids) for tokens in new)
+            notes = {
+                "positions": [source.position for source in merged],
+                "ended": self.ended,
+                "counts": dict(self.counts),
+                "problems": [problem.__dict__ for problem in problems],
+            }
+            _write_part(self.folder / f"part-{self.num_parts:05d}.arrow", kept, notes)
+            self.num_parts += 1
+            for source in merged:
+                on_merged(source.number, source.position.shard)
+
+    def _count(self, encoded: Sequence[Tokens | str], skipped: Sequence[Problem]) -> list[Tokens]:
+        kept = [item for item in encoded if not isinstance(item, str)]
+        lengths = np.array([len(tokens.input_ids) for tokens in kept], dtype=int)
+        self.counts.update(item for item in encoded if isinstance(item, str))
+        self.counts.update(tokens.remark for tokens in kept if tokens.remark)
+        self.counts.update(problem.kind for problem in skipped)
+        num_read = len(encoded) + len(skipped)
+        self.counts.update({"read": num_read, "kept": len(kept), "tokens kept": int(lengths.sum())})
+        self.num_kept += len(kept)
+        self.weight += int(self.need.weigh(lengths).sum())
+        return kept
+
+
+class _Progress:
+    """A bar over what is needed, of all processes together, and an estimate for a run that prepares in one."""
+
+    def __init__(self, preparation: _Preparation):
+        self.need, self.say_estimate = preparation.need, not preparation.num_workers
+        self.before = self.weight = preparation.weight
+        self.tokens = preparation.counts["tokens kept"]
+        self.num_read, self.start = 0, time.perf_counter()
+        self.bar = tqdm(
+            desc="preparing documents",
+            total=self.need.amount,
+            initial=self.weight,
+            unit=f" {self.need.unit}",
+            unit_scale=True,
+        )
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+    def add(self, num_read: int, lengths: Sequence[int]) -> None:
+        """Counts documents that were read, and those of them that are kept by their numbers of tokens."""
+        self.num_read += num_read
+        self.tokens += sum(lengths)
+        self.weight += int(self.need.weigh(np.array(lengths, dtype=int)).sum())
+        seconds = time.perf_counter() - self.start
+        rate = self.num_read / max(seconds, 1e-9)
+        self.bar.set_postfix_str(f"{rate:,.0f} documents/s, {self.tokens:,} tokens kept", refresh=False)
+        self.bar.update(min(self.weight, self.need.amount) - self.bar.n)
+        if self.say_estimate and seconds >= ESTIMATE_AFTER_S and self.weight > self.before:
+            self.say_estimate = False
+            left = (self.need.amount - self.weight) * seconds / (self.weight - self.before)
+            if left > 0:
+                tqdm.write(
+                    f"the documents of this recipe are not prepared: at {rate:,.0f} documents/s this process needs "
+                    f"about {tqdm.format_interval(left)} more, while the run waits. Several processes are faster: "
+                    "stop this run, start condense prepare with the same recipe and overrides, then this run again."
+                )
+
+
+def _write_part(path: Path, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    with pa.OSFile(str(partial), "wb") as file:
+        write_part(file, kept, notes)
+    partial.rename(path)
+
+
+def _summarize(store: Store) -> None:
+    """Writes `problems.jsonl` and `summary.json`, and prints the counts of documents, where they have changed."""
+    counts, summary = store.notes["counts"], store.folder / "summary.json"
+    text = json.dumps(counts, indent=2)
+    if summary.exists() and summary.read_text() == text:
+        return
+    problems = [problem for part in store.parts for problem in part.notes["problems"]]
+    (store.folder / "problems.jsonl").write_text("".join(json.dumps(item) + "\n" for item in problems))
+    summary.write_text(text)  # last: a run that is killed before this writes both again
+    others = ", ".join(
+        f"{count:,} {what}" for what, count in counts.items() if what not in ("read", "kept", "tokens kept")
+    )
+    print(
+        f"{store.folder}: {counts['read']:,} documents read, {counts['kept']:,} kept with "
+        f"{counts['tokens kept']:,} tokens" + (f"; {others}" if others else ""),
+        flush=True,
+    )

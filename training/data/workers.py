@@ -1,0 +1,195 @@
+"""Processes that tokenise the shards of sources, and what they have written, in the order of the shards.
+
+Each worker reads a whole shard and appends its chunks to a file. The process that merges them reads these files, so
+the order of the documents does not depend on the number of workers, and chunks outlive a preparation that is killed.
+"""
+
+import multiprocessing
+import os
+import signal
+import struct
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .chunks import Chunk, Reading, read_chunks
+from .store import Encode
+
+SIZE = struct.Struct("<Q")  # before each chunk, its number of bytes
+
+
+def chunk_file(folder: Path, source: int, shard: int) -> Path:
+    return folder / f"{source}-{shard:05d}.chunks"
+
+
+def read_chunk(file: BinaryIO) -> Chunk | None:
+    """The next chunk; None at the end of the file, and where a kill has left half a chunk."""
+    header = file.read(SIZE.size)
+    if len(header) < SIZE.size:
+        return None
+    (size,) = SIZE.unpack(header)
+    data = file.read(size)
+    return Chunk.from_bytes(data) if size and len(data) == size else None
+
+
+class Workers:
+    """Worker processes for a list of shards; leaving the context ends them.
+
+    `on_chunk` is called with the number of documents of each chunk, and the lengths of those that are kept.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        readings: Sequence[Reading],
+        make_encode: Callable[[], Encode],
+        with_summaries: bool,
+        count: int,
+        on_chunk: Callable[[int, Sequence[int]], object],
+    ):
+        self.folder, self.on_chunk, self.waiting = folder, on_chunk, deque(readings)
+        self.written = {(reading.source_number, reading.shard_number): 0 for reading in readings}  # chunks
+        self.done: set[tuple[int, int]] = set()
+        if count > len(readings):
+            print(f"{len(readings)} of {count} workers start: each reads a shard, and there are no more", flush=True)
+        # Not a fork of this process, whose threads may hold locks. The server imports this module once for all workers.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self.processes: dict[Connection, Any] = {}
+        self.at: dict[Connection, str] = {}  # the documents that each worker reads
+        self.reads: dict[Connection, tuple[int, int]] = {}
+        for _ in range(min(count, len(readings))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, folder, make_encode, with_summaries), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
+            self.processes[ours] = process
+            self._assign(ours)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.join()
+
+    def chunks(self, reading: Reading) -> Iterator[Chunk]:
+        """The chunks of a shard from its first one on, as soon as they are written."""
+        key, num_read = (reading.source_number, reading.shard_number), 0
+        while not self.written[key] and key not in self.done:
+            self._receive()
+        if not self.written[key]:
+            return
+        with chunk_file(self.folder, *key).open("rb") as file:
+            while True:
+                while num_read < self.written[key]:
+                    chunk = read_chunk(file)
+                    assert chunk is not None
+                    num_read += 1
+                    if chunk.number >= reading.first:
+                        yield chunk
+                    self._receive(timeout=0)
+                if key in self.done:
+                    return
+                self._receive()
+
+    def merged(self, source: int, first: int) -> None:
+        """Deletes what the shards before number `first` of a source have written."""
+        for written_source, shard in self.done:
+            if written_source == source and shard < first:
+                chunk_file(self.folder, source, shard).unlink(missing_ok=True)
+
+    def _assign(self, connection: Connection) -> None:
+        reading = self.waiting.popleft() if self.waiting else None
+        if reading is not None:
+            self.at[connection] = f"the beginning of {reading.shard}"
+            self.reads[connection] = (reading.source_number, reading.shard_number)
+        else:
+            del self.reads[connection]
+        with suppress(ConnectionError):  # a worker that has died is noticed when its message is awaited
+            connection.send(reading)
+
+    def _receive(self, timeout: float | None = None) -> None:
+        """Takes a message of each worker that has sent one."""
+        for connection in wait(list(self.reads), timeout):
+            assert isinstance(connection, Connection)
+            try:
+                kind, *values = connection.recv()
+            except (EOFError, ConnectionError):
+                process = self.processes[connection]
+                process.join()
+                raise ChildProcessError(
+                    f"{self.at[connection]}: the worker process that read these documents ended with exit code "
+                    f"{process.exitcode} (-9 is a kill, often for lack of memory). Start condense prepare again, with "
+                    "fewer --workers: it goes on where it was stopped."
+                ) from None
+            key = self.reads[connection]
+            if kind == "reads":
+                (self.at[connection],) = values
+            elif kind == "written":
+                self.written[key] += 1
+                self.on_chunk(*values)
+            elif kind == "done":
+                self.done.add(key)
+                self._assign(connection)
+            else:
+                for_user, message = values
+                raise (ValueError if for_user else RuntimeError)(message)
+
+
+def _work(connection: Connection, folder: Path, make_encode: Callable[[], Encode], with_summaries: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent ends its workers
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is a core
+    try:
+        encode = make_encode()
+        while (reading := connection.recv()) is not None:
+            with chunk_file(folder, reading.source_number, reading.shard_number).open("a+b") as file:
+                _append_chunks(file, reading, with_summaries, encode, connection)
+            connection.send(("done",))
+    except Exception as error:
+        for_user = isinstance(error, ValueError | OSError)
+        connection.send(("error", for_user, str(error) if for_user else traceback.format_exc()))
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _append_chunks(
+    file: BinaryIO, reading: Reading, with_summaries: bool, encode: Encode, connection: Connection
+) -> None:
+    """Continues the file of a shard, or begins it anew where it does not hold the chunks that are needed."""
+
+    file.seek(0)
+    found, end, first, position = [], 0, reading.first, reading.position
+    while (chunk := read_chunk(file)) is not None:
+        found.append((chunk.number, _counts(chunk) if chunk.number >= reading.first else (0, [])))
+        first, position, end = chunk.number + 1, chunk.after, file.tell()
+    if found and not found[0][0] <= reading.first <= first:
+        found, end, first, position = [], 0, reading.first, reading.position
+    file.truncate(end)
+    for _, counts in found:
+        connection.send(("written", *counts))
+    rest = reading._replace(first=first, position=position)
+    for chunk in read_chunks(rest, with_summaries, encode, lambda where: connection.send(("reads", where))):
+        data = chunk.to_bytes()
+        file.write(SIZE.pack(data.size))
+        file.write(data)
+        file.flush()
+        connection.send(("written", *_counts(chunk)))
+
+
+def _counts(chunk: Chunk) -> tuple[int, list[int]]:
+    """The number of documents, and the lengths of those that are kept."""
+    return len(chunk.outcomes), [len(tokens.input_ids) for tokens in chunk.kept]

@@ -1,0 +1,26 @@
+"""Documents to tokens before a run: training then finds them and begins at once."""
+
+import os
+
+from .data.tasks import make_examples
+from .preflight import check_former_recipe, check_prepared
+from .recipe import DocumentData, Recipe
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare(recipe: Recipe, num_workers: int) -> None:
+    """Prepares all documents that a recipe reads, those of its evaluation too, in `num_workers` processes.
+
+    A preparation that was stopped goes on. Raises `ValueError` for documents that can't be read, or are too few.
+    """
+    if not isinstance(recipe.data, DocumentData):
+        print(f"data.task={recipe.data.task} makes its texts during training: there is nothing to prepare", flush=True)
+        return
+    check_former_recipe(recipe.model.source)
+    check_prepared(recipe)
+    tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
+    make_examples(recipe, tokenizer, num_workers)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from condense.training.data.documents import DocumentReader, good_documents
+from condense.training.data.documents import good_documents, read_documents
 from condense.training.data.summarization import prompt_ids
 
 from ..models import EvaluatedModel, load_models
@@ -154,7 +154,7 @@ def _read(model: EvaluatedModel, options: AttentionOptions) -> list[torch.Tensor
     source = find_source(options.text, None if options.text in NAMES else options.text_field)
     num_tokens = (max(options.segments) + 1) * (model.segment_length or options.segment_length)
     prompts = list[torch.Tensor]()
-    for document in good_documents(DocumentReader([source], with_summaries=False), "refuse"):
+    for document in good_documents(read_documents([source], with_summaries=False), "refuse"):
         prompts.append(torch.tensor(prompt_ids(model.tokenizer, document.text)))
         if len(prompts[-1]) >= num_tokens:
             break

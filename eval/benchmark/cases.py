@@ -29,11 +29,15 @@ class ModelVariant:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkCase(ModelVariant):
-    """`mode` is one of `MODES`; `length` counts tokens of each of `batch` texts."""
+    """`mode` is one of `MODES`; `length` counts tokens of each of `batch` texts.
+
+    With `optimizer`, a training step ends with AdamW's, whose states stay in memory.
+    """
 
     mode: str
     length: int
     batch: int = 1
+    optimizer: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Sequence[Any]] = {
     "batches": (1,),
     "segments": (512,),
     "attentions": ("auto",),
+    "optimizer": (False,),
 }
 # The grid of the paper: without and with FlashAttention, of which sdpa holds a kernel.
 TABLE_1 = DEFAULTS | {
@@ -26,6 +27,7 @@ TABLE_1 = DEFAULTS | {
     "batches": (1, 4),
     "segments": (256, 512),
     "attentions": ("eager", "auto"),
+    "optimizer": (False, True),  # the paper trained; gpu_bench and earlier results are without
 }
 KEY = ("kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing")  # of a case, in its record
 
@@ -44,14 +46,16 @@ def grid(
     segments: Sequence[int],
     attentions: Sequence[str],
     checkpointing: Sequence[bool],
+    optimizer: Sequence[bool] = (False,),
 ) -> Iterator[BenchmarkCase]:
     """Every combination. Kinds follow each other, so that models are compared at about the same time.
 
-    A stock model has no segments, and only training has gradient checkpointing: cases that are equal are measured once.
+    A stock model has no segments, and only training has gradient checkpointing and an optimizer: cases that are equal
+    are measured once.
     """
     seen = set()
-    for mode, length, batch, attention, enabled, segment, kind in product(
-        modes, lengths, batches, attentions, checkpointing, segments, kinds
+    for mode, length, batch, attention, enabled, steps, segment, kind in product(
+        modes, lengths, batches, attentions, checkpointing, optimizer, segments, kinds
     ):
         case = BenchmarkCase(
             kind=kind,
@@ -61,6 +65,7 @@ def grid(
             segment_length=None if kind == "stock" else segment,
             attention=attention,
             checkpointing=enabled and mode == "training",
+            optimizer=steps and mode == "training",
         )
         if case not in seen:
             seen.add(case)
@@ -68,7 +73,8 @@ def grid(
 
 
 def key_of(case: BenchmarkCase) -> dict[str, Any]:
-    return {name: getattr(case, name) for name in KEY}
+    """Without an optimizer the key is that of versions that had none, whose records stay valid."""
+    return {name: getattr(case, name) for name in KEY} | ({"optimizer": True} if case.optimizer else {})
 
 
 class GridTask(Task[BenchmarkCase]):
@@ -98,7 +104,7 @@ class GridTask(Task[BenchmarkCase]):
         return in_a_process(self.processes, item, self.environment)
 
     def summarise(self, measured: Sequence[tuple[BenchmarkCase, dict[str, Any]]]) -> dict[str, Any]:
-        return {"points": [{**key_of(case), **record} for case, record in measured]}
+        return {"points": [{**key_of(case), "optimizer": case.optimizer, **record} for case, record in measured]}
 
     def rows(self, results: dict[str, Any]) -> Sequence[dict[str, Any]]:
         return results["points"]

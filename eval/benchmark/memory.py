@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from condense.training.allocator import cuda_memory
+
 
 class PeakMemory(Protocol):
     """Bytes that are in use now, and the most since the last `restart`."""
@@ -17,6 +19,9 @@ class PeakMemory(Protocol):
     def restart(self) -> None: ...
 
     def peak(self) -> int: ...
+
+    def allocator(self) -> dict[str, int]:
+        """The most bytes that the allocator has reserved, and how often these ran out; empty without one."""
 
 
 class CudaMemory:
@@ -30,6 +35,13 @@ class CudaMemory:
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated()
+
+    def allocator(self) -> dict[str, int]:
+        found = cuda_memory()
+        return {
+            "reserved_bytes": found["reserved_cuda_bytes"],
+            "allocation_retries": found["cuda_allocation_retries"],
+        }
 
 
 class ResidentMemory:
@@ -56,6 +68,9 @@ class ResidentMemory:
 
     def peak(self) -> int:
         return self._read("/proc/self/status", "VmHWM")
+
+    def allocator(self) -> dict[str, int]:
+        return {}
 
 
 def memory_of(device: str) -> PeakMemory:

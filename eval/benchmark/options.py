@@ -11,11 +11,11 @@ SWITCHES = {"off": False, "on": True}
 
 def _switches(text: str) -> list[bool]:
     if wrong := [item for item in text.split(",") if item not in SWITCHES]:
-        raise ValueError(f"--checkpointing={wrong}: write off, on, or off,on.")
+        raise ValueError(f"{wrong}: write off, on, or off,on.")
     return [SWITCHES[item] for item in text.split(",")]
 
 
-ON_OFF = Spelling(_switches, lambda values: ",".join("on" if value else "off" for value in values))
+ON_OFF = Spelling(_switches, lambda values: ",".join("on" if value else "off" for value in values or ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,12 @@ class ProfileOptions(Options):
     checkpointing: Annotated[Sequence[bool], Option("Gradient checkpointing: off, on, or off,on.", spelling=ON_OFF)] = (
         False,
     )
+    optimizer: Annotated[
+        Sequence[bool] | None,
+        Option(
+            "AdamW's step and states in training: off, on, or off,on. Default off; both in table1.", spelling=ON_OFF
+        ),
+    ] = None
     vocab_size: Annotated[
         int | None, Option("Token types, instead of the shape's own.", flags=("--vocabulary",), min=2)
     ] = None
@@ -62,7 +68,12 @@ class ProfileOptions(Options):
         super().__post_init__()
         if (self.preset is None) == (not self.config):
             raise ValueError(f"--config={self.config!r} and --preset={self.preset}: pass one of the two.")
-        given = {"--kinds": self.kinds, "--checkpointing": any(self.checkpointing), "--snapshots": self.snapshots}
+        given = {
+            "--optimizer": any(self.optimizer or ()),
+            "--kinds": self.kinds,
+            "--checkpointing": any(self.checkpointing),
+            "--snapshots": self.snapshots,
+        }
         if self.schedules and (wrong := [name for name, value in given.items() if value]):
             raise ValueError(f"--schedules compares a folded model with itself: leave out {', '.join(wrong)}.")
 

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 from condense.checks import check_attention, check_dtype
 from condense.configuration import OWN_ATTENTION
 from condense.training.allocator import record_history, write_snapshot
+from condense.training.planning.devices import peak_flops
+from condense.training.planning.operations import text_flops
 
 from ..models import state_bytes
+from ..results import hardware
 from . import profile_tables
 from .cases import MODES, BenchmarkCase, Environment, device_and_dtype
 from .grid import DEFAULTS, TABLE_1, GridTask, axes, grid, key_of, run_grid
@@ -18,7 +22,7 @@ from .memory import is_out_of_memory, memory_of
 from .models import MODEL_KINDS, TABLE_1_PARAMETERS, build_model, set_checkpointing, shape_of
 from .options import ProfileOptions
 from .timing import seconds_of, summarize
-from .workloads import decoding_step, prefill, random_ids, read_context, training_step
+from .workloads import adamw, decoding_step, prefill, random_ids, read_context, training_step
 
 DEFAULT_KINDS = ("folded", "stock")
 NEW_TOKENS = 32
@@ -75,7 +79,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 
     `peak_bytes` is the peak of the whole measurement, warm-up included. `before_bytes` is the memory of the process or
     of the allocator with the model loaded and before its first forward pass. A case that does not fit into memory has
-    `out_of_memory`.
+    `out_of_memory`. On a GPU there are also `reserved_bytes` and `allocation_retries`, and for training `mfu`.
     """
     device, dtype = device_and_dtype(environment.dtype)
     memory = memory_of(device)
@@ -91,6 +95,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
         memory.restart()
         figures |= MEASUREMENTS[case.mode](model, case, environment.repeats)
         figures["peak_bytes"] = memory.peak()
+        figures |= memory.allocator() | utilization(case, environment.shape, dtype, figures["seconds"])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -101,10 +106,20 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     return figures
 
 
+def utilization(case: BenchmarkCase, shape: dict[str, Any], dtype: str, seconds: float) -> dict[str, float]:
+    """`mfu`: the share of the GPU's peak that a training step's own operations reach. Empty where that is not known."""
+    peak = peak_flops(hardware())
+    if peak is None or dtype != "bfloat16" or case.mode != "training" or case.kind not in ("folded", "stock"):
+        return {}
+    flops = case.batch * text_flops(LlamaConfig(**shape), case.segment_length)(case.length)
+    return {"mfu": flops / seconds / peak}
+
+
 def _training(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
     if case.checkpointing:
         set_checkpointing(model, True)
-    step = training_step(model, random_ids(model, case.batch, case.length))
+    optimizer = adamw(model) if case.optimizer else None
+    step = training_step(model, random_ids(model, case.batch, case.length), optimizer)
     step()
     return summarize([seconds_of(step) for _ in range(repeats)])
 

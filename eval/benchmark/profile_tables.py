@@ -9,7 +9,12 @@ from ..results import Table, picture
 from .tables import group_by, token_axis
 
 MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}
-SHARED = ("mode", "batch", "attention", "checkpointing")  # by all points of a table
+SHARED = ("mode", "batch", "attention", "checkpointing", "optimizer")  # by all points of a table
+MORE: dict[str, tuple[str, float]] = {  # of points on a GPU: the column, and its unit
+    "reserved_bytes": ("reserved [MiB]", 2**-20),
+    "allocation_retries": ("retries", 1),
+    "mfu": ("MFU [%]", 100),
+}
 COLORS = {"folded": "tab:red", "stock": "tab:blue", "sliding_window": "tab:green"}
 
 
@@ -33,6 +38,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
             "peak [MiB]",
             "above model",
         ]
+        more = {name: unit for name, unit in MORE.items() if any(name in point for point in points)}
+        columns += [name for name, _ in more.values()]
         columns += ["state [MiB]"] * state + ["stock's time", "stock's peak", "stock's peak above model"]
         rows = []
         for point in points:
@@ -43,6 +50,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
             row += [f"{1000 * point['seconds']:,.1f}"]
             row += [f"{1000 * point['seconds_low']:,.1f} to {1000 * point['seconds_high']:,.1f}"]
             row += [f"{point['peak_bytes'] / 2**20:,.0f}", f"{_above(point) / 2**20:,.0f}"]
+            row += [f"{unit * point[name]:,.0f}" if name in point else "-" for name, (_, unit) in more.items()]
             row += [f"{point['state_bytes'] / 2**20:,.2f}"] if state else []
             rows.append(row + _against_stock(point, points))
         made.append(Table(_title(shared, points), columns, rows))
@@ -56,7 +64,8 @@ def _above(point: dict[str, Any]) -> int:
 def _title(shared: dict[str, Any], points: list[dict[str, Any]]) -> str:
     kinds = sorted({point["memory_is"] for point in points if "memory_is" in point})
     checkpoints = ", gradient checkpointing" if shared["checkpointing"] else ""
-    name = f"{MODE_NAMES[shared['mode']]}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
+    step = " with AdamW" if shared["optimizer"] else ""
+    name = f"{MODE_NAMES[shared['mode']]}{step}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
     return f"{name} ({', '.join(kinds)})"
 
 
@@ -75,20 +84,32 @@ def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[
 
 
 def _paper_table(results: dict[str, Any]) -> list[Table]:
-    """The ratios that the paper states, for points that were measured here too, on the paper's shape."""
+    """The ratios that the paper states, for points that were measured here too, on the paper's shape.
+
+    The paper trained, with an optimizer whose states are equally large on both sides; it does not say whether its
+    figures count them.
+    """
     rows = []
     for ratio in RATIOS:
-        for folded, stock in _pairs(results, ratio):
-            ours = "OOM"
-            if not (folded["out_of_memory"] or stock["out_of_memory"]):
-                ours = f"{stock[ratio.figure] / folded[ratio.figure]:.2f}x"
-            flash = "with" if ratio.attention == "sdpa" else "without"
-            name = "memory" if ratio.figure == "peak_bytes" else "time"
-            rows.append(
-                [f"{ratio.length:,}", ratio.batch, flash, name, folded["segment_length"], f"{ratio.paper:.2f}x", ours]
-            )
-    columns = ["tokens", "batch", "FlashAttention", "stock / folded", "segment", "the paper", "here"]
+        flash = "with" if ratio.attention == "sdpa" else "without"
+        name = "memory" if ratio.figure == "peak_bytes" else "time"
+        for segment, found in _by_segment(results, ratio).items():
+            here = [found.get(optimizer, "-") for optimizer in (False, True)]
+            rows.append([f"{ratio.length:,}", ratio.batch, flash, name, segment, f"{ratio.paper:.2f}x", *here])
+    columns = ["tokens", "batch", "FlashAttention", "stock / folded", "segment", "the paper"]
+    columns += ["here, no optimizer", "here, with AdamW"]
     return [Table("the paper's ratios for training (126 M parameters, one H100)", columns, rows)] if rows else []
+
+
+def _by_segment(results: dict[str, Any], ratio: Ratio) -> dict[int, dict[bool, str]]:
+    """Our ratios, by segment length and by whether the step has an optimizer."""
+    found: dict[int, dict[bool, str]] = {}
+    for folded, stock in _pairs(results, ratio):
+        ours = "OOM"
+        if not (folded["out_of_memory"] or stock["out_of_memory"]):
+            ours = f"{stock[ratio.figure] / folded[ratio.figure]:.2f}x"
+        found.setdefault(folded["segment_length"], {})[bool(folded.get("optimizer"))] = ours
+    return found
 
 
 def _pairs(results: dict[str, Any], ratio: Ratio) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

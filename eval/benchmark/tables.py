@@ -6,10 +6,10 @@ from typing import Any
 
 
 def group_by(points: Sequence[dict[str, Any]], *names: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Points that agree in these fields, with the fields they share."""
+    """Points that agree in these fields, with the fields they share; None for those that earlier versions lack."""
     found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for point in points:
-        shared = {name: point[name] for name in names}
+        shared = {name: point.get(name) for name in names}
         found.setdefault(json.dumps(shared), (shared, []))[1].append(point)
     return list(found.values())
 

@@ -17,13 +17,22 @@ def random_ids(model: Any, batch: int, length: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (batch, length), device=model.device)
 
 
-def training_step(model: Any, ids_BN: torch.Tensor) -> Callable[[], None]:
-    """A forward and a backward pass, without an optimizer."""
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """The optimizer of a run: torch's fused one, as Trainer's default."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def training_step(
+    model: Any, ids_BN: torch.Tensor, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], None]:
+    """A forward and a backward pass, and the step of the optimizer if there is one."""
     model.train()
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
         model(input_ids=ids_BN, labels=ids_BN, use_cache=False).loss.backward()  # stock models copy keys into a cache
+        if optimizer is not None:
+            optimizer.step()
 
     return step
 

@@ -1,15 +1,18 @@
 """Cases are measured in processes of their own, one by one, and compared with their exact figures."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import condense.cli
+from condense.eval.benchmark.cases import BenchmarkCase
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS
 from condense.eval.benchmark.options import ProfileOptions
 from condense.eval.benchmark.process import ForkServer, ProcessKilledError
-from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, profile
+from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, profile, utilization
 from condense.eval.benchmark.profile_tables import tables
 
 pytestmark = pytest.mark.usefixtures("one_server")
@@ -19,7 +22,16 @@ pytestmark = pytest.mark.usefixtures("one_server")
 def results(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("profile")
     arguments = ["profile", "--config", str(llama), "--segments", "64", "--lengths", "512", "--repeats", "2"]
-    arguments += ["--modes", "training,decoding", "--kinds", "folded,stock", "--output", str(output)]
+    arguments += [
+        "--modes",
+        "training,decoding",
+        "--optimizer",
+        "off,on",
+        "--kinds",
+        "folded,stock",
+        "--output",
+        str(output),
+    ]
     done = CliRunner().invoke(condense.cli.app, arguments)
     assert done.exit_code == 0, done.output
     results = json.loads((output / "profile.json").read_text())
@@ -29,7 +41,7 @@ def results(llama, one_server, tmp_path_factory):
 
 def test_points(results):
     points = results[0]["points"]
-    assert len(points) == 4
+    assert len(points) == 6  # decoding has no optimizer
     for point in points:
         assert point["parameters"] == 102_208 and point["dtype"] == "float32" and not point["out_of_memory"]
         assert 0 < point["seconds_low"] <= point["seconds"] <= point["seconds_high"]
@@ -44,7 +56,13 @@ def test_points(results):
 
 def test_tables_are_printed_and_curves_drawn(results):
     _, printed, output = results
-    for words in ("training step, batch 1, attention auto", "folded, segment 64", "stock's peak", "new token"):
+    for words in (
+        "training step, batch 1, attention auto",
+        "training step with AdamW, batch 1, attention auto",
+        "folded, segment 64",
+        "stock's peak",
+        "new token",
+    ):
         assert words in printed
     assert "peak resident memory of the process" in printed or "CUDA allocator" in printed
     assert (output / "profile.png").stat().st_size > 20_000
@@ -59,6 +77,7 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
     real = ForkServer.call
     monkeypatch.setattr(ForkServer, "call", lambda self, *given: measured.append(given) or real(self, *given))
     options = ProfileOptions(config=str(llama), modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2)
+    options = replace(options, optimizer=[False, True])
     again = profile(output, options)
     assert len(measured) == 1
     assert again["points"][:-1] == before["points"][:-1]
@@ -101,7 +120,7 @@ def test_ratios_beside_the_papers():
         {**shared, "kind": "stock", "segment_length": None, "peak_bytes": 9 * 2**30},
     ]
     *_, paper = tables({"points": points})
-    assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x"]]
+    assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x", "-"]]
 
 
 def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path):
@@ -121,8 +140,8 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
         measured = profile(tmp_path, options)
         assert all((tmp_path / f"profile.{ending}").is_file() for ending in ("json", "csv", "png"))
         *_, paper = tables(measured)
-        assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "OOM"]]
-    assert len(called) == 2
+        assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "OOM", "OOM"]]
+    assert len(called) == 4  # without an optimizer and with it
 
 
 @pytest.mark.parametrize(
@@ -143,3 +162,56 @@ def test_a_failing_case_says_why(llama, tmp_path):
         profile(tmp_path, ProfileOptions(config=str(llama), modes=["prefill"], lengths=[128], segments=[0]))
     done = CliRunner().invoke(condense.cli.app, ["profile", "--output", str(tmp_path)])
     assert isinstance(done.exception, ValueError) and "pass one of the two" in str(done.exception)
+
+
+def test_ratios_with_an_optimizer_have_their_own_column():
+    shared = {"mode": "training", "length": 8192, "batch": 1, "attention": "eager", "checkpointing": False}
+    shared |= {"out_of_memory": False, "parameters": TABLE_1_PARAMETERS, "before_bytes": 0, "memory_is": "peak"}
+    shared |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
+    points = [
+        {**shared, "optimizer": steps, "kind": kind, "segment_length": segment, "peak_bytes": size * 2**30}
+        for steps, sizes in ((False, (2, 9)), (True, (4, 10)))
+        for kind, segment, size in (("folded", 256, sizes[0]), ("stock", None, sizes[1]))
+    ]
+    *_, paper = tables({"points": points})
+    assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x", "2.50x"]]
+
+
+def test_the_states_of_the_optimizer_are_measured(one_server, llama, tmp_path):
+    """Parameters of 16 MiB, of which AdamW keeps two moments."""
+    options = ProfileOptions(
+        config=str(llama), kinds=["folded"], modes=["training"], lengths=[64], segments=[64], repeats=1,
+        vocab_size=2**16, optimizer=[False, True],
+    )  # fmt: skip
+    without, with_states = profile(tmp_path, options)["points"]
+    moments = 2 * 4 * without["parameters"]
+    assert moments > 2**25 and with_states["peak_bytes"] - without["peak_bytes"] > 0.6 * moments
+
+
+def test_mfu_of_a_step():
+    """By hand: 6 per parameter and token, 12 per channel and pair, 6 per weight of remembered keys and values."""
+    shape = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}
+    parameters = 100 * 8 + 2 * (4 * 8 * 8 + 3 * 8 * 16 + 2 * 8) + 8
+    stock = 6 * parameters * 8 + 2 * 12 * 8 * 36
+    folded = 6 * parameters * 8 + 2 * (12 * 8 * (10 + 16 + 10) + 6 * 2 * 8 * 8 * 4)
+    for kind, segment, flops in (("stock", None, stock), ("folded", 4, folded)):
+        case = BenchmarkCase(kind=kind, mode="training", length=8, batch=3, segment_length=segment)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("condense.eval.benchmark.profile.hardware", lambda: "NVIDIA H100 80GB HBM3")
+            assert utilization(case, shape, "bfloat16", 2.0) == {"mfu": pytest.approx(3 * flops / 2 / 989e12)}
+            assert utilization(case, shape, "float32", 2.0) == {}
+        assert utilization(case, shape, "bfloat16", 2.0) == {} or torch.cuda.is_available()
+
+
+def test_figures_of_a_gpu_have_columns():
+    point = {"kind": "folded", "mode": "training", "length": 64, "batch": 1, "segment_length": 64, "attention": "auto"}
+    point |= {"checkpointing": False, "out_of_memory": False, "peak_bytes": 2**20, "before_bytes": 0}
+    point |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
+    on_gpu = {**point, "reserved_bytes": 3 * 2**20, "allocation_retries": 2, "mfu": 0.415}
+    (table,) = tables({"points": [on_gpu, {**point, "length": 128}]})
+    first, second = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    names = ("reserved [MiB]", "retries", "MFU [%]")
+    assert [first[name] for name in names] == ["3", "2", "42"] and [second[name] for name in names] == ["-"] * 3
+    (table,) = tables({"points": [point]})
+    assert not set(names) & set(table.columns)

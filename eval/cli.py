@@ -104,10 +104,12 @@ def run_probe(options: ProbeOptions, output: Path, name: str) -> None:
 
 
 def run_profile(options: ProfileOptions, output: Path) -> None:
-    """Measures a profile, or with `schedules` a folded model's schedules, and prints the results."""
-    from .benchmark import profile, schedules
+    """Measures a profile, a folded model's schedules or memory by module, and prints the results."""
+    from .benchmark import modules, profile, schedules
 
-    if options.schedules:
+    if options.modules:
+        show(modules.modules(output, options), modules.Modules, output)
+    elif options.schedules:
         show(schedules.schedules(output, options), schedules.Schedules, output)
     else:
         show(profile.profile(output, options), profile.Profile, output)

@@ -20,6 +20,7 @@ from .tasks import TASKS
 
 SHOWN_BY = TASKS | {
     "profile": "condense.eval.benchmark.profile_tables",
+    "modules": "condense.eval.benchmark.module_tables",
     "schedules": "condense.eval.benchmark.schedule_tables",
 }  # these have `tables`
 PROBES = "condense.eval.continuity.probes:PROBES"
@@ -34,6 +35,8 @@ ABOUT = {
     "them at each length; else a length holds the texts of more than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
     "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
+    "modules": "Memory of one training step, as torch's MemTracker counts tensors. Folded models run segment by "
+    "segment.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
     "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
     "training": "Logged while training.",

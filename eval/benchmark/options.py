@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from ..options import NAMES, NUMBERS, Option, Options, Spelling
 
+DEFAULT_KINDS = ("folded", "stock")
 SWITCHES = {"off": False, "on": True}
 
 
@@ -22,7 +23,8 @@ ON_OFF = Spelling(_switches, lambda values: ",".join("on" if value else "off" fo
 class ProfileOptions(Options):
     """Memory and speed against length, folded against stock, each case in its own process (table I, figures 5-7).
 
-    With --schedules: a folded model's schedules against each other, and which of them "auto" takes.
+    With --schedules: a folded model's schedules against each other, and which of them "auto" takes. With --modules: the
+    memory of a training step by module.
     """
 
     config: Annotated[str, Option("Folder or hub id of a Llama, whose shape is profiled.")] = ""
@@ -64,8 +66,12 @@ class ProfileOptions(Options):
         bool, Option("Instead: the two schedules of a folded model in turn, and whether auto is right.")
     ] = False
 
+    modules: Annotated[bool, Option("Instead: the memory of a training step by module and by kind of tensor.")] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.modules and (self.schedules or self.snapshots):
+            raise ValueError("--modules is a measurement of its own: leave out --schedules and --snapshots.")
         if (self.preset is None) == (not self.config):
             raise ValueError(f"--config={self.config!r} and --preset={self.preset}: pass one of the two.")
         given = {

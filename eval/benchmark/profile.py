@@ -20,11 +20,10 @@ from .cases import MODES, BenchmarkCase, Environment, device_and_dtype
 from .grid import DEFAULTS, TABLE_1, GridTask, axes, grid, key_of, run_grid
 from .memory import is_out_of_memory, memory_of
 from .models import MODEL_KINDS, TABLE_1_PARAMETERS, build_model, set_checkpointing, shape_of
-from .options import ProfileOptions
+from .options import DEFAULT_KINDS, ProfileOptions
 from .timing import seconds_of, summarize
 from .workloads import adamw, decoding_step, prefill, random_ids, read_context, training_step
 
-DEFAULT_KINDS = ("folded", "stock")
 NEW_TOKENS = 32
 WARM_UP_TOKENS = 4
 TOKENS_PER_CALL = 2048  # of a context that is read before decoding
@@ -49,7 +48,7 @@ def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:
     that cannot be measured.
     """
     chosen = axes(options, TABLE_1 if options.shape == "table1" else DEFAULTS)
-    _check(options, chosen)
+    check(options, chosen)
     shape = shape_of(options.shape, options.vocab_size)
     snapshots = str(output / "snapshots") if options.snapshots else None
     environment = Environment(shape, options.dtype, options.repeats, snapshots)
@@ -60,7 +59,8 @@ def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:
     return results
 
 
-def _check(options: ProfileOptions, chosen: dict[str, Sequence[Any]]) -> None:
+def check(options: ProfileOptions, chosen: dict[str, Sequence[Any]]) -> None:
+    """Raises `ValueError` for options that cannot be measured."""
     kinds = options.kinds or DEFAULT_KINDS
     for items, known, name in ((kinds, MODEL_KINDS, "kinds"), (chosen["modes"], MODES, "modes")):
         if wrong := [item for item in items if item not in known]:

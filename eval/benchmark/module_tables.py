@@ -1,0 +1,86 @@
+"""Tables and picture of the memory of a training step by kind of tensor and by module."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..results import Table, picture
+from .profile_tables import label
+from .tables import group_by
+
+SHARED = ("batch", "attention", "checkpointing", "optimizer")  # by all points of a table
+KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
+ROLES = {  # the modules of a line, by their names
+    "whole model": r"",
+    "embedding": r"model\.embed_tokens",
+    "layers": r"model\.layers\.\d+",
+    "attention": r"model\.layers\.\d+\.self_attn",
+    "MLP": r"model\.layers\.\d+\.mlp",
+    "norms": r"model\.(layers\.\d+\.\w*)?norm",
+    "head": r"lm_head",
+}
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """For each group the bytes by kind of tensor, and by module."""
+    made = []
+    for shared, points in group_by(results["points"], *SHARED):
+        title = _title(shared)
+        columns = ["tokens", "model", *(f"{kind} [MiB]" for kind in KINDS), "peak [MiB]", "after the step [MiB]"]
+        rows = []
+        for point in points:
+            row = [f"{point['length']:,}", label(point)]
+            if point["out_of_memory"]:
+                rows.append([*row, "OOM", *[""] * (len(columns) - 3)])
+                continue
+            sizes = [*(point["peak"][kind] for kind in (*KINDS, "total")), point["after"]["total"]]
+            rows.append([*row, *map(_mib, sizes)])
+        made.append(Table(f"{title}: tensors at the peak", columns, rows))
+        columns = ["tokens", "model", "module", "number", "parameters [MiB]", "kept by the forward pass [MiB]"]
+        columns += ["peak in its forward pass [MiB]", "peak in its backward pass [MiB]"]
+        rows = [
+            [f"{point['length']:,}", label(point), *line]
+            for point in points
+            if not point["out_of_memory"]
+            for line in _lines(point["modules"])
+        ]
+        made.append(Table(f"{title}: by module, peaks of all memory while it runs", columns, rows))
+    return made
+
+
+def _lines(modules: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """A line for each role: sums over its modules, and the highest peaks."""
+    lines = []
+    for role, pattern in ROLES.items():
+        mine = [module for module in modules if re.fullmatch(pattern, module["module"])]
+        sums = [sum(module[name] for module in mine) for name in ("parameters", "kept")]
+        peaks = [max((module[name] or 0 for module in mine), default=0) for name in ("forward_peak", "backward_peak")]
+        lines.append([role, len(mine), *map(_mib, (*sums, *peaks))])
+    return lines
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.2f}"
+
+
+def _title(shared: dict[str, Any]) -> str:
+    step = " with AdamW" if shared["optimizer"] else ""
+    checkpoints = ", gradient checkpointing" if shared["checkpointing"] else ""
+    return f"training step{step}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """A bar for each point, divided by kind of tensor."""
+    points = [point for point in results["points"] if not point["out_of_memory"]]
+    with picture(path, figsize=(9, 1 + 0.4 * len(points))) as axes:
+        names = [f"{label(point)}, {point['length']:,} tokens\n{_title(point)}" for point in points]
+        left = [0.0] * len(points)
+        for kind in KINDS:
+            sizes = [point["peak"][kind] / 2**20 for point in points]
+            axes.barh(range(len(points)), sizes, left=left, label=kind)
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+        axes.set_yticks(range(len(points)), names, fontsize=7)
+        axes.invert_yaxis()
+        axes.set_xlabel("tensors at the peak of a training step [MiB]")
+        axes.legend(fontsize=7)

@@ -1,0 +1,79 @@
+"""The memory of a training step by kind and module, against sizes worked out by hand."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import condense.cli
+from condense.eval.benchmark.modules import modules
+from condense.eval.benchmark.options import ProfileOptions
+from condense.eval.report import write_report
+
+pytestmark = [
+    pytest.mark.usefixtures("one_server"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="sizes are those of float32 on a CPU"),
+]
+TOKENS, PARAMETERS, FLOAT32 = 256, 102_208, 4
+
+
+@pytest.fixture(scope="module")
+def output(llama, one_server, tmp_path_factory):
+    output = tmp_path_factory.mktemp("modules")
+    arguments = ["profile", "--modules", "--config", str(llama), "--segments", "64", "--lengths", str(TOKENS)]
+    arguments += ["--optimizer", "off,on", "--output", str(output)]
+    done = CliRunner().invoke(condense.cli.app, arguments)
+    assert done.exit_code == 0, done.output
+    for words in ("with AdamW, batch 1, attention auto: tensors at the peak", "kept by the forward pass", "embedding"):
+        assert words in done.output
+    return output
+
+
+@pytest.fixture(scope="module")
+def points(output):
+    return {(p["kind"], p["optimizer"]): p for p in json.loads((output / "modules.json").read_text())["points"]}
+
+
+def test_kinds_of_tensors(points):
+    size = FLOAT32 * PARAMETERS
+    assert len(points) == 4
+    for (_, optimizer), point in points.items():
+        assert point["peak"]["parameters"] == point["after"]["gradients"] == size
+        assert 0 <= point["peak"]["optimizer"] - optimizer * 2 * size < 1024  # and its count of steps
+        assert point["peak"]["total"] == sum(size for kind, size in point["peak"].items() if kind != "total")
+        assert point["peak"]["inputs"] == 8 * TOKENS and point["peak"]["activations"] > 0
+
+
+def test_modules(points):
+    """A Llama's MLP keeps gate, its SiLU, up and their product, and gives its output."""
+    by_name = {module["module"]: module for module in points["stock", False]["modules"]}
+    for layer in (0, 1):
+        mlp = by_name[f"model.layers.{layer}.mlp"]
+        assert mlp["kept"] == TOKENS * FLOAT32 * (4 * 160 + 64)
+        assert mlp["parameters"] == FLOAT32 * 3 * 64 * 160
+        assert mlp["kept"] < by_name[f"model.layers.{layer}"]["kept"] < by_name[""]["kept"]
+    assert by_name[""]["backward_peak"] == points["stock", False]["peak"]["total"]
+    assert by_name["model.embed_tokens"]["kept"] == TOKENS * FLOAT32 * 64
+    folded = {module["module"]: module for module in points["folded", False]["modules"]}
+    assert folded["model.layers.0.mlp"]["kept"] == by_name["model.layers.0.mlp"]["kept"]  # over all segments
+
+
+def test_files(output):
+    lines = (output / "modules.csv").read_text().splitlines()
+    assert "peak_activations" in lines[0] and any("model.layers.1.self_attn" in line for line in lines)
+    page = write_report(output).read_text()
+    assert "by module, peaks of all memory while it runs" in page and page.count("data:image/png") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"modes": ["prefill"]}, "a table by module is of a training step"),
+        ({"kinds": ["mamba"]}, r"kinds=\['mamba'\]"),
+        ({"schedules": True}, "leave out --schedules"),
+    ],
+)
+def test_mistakes_are_named(llama, tmp_path, changed, words):
+    with pytest.raises(ValueError, match=words):
+        modules(tmp_path, ProfileOptions(config=str(llama), modules=True, **{"lengths": [64], **changed}))

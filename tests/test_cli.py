@@ -31,7 +31,10 @@ def llama(tmp_path_factory):
 
 def test_help_names_every_command():
     output = condense("--help").stdout
-    assert all(f" {name} " in output for name in ("convert", "generate", "train", "eval", "profile", "probe", "report"))
+    assert all(
+        f" {name} " in output
+        for name in ("convert", "generate", "prepare", "train", "eval", "profile", "probe", "report")
+    )
 
 
 def test_the_version_is_that_of_the_package():

@@ -15,12 +15,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from condense.training.data.workers import PRELOAD
 from condense.training.launch import _free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 3  # for the messages of other ranks, after one has failed
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["condense.training.train", "deepspeed"])
+PRELOAD += ["condense.training.train", "deepspeed"]  # of the one server of this process
+FORKS.set_forkserver_preload(PRELOAD)
 
 
 def run_ranks(function: Callable, *arguments, ranks: int = 2) -> tuple[bool, str]:

@@ -1,5 +1,6 @@
 """Training on two ranks of a CPU, through the launcher and without it, against training written out plainly."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -105,6 +106,58 @@ def test_the_same_with_checkpointing_and_validation(stages, tmp_path):
         losses = [model(**batches[n], num_items_in_batch=1).loss.item() for n in range(3)]
     targets = [int((batches[n]["labels"] != -100).sum()) for n in range(3)]
     assert lines[-1]["eval_loss"] == pytest.approx(sum(losses) / sum(targets), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def two_sources(start):
+    """A recipe whose validation documents come from two sources; those of one repeat a single word."""
+    path = start / "sources.yaml"
+    names = {"train": 40, "news": 2, "books": 3}
+    for number, (name, count) in enumerate(names.items()):
+        words = [["1", "2"], ["3", "4"], ["4"]][number]
+        lines = [json.dumps({"text": " ".join(words * (20 + 10 * n))}) for n in range(count)]
+        (start / f"{name}.jsonl").write_text("\n".join(lines))
+    path.write_text(f"""
+model: {start}
+output: unused
+data: {{task: text, fit: cut, sources: [{{files: {start}/train.jsonl}}], prepared: {start}/prepared}}
+stages: [{{total_length: 20, steps: 2}}]
+global_batch: 4
+optimizer: {{warmup_steps: 1}}
+dtype: float32
+checkpoints: {{every: 1}}
+log_every: 1
+report_to: none
+evaluation: {{sequences: 5, sources: [{{files: {start}/news.jsonl}}, {{files: {start}/books.jsonl}}]}}
+""")
+    return path
+
+
+def test_validation_losses_by_source(two_sources, tmp_path):
+    """On two ranks, which have 3 and 2 of the sequences: the same as one process's means by source."""
+    run(two_sources, tmp_path)
+    recipe = load_recipe(two_sources)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.source)
+    batches = ValidationBatches(recipe, make_examples(recipe, tokenizer)[1])
+    assert batches.source_names == ["news", "books"]
+    model = CondenseForCausalLM.from_pretrained(tmp_path)
+    sums, targets = {"news": 0.0, "books": 0.0}, {"news": 0, "books": 0}
+    ids = {
+        name: set(tokenizer(words, add_special_tokens=False)["input_ids"])
+        for name, words in (("news", "3 4"), ("books", "4"))
+    }
+    with torch.no_grad():
+        for n in range(5):
+            found = set(batches[n]["input_ids"].flatten().tolist()) - set(tokenizer.all_special_ids)
+            name = "news" if found == ids["news"] else "books"
+            assert found == ids[name]
+            sums[name] += model(**batches[n], num_items_in_batch=1).loss.item()
+            targets[name] += int((batches[n]["labels"] != -100).sum())
+    line = log_lines(tmp_path, "eval_loss")[-1]
+    assert all(targets.values()) and targets["news"] != targets["books"]
+    for name in sums:
+        assert line[f"eval_loss_{name}"] == pytest.approx(sums[name] / targets[name], abs=1e-4)
+    assert line["eval_loss"] == pytest.approx(sum(sums.values()) / sum(targets.values()), abs=1e-4)
 
 
 @pytest.mark.parametrize(

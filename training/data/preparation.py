@@ -222,6 +222,8 @@ class _Progress:
         rate = self.num_read / max(seconds, 1e-9)
         self.bar.set_postfix_str(f"{rate:,.0f} documents/s, {self.tokens:,} tokens kept", refresh=False)
         self.bar.update(min(self.weight, self.need.amount) - self.bar.n)
+        if self.weight >= self.need.amount:  # workers may be ahead of the shards that come first
+            self.bar.set_description_str("finishing the first shards", refresh=False)
         if self.say_estimate and seconds >= ESTIMATE_AFTER_S and self.weight > self.before:
             self.say_estimate = False
             left = (self.need.amount - self.weight) * seconds / (self.weight - self.before)

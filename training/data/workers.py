@@ -20,6 +20,9 @@ from typing import Any, BinaryIO
 from .chunks import Chunk, Reading, read_chunks
 from .store import Encode
 
+# What each worker imports: a server imports it once, and forks them. It is no fork of this process, whose threads may
+# hold locks.
+PRELOAD = [__name__]
 SIZE = struct.Struct("<Q")  # before each chunk, its number of bytes
 
 
@@ -57,9 +60,8 @@ class Workers:
         self.done: set[tuple[int, int]] = set()
         if count > len(readings):
             print(f"{len(readings)} of {count} workers start: each reads a shard, and there are no more", flush=True)
-        # Not a fork of this process, whose threads may hold locks. The server imports this module once for all workers.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(PRELOAD)
         self.processes: dict[Connection, Any] = {}
         self.at: dict[Connection, str] = {}  # the documents that each worker reads
         self.reads: dict[Connection, tuple[int, int]] = {}

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from condense.training.data.batches import StageBatches
+from condense.training.data.batches import StageBatches, evaluated_sources, source_names
 from condense.training.data.examples import Example
-from condense.training.recipe import load_recipe
+from condense.training.recipe import Source, load_recipe
 
 RECIPE = """
 model: m
@@ -39,3 +39,23 @@ def test_sequences_are_numbered_within_their_length(tmp_path, ranks):
     stages = [[(n, 4) for n in range(4)], [(n, 6) for n in range(8)], [(n, 4) for n in range(4, 12)]]
     assert examples.asked == [item for stage in stages for item in stage]
     assert names[2] == "sequences 0 to 1 of length 6" and names[6] == "sequences 4 to 5 of length 4"
+
+
+def test_names_of_sources():
+    sources = [
+        Source(hub="kmfoda/booksum"),
+        Source(hub="abisee/cnn_dailymail", name="3.0.0"),
+        Source(files="data/novels/*.txt"),
+        Source(files="one/train.jsonl"),
+        Source(files="other/train.parquet"),
+        Source(files="*.txt"),
+    ]
+    assert source_names(sources) == ["booksum", "cnn_dailymail", "novels", "train_1", "train_2", "files"]
+
+
+def test_the_sources_of_the_second_finetuning_have_losses_of_their_own():
+    assert evaluated_sources(load_recipe("summarize_finetune_b")) == ["booksum", "cnn_dailymail"]
+    assert evaluated_sources(load_recipe("summarize_finetune_a")) == []
+    two = "evaluation={sources: [{files: a.txt}, {files: b.txt}]}"
+    assert evaluated_sources(load_recipe("passkey_pretrain_1b", [two])) == ["a", "b"]
+    assert evaluated_sources(load_recipe("passkey_pretrain_1b", [two, "data.fit=pack", "micro_batch=1"])) == []

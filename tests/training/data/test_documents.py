@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from condense.training.data import shards
-from condense.training.data.documents import Document, good_documents, read_documents
+from condense.training.data.documents import Document, good_documents, make_document, read_documents
 from condense.training.data.shards import Problem, open_shards
 from condense.training.recipe import Source
 
@@ -187,6 +187,44 @@ def test_a_shard_is_read_on_from_each_of_its_positions(tmp_path, monkeypatch, ki
         assert [fields["text"] for _, fields in everything] == [f"{number}-{n}" for n in range(20)]
         for index, (_, position) in enumerate(shard.chunks()):
             assert rest(open_shards(source)[number], json.loads(json.dumps(position))) == everything[7 * index + 7 :]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_documents_below_a_lowest_value_are_dropped(tmp_path, kind):
+    records = [{"text": f"t{n}", "token_count": n, "score": 5.0 - n} for n in range(5)]
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        write_json_lines(path, records)
+    else:
+        pa.parquet.write_table(pa.Table.from_pylist(records), path)
+    source = Source(files=str(path), at_least={"token_count": 2, "score": 1.5})
+    assert [document.text for document in read(source)] == ["t2", "t3"]
+    made = [
+        make_document(record, source, False) for records, _ in open_shards(source)[0].chunks() for record in records
+    ]
+    assert [made[n] for n in (0, 1, 4)] == ["token_count under 2", "token_count under 2", "score under 1.5"]
+    with pytest.raises(
+        ValueError, match=r"at_least names 'tokens', and there are 'text', 'token_count', 'score': name"
+    ):
+        read(Source(files=str(path), at_least={"tokens": 2}))
+
+
+def test_a_value_that_is_no_number(tmp_path):
+    path = write_json_lines(tmp_path / "x.jsonl", [{"text": "t", "n": None}, {"text": "t", "n": "7"}])
+    problems = read(Source(files=str(path), at_least={"n": 2}))
+    assert [(problem.where, problem.kind) for problem in problems] == [
+        (f"{path}:1", "wrong type"), (f"{path}:2", "wrong type")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "key"), [("text", "text"), ("summary", "summary")])
+def test_a_missing_field_names_its_key_and_option(tmp_path, field, key):
+    record = {"text": "t", "summary": "s"} | {"body": "b"}
+    del record[field]
+    path = write_json_lines(tmp_path / "x.jsonl", [record])
+    (problem,) = read(Source(files=str(path)), summaries=True)
+    assert f"'{field}'; there are" in problem.detail and f"{key}=FIELD of the source" in problem.detail
+    assert f"--{key}-field" in problem.detail
 
 
 def test_bad_documents_are_skipped_or_refused():

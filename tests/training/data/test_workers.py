@@ -142,6 +142,38 @@ def test_the_first_bad_document_in_order_is_refused(data, tmp_path):
         prepared(refusing, tmp_path / "workers", 3)
 
 
+def test_what_a_source_drops_is_counted_and_never_tokenised(tmp_path):
+    (tmp_path / "calls").mkdir()
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "w1 w2 w3", "n": {n}}}\n' for n in range(100)))
+    source = Source(files=str(tmp_path / "x.jsonl"), at_least={"n": 90})
+    data = TextData(task="text", sources=[source], prepared=tmp_path, bad_documents="skip")
+    store = prepared(data, tmp_path / "folder", 0, calls=tmp_path / "calls")
+    (calls,) = (tmp_path / "calls").iterdir()
+    assert len(store) == len(calls.read_text().splitlines()) == 10
+    counts = json.loads((store.folder / "summary.json").read_text())
+    assert (counts["read"], counts["n under 90"]) == (100, 90)
+    wrong = data.model_copy(update={"sources": [Source(files=str(tmp_path / "x.jsonl"), at_least={"tokens": 90})]})
+    with pytest.raises(ValueError, match=r"x.jsonl:1: at_least names 'tokens'"):
+        prepared(wrong, tmp_path / "wrong", 0)
+
+
+def test_a_run_that_prepares_says_for_how_long(data, tmp_path, monkeypatch, capsys):
+    """By a clock of one second a chunk: 64 documents read, of 640 needed."""
+    (tmp_path / "lines.jsonl").write_text('{"text": "w1 w2 w3"}\n' * 1_000)
+    data = data.model_copy(update={"sources": [Source(files=str(tmp_path / "lines.jsonl"))]})
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(preparation.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(preparation, "ESTIMATE_AFTER_S", 1)
+    need = Need(np.ones_like, 640, "documents")
+    prepared(data, tmp_path / "alone", 0, need)
+    printed = capsys.readouterr().out
+    assert "at 64 documents/s this process needs about 00:09 more" in printed and "condense prepare" in printed
+    prepared(data, tmp_path / "alone", 0, need)
+    assert capsys.readouterr().out == ""
+    prepared(data, tmp_path / "workers", 1, need)
+    assert "this process needs" not in capsys.readouterr().out
+
+
 def test_more_workers_than_shards_is_said(data, tmp_path, capsys):
     one = data.model_copy(update={"sources": data.sources[1:2]})
     prepared(one, tmp_path / "workers", 5)

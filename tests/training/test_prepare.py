@@ -1,0 +1,69 @@
+"""`condense prepare` before a run: the run then reads no document."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from condense.cli import app
+from condense.training.data import preparation
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import save_small_llama
+
+RECIPE = """
+model: {folder}/llama
+output: {folder}/output
+data:
+  task: summarization
+  sources: [{{files: '{folder}/train-*.jsonl'}}]
+  prepared: {folder}/prepared
+stages: [{{total_length: 64, steps: 10}}]
+global_batch: 4
+optimizer: {{warmup_steps: 1}}
+evaluation: {{sequences: 5, sources: [{{files: {folder}/news.jsonl}}, {{files: {folder}/books.jsonl}}]}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    save_small_llama(tmp_path / "llama")
+    for name in ("train-0", "train-1", "train-2", "news", "books"):
+        lines = [json.dumps({"text": "the sea " * n, "summary": "red"}) for n in range(1, 24)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=tmp_path))
+    return path
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_run_finds_everything_prepared(recipe, tmp_path, monkeypatch):
+    done = CliRunner().invoke(app, ["prepare", str(recipe), "--workers", "2"], catch_exceptions=False)
+    assert done.exit_code == 0 and "40 kept" not in done.output and "documents read" in done.output
+    by_workers = contents(tmp_path / "prepared")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    make_examples(load_recipe(recipe, [f"data.prepared={tmp_path}/alone"]), tokenizer)
+    assert contents(tmp_path / "alone") == by_workers and len(by_workers) == 2 * 3
+    # As the model that a run saves is read; and this run opens no source.
+    tokenizer.save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr(preparation, "open_shards", lambda source: pytest.fail("opened a source"))
+    training, held_out = make_examples(load_recipe(recipe), AutoTokenizer.from_pretrained(tmp_path / "saved"))
+    assert training.num_sequences(64) >= 40 and held_out.num_sequences(64) >= 5
+
+
+def test_a_task_without_documents_has_nothing_to_prepare():
+    done = CliRunner().invoke(app, ["prepare", "passkey_finetune_1b"], catch_exceptions=False)
+    assert done.exit_code == 0 and "data.task=passkey" in done.output and "nothing to prepare" in done.output
+
+
+def test_a_stage_that_has_not_run(tmp_path):
+    with pytest.raises(ValueError, match=r"runs/summarize_pretrain_3b.*condense train summarize_pretrain_3b first"):
+        CliRunner().invoke(app, ["prepare", "summarize_finetune_a"], catch_exceptions=False)

@@ -121,8 +121,17 @@ def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
     if not runs:
         return []
     _draw_curves(runs, folder / "training")
-    columns = ["run", "steps", "longest text [segments]", "loss, mean of the last ten lines", "last validation loss"]
-    rows = [[run["name"], f"{run['steps']:,}", run["segments"], run["loss"], run["validation"]] for run in runs]
+    titles = {
+        "name": "run",
+        "steps": "steps",
+        "segments": "longest text [segments]",
+        "loss": "loss, mean of the last ten lines",
+        "validation": "last validation loss",
+        "reference": "the paper's validation loss",
+        "accuracy": "passkeys found in validation",
+    }
+    shown = [name for name in titles if any(run[name] != "" for run in runs)]
+    columns, rows = [titles[name] for name in shown], [[run[name] for name in shown] for run in runs]
     curves = _embed(folder / "training.png")
     return [Section("training", ABOUT["training"], [Table("runs", columns, rows)], [curves], {})]
 
@@ -137,15 +146,25 @@ def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
         needed = ("step", "loss", "segments" if "segments" in line else "learning_rate")
         if wrong := [name for name in needed if not isinstance(line.get(name), int | float)]:
             raise ValueError(f"a line has no number {wrong[0]}")
-    validation = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    validation = next((line for line in reversed(lines) if "eval_loss" in line), {})
     return {
         "name": str(path.parent.relative_to(folder)),
         "lines": losses,
-        "steps": losses[-1]["step"],
+        "steps": f"{losses[-1]['step']:,}",
         "loss": f"{sum(line['loss'] for line in losses[-10:]) / len(losses[-10:]):.4f}",
         "segments": losses[-1].get("segments", ""),
-        "validation": f"{validation[-1]:.4f}" if validation else "",
+        "validation": f"{validation['eval_loss']:.4f}" if validation else "",
+        "reference": _reference_loss(path.with_name("recipe.json")),
+        "accuracy": f"{validation['eval_passkey_accuracy']:.1%}" if "eval_passkey_accuracy" in validation else "",
     }
+
+
+def _reference_loss(recipe: Path) -> str:
+    """The validation loss that a run's recipe names to compare with; empty where it names none."""
+    if not recipe.exists():
+        return ""
+    reference = (json.loads(read_text(recipe)).get("evaluation") or {}).get("reference_loss")
+    return "" if reference is None else f"{reference:g}"
 
 
 def _draw_curves(runs: Sequence[dict[str, Any]], path: Path) -> None:

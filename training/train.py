@@ -115,6 +115,8 @@ def run(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not stop.stopped:
         save(recipe, trainer, batches, process)
+        if process.is_first and (line := validation_line(recipe, trainer.state.log_history)):
+            print(line, flush=True)
     if process.launched:
         distributed.leave()
     if stop.stopped:
@@ -254,6 +256,7 @@ def make_trainer(
         by_segment=recipe.model.has_segments,
         train_dataset=batches.training,
         validation=batches.validation,
+        passkey_background=recipe.data.background if isinstance(recipe.data, PasskeyData) else None,
         max_skipped_steps=recipe.max_skipped_steps,
         seconds_at_peak=seconds_at_peak(recipe, model.config),
         data_collator=_only_item,
@@ -288,6 +291,17 @@ def save(recipe: Recipe, trainer: RecipeTrainer, batches: Batches, process: Proc
         use_default_mode(recipe.output)
         if batches.curriculum is not None:
             batches.curriculum.save(recipe.output)
+
+
+def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | None:
+    """The last validation of a run, beside the loss to compare with."""
+    last = next((line for line in reversed(logged) if "eval_loss" in line), None)
+    if recipe.evaluation is None or last is None:
+        return None
+    reference = recipe.evaluation.reference_loss
+    loss = f"validation loss {last['eval_loss']:.3f}" + ("" if reference is None else f" (the paper's: {reference:g})")
+    accuracy = last.get("eval_passkey_accuracy")
+    return loss if accuracy is None else f"{loss}, passkey accuracy {accuracy:.1%}"
 
 
 def main() -> None:

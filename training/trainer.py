@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerControl
 
 from .allocator import cuda_memory
 from .data.batches import ValidationBatches
+from .passkey_accuracy import num_found
 from .recipe import ObjectiveKind
 
 UNTOUCHED = "The optimizer has not moved, and the last complete checkpoint is as it was."
@@ -94,6 +95,7 @@ class RecipeTrainer(Trainer):
         objective: ObjectiveKind,
         by_segment: bool,
         validation: ValidationBatches | None = None,
+        passkey_background: int | None = None,
         max_skipped_steps: int = 0,
         seconds_at_peak: Callable[[int], float] | None = None,
         **kwargs,
@@ -103,6 +105,7 @@ class RecipeTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # lets Trainer count the targets, for the objective
         self.objective, self.by_segment = objective, by_segment
         self.validation, self.max_skipped_steps = validation, max_skipped_steps
+        self.passkey_background = passkey_background  # tokens before the answer that have labels; None: no passkeys
         self.seconds_at_peak = seconds_at_peak or (lambda tokens: math.nan)
         self.names: list[str] = []  # of the micro-batches of the current step
         self._start_window()
@@ -177,12 +180,13 @@ class RecipeTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """The mean loss over all targets of the validation sequences, which are divided among the ranks.
 
-        Where they come from several sources, the mean of each source too.
+        Where they come from several sources, the mean of each source too; of passkeys also the accuracy: the share of
+        sequences whose whole answer the model gives.
         """
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
-        losses, by_source = SegmentLosses(self.args.device), SegmentLosses(self.args.device)
+        losses, by_source, found = SegmentLosses(self.args.device), SegmentLosses(self.args.device), 0
         names = self.validation.source_names
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
@@ -192,8 +196,10 @@ class RecipeTrainer(Trainer):
             batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():
                 output = self.objective.losses(model, batch, num_targets=1)
+                now = 0 if self.passkey_background is None else num_found(model, batch, self.passkey_background)
             if n < len(numbers):
                 losses.add(output.sums_S, output.targets_S)
+                found += now
                 if names:
                     own = torch.arange(len(names)) == self.validation.source(numbers[n])
                     by_source.add(own.to(self.args.device) * output.sums_S.sum(), own * output.targets_S.sum().cpu())
@@ -205,6 +211,8 @@ class RecipeTrainer(Trainer):
                 metrics[f"loss_{name}"] = (loss / targets).item()
         if self.by_segment:
             metrics |= by_octave(losses_S, targets_S)
+        if self.passkey_background is not None:
+            metrics["passkey_accuracy"] = over_ranks(found, self.args.device) / len(self.validation)
         metrics["seconds"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)

@@ -27,6 +27,11 @@ def folder(tmp_path_factory):
     lines = [{"step": 10 * i, "loss": 1 / i, "segments": i} for i in range(1, 5)] + [{"step": 40, "eval_loss": 0.25}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "run" / "trained" / "log.jsonl").write_text(text)
+    (folder / "staged").mkdir()
+    lines = [{"step": 5000, "loss": 2.0, "learning_rate": 1e-4}, {"step": 5000, "eval_loss": 2.5}]
+    lines[-1]["eval_passkey_accuracy"] = 0.875
+    (folder / "staged" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "staged" / "recipe.json").write_text(json.dumps({"evaluation": {"reference_loss": 2.323}}))
     return folder
 
 
@@ -35,6 +40,7 @@ def test_the_page_stands_alone(folder):
     assert "a &lt;test&gt;" in page and "a &lt;b&gt;: % correct" in page and page.count("data:image/png;base64,") == 2
     assert "src=" in page and 'src="http' not in page and re.findall('href="([^#][^"]*)"', page) == []
     cells = re.findall("<td>([^<]*)", page)
+    assert cells[cells.index("staged") :][:7] == ["staged", "5,000", "", "2.0000", "2.5000", "2.323", "87.5%"]
     for cell in ("1,000", "75.0", "2.0", "run/trained", "0.5208", "0.2500"):
         assert cell in cells, cell
     assert run_metadata()["hardware"] in page and f"torch {run_metadata()['versions']['torch']}" in page

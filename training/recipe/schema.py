@@ -156,6 +156,9 @@ class Evaluation(Section):
     every: int | None = Field(None, ge=1, description="steps; None: before the first one and after each stage")
     sequences: int = Field(64, ge=1)
     sources: list[Source] = Field([], description="its documents; none: some training documents are held out")
+    reference_loss: Annotated[float | None, MAY_CHANGE] = Field(
+        None, ge=0, description="the paper's, shown beside the run's own"
+    )
 
 
 class Checkpoints(Section):

@@ -26,20 +26,20 @@ def test_shipped_recipes_are_valid(path):
     assert isinstance(load_recipe(path), Recipe)
 
 
-TABLE_3 = {  # total lengths, steps, learning rates, smallest document
-    "passkey_pretrain_1b": ([4096], [6491], 6e-5, 2e-5, 4097),
-    "passkey_finetune_1b": ([2048, 4096, 8192, 16384], [500, 300, 1000, 1000], 6e-5, 6e-5, None),
-    "summarize_pretrain_3b": ([5120], [9426], 6e-5, 6e-6, 6145),
-    "summarize_finetune_a": ([3072], [3700], 6e-6, 6e-7, None),
-    "summarize_finetune_b": ([5632], [3855], 6e-6, 6e-7, None),
-    "summarize_llama_baseline": ([3072], [112], 6e-6, 6e-7, None),
+TABLE_3 = {  # total lengths, steps, learning rates, smallest document, validation loss
+    "passkey_pretrain_1b": ([4096], [6491], 6e-5, 2e-5, 4097, 2.323),
+    "passkey_finetune_1b": ([2048, 4096, 8192, 16384], [500, 300, 1000, 1000], 6e-5, 6e-5, None, 0),
+    "summarize_pretrain_3b": ([5120], [9426], 6e-5, 6e-6, 6145, 2.16),
+    "summarize_finetune_a": ([3072], [3700], 6e-6, 6e-7, None, 1.33),
+    "summarize_finetune_b": ([5632], [3855], 6e-6, 6e-7, None, 1.35),
+    "summarize_llama_baseline": ([3072], [112], 6e-6, 6e-7, None, 1.29),
 }
 
 
 @pytest.mark.parametrize("name", TABLE_3)
 def test_table_3(name):
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    lengths, steps, rate, floor, shortest = TABLE_3[name]
+    lengths, steps, rate, floor, shortest, loss = TABLE_3[name]
     assert [stage.total_length for stage in recipe.stages] == lengths
     assert [stage.steps for stage in recipe.stages] == steps
     assert (recipe.optimizer.learning_rate, recipe.optimizer.final_learning_rate) == (rate, floor)
@@ -53,6 +53,7 @@ def test_table_3(name):
         assert recipe.model.kind == "llama"
     else:
         assert recipe.model.kind == "condense" and recipe.model.segment_length == 512
+    assert recipe.evaluation.reference_loss == loss
     assert shortest is None or recipe.data.min_tokens == shortest
     tiny = load_recipe(RECIPES / f"{name}_tiny.yaml")  # the same run, smaller
     assert (tiny.data.task, tiny.model.kind) == (recipe.data.task, recipe.model.kind)

@@ -1,0 +1,29 @@
+"""How many passkeys a model finds, beside its loss: small losses also come from text that is easy to predict.
+
+Axes: B rows, N tokens.
+"""
+
+from typing import Any
+
+import torch
+
+from condense.configuration import IGNORE_INDEX
+
+
+def num_found(model: Any, batch: dict[str, torch.Tensor], background: int) -> int:
+    """Rows [B, N] whose whole answer the model gives, each token as the likeliest one after those before it.
+
+    Greedy decoding gives the same, one token at a time. A row's labels are `background` tokens of its text, then its
+    answer.
+    """
+    labels_BN = batch["labels"]
+    starts = [int(labels_N.ne(IGNORE_INDEX).nonzero()[background]) for labels_N in labels_BN]
+    first = min(starts)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    kept = labels_BN.shape[1] - first + 1  # a token is predicted in the column before it
+    said_BN = model(**inputs, use_cache=False, logits_to_keep=kept).logits[:, :-1].argmax(dim=-1)
+    found = 0
+    for start, labels_N, said_N in zip(starts, labels_BN[:, first:], said_BN, strict=True):
+        answer_N, said_N = labels_N[start - first :], said_N[start - first :]
+        found += bool(((answer_N == said_N) | (answer_N == IGNORE_INDEX)).all())
+    return found

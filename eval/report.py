@@ -146,7 +146,7 @@ def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
         needed = ("step", "loss", "segments" if "segments" in line else "learning_rate")
         if wrong := [name for name in needed if not isinstance(line.get(name), int | float)]:
             raise ValueError(f"a line has no number {wrong[0]}")
-    validation = next((line for line in reversed(lines) if "eval_loss" in line), {})
+    validation: dict[str, float] = next((line for line in reversed(lines) if "eval_loss" in line), {})
     return {
         "name": str(path.parent.relative_to(folder)),
         "lines": losses,

@@ -69,6 +69,7 @@ class Log(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Deletes lines that a killed run logged after its last checkpoint: those steps run again."""
+        state.logging_steps = args.logging_steps  # Trainer takes the checkpoint's
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
             done = state.global_step or -1

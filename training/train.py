@@ -35,6 +35,7 @@ from condense.training import distributed
 from condense.training.allocator import record_history, snapshot_when_full
 from condense.training.callbacks import Evaluations, GrowCurriculum, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
+from condense.training.checkpoints.contents import contents
 from condense.training.checkpoints.resume import find_checkpoint, make_universal
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
@@ -46,6 +47,7 @@ from condense.training.output_lock import output_lock
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
 from condense.training.recipe import PasskeyData, Recipe, load_recipe
+from condense.training.recipe.objectives import NextToken
 from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
 from condense.training.trainer import RecipeTrainer
@@ -256,7 +258,7 @@ def make_trainer(
         by_segment=recipe.model.has_segments,
         train_dataset=batches.training,
         validation=batches.validation,
-        passkey_background=recipe.data.background if isinstance(recipe.data, PasskeyData) else None,
+        passkey_background=passkey_background(recipe),
         max_skipped_steps=recipe.max_skipped_steps,
         seconds_at_peak=seconds_at_peak(recipe, model.config),
         data_collator=_only_item,
@@ -267,13 +269,20 @@ def make_trainer(
     return trainer
 
 
+def passkey_background(recipe: Recipe) -> int | None:
+    """The labelled tokens of a passkey's text; None where validation finds no passkeys by predicting next tokens."""
+    if isinstance(recipe.data, PasskeyData) and isinstance(recipe.objective, NextToken):
+        return recipe.data.background
+    return None
+
+
 def make_callbacks(recipe: Recipe, curriculum: CurriculumState | None) -> list[TrainerCallback]:
     """In the order in which they run: a curriculum grows before the checkpoint records it, and before the log line."""
     write_state = curriculum.save if curriculum else None
     return [
         *([GrowCurriculum(curriculum)] if curriculum else []),
         *([Evaluations(recipe)] if recipe.evaluation else []),
-        CompleteCheckpoints(write_state, recipe.checkpoints.keep, recipe.model_dump(mode="json")),
+        CompleteCheckpoints(write_state, recipe.checkpoints.keep, recipe.model_dump(mode="json"), contents(recipe)),
         Log(recipe.output / "log.jsonl"),
         Progress(),
     ]

@@ -1,6 +1,7 @@
 """A signal ends a run with a checkpoint, and the same command continues it: in one process, on two ranks, for real."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,18 @@ def test_a_signal_stops_after_the_current_step_and_the_run_continues(recipe, tmp
     assert not (tmp_path / "model.safetensors").exists()
     train.train(loaded, stop_on=[signal.SIGUSR1])
     assert_losses(tmp_path, expected(recipe, ranks=1)[0], stopped_after=3)
+
+
+def test_a_run_resumes_from_a_moved_model_with_another_log(recipe, tmp_path, monkeypatch):
+    output = f"output={tmp_path / 'out'}"
+    monkeypatch.setattr(CondenseForCausalLM, "forward", SignalInStep(4, micro_batches=2))
+    with pytest.raises(Stopped):
+        train.train(load_recipe(recipe, [output]), stop_on=[signal.SIGUSR1])
+    shutil.copytree(recipe.parent, tmp_path / "moved")
+    train.train(load_recipe(recipe, [output, f"model={tmp_path / 'moved'}", "log_every=1"]))
+    lines, losses = log_lines(tmp_path / "out"), expected(recipe, ranks=1)[0]
+    assert [line["step"] for line in lines] == [2, 4, 5, 6, 7, 8]
+    assert [line["loss"] for line in lines[2:]] == pytest.approx(losses[4:], abs=1e-4)
 
 
 def train_with_a_signal(arguments: list[str], step: int) -> None:

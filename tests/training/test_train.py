@@ -298,12 +298,18 @@ def test_a_gradient_that_is_not_finite(stages, tmp_path, allowed):
 
 
 def test_a_run_goes_on_under_its_own_recipe(stages, finished):
-    changes = ["optimizer.beta2=0.9", "evaluation.sequences=3", "stages.1.steps=9"]
-    kept = ["micro_batch=1", "checkpoints.keep=5", "attention=sdpa", "deepspeed=deepspeed_configs/zero1.json"]
+    changes = ["optimizer.beta2=0.9", "stages.1.steps=9"]
+    kept = [
+        "micro_batch=1",
+        "evaluation.sequences=3",
+        "checkpoints.keep=5",
+        "attention=sdpa",
+        "deepspeed=deepspeed_configs/zero1.json",
+    ]
     assert find_checkpoint(load_recipe(stages, [f"output={finished}", *kept])) == finished / "checkpoint-8"
     with pytest.raises(ValueError, match="optimizer.beta2 was 0.95 and is 0.9") as error:
         find_checkpoint(load_recipe(stages, [f"output={finished}", *kept, *changes]))
-    for words in ("evaluation.sequences was None and is 3", "stages was [", "model=", "checkpoint-8 output=FOLDER"):
+    for words in ("stages was [", "model=", "checkpoint-8 output=FOLDER"):
         assert words in str(error.value)
     assert "attention" not in str(error.value)
     with pytest.raises(ValueError, match="seed was 0 and is 1"):

@@ -3,7 +3,7 @@
 Trainer and DeepSpeed write a checkpoint's files in place, so a killed run leaves a folder that looks
 complete. A marker is written last: only folders that have it count, and older ones are deleted only after that.
 It lists all files with their sizes, so that a checkpoint that lost a file later is refused, and holds
-the recipe, so that a run resumes under the recipe it began with.
+the recipe and what its files held, so that a run resumes under the recipe it began with.
 """
 
 import json
@@ -71,8 +71,11 @@ def _step(path: Path) -> int:
 class CompleteCheckpoints(TrainerCallback):
     """Completes each checkpoint: calls `write` with its folder, writes the marker, then deletes older checkpoints."""
 
-    def __init__(self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any]):
-        self.write, self.keep, self.recipe = write, keep, recipe
+    def __init__(
+        self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any], contents: dict[str, Any]
+    ):
+        self.write, self.keep = write, keep
+        self.described = {"recipe": recipe, "contents": contents}
 
     def on_save(self, args, state, control, **kwargs):
         if dist.is_initialized():
@@ -87,7 +90,7 @@ class CompleteCheckpoints(TrainerCallback):
         files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
         zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else None
         marker = {"step": state.global_step, "ranks": args.world_size, "zero_stage": zero_stage}
-        marker |= {"recipe": self.recipe, "files": files}
+        marker |= {**self.described, "files": files}
         partial.write_text(json.dumps(marker), encoding="utf-8")
         partial.rename(folder / MARKER)
         kept = checkpoints(folder.parent)[-self.keep :]

@@ -8,9 +8,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..recipe import Recipe
+from ..recipe import Evaluation, Recipe
 from ..recipe.section import may_change
 from .complete import check, newest_checkpoint
+from .contents import contents
 from .pickles import check_pickles
 
 
@@ -18,22 +19,66 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
     """The checkpoint to resume from: the output's newest complete one, or else `resume`.
 
     Raises `ValueError` for a damaged one, for one that could run code when it is loaded, and for one that another
-    recipe has written: the restored state of the optimizer and the learning rate would override the new values.
+    recipe has written: the restored state of the optimizer and the learning rate would override the new values. Files
+    that were moved are the same recipe, those whose content has changed are another one.
     """
     checkpoint = newest_checkpoint(recipe.output) or recipe.resume
     if checkpoint is not None:
-        before, now = _flat(migrate(check(checkpoint)["recipe"])), _flat(recipe.model_dump(mode="json"))
-        free = may_change(Recipe)
-        changed = [name for name in before | now if name not in free and before.get(name) != now.get(name)]
-        if changed:
-            was = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
+        changes = _changes(check(checkpoint), recipe)
+        if changes:
             raise ValueError(
-                f"checkpoint {checkpoint} comes from another recipe: {was}. A run resumes under the recipe it began "
-                f"with: undo the change, or start another run from these weights with model={checkpoint} "
-                "output=FOLDER."
+                f"checkpoint {checkpoint} comes from another recipe: {'; '.join(changes)}. A run resumes under the "
+                f"recipe it began with: undo the change, or start another run from these weights with "
+                f"model={checkpoint} output=FOLDER."
             )
         check_pickles(checkpoint)
     return checkpoint
+
+
+def _changes(marker: dict[str, Any], recipe: Recipe) -> list[str]:
+    """What has changed since the checkpoint was written, and may not, each in words."""
+    before, now = migrate(marker["recipe"]), recipe.model_dump(mode="json")
+    free = _may_change(before, now)
+    before, now = _flat(before), _flat(now)
+    # Checkpoints of former versions have no contents: there the paths must be the same.
+    held = marker.get("contents", {})
+    holds = contents(recipe) if held else {}
+    changes = []
+    for name in before | now:
+        was, is_now = before.get(name), now.get(name)
+        if name in holds and name in held:
+            if _without_paths(was, held[name]) == _without_paths(is_now, holds[name]):
+                continue
+            if was == is_now:
+                changes.append(f"the files of {name} ({is_now!r}) hold something else than when the run began")
+                continue
+        if name not in free and was != is_now:
+            changes.append(f"{name} was {was!r} and is {is_now!r}")
+    return changes
+
+
+def _may_change(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    free = may_change(Recipe)
+    if not _holds_out(before) and not _holds_out(now):
+        free |= {f"evaluation.{name}" for name in Evaluation.model_fields}
+    return free - {"log_every"} if now["curriculum"] else free  # a curriculum grows with the logged losses
+
+
+def _holds_out(recipe: dict[str, Any]) -> bool:
+    """Whether validation takes documents from those to train on."""
+    evaluation = recipe.get("evaluation")
+    return recipe["data"]["task"] != "passkey" and evaluation is not None and not evaluation["sources"]
+
+
+def _without_paths(value: Any, held: list[list[str] | None]) -> list[Any]:
+    """`data.sources` or `model.source`, with the content of files in the place of their paths."""
+    parts = value if isinstance(value, list) else [value]
+    if len(parts) != len(held):
+        return parts
+    return [
+        part if content is None else [content, part | {"files": ""} if isinstance(part, dict) else ""]
+        for part, content in zip(parts, held, strict=True)
+    ]
 
 
 def migrate(recipe: dict[str, Any]) -> dict[str, Any]:

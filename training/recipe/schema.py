@@ -153,7 +153,9 @@ class Optimizer(Section):
 class Evaluation(Section):
     """Loss on sequences that are not trained on: before the first step, every `every` steps, and after each stage."""
 
-    every: int | None = Field(None, ge=1, description="steps; None: before the first one and after each stage")
+    every: Annotated[int | None, MAY_CHANGE] = Field(
+        None, ge=1, description="steps; None: before the first one and after each stage"
+    )
     sequences: int = Field(64, ge=1)
     sources: list[Source] = Field([], description="its documents; none: some training documents are held out")
     reference_loss: Annotated[float | None, MAY_CHANGE] = Field(
@@ -198,7 +200,7 @@ class Recipe(Section):
     resume: Annotated[Path | None, MAY_CHANGE] = Field(
         None, description="a checkpoint of another output, used while this output has none of its own"
     )
-    log_every: int = Field(10, ge=1)
+    log_every: Annotated[int, MAY_CHANGE] = Field(10, ge=1)
     max_skipped_steps: Annotated[int, MAY_CHANGE] = Field(
         0, ge=0, description="steps with a gradient that is not finite; more end the run"
     )

@@ -1,8 +1,13 @@
-"""Checkpoints of former recipes are compared under today's keys."""
+"""A run resumes under the recipe it began with: former keys, moved files, and what may change."""
+
+import json
+import shutil
 
 import pytest
 
-from condense.training.checkpoints.resume import migrate
+from condense.training.checkpoints.complete import MARKER
+from condense.training.checkpoints.contents import contents
+from condense.training.checkpoints.resume import find_checkpoint, migrate
 from condense.training.recipe import Recipe
 
 RECIPE = {
@@ -39,3 +44,128 @@ def test_a_former_recipe_is_todays(former, model):
     assert migrate(stored) == today
     assert migrate(today) == today
     assert stored["model"] == "m" and stored["optimizer"] == FORMER_OPTIMIZER  # its own copy
+
+
+DOCUMENTS = {
+    "output": "o",
+    "stages": [{"total_length": 64, "steps": 20}],
+    "global_batch": 8,
+    "optimizer": {"warmup_steps": 10},
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files of documents, one of them large, for validation a third, and the folder of a model."""
+    for name, text in (("a", "one"), ("b", "two " * 500_000), ("held-out", "three")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(100))
+    return tmp_path
+
+
+def recipe_of(files, own_validation=True, **others):
+    sources = [{"files": str(files / "*[ab].txt")}, {"hub": "owner/name"}]
+    evaluation = {"sequences": 4, "sources": [{"files": str(files / "held-out.txt")}] if own_validation else []}
+    data = {"task": "text", "sources": sources, "prepared": str(files / "prepared")}
+    given = {"model": str(files / "model"), "data": data, "evaluation": evaluation, **DOCUMENTS}
+    return Recipe(**given | {"output": str(files / "out")} | others)
+
+
+def write_checkpoint(recipe, with_contents=True):
+    """One without weights, and without what former versions did not write."""
+    folder = recipe.output / "checkpoint-4"
+    folder.mkdir(parents=True)
+    marker = {"step": 4, "ranks": 1, "zero_stage": None, "files": {}, "recipe": recipe.model_dump(mode="json")}
+    marker |= {"contents": contents(recipe)} if with_contents else {}
+    (folder / MARKER).write_text(json.dumps(marker))
+    return folder
+
+
+def test_moved_files_are_the_same_recipe(files):
+    recipe = recipe_of(files)
+    checkpoint = write_checkpoint(recipe)
+    assert find_checkpoint(recipe) == checkpoint
+    moved = files / "elsewhere"
+    moved.mkdir()
+    for name in ("a.txt", "b.txt", "model"):
+        (files / name).rename(moved / name)
+    (files / "held-out.txt").rename(moved / "held-out.txt")
+    assert find_checkpoint(recipe_of(moved, output=str(files / "out"))) == checkpoint
+
+
+def append(path):
+    path.write_text(path.read_text() + ".")
+
+
+def change_the_end(path):
+    path.write_text(path.read_text()[:-1] + ".")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda files: append(files / "a.txt"), r"data\.sources.* hold something else than when the run began"),
+        (lambda files: change_the_end(files / "b.txt"), r"data\.sources.* hold something else"),
+        (lambda files: (files / "another-a.txt").write_text("four"), r"data\.sources.* hold something else"),
+        (lambda files: (files / "model" / "model.safetensors").write_bytes(bytes(99) + b"."), r"model\.source"),
+    ],
+    ids=["a document", "the end of a large file", "one file more", "weights"],
+)
+def test_changed_files_are_another_recipe(files, change, words):
+    recipe = recipe_of(files)
+    write_checkpoint(recipe)
+    change(files)
+    with pytest.raises(ValueError, match=words):
+        find_checkpoint(recipe)
+
+
+def test_moved_and_changed_files_are_named(files):
+    checkpoint = write_checkpoint(recipe_of(files))
+    moved = files / "elsewhere"
+    shutil.copytree(files, moved, ignore=shutil.ignore_patterns("out", "elsewhere"))
+    append(moved / "a.txt")
+    with pytest.raises(ValueError, match=r"data\.sources was .* and is .*elsewhere") as error:
+        find_checkpoint(recipe_of(moved, output=str(files / "out")))
+    assert "model.source" not in str(error.value) and str(checkpoint) in str(error.value)
+
+
+def test_checkpoints_of_former_versions_have_their_paths_compared(files):
+    checkpoint = write_checkpoint(recipe_of(files), with_contents=False)
+    assert find_checkpoint(recipe_of(files)) == checkpoint
+    moved = files / "elsewhere"
+    shutil.copytree(files, moved, ignore=shutil.ignore_patterns("out", "elsewhere"))
+    with pytest.raises(ValueError, match=r"model\.source was .*; data\.sources was "):
+        find_checkpoint(recipe_of(moved, output=str(files / "out")))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        ({}, {"evaluation": {"sequences": 9, "sources": [{"hub": "another/one"}]}}, None),
+        ({}, {"evaluation": None}, None),
+        ({"evaluation": None}, {}, None),
+        ({"evaluation": {"every": 5}}, {"evaluation": {"every": 7, "reference_loss": 2.0}}, None),
+        ({"evaluation": {}}, {"evaluation": {"sequences": 9}}, r"evaluation\.sequences was 64 and is 9"),
+        ({"evaluation": None}, {"evaluation": {}}, r"evaluation\.sources was None and is \[\]"),
+        ({}, {"evaluation": {"sequences": 4}}, r"evaluation\.sources was .*held-out.* and is \[\]"),
+        ({}, {"log_every": 5}, None),
+        ({}, {"data": {"task": "passkey"}, "evaluation": None}, r"data\.task was 'text' and is 'passkey'"),
+    ],
+)
+def test_validation_and_logging_may_change_unless_they_change_what_is_trained_on(files, before, now, refused):
+    checkpoint = write_checkpoint(recipe_of(files, **before))
+    if refused is None:
+        assert find_checkpoint(recipe_of(files, **now)) == checkpoint
+    else:
+        with pytest.raises(ValueError, match=refused):
+            find_checkpoint(recipe_of(files, **now))
+
+
+def test_a_curriculum_grows_with_its_log_lines(files):
+    curriculum = {"stages": None, "global_batch": None, "evaluation": None, "data": {"task": "passkey"}}
+    curriculum["curriculum"] = {"steps": 60, "tokens_per_step": 4096}
+    write_checkpoint(recipe_of(files, **curriculum))
+    with pytest.raises(ValueError, match="log_every was 10 and is 5"):
+        find_checkpoint(recipe_of(files, **curriculum, log_every=5))

@@ -1,0 +1,51 @@
+"""What the files that a recipe names hold: a run resumes after they were moved, and not after they were changed.
+
+A file is known by its size and a hash: of all its bytes or, where it is large, of blocks spread over it.
+"""
+
+import hashlib
+import os
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+from ..data.shards import source_files
+from ..recipe import DocumentData, Recipe
+
+BLOCK, BLOCKS = 2**17, 8  # bytes; the first and the last block of a file are among them
+MODEL_FILES = ("config.json", "tokenizer*", "*.safetensors", "*.bin")
+
+Contents = dict[str, list[list[str] | None]]
+
+
+def contents(recipe: Recipe) -> Contents:
+    """Hashes of the files of each of `data.sources` and of `model.source`; None for what comes from the hub."""
+    found: Contents = {}
+    if isinstance(recipe.data, DocumentData):
+        sources = recipe.data.sources
+        found["data.sources"] = [
+            None if source.files is None else [content(path) for path in source_files(source)] for source in sources
+        ]
+    folder = Path(recipe.model.source)
+    files = sorted(chain.from_iterable(map(folder.glob, MODEL_FILES)))
+    found["model.source"] = [[f"{path.name} {content(path)}" for path in files] if folder.is_dir() else None]
+    return found
+
+
+def content(path: Path) -> str:
+    """The size and hash of a file's content."""
+    stat = path.stat()
+    return _content(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _content(path: Path, size: int, _: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= BLOCK * BLOCKS:
+            digest.update(file.read())
+        else:
+            for n in range(BLOCKS):
+                file.seek((size - BLOCK) * n // (BLOCKS - 1), os.SEEK_SET)
+                digest.update(file.read(BLOCK))
+    return f"{path.suffix} {size} {digest.hexdigest()[:16]}"

@@ -6,6 +6,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "n
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "tie_word_embeddings": True}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 LLAMA_1B |= {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True}
+LLAMA_3B = LLAMA_1B | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128}
 PLAIN = {"zero_optimization": {"stage": 0}}
 
 

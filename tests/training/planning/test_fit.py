@@ -4,13 +4,19 @@ import pytest
 from transformers import LlamaConfig
 
 from condense import CondenseConfig
-from condense.training.planning.fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves
+from condense.training.planning.fit import (
+    GIB,
+    UNCOUNTED,
+    WAVE_ACTIVATIONS,
+    default_ranks,
+    propose,
+    reasons_without_waves,
+)
 from condense.training.planning.memory import estimate
 from condense.training.recipe import Recipe, load_recipe
 
-from .shapes import LLAMA_1B, PLAIN, SMALL, recipe
+from .shapes import LLAMA_1B, LLAMA_3B, PLAIN, SMALL, recipe
 
-LLAMA_3B = LLAMA_1B | {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128}
 LARGE = {"passkey_pretrain_1b": 8, "passkey_finetune_1b": 2, "summarize_pretrain_3b": 2, "summarize_finetune_a": 4}
 LARGE |= {"summarize_finetune_b": 2, "summarize_llama_baseline": 4}
 
@@ -36,7 +42,7 @@ def test_the_largest_that_fits_and_divides():
     def needs(rows, checkpointing):
         tried = recipe(256, rows, segment_length=32, global_batch=12, checkpointing=checkpointing)
         parts = estimate(config, tried, PLAIN, 2)
-        return parts.total + UNCOUNTED + (0 if checkpointing else int(0.07 * parts.activations))
+        return parts.total + UNCOUNTED + (0 if checkpointing else int(WAVE_ACTIVATIONS * parts.activations))
 
     for rows in (6, 3, 2, 1):
         for memory in (needs(rows, False), needs(rows, False) - 1):

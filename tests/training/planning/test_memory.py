@@ -13,13 +13,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
+from condense.execution.stacking import stack_of
 from condense.training import distributed
+from condense.training.planning.fit import WAVE_ACTIVATIONS
 from condense.training.planning.memory import estimate
 from condense.training.planning.passes import parameter_shapes
 from condense.training.recipe import Recipe
 
 from ..ranks import run_ranks
-from .shapes import LLAMA_1B, PLAIN, SMALL, recipe
+from .shapes import LLAMA_1B, LLAMA_3B, PLAIN, SMALL, recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -58,12 +60,15 @@ def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, in
         if trained.model.kind == "condense":
             given = {"segment_length": trained.model.segment_length, "bptt_segments": trained.model.bptt_segments}
             shape = CondenseConfig(
-                schedule="sequential", **fields | {key: value for key, value in given.items() if value}
+                schedule=trained.model.schedule.replace("auto", "sequential"),
+                **fields | {key: value for key, value in given.items() if value},
             )
             model = CondenseForCausalLM._from_config(shape, attn_implementation=trained.attention)
         else:
             model = LlamaForCausalLM._from_config(config, attn_implementation=trained.attention)
     model = model.to(getattr(torch, trained.dtype)).train()
+    if trained.model.kind == "condense" and trained.model.schedule == "wavefront":
+        stack_of(model.model.layers)  # which moves the weights
     if trained.gradient_checkpointing:
         model._set_gradient_checkpointing(True, _checkpoint)
     ids = torch.zeros(trained.micro_batch, trained.stages[0].total_length, dtype=torch.long)
@@ -182,6 +187,19 @@ def test_a_model_of_1b_with_the_flash_kernel(total, rows, fields, monkeypatch):
     assert expected_peak(config, trained) == pytest.approx(peak, rel=0.06)
     if folded and not trained.gradient_checkpointing:
         assert parts.activations + parts.memories == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [LLAMA_1B, LLAMA_3B], ids=["1b", "3b"])
+def test_waves_keep_no_more_than_is_planned_for_them(shape, monkeypatch):
+    """On the meta device: more than the sequential order, by no more than the share that proposals add."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _flash)
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    config, trained = LlamaConfig(**shape), recipe(4096, 2, segment_length=512, schedule="wavefront")
+    parts = estimate(config, trained, PLAIN, 1)
+    kept, peak = measure(config, trained, "meta")
+    assert 0 < kept - parts.memories - parts.activations < WAVE_ACTIVATIONS * parts.activations
+    assert peak < expected_peak(config, trained) + WAVE_ACTIVATIONS * parts.activations
 
 
 def test_parameters_of_llama_3_2_1b():

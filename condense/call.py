@@ -31,8 +31,16 @@ class Call:
         """
         if self.cache is not None and self.cache.last_hidden_BD is not None:
             return self.cache.last_hidden_BD
-        like = self.inputs if self.inputs.is_floating_point() else weight
-        return like.new_zeros(self.batch.batch_size, hidden_size)
+        return self.like_hidden(weight).new_zeros(self.batch.batch_size, hidden_size)
+
+    def like_hidden(self, weight: torch.Tensor) -> torch.Tensor:
+        """A tensor with the device and the dtype of hidden states: embeddings that are given, or else a weight.
+
+        A weight that accelerate keeps in host memory or on disk between its uses is on the device "meta".
+        """
+        if self.inputs.is_floating_point():
+            return self.inputs
+        return self.inputs.new_empty(0, dtype=weight.dtype) if weight.is_meta else weight
 
     def end(self) -> None:
         """The output is computed: the state in the cache is complete."""

@@ -188,8 +188,9 @@ class CondenseModel(CondensePreTrainedModel):
                 cache.store_last_hidden(normed_RTD, chunk)
             return output_function(normed_RTD, chunk)
 
-        like = inputs if inputs.is_floating_point() else self.norm.weight
-        metadata = self.metadata_builder(like, batch, state, durations_BN, has_cache=cache is not None)
+        metadata = self.metadata_builder(
+            call.like_hidden(self.norm.weight), batch, state, durations_BN, has_cache=cache is not None
+        )
         executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, call.checkpoint_function)
         outputs: list[ChunkOutput] = []
         for chunk in state.positions.chunks(batch.lengths):

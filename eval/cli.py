@@ -17,6 +17,7 @@ from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
+from .tasks import run_task as measure_task
 from .tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SuiteOptions, SummarizationOptions
 
 evaluations = typer.Typer(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
@@ -67,7 +68,12 @@ def command(
             check_installed(f"condense {name}", "harness")
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
-        action(from_command_line(options, given), output, **others)
+        chosen = from_command_line(options, given)
+        if not hasattr(chosen, "ranks"):
+            from .ranks import check_alone
+
+            check_alone(name)
+        action(chosen, output, **others)
 
     models, *rest = parameters(options)
     folder = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, annotation=Output)
@@ -76,17 +82,14 @@ def command(
     return run_command
 
 
-def run_task(kind: str, options: Options, output: Path) -> None:
-    """Measures one task and prints its results."""
-    from .runner import run
-
-    task = find_task(kind).load(options)
-    show(run(task, output), task, output)
-
-
-def run_attention(options: AttentionOptions, output: Path) -> None:
-    run_task("attention", options, output)
-    print(f"{output}/attention_mass.png and .svg")
+def run_task(kind: str, options: Options, output: Path, *more: str) -> None:
+    """Measures one task; the first process prints its results, and the names of its files and of `more` pictures."""
+    results = measure_task(kind, options, output)
+    if results is None:
+        return
+    show(results, find_task(kind), output)
+    for picture in more:
+        print(f"{output}/{picture}.png and .svg")
 
 
 def run_probe(options: ProbeOptions, output: Path, name: str) -> None:
@@ -130,7 +133,9 @@ passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
-attention = command(AttentionOptions, run_attention, "attention")
+attention = command(
+    AttentionOptions, lambda options, output: run_task("attention", options, output, "attention_mass"), "attention"
+)
 profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 for evaluation in (passkey, perplexity, summarization, suite):

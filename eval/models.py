@@ -1,59 +1,110 @@
 """The models that are evaluated: folded and stock ones, loaded and run in the same way."""
 
+import gc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
 import condense  # noqa: F401  registers folded models with the Auto classes
 from condense.cache import FoldedCache
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
-from condense.loading import check_source, load_model, load_tokenizer
+from condense.loading import check_source, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
 
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
 PREFILL_TOKENS = 8192  # columns of a prompt in one call: the memory beside the state does not grow with the prompt
 
 
-class EvaluatedModel(NamedTuple):
+class EvaluatedModel:
     """A model and its tokenizer, under the name that tables and plots use."""
 
-    name: str
-    source: str
-    model: Any
-    tokenizer: Any
+    def __init__(self, name: str, source: str, model: Any, tokenizer: Any):
+        self.name, self.source, self.tokenizer, self.config = name, source, tokenizer, model.config
+        self._model, self._description = model, dict[str, Any]()
+
+    @property
+    def model(self) -> Any:
+        return self._model
 
     @property
     def segment_length(self) -> int | None:
         """None for a stock model."""
-        return getattr(self.model.config, "segment_length", None)
+        return getattr(self.config, "segment_length", None)
 
     def describe(self) -> dict[str, Any]:
         """The fields that identify a model in the settings of a measurement."""
-        config = self.model.config
-        return {
-            "name": self.name,
-            "source": self.source,
-            "model_type": config.model_type,
-            "parameters": self.model.num_parameters(),
-            "segment_length": self.segment_length,
-            "memory_source": getattr(config, "memory_source", None),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": self.model.device.type,
-            "weights": _fingerprint(self.model),
-        }
+        if not self._description:
+            model = self.model
+            self._description = {
+                "name": self.name,
+                "source": self.source,
+                "model_type": self.config.model_type,
+                "parameters": model.num_parameters(),
+                "segment_length": self.segment_length,
+                "memory_source": getattr(self.config, "memory_source", None),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": model.device.type,
+                "weights": _fingerprint(model),
+            }
+        return dict(self._description)
+
+
+class InMemory:
+    """The one model that is in memory, of several that are evaluated in turn."""
+
+    def __init__(self) -> None:
+        self._owner: Any = None
+        self._model: Any = None
+
+    def model_of(self, owner: Any, load: Callable[[], Any]) -> Any:
+        if self._owner is not owner:
+            self._owner = self._model = None  # the former one goes before the next one comes
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._model = load()
+            self._owner = owner
+        return self._model
+
+
+class StoredModel(EvaluatedModel):
+    """A checkpoint, whose weights are loaded when `model` is asked for: see `InMemory`."""
+
+    def __init__(self, named: str, in_memory: InMemory, load_model: Callable[[str], Any]):
+        self.name, self.source = split_name(named)
+        self.config = load_config(AutoConfig, self.source)
+        self.tokenizer = load_tokenizer(self.source, self.config)
+        self._in_memory, self._load, self._description = in_memory, load_model, dict[str, Any]()
+
+    @property
+    def model(self) -> Any:
+        return self._in_memory.model_of(self, lambda: self._load(self.source))
 
 
 def _fingerprint(model: Any) -> str:
     """The hash of the weights: a model that was trained further in the same folder is another one."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    digest, tied = hashlib.sha256(), getattr(model, "all_tied_weights_keys", {})
+    for prefix, module in model.named_modules():
+        with _weights_of(module):
+            for name, parameter in module.named_parameters(recurse=False):
+                if f"{prefix}.{name}" not in tied:
+                    digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
+
+
+def _weights_of(module: Any) -> Any:
+    """A context in which the weights of a module can be read, also where a device map keeps them elsewhere."""
+    if not hasattr(module, "_hf_hook"):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module, torch.device("cpu"))
 
 
 def split_name(named: str) -> tuple[str, str]:
@@ -64,23 +115,25 @@ def split_name(named: str) -> tuple[str, str]:
     return name, source
 
 
-def load_evaluated(named: str, dtype: str = "auto", attention: str = "auto") -> EvaluatedModel:
-    """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
+def load_evaluated(
+    named: str, dtype: str = "auto", attention: str = "auto", device_map: str | None = None
+) -> EvaluatedModel:
+    """`NAME=SOURCE` or SOURCE, a folder or hub id, whose weights are loaded on the GPU if there is one.
 
-    Raises `ValueError` for a source without a model of a known kind, for a damaged one, and for a tokenizer that does
-    not fit.
+    With `device_map="auto"` they are divided over all GPUs. Raises `ValueError` for a source without a model of a known
+    kind, for a damaged one, and for a tokenizer that does not fit.
     """
-    name, source = split_name(named)
-    model = load_model(
-        AutoModelForCausalLM, source, dtype=dtype, attn_implementation=None if attention == "auto" else attention
-    )
-    tokenizer = load_tokenizer(source, model.config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return EvaluatedModel(name, source, model.to(device).eval(), tokenizer)
+    (found,) = load_models([named], dtype, attention, device_map)
+    return found
 
 
-def load_models(named: Sequence[str], dtype: str = "auto", attention: str = "auto") -> list[EvaluatedModel]:
-    """Several models as `load_evaluated` loads them. Raises `ValueError` where two have the same name."""
+def load_models(
+    named: Sequence[str], dtype: str = "auto", attention: str = "auto", device_map: str | None = None
+) -> list[EvaluatedModel]:
+    """Several models as `load_evaluated` loads them, of which one at a time is in memory.
+
+    Raises `ValueError` where two have the same name.
+    """
     check_dtype(dtype)
     check_attention(attention)
     names = [split_name(item)[0] for item in named]
@@ -88,7 +141,20 @@ def load_models(named: Sequence[str], dtype: str = "auto", attention: str = "aut
         raise ValueError(f"two models are called {names}: give each of them another name with --model NAME=FOLDER.")
     for item in named:  # before the first one is loaded
         check_source(split_name(item)[1])
-    return [load_evaluated(item, dtype, attention) for item in named]
+
+    def load(source: str) -> Any:
+        given: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+        attn_implementation = None if attention == "auto" else attention
+        model = load_model(AutoModelForCausalLM, source, dtype=dtype, attn_implementation=attn_implementation, **given)
+        if device_map is None:
+            model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return model.eval()
+
+    in_memory = InMemory()
+    models: list[EvaluatedModel] = [StoredModel(item, in_memory, load) for item in named]
+    for model in models:
+        model.describe()  # loads it: damage is found before anything is measured
+    return models
 
 
 @torch.no_grad()

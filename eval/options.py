@@ -198,3 +198,15 @@ SegmentLength = Annotated[
     int, Option("Tokens, for stock models; folded models have their own.", min=1, may_change=True)
 ]
 TextField = Annotated[str, Option("Field of .jsonl and .parquet files that holds the text.", may_change=True)]
+Ranks = Annotated[
+    int,
+    Option(
+        "Processes that share the work, each with a GPU of its own; torchrun may start them instead.",
+        min=1,
+        may_change=True,
+    ),
+]
+DeviceMap = Annotated[
+    Literal["auto"] | None,
+    Option("auto divides a model that does not fit one GPU over all of them.", may_change=True),
+]

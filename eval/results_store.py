@@ -5,7 +5,7 @@ mixes two measurements. A line that a kill has cut off is dropped.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,31 +41,58 @@ class ResultsStore:
         if lines:
             _check_same(path, lines[0]["settings"], settings)
             self.done = {_name(line["key"]): line["record"] for line in lines[1:]}
-        whole = [{"settings": settings}, *lines[1:]]
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in whole), encoding="utf-8")
-        partial.replace(path)
+        self.settings = settings
+        self._write()
+
+    def _write(self) -> None:
+        """Writes the whole file anew."""
+        assert self.path is not None
+        records = ({"key": json.loads(name), "record": record} for name, record in self.done.items())
+        lines = [{"settings": self.settings}, *records]
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        partial.replace(self.path)
+
+    def sort(self, keys: Sequence[Key]) -> None:
+        """Puts the records into the order of these keys; those of other keys come first, in the order they have."""
+        names = [_name(key) for key in keys]
+        others = [name for name in self.done if name not in set(names)]
+        ordered = {name: self.done[name] for name in [*others, *names]}
+        if list(ordered) != list(self.done):
+            self.done = ordered
+            if self.path is not None:
+                self._write()
 
     def __contains__(self, key: Key) -> bool:
         return _name(key) in self.done
 
+    def __getitem__(self, key: Key) -> Record:
+        return self.done[_name(key)]
+
     def get(self, key: Key, measure: Callable[[], Record]) -> Record:
         """The stored record of a key; where there is none, the result of `measure`, which is stored."""
-        name = _name(key)
-        if name not in self.done:
-            record = measure()
-            try:
-                line = json.dumps({"key": key, "record": record}, allow_nan=False)
-            except ValueError as error:
-                raise ValueError(
-                    f"the measurement of {name} gave a value that is not finite: look at the model's weights, or take "
-                    "another dtype."
-                ) from error
-            if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-            self.done[name] = json.loads(json.dumps(record))
-        return self.done[name]
+        if key not in self:
+            self.add(encode(key, measure()))
+        return self[key]
+
+    def add(self, line: str) -> None:
+        """Stores a record in the form of `encode`."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        found = json.loads(line)
+        self.done[_name(found["key"])] = found["record"]
+
+
+def encode(key: Key, record: Record) -> str:
+    """The line of a record. Raises `ValueError` for a number that is not finite."""
+    try:
+        return json.dumps({"key": dict(sorted(key.items())), "record": record}, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(
+            f"the measurement of {_name(key)} gave a value that is not finite: look at the model's weights, or take "
+            "another dtype."
+        ) from error
 
 
 def _name(key: Key) -> str:

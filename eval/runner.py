@@ -5,15 +5,17 @@ each record when it is there, and in the end the results and their pictures.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar, Generic, TypeVar
 
 from tqdm import tqdm
 
+from .ranks import Ranks
 from .results import Table, run_metadata, write_results
-from .results_store import Key, Record, ResultsStore, open_results_store
+from .results_store import Key, Record, ResultsStore, encode, open_results_store
 
 Item = TypeVar("Item")
 Results = dict[str, Any]
@@ -66,15 +68,16 @@ class Task(ABC, Generic[Item]):
         """Writes the pictures; `path` is KIND in the output folder."""
 
 
-def run(task: Task, output: Path) -> Results:
+def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
     """Measures a task, writes the files of its kind into `output`, and returns what KIND.json holds.
 
-    A start with the same settings resumes after the records that are there. Raises `ValueError` where they were
-    written under other settings, and where another process measures the same kind in this folder.
+    A start with the same settings resumes after the records that are there. With `ranks`, this process is the first,
+    and the others call `measure_share`. Raises `ValueError` where the records were written under other settings, and
+    where another process measures the same kind in this folder.
     """
     path, settings = output / task.kind, task.settings()
     with open_results_store(path.with_name(f"{task.kind}.records.jsonl"), settings) as store:
-        measured = measure(task, store)
+        measured = measure(task, store) if ranks is None else _measure_on_ranks(task, store, settings, ranks)
         results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
         write_results(path, results, task.rows(results))
         task.draw(results, path)
@@ -83,10 +86,51 @@ def run(task: Task, output: Path) -> Results:
 
 def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[Item, Record]]:
     """The items of a task with their records: those of the store, and else measured now."""
-    store, measured = store or ResultsStore(None, {}), []
-    with tqdm(task.items(), desc=task.kind, unit=task.unit) as bar:
+    store, items = store or ResultsStore(None, {}), task.items()
+    measured = []
+    with tqdm(items, desc=task.kind, unit=task.unit) as bar:
         for item in bar:
             key = task.key(item)
             bar.set_postfix_str(" ".join(map(str, key.values())))
             measured.append((item, store.get(key, partial(task.measure, item))))
+    store.sort([task.key(item) for item in items])
     return measured
+
+
+def _measure_on_ranks(
+    task: Task[Item], store: ResultsStore, settings: dict[str, Any], ranks: Ranks
+) -> list[tuple[Item, Record]]:
+    """As `measure`, in the first of several processes: a thread stores the records that all of them send."""
+    items = task.items()
+    keys = [task.key(item) for item in items]
+    pending = [number for number, key in enumerate(keys) if key not in store]
+    failures = list[BaseException]()
+
+    def receive() -> None:
+        try:
+            with tqdm(total=len(items), initial=len(items) - len(pending), desc=task.kind, unit=task.unit) as bar:
+                for record in ranks.received(len(pending)):
+                    store.add(record)
+                    bar.update()
+        except BaseException as error:
+            failures.append(error)
+
+    ranks.publish(settings, pending)
+    receiver = Thread(target=receive, daemon=True)  # ends with the process, also while it waits for a record
+    receiver.start()
+    measure_share(task, ranks, pending, lambda: bool(failures))
+    receiver.join()
+    if failures:
+        raise failures[0]
+    store.sort(keys)
+    return [(item, store[key]) for item, key in zip(items, keys, strict=True)]
+
+
+def measure_share(task: Task, ranks: Ranks, pending: Sequence[int], failed: Callable[[], bool] = lambda: False) -> None:
+    """Measures the items that this process claims, and sends their records; stops where the first process failed."""
+    items = task.items()
+    for number in ranks.claims(pending):
+        item = items[number]
+        ranks.send(encode(task.key(item), task.measure(item)))
+        if failed():
+            return

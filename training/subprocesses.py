@@ -30,6 +30,7 @@ GRACE_S = 30  # between SIGTERM and SIGKILL
 INTERVAL_S = 1.0
 RANK_OPTION = "--local_rank="  # given to each rank by DeepSpeed's launcher, and by no other
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
+POLL_S = 0.1
 
 
 def child_environment() -> dict[str, str]:
@@ -60,6 +61,33 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options
     if asked and exit_code not in (0, STOPPED):  # the ranks had nothing to save
         sys.exit(128 + asked[0])
     return exit_code
+
+
+def run_all_to_end(command: Sequence[str], environments: Sequence[Mapping[str, str]], given: bytes) -> int:
+    """Runs a command in several environments at once, with `given` as input; returns the first exit code that is not 0.
+
+    A process that fails ends the others. SIGTERM, SIGHUP and exceptions here end all of them and their children.
+    """
+    processes = list[subprocess.Popen]()
+    with _signals_as_exit():
+        try:
+            for environment in environments:
+                environment = {**environment, PARENT: str(os.getpid())}
+                processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE))
+                _write(processes[-1], given)
+            while None in (exit_codes := [process.poll() for process in processes]) and not any(exit_codes):
+                time.sleep(POLL_S)
+            return next(filter(None, exit_codes), 0)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    _end_tree(psutil.Process(process.pid))
+
+
+def _write(process: subprocess.Popen, given: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:  # its exit code tells that it has ended
+        process.stdin.write(given)
 
 
 def end_with_parents() -> None:

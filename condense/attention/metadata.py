@@ -4,7 +4,7 @@ Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E h
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,18 @@ class AttentionMetadata:
     mask: AttentionMask
     writes_memory: bool
     detach_R: tuple[bool, ...]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
+        """The metadata on another device, which accelerate asks for where a device map puts layers on several."""
+        rotary, memory_rotary = (
+            (cos.to(device, non_blocking=non_blocking), sin.to(device, non_blocking=non_blocking))
+            for cos, sin in (self.rotary, self.memory_rotary)
+        )
+        log_duration_RK = self.mask.log_duration_RK
+        if log_duration_RK is not None:
+            log_duration_RK = log_duration_RK.to(device, non_blocking=non_blocking)
+        mask = replace(self.mask, log_duration_RK=log_duration_RK)
+        return replace(self, rotary=rotary, memory_rotary=memory_rotary, mask=mask)
 
     def row_groups(
         self, key_values: KeyValueState | None

@@ -1,5 +1,7 @@
 """The evaluations by name. A name leads to its class without importing it, since that loads torch."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -22,7 +24,31 @@ def find_task(kind: str) -> Any:
 
 def evaluate(kind: str, output: Path, **options: Any) -> dict[str, Any]:
     """Runs one evaluation and returns what KIND.json holds; the options are the fields in `eval/tasks/options.py`."""
-    from ..runner import run
+    results = run_task(kind, find_task(kind).Options(**options), output)
+    assert results is not None, "processes of a launcher call run_task"
+    return results
 
-    task = find_task(kind)
-    return run(task.load(task.Options(**options)), output)
+
+def run_task(kind: str, options: Any, output: Path) -> dict[str, Any] | None:
+    """Runs one evaluation on `options.ranks` processes, or as one of those that a launcher has started.
+
+    Returns what KIND.json holds; None in a process of a launcher that is not the first.
+    """
+    from ..ranks import call_on_ranks, check_ranks, join
+    from ..runner import measure_share, run
+
+    check_ranks(options.ranks, options.device_map)
+    if options.ranks > 1:
+        call_on_ranks(options.ranks, run_task, kind, replace(options, ranks=1), output)
+        return json.loads((output / f"{kind}.json").read_text(encoding="utf-8"))
+    ranks, task_class = join(), find_task(kind)
+    if ranks is None or ranks.is_first:
+        return run(task_class.load(options), output, ranks)
+    try:
+        task = task_class.load(options)
+        settings = task.settings()
+    except (ValueError, OSError):
+        ranks.accepted()  # ends here where the first process refuses the same, so that one of them prints it
+        raise
+    measure_share(task, ranks, ranks.pending(settings))
+    return None

@@ -57,7 +57,7 @@ class AttentionMaps(Task[EvaluatedModel]):
 
     @classmethod
     def load(cls, options: AttentionOptions) -> "AttentionMaps":
-        models = load_models(options.models, options.dtype, options.attention)
+        models = load_models(options.models, options.dtype, options.attention, options.device_map)
         for model in models:  # before a text is read
             _check(model, options)
         return cls(
@@ -88,7 +88,7 @@ class AttentionMaps(Task[EvaluatedModel]):
         head, or averaged over all (`head` None), scaled to 0 ... 1 over the visible keys; hidden ones are None. In
         segments longer than 128 tokens, scores are averaged in blocks of `block` x `block` tokens.
         """
-        num_layers, length = item.model.config.num_hidden_layers, self.lengths[item.name]
+        num_layers, length = item.config.num_hidden_layers, self.lengths[item.name]
         last = num_layers - 1
         layers = sorted({0, last // 2, last}) if self.options.layers is None else self.options.layers
         found = queries_and_keys(item.model, self.texts[item.name], length, range(num_layers), self.options.segments)
@@ -175,7 +175,7 @@ def _long_enough(texts: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor
 
 
 def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
-    config, segments = model.model.config, options.segments
+    config, segments = model.config, options.segments
     if config.model_type not in ("condense_llama", "llama"):
         raise ValueError(f"{model.name} is a {config.model_type!r}: maps are made of folded models and of Llamas.")
     counts = {

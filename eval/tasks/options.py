@@ -14,10 +14,12 @@ from ..options import (
     NUMBERS,
     PERCENTAGES,
     Attention,
+    DeviceMap,
     Dtype,
     Models,
     Option,
     Options,
+    Ranks,
     SegmentLength,
     TextField,
 )
@@ -53,6 +55,8 @@ class PasskeyOptions(Options):
         int | None,
         Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True),
     ] = None
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
     dtype: Dtype = "auto"
     attention: Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)] = "auto"
 
@@ -89,6 +93,8 @@ class PerplexityOptions(Options):
         Option("Curves, with commas between them; a stock model has the last one.", spelling=NAMES, may_change=True),
     ] = CURVES
     batch_size: Annotated[int, Option("Windows in a batch.", flags=("--batch",), min=1)] = 8
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
     dtype: Dtype = "auto"
     attention: Attention = "auto"
 
@@ -121,6 +127,8 @@ class SummarizationOptions(Options):
     new_tokens: Annotated[int, Option("Tokens of a summary, at most.", min=1)] = 256
     batch_size: Annotated[int, Option("Documents in a batch.", flags=("--batch",), min=1)] = 8
     seed: Annotated[int, Option("Seed of the sampling.", min=0)] = 0
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
     dtype: Dtype = "auto"
     attention: Attention = "auto"
 
@@ -148,6 +156,8 @@ class SuiteOptions(Options):
         str | None,
         Option("Folder where RULER's samples are kept; default condense/ruler in HF_HOME.", may_change=True),
     ] = None
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
     dtype: Dtype = "auto"
     attention: Attention = "auto"
 
@@ -183,5 +193,7 @@ class AttentionOptions(Options):
     ] = ()
     segment_length: SegmentLength = 512
     text_field: TextField = "text"
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
     dtype: Dtype = "auto"
     attention: Attention = "auto"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,24 +21,26 @@ from ..statistics import wilson
 from .options import PasskeyOptions
 
 
-class Cell(NamedTuple):
-    """A cell of the grid of one model. The prompts depend on the seed, the length and the depth alone."""
+class Batch(NamedTuple):
+    """Prompts of one cell of the grid of a model; they depend on the seed, the length and the depth alone."""
 
     model: EvaluatedModel
     length: int  # tokens, answer included
     depth_index: int
     depth: float
+    first: int  # number of the first prompt in its cell
+    size: int
 
 
-class Passkey(Task[Cell]):
+class Passkey(Task[Batch]):
     """The number in the decoded answer must be the key, digit by digit.
 
-    A record: `accuracy` with its bounds `low` and `high` (Wilson, 95 %), and `state_bytes`, the state of one prompt at
-    the end. Raises `ValueError` for lengths below the frame of the prompt.
+    A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Raises
+    `ValueError` for lengths below the frame of the prompt.
     """
 
     kind = "passkey"
-    unit = "cell"
+    unit = "batch"
     Options = PasskeyOptions
 
     def __init__(self, options: PasskeyOptions, models: Sequence[EvaluatedModel]):
@@ -50,47 +53,32 @@ class Passkey(Task[Cell]):
 
     @classmethod
     def load(cls, options: PasskeyOptions) -> "Passkey":
-        return cls(options, load_models(options.models, options.dtype, options.attention))
+        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
 
     def settings(self) -> dict[str, Any]:
         return stored(self.options) | {"models": [model.describe() for model in self.models]}
 
-    def items(self) -> list[Cell]:
+    def items(self) -> list[Batch]:
         options = self.options
         return [
-            Cell(model, length, index, depth)
+            Batch(model, length, index, depth, first, min(size, options.num_prompts - first))
             for model in self.models
             for length in options.lengths
+            for size in [rows_per_batch(model, length)]
             for index, depth in enumerate(options.depths)
+            for first in range(0, options.num_prompts, size)
         ]
 
-    def key(self, item: Cell) -> Key:
-        return {"model": item.model.name, "length": item.length, "depth": item.depth}
+    def key(self, item: Batch) -> Key:
+        return {**_cell(item), "first_prompt": item.first}
 
     @torch.no_grad()
-    def measure(self, item: Cell) -> Record:
+    def measure(self, item: Batch) -> Record:
+        model, tokenizer, prompts = item.model.model, item.model.tokenizer, self.prompts[item.model.name]
         generator = np.random.default_rng([self.options.seed, item.length, item.depth_index])
-        total, correct, done, num_bytes = self.options.num_prompts, 0, 0, 0
-        while done < total:
-            num_rows = min(total - done, rows_per_batch(item.model, item.length))
-            batch_correct, num_bytes = self._ask(item, num_rows, generator)
-            correct += batch_correct
-            done += num_rows
-        low, high = wilson(correct, total)
-        return {
-            "correct": correct,
-            "total": total,
-            "accuracy": correct / total,
-            "low": low,
-            "high": high,
-            "state_bytes": num_bytes,
-        }
-
-    def _ask(self, cell: Cell, num_rows: int, generator: np.random.Generator) -> tuple[int, int]:
-        """The number of right answers to a batch of prompts, and the bytes of the state of one row."""
-        model, tokenizer = cell.model.model, cell.model.tokenizer
-        passkeys = self.prompts[cell.model.name].batch(num_rows, cell.length, generator, cell.depth)
-        num_columns = passkeys.prompt_ids_BN.shape[1]
+        for _ in range(item.first):  # a cell's prompts are drawn one after another, however they are batched
+            prompts.batch(1, item.length, generator, item.depth)
+        passkeys = prompts.batch(item.size, item.length, generator, item.depth)
         sequences, cache = generate(
             model,
             passkeys.prompt_ids_BN,
@@ -99,16 +87,25 @@ class Passkey(Task[Cell]):
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
         )
-        answers = tokenizer.batch_decode(sequences[:, num_columns:])
+        answers = tokenizer.batch_decode(sequences[:, passkeys.prompt_ids_BN.shape[1] :])
         correct = sum(first_number(answer) == key for answer, key in zip(answers, passkeys.keys, strict=True))
-        return correct, state_bytes(cache) // num_rows
+        return {"correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
 
-    def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
-        given = self.options.longest_trained
+    def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
+        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %)."""
+        given, cells = self.options.longest_trained, list[dict[str, Any]]()
+        for _, batches in groupby(measured, lambda pair: _cell(pair[0])):
+            (item, record), *others = batches
+            correct, total = (
+                record[field] + sum(other[field] for _, other in others) for field in ("correct", "total")
+            )
+            low, high = wilson(correct, total)
+            cell = {**_cell(item), "correct": correct, "total": total, "accuracy": correct / total}
+            cells.append({**cell, "low": low, "high": high, "state_bytes": record["state_bytes"]})
         return {
             "lengths": list(self.options.lengths),
             "longest_trained": {model.name: given or _trained_length(model.source) for model in self.models},
-            "cells": [{**self.key(cell), **record} for cell, record in measured],
+            "cells": cells,
         }
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
@@ -149,6 +146,10 @@ class Passkey(Task[Cell]):
         with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
             for axes, model in zip(panels[:, 0], models, strict=True):
                 _heat_map(axes, model["name"], results, lengths, depths)
+
+
+def _cell(item: Batch) -> dict[str, Any]:
+    return {"model": item.model.name, "length": item.length, "depth": item.depth}
 
 
 def first_number(answer: str) -> str:

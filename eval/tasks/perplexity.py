@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseConfig, CondenseForCausalLM, to_llama
 
 from ..models import EvaluatedModel, load_models
 from ..options import stored
@@ -39,6 +39,7 @@ LABELS = {
     "full_attention": "full attention",
 }
 COLORS = {"cut_off": "0.35", "folded": "tab:blue", "layer_input": "tab:orange", "full_attention": "tab:green"}
+OWN_CURVES = {"layer_output": "folded", "layer_input": "layer_input"}  # by memory_source
 BINS = 32  # of the position in the segment, in the picture
 
 
@@ -73,11 +74,13 @@ class Perplexity(Task[Batch]):
         self.windows = {
             name: plan_windows(texts[name], options.num_segments, length) for name, length in self.lengths.items()
         }
-        self.variants = {model.name: curve_models(model, options.curves) for model in models}
+        self.curves = check_curves(models, options)
+        self._variants = dict[str, dict[str, Any]]()  # of one model: the others are not in memory
 
     @classmethod
     def load(cls, options: PerplexityOptions) -> "Perplexity":
-        models = load_models(options.models, options.dtype, options.attention)
+        models = load_models(options.models, options.dtype, options.attention, options.device_map)
+        check_curves(models, options)  # before a text is read
         texts: dict[str, Sequence[torch.Tensor]] = {
             model.name: read_texts(model.tokenizer, options.data, options.max_tokens, options.text_field)
             for model in models
@@ -96,7 +99,7 @@ class Perplexity(Task[Batch]):
         return [
             Batch(name, curve, first, windows[first : first + size])
             for name, windows in self.windows.items()
-            for curve in self.variants[name]
+            for curve in self.curves[name]
             for first in range(0, len(windows), size)
         ]
 
@@ -106,8 +109,13 @@ class Perplexity(Task[Batch]):
     def measure(self, item: Batch) -> Record:
         """`losses` [W][S] of the segments, and `sums` [S][L] over the segments that every column counts."""
         num_segments, length = self.options.num_segments, self.lengths[item.name]
-        model = self.variants[item.name][item.curve]
-        loss_WSL = window_losses(model, self.texts[item.name], item.windows, num_segments, length)
+        if item.name not in self._variants:
+            self._variants = {}  # before the next model is loaded
+            (evaluated,) = (model for model in self.models if model.name == item.name)
+            self._variants = {item.name: curve_models(evaluated, self.curves[item.name])}
+        loss_WSL = window_losses(
+            self._variants[item.name][item.curve], self.texts[item.name], item.windows, num_segments, length
+        )
         if not np.isfinite(loss_WSL).all():
             raise ValueError(f"{item.name}: losses are not finite; take another dtype or checkpoint.")
         counted_WS1 = paired(item.windows, num_segments)[:, :, None]
@@ -120,10 +128,10 @@ class Perplexity(Task[Batch]):
         segments before against none (`gained`), and 95 % intervals of both (bootstrap over segments).
         """
         curves = list[dict[str, Any]]()
-        for name, variants in self.variants.items():
-            for curve in variants:
+        for name, of_model in self.curves.items():
+            for curve in of_model:
                 records = [record for item, record in measured if (item.name, item.curve) == (name, curve)]
-                curves += self._curve(name, curve, records, with_cut_off=curve == next(iter(variants)))
+                curves += self._curve(name, curve, records, with_cut_off=curve == of_model[0])
         return {"curves": curves}
 
     def _curve(self, name: str, curve: str, records: Sequence[Record], with_cut_off: bool) -> Iterator[dict[str, Any]]:
@@ -183,22 +191,41 @@ def _describe(texts: Sequence[torch.Tensor]) -> dict[str, Any]:
     return {"documents": len(texts), "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
 
 
-def curve_models(evaluated: EvaluatedModel, curves: Sequence[str]) -> dict[str, Any]:
-    """The model of each curve, in the order of `CURVES`; all share the weights of the evaluated one."""
+def check_curves(models: Sequence[EvaluatedModel], options: PerplexityOptions) -> dict[str, list[str]]:
+    """The curves of each model. Raises `ValueError` for those that it does not have, or not with a device map."""
+    curves = {model.name: curve_names(model, options.curves) for model in models}
+    for model in models:
+        own = OWN_CURVES.get(getattr(model.config, "memory_source", ""), "full_attention")
+        if options.device_map is not None and curves[model.name] != [own]:
+            raise ValueError(
+                f"--device-map {options.device_map} places the layers of the checkpoint, not those of ablations: pass "
+                f"--curves {own} for {model.name}."
+            )
+    return curves
+
+
+def curve_names(evaluated: EvaluatedModel, curves: Sequence[str]) -> list[str]:
+    """The curves that a model has, in the order of `CURVES`. Raises `ValueError` where it has none of those given."""
     if unknown := [curve for curve in curves if curve not in CURVES]:
         raise ValueError(f"curves {unknown} are not known: choose from {', '.join(CURVES)}.")
-    folded = isinstance(evaluated.model, CondenseForCausalLM)
-    possible = CURVES if folded else ("full_attention",)
+    possible = CURVES if evaluated.config.model_type == CondenseConfig.model_type else ("full_attention",)
     chosen = [curve for curve in possible if curve in curves]
     if not chosen:
         raise ValueError(f"{evaluated.name} has none of the curves {list(curves)}, but {', '.join(possible)}.")
-    return {curve: _variant(evaluated.model, curve) if folded else evaluated.model for curve in chosen}
+    return chosen
+
+
+def curve_models(evaluated: EvaluatedModel, curves: Sequence[str]) -> dict[str, Any]:
+    """The model of each curve that the evaluated one has; all share its weights."""
+    model = evaluated.model
+    folded = isinstance(model, CondenseForCausalLM)
+    return {curve: _variant(model, curve) if folded else model for curve in curve_names(evaluated, curves)}
 
 
 def _variant(model: CondenseForCausalLM, curve: str) -> Any:
     if curve == "full_attention":
         return to_llama(model)
-    source = {"folded": "layer_output", "layer_input": "layer_input"}[curve]
+    (source,) = (source for source, own in OWN_CURVES.items() if own == curve)
     if model.config.memory_source == source:
         return model
     config = deepcopy(model.config)

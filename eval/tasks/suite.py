@@ -45,13 +45,13 @@ class Suite(Task[Cell]):
     def __init__(self, options: SuiteOptions, models: Sequence[EvaluatedModel]):
         self.options, self.models, self.tasks = options, models, tasks_of(options.benchmarks)
         self.folder = Path(options.samples) if options.samples else default_folder()
-        self.readers = {model.name: _reader(model, options.batch_size) for model in models}
+        self._reader: tuple[str, Any] = ("", None)  # of one model: the others are not in memory
         self._last: tuple[tuple[Any, ...], Any] = ((), None)
         self._sizes: dict[tuple[str, str], list[int]] = {}
-        for name, reader in self.readers.items():
-            if (longest := max(options.lengths)) > reader.max_length:
+        for model in models:
+            if (longest := max(options.lengths)) > (max_length := self._reader_of(model).max_length):
                 raise ValueError(
-                    f"{name} reads {reader.max_length:,} tokens at most, and prompts of {longest:,} would be cut: give "
+                    f"{model.name} reads {max_length:,} tokens at most, and prompts of {longest:,} would be cut: give "
                     "it --lengths within that, in an --output of its own; a report shows both."
                 )
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -63,7 +63,7 @@ class Suite(Task[Cell]):
     @classmethod
     def load(cls, options: SuiteOptions) -> "Suite":
         tasks_of(options.benchmarks)  # before the models are loaded
-        return cls(options, load_models(options.models, options.dtype, options.attention))
+        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
 
     def settings(self) -> dict[str, Any]:
         models = [model.describe() for model in self.models]
@@ -89,7 +89,7 @@ class Suite(Task[Cell]):
             return record
         tokens = self._check_room(item, task, documents)
         answered = lm_eval.evaluate(
-            lm=self.readers[item.model.name],
+            lm=self._reader_of(item.model),
             task_dict={"tasks": {item.task: task}, "groups": {}},
             samples={item.task: documents},
             bootstrap_iters=0,
@@ -105,6 +105,15 @@ class Suite(Task[Cell]):
             for sample in answered["samples"][item.task]
         ]
         return record
+
+    def _reader_of(self, evaluated: EvaluatedModel) -> Any:
+        """The model as the harness knows it."""
+        if evaluated.name != self._reader[0]:
+            self._reader = ("", None)  # before the next model is loaded
+            reader = HFLM if evaluated.segment_length is None else CondenseLM
+            made = reader(evaluated.model, tokenizer=evaluated.tokenizer, batch_size=self.options.batch_size)
+            self._reader = (evaluated.name, made)
+        return self._reader[1]
 
     def _load(self, cell: Cell) -> Any:
         """The task with its texts; that of the cell before is kept."""
@@ -144,7 +153,7 @@ class Suite(Task[Cell]):
 
     def _check_room(self, cell: Cell, task: Any, documents: Sequence[int]) -> dict[int, int]:
         """The tokens of the prompt of each document. Raises `ValueError` where the harness would cut one."""
-        reader, tokens = self.readers[cell.model.name], dict[int, int]()
+        reader, tokens = self._reader_of(cell.model), dict[int, int]()
         for request in requests_of(task, cell.model.tokenizer, documents, reader.max_gen_toks):
             tokens[request.document] = request.prompt_tokens
             if request.prompt_tokens + request.answer_tokens > reader.max_length:
@@ -229,12 +238,6 @@ class Suite(Task[Cell]):
                 axes.set_xlabel("tokens")
                 axes.grid(alpha=0.3)
                 axes.legend(fontsize=7)
-
-
-def _reader(evaluated: EvaluatedModel, batch_size: int) -> Any:
-    """The model as the harness knows it."""
-    reader = HFLM if evaluated.segment_length is None else CondenseLM
-    return reader(evaluated.model, tokenizer=evaluated.tokenizer, batch_size=batch_size)
 
 
 def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Summarization(Task[Batch]):
         Rouge()  # a missing package is an error before anything is loaded
         source = find_source(options.data, options.text_field, options.summary_field)
         check_chat(options.chat, options.models)
-        models = load_models(options.models, options.dtype, options.attention)
+        models = load_models(options.models, options.dtype, options.attention, options.device_map)
         tokenizer = models[0].tokenizer
         corpus = read_corpus(source, tokenizer, options.num_documents, options.longest, options.bad_documents)
         return cls(options, models, corpus)

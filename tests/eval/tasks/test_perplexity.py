@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,7 +141,7 @@ class Recaller:
     """Knows what followed the tokens two segments before, if it has read them; else all tokens are alike to it."""
 
     device, vocabulary = torch.device("cpu"), 32
-    config = object()
+    config = SimpleNamespace(model_type="recaller")
 
     def __call__(self, ids, past_key_values=None, use_cache=True):
         read = past_key_values or []

@@ -1,0 +1,152 @@
+"""Several processes that share one measurement, each with a GPU of its own.
+
+All of them claim items from one counter and send their records to the first process, which writes them, through the
+key-value store by which torch's launchers connect the processes they start. So the records do not depend on the
+number of processes, and only the first one needs the output folder.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from condense.training.subprocesses import child_environment, end_with_parents, run_all_to_end
+
+WITHOUT_LIMIT = timedelta(days=365)
+
+
+class Ranks:
+    """The processes of a measurement as one of them sees them: its own number `rank`, and their number `size`."""
+
+    def __init__(self, store: Any, rank: int, size: int):
+        self.store, self.rank, self.size = store, rank, size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def publish(self, settings: dict[str, Any], pending: Sequence[int]) -> None:
+        """The first process accepts the measurement, and names the items to measure by their numbers."""
+        self.store.set("accepted", json.dumps({"settings": _digest(settings), "pending": list(pending)}))
+
+    def accepted(self) -> dict[str, Any]:
+        """What the first process has published. Waits for it; ends this process if the first one has ended."""
+        try:
+            return json.loads(self.store.get("accepted"))
+        except RuntimeError:  # the first process has printed the reason
+            sys.exit(1)
+
+    def pending(self, settings: dict[str, Any]) -> list[int]:
+        """The items to measure. Raises `ValueError` where this process has other models or data than the first one."""
+        accepted = self.accepted()
+        if accepted["settings"] != _digest(settings):
+            raise ValueError(
+                f"process {self.rank} on {socket.gethostname()} has other models or data than the first process: give "
+                "all machines the same files and packages."
+            )
+        return accepted["pending"]
+
+    def claims(self, pending: Sequence[int]) -> Iterator[int]:
+        """The items that this process measures: each time the next one that no process has claimed."""
+        while (claimed := self.store.add("claimed", 1)) <= len(pending):
+            yield pending[claimed - 1]
+
+    def send(self, record: str) -> None:
+        """Sends a record to the first process."""
+        self.store.queue_push("records", record)
+
+    def received(self, number: int) -> Iterator[str]:
+        """The records of all processes, as soon as each is there. For a thread: the connection is one of its own."""
+        connection = self.store.clone()
+        for _ in range(number):
+            yield connection.queue_pop("records").decode()
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def started_ranks() -> int:
+    """The number of processes that a launcher has started together with this one, itself included."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join() -> Ranks | None:
+    """Joins the processes that a launcher has started, and takes this process's GPU; None for a process alone."""
+    if started_ranks() == 1:
+        return None
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, size = next(iter(rendezvous("env://", timeout=WITHOUT_LIMIT)))
+    return Ranks(store, rank, size)
+
+
+def check_alone(name: str) -> None:
+    """Raises `ValueError` where a launcher has started several processes of a command that is not divided."""
+    if started_ranks() > 1:
+        raise ValueError(f"condense {name} is one process: start it without the launcher of {started_ranks()} of them.")
+
+
+def check_ranks(ranks: int, device_map: str | None) -> None:
+    """Raises `ValueError` for processes without a GPU of their own, or inside another launcher's processes."""
+    if started_ranks() > 1 and ranks > 1:
+        raise ValueError(f"a launcher has started {started_ranks()} processes: leave --ranks {ranks} out.")
+    total = max(ranks, started_ranks())
+    if device_map is not None and total > 1:
+        raise ValueError(f"--device-map {device_map} divides a model over all GPUs: it needs one process, not {total}.")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and ranks > num_gpus:
+        raise ValueError(f"--ranks {ranks}: this machine has {num_gpus} GPUs, and each process needs one of its own.")
+
+
+def call_on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a function of a module in `ranks` processes of this machine, which end with this one.
+
+    Exits with the code of the first process that fails, after the others have ended.
+    """
+    environment = child_environment() | {"MASTER_ADDR": "localhost", "WORLD_SIZE": str(ranks)}
+    environment["MASTER_PORT"] = str(_free_port())
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a first process that ends takes the store with it
+    if not torch.cuda.is_available():
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    numbers: list[dict[str, str]] = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    for others in numbers[1:]:
+        others["TQDM_DISABLE"] = "1"  # the first process has the progress bars
+    work = pickle.dumps((sys.argv, function, arguments))
+    exit_code = run_all_to_end([sys.executable, "-m", __name__], [environment | number for number in numbers], work)
+    if exit_code:
+        sys.exit(exit_code)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def main() -> None:
+    """One of the processes of `call_on_ranks`."""
+    from transformers.utils import logging
+
+    end_with_parents()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    sys.argv, function, arguments = pickle.load(sys.stdin.buffer)
+    try:
+        function(*arguments)
+    except (ValueError, OSError) as error:
+        sys.exit(f"condense: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

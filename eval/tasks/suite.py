@@ -49,7 +49,7 @@ class Suite(Task[Cell]):
         self._last: tuple[tuple[Any, ...], Any] = ((), None)
         self._sizes: dict[tuple[str, str], list[int]] = {}
         for model in models:
-            if (longest := max(options.lengths)) > (max_length := self._reader_of(model).max_length):
+            if (longest := max(options.lengths)) > (max_length := self.reader_of(model).max_length):
                 raise ValueError(
                     f"{model.name} reads {max_length:,} tokens at most, and prompts of {longest:,} would be cut: give "
                     "it --lengths within that, in an --output of its own; a report shows both."
@@ -89,7 +89,7 @@ class Suite(Task[Cell]):
             return record
         tokens = self._check_room(item, task, documents)
         answered = lm_eval.evaluate(
-            lm=self._reader_of(item.model),
+            lm=self.reader_of(item.model),
             task_dict={"tasks": {item.task: task}, "groups": {}},
             samples={item.task: documents},
             bootstrap_iters=0,
@@ -106,7 +106,7 @@ class Suite(Task[Cell]):
         ]
         return record
 
-    def _reader_of(self, evaluated: EvaluatedModel) -> Any:
+    def reader_of(self, evaluated: EvaluatedModel) -> Any:
         """The model as the harness knows it."""
         if evaluated.name != self._reader[0]:
             self._reader = ("", None)  # before the next model is loaded
@@ -153,7 +153,7 @@ class Suite(Task[Cell]):
 
     def _check_room(self, cell: Cell, task: Any, documents: Sequence[int]) -> dict[int, int]:
         """The tokens of the prompt of each document. Raises `ValueError` where the harness would cut one."""
-        reader, tokens = self._reader_of(cell.model), dict[int, int]()
+        reader, tokens = self.reader_of(cell.model), dict[int, int]()
         for request in requests_of(task, cell.model.tokenizer, documents, reader.max_gen_toks):
             tokens[request.document] = request.prompt_tokens
             if request.prompt_tokens + request.answer_tokens > reader.max_length:

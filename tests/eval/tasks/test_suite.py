@@ -16,6 +16,7 @@ import condense.eval.tasks.suite
 from condense import CondenseForCausalLM
 from condense.eval.harness import CondenseLM
 from condense.eval.harness_tasks import _manager, tasks_of
+from condense.eval.tasks import evaluate
 from condense.eval.tasks.options import SuiteOptions
 from condense.eval.tasks.suite import Suite
 from condense.training.small_llama import small_llama, word_tokenizer
@@ -114,7 +115,7 @@ def test_scores_are_means_over_the_samples(root, measured, monkeypatch):
     suite = Suite.load(options(root))
     outputs = suite._load(suite.items()[0]).eval_docs["outputs"][:PROMPTS]
     answers = [f"it is {outputs[0][0]}", outputs[0][0]]  # the second repeats the first
-    monkeypatch.setattr(suite.readers["folded"], "generate_until", lambda requests: answers)
+    monkeypatch.setattr(suite.reader_of(suite.models[0]), "generate_until", lambda requests: answers)
     (cell,) = suite.items()
     results = suite.summarise([(cell, suite.measure(cell))])
     assert [sample["score"] for sample in results["cells"][0]["samples"]] == [1, 0]
@@ -164,7 +165,7 @@ def test_texts_with_lengths_of_their_own(root, monkeypatch):
     """A length holds the texts of more than half of it; the others are counted."""
     monkeypatch.setattr(datasets, "load_dataset", texts)
     suite = Suite.load(options(root, benchmarks=["graphwalks_128k", "longbench2_graph"], lengths=(512, 1024)))
-    monkeypatch.setattr(suite.readers["folded"], "generate_until", lambda requests: ["Final Answer: [a]"] * 2)
+    monkeypatch.setattr(suite.reader_of(suite.models[0]), "generate_until", lambda requests: ["Final Answer: [a]"] * 2)
     found = {cell.length: [s["tokens"] for s in suite.measure(cell)["samples"]] for cell in suite.items()[1:2]}
     assert found == {1024: [700, 600]}
     scored = suite.measure(suite.items()[3])
@@ -184,3 +185,15 @@ def test_names_of_benchmarks_and_tasks():
 def test_texts_that_cannot_be_had(root):
     with pytest.raises(ValueError, match=r"the texts of graphwalks_1M cannot be had .* openai/graphwalks"):
         Suite.load(options(root, benchmarks=["graphwalks_1M"]))
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_records_of_one(root, tmp_path, monkeypatch):
+    (tmp_path / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True)  # which nothing reads
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
+    given = {"models": [str(root / "folded"), str(root / "llama")], "benchmarks": [TASK], "lengths": (LENGTH,)}
+    given |= {"num_prompts": PROMPTS, "samples": str(root / "samples")}
+    for ranks in (1, 2):
+        evaluate("suite", tmp_path / str(ranks), ranks=ranks, **given)
+    alone, shared = ((tmp_path / name / "suite.records.jsonl").read_bytes() for name in "12")
+    assert alone == shared and alone.count(b"\n") == 3

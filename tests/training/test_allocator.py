@@ -1,6 +1,8 @@
 """Memory in the log, and the snapshot of a GPU whose memory is full, in a real run of one process."""
 
+import os
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -8,12 +10,14 @@ import torch
 from condense import CondenseForCausalLM
 from condense.training import allocator, train
 from condense.training.planning.operations import count_operations
+from condense.training.planning.speed import parse_rate
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.training.trainer import peak_memory, text_lengths
 
-from .runs import log_lines
+from .ranks import run_ranks
+from .runs import log_lines, train_with
 
 RECIPE = """
 model: {folder}
@@ -141,6 +145,38 @@ def test_the_share_of_the_peak_is_that_of_the_plans_operations(path, tmp_path, m
         assert line["ranks"] == 1
         seconds = 4 * 120 / line["tokens_per_second"]  # passkey texts of the full length are rarely shorter
         assert line["mfu"] == pytest.approx(operations / 989e12 / seconds, rel=0.02)
+
+
+def test_a_plan_takes_the_rate_of_a_runs_log(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+    train.train(load_recipe(path, [f"output={tmp_path}"]))
+    rates = [line["tokens_per_second"] for line in log_lines(tmp_path)]
+    assert parse_rate(str(tmp_path / "log.jsonl"), 8).tokens_per_second == pytest.approx(8 * median(rates[1:]))
+
+
+def train_with_full_memory(arguments: list[str]) -> None:
+    """The memory of rank 1 is full in its third pass."""
+
+    forward, calls = CondenseForCausalLM.forward, []
+
+    def full(self, *args, **kwargs):
+        calls.append(None)
+        if os.environ["RANK"] == "1" and len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, *args, **kwargs)
+
+    CondenseForCausalLM.forward = full
+    torch.cuda.memory._dump_snapshot = lambda name: Path(name).touch()
+    train_with(arguments)
+
+
+@pytest.mark.slow
+def test_one_rank_of_two_without_memory_ends_the_run(path, tmp_path):
+    arguments = ["--recipe", str(path), f"output={tmp_path}", "deepspeed=zero2_cpu", "micro_batch=1"]
+    succeeded, printed = run_ranks(train_with_full_memory, arguments)
+    assert not succeeded and "OutOfMemoryError" not in printed  # rank 0 may report that rank 1 has left
+    assert "train, rank 1: the GPU's memory is full (CUDA out of memory): set gradient_checkpointing=true" in printed
+    assert [file.name for file in tmp_path.glob("oom-*")] == ["oom-rank-1.pickle"]
 
 
 def test_lengths_without_padding():

@@ -234,9 +234,11 @@ class Recipe(Section):
         assert self.global_batch is not None
         at_once = self.micro_batch * ranks
         if self.global_batch % at_once:
+            fitting = [n for n in range(1, self.micro_batch) if self.global_batch % (n * ranks) == 0]
+            smaller = f"set micro_batch={fitting[-1]}, or " if fitting else ""
             raise ValueError(
                 f"global_batch={self.global_batch} does not divide into micro_batch={self.micro_batch} x {ranks} "
-                f"ranks: make it a multiple of {at_once}."
+                f"ranks: {smaller}make it a multiple of {at_once}."
             )
         return self.global_batch // at_once
 

@@ -90,7 +90,11 @@ def test_stages_and_batches(recipe):
     assert stages.steps == 60 and stages.stage_ends == [20, 60] and stages.decay_steps == 50
     assert [stages.stage_at(step) for step in (0, 19, 20, 59)] == [0, 0, 1, 1]
     assert [stages.accumulation(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
-    with pytest.raises(ValueError, match="global_batch=8 does not divide into micro_batch=2 x 3 ranks.*multiple of 6"):
+    with pytest.raises(
+        ValueError, match="into micro_batch=2 x 8 ranks: set micro_batch=1, or make it a multiple of 16"
+    ):
+        stages.accumulation(8)
+    with pytest.raises(ValueError, match="global_batch=8 does not divide into micro_batch=2 x 3 ranks: make.* of 6"):
         stages.accumulation(3)
     curriculum = load_recipe(recipe(CURRICULUM))
     assert curriculum.steps == 60 and curriculum.accumulation(2) == 1 and curriculum.stage_ends == []

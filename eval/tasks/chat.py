@@ -1,6 +1,7 @@
 """Which of the models of an evaluation are asked in a chat."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -20,3 +21,8 @@ def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
         if name not in sources:
             raise ValueError(f"--chat {name}: no model has this name; there are {', '.join(sources)}.")
         check_chat_template(load_tokenizer(sources[name], load_config(AutoConfig, sources[name])), sources[name])
+
+
+def shown_name(name: str, results: dict[str, Any]) -> str:
+    """The name of a model in tables and pictures of results."""
+    return f"{name} (chat)" if name in results.get("chat", ()) else name

@@ -8,7 +8,7 @@ highlights of CNN/DailyMail. So a summary does not need line breaks to be compar
 """
 
 METRICS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
-UNSTEMMED = {f"{name}_unstemmed": f"{title} unstemmed" for name, title in METRICS.items()}
+UNSTEMMED = {f"{name}_unstemmed": title.replace("ROUGE", "unstemmed") for name, title in METRICS.items()}
 SCORES = METRICS | UNSTEMMED
 
 

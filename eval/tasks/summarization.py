@@ -33,7 +33,7 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import bootstrap
-from .chat import check_chat
+from .chat import check_chat, shown_name
 from .corpus import Corpus, find_source, read_corpus
 from .options import SummarizationOptions
 from .rouge import METRICS, SCORES, UNSTEMMED, Rouge
@@ -123,8 +123,9 @@ class Summarization(Task[Batch]):
             scores = [_figure(cell, metric) for metric in METRICS]
             scores += [_figure(cell, name, with_interval=False) for name in UNSTEMMED]
             mean_new = "" if cell["new_tokens"] is None else f"{cell['new_tokens']:.1f}"
-            name = f"{cell['model']} (chat)" if cell.get("chat") else cell["model"]
-            rows.append([name, cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
+            rows.append(
+                [shown_name(cell["model"], results), cell["bucket"], f"{cell['documents']:,}", *scores, mean_new]
+            )
         columns = ["model", f"document [tokens of {first}]", "documents", *SCORES.values(), "summary [own tokens]"]
         title = (
             f"summaries of {results['data']}: mean F1 from 0 to 1, with 95 % bootstrap intervals over documents; words "
@@ -153,7 +154,8 @@ class Summarization(Task[Batch]):
                 f"document [tokens of {names[0]}]; n documents; whiskers: 95 % bootstrap intervals", fontsize=9
             )
             handles, _ = axes.get_legend_handles_labels()
-            axes.figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 4), fontsize=9)
+            shown = [shown_name(name, results) for name in names]
+            axes.figure.legend(handles, shown, loc="outside upper center", ncols=min(len(names), 4), fontsize=9)
 
 
 def _score(rouge: Rouge, document: Document, num_tokens: int, answer: tuple[str, int]) -> dict[str, Any]:

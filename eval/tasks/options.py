@@ -42,6 +42,7 @@ class PasskeyOptions(Options):
     """Retrieval of a number hidden in long text, by length and depth (figure 8)."""
 
     models: Models
+    chat: Chat = ()
     lengths: Annotated[
         Sequence[int],
         Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),

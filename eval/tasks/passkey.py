@@ -1,6 +1,7 @@
 """Passkey retrieval on a grid of length x depth, by the model's own decoding (figure 8 of the paper)."""
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from condense.chat import chat_frame, end_tokens
 from condense.training.data.passkey import PasskeyTask
 
 from .. import paper
@@ -18,7 +20,10 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
+from .chat import check_chat, shown_name
 from .options import PasskeyOptions
+
+CHAT_TOKENS = 32  # of an answer in a chat, which is a sentence
 
 
 class Batch(NamedTuple):
@@ -35,6 +40,8 @@ class Batch(NamedTuple):
 class Passkey(Task[Batch]):
     """The number in the decoded answer must be the key, digit by digit.
 
+    It begins the answer, which is a completion; in a chat it is the first number of the answer.
+
     A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Raises
     `ValueError` for lengths below the frame of the prompt.
     """
@@ -46,13 +53,20 @@ class Passkey(Task[Batch]):
     def __init__(self, options: PasskeyOptions, models: Sequence[EvaluatedModel]):
         self.options, self.models = options, models
         self.prompts = {
-            model.name: PasskeyTask(model.tokenizer, options.num_keys, options.num_digits) for model in models
+            model.name: PasskeyTask(
+                model.tokenizer,
+                options.num_keys,
+                options.num_digits,
+                chat_frame(model.tokenizer) if model.name in options.chat else None,
+            )
+            for model in models
         }
         for prompts in self.prompts.values():  # too short a length is refused before anything is measured
             prompts.batch(1, min(options.lengths), np.random.default_rng(0))
 
     @classmethod
     def load(cls, options: PasskeyOptions) -> "Passkey":
+        check_chat(options.chat, options.models)
         return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
 
     def settings(self) -> dict[str, Any]:
@@ -79,17 +93,22 @@ class Passkey(Task[Batch]):
         for _ in range(item.first):  # a cell's prompts are drawn one after another, however they are batched
             prompts.batch(1, item.length, generator, item.depth)
         passkeys = prompts.batch(item.size, item.length, generator, item.depth)
+        chat, find_number = item.model.name in self.options.chat, first_number
+        ending: dict[str, Any] = {"max_new_tokens": passkeys.answer_ids_BA.shape[1]}  # what follows is not asked for
+        if chat:
+            find_number = stated_number
+            ending = {"max_new_tokens": CHAT_TOKENS, "eos_token_id": sorted(end_tokens(model, tokenizer, chat)) or None}
         sequences, cache = generate(
             model,
             passkeys.prompt_ids_BN,
             torch.ones_like(passkeys.prompt_ids_BN),
-            max_new_tokens=passkeys.answer_ids_BA.shape[1],  # tokens after the answer are not part of the task
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
+            **ending,
         )
         answers = tokenizer.batch_decode(sequences[:, passkeys.prompt_ids_BN.shape[1] :])
-        correct = sum(first_number(answer) == key for answer, key in zip(answers, passkeys.keys, strict=True))
-        return {"correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+        correct = sum(find_number(answer) == key for answer, key in zip(answers, passkeys.keys, strict=True))
+        return {"chat": chat, "correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %)."""
@@ -100,7 +119,13 @@ class Passkey(Task[Batch]):
                 record[field] + sum(other[field] for _, other in others) for field in ("correct", "total")
             )
             low, high = wilson(correct, total)
-            cell = {**_cell(item), "correct": correct, "total": total, "accuracy": correct / total}
+            cell = {
+                **_cell(item),
+                "chat": record["chat"],
+                "correct": correct,
+                "total": total,
+                "accuracy": correct / total,
+            }
             cells.append({**cell, "low": low, "high": high, "state_bytes": record["state_bytes"]})
         return {
             "lengths": list(self.options.lengths),
@@ -120,7 +145,7 @@ class Passkey(Task[Batch]):
         names = [model["name"] for model in results["models"]]
         columns = ["tokens"]
         for name in names:
-            columns += [f"{name}: % correct", "95 % interval", "state [KiB]"]
+            columns += [f"{shown_name(name, results)}: % correct", "95 % interval", "state [KiB]"]
         rows = []
         for length in results["lengths"]:
             row: list[Any] = [f"{length:,}"]
@@ -162,6 +187,12 @@ def first_number(answer: str) -> str:
     return digits
 
 
+def stated_number(answer: str) -> str:
+    """The first number in a sentence; tokenizers may put spaces between its digits."""
+    found = re.search(r"\d.*", answer, re.DOTALL)
+    return first_number(found[0]) if found else ""
+
+
 def _trained_length(source: str) -> int | None:
     """The longest text of the recipe beside the model; None where there is no recipe."""
     recipe, curriculum = Path(source) / "recipe.json", Path(source) / "curriculum.json"
@@ -187,12 +218,13 @@ def _heat_map(axes: Any, name: str, results: dict[str, Any], lengths: Sequence[i
     axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], fontsize=8)
     axes.set_xlabel("tokens")
     axes.set_ylabel("depth of the key")
-    axes.set_title(name, fontsize=10)
+    shown = shown_name(name, results)
+    axes.set_title(shown, fontsize=10)
     trained = results["longest_trained"][name]
     if trained and trained < lengths[-1]:
         border = sum(length <= trained for length in lengths) - 0.5
         axes.axvline(border, color="black", linewidth=2)
         axes.text(border + 0.05, -0.62, "never trained", fontsize=8, ha="left")
         axes.text(border - 0.05, -0.62, "trained", fontsize=8, ha="right")
-        axes.set_title(name, fontsize=10, pad=18)
+        axes.set_title(shown, fontsize=10, pad=18)
     axes.figure.colorbar(image, ax=axes, label="% correct")

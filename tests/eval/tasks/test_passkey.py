@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from condense.eval.runner import measure
 from condense.eval.statistics import wilson
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.options import PasskeyOptions
-from condense.eval.tasks.passkey import Passkey, first_number
-from condense.training.data.passkey import PasskeyTask
+from condense.eval.tasks.passkey import Passkey, first_number, stated_number
+from condense.training.data.passkey import PASSKEY_TEXTS, PasskeyTask
 from condense.training.small_llama import passkey_tokenizer, small_llama
+
+from ...chat_models import chat_tokenizer
 
 
 class Oracle:
@@ -81,6 +84,52 @@ def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, mo
     monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 800)
     cells_of(evaluated, [400], (0.0,), num_prompts=8)
     assert batches == ([8] if kind is CondenseForCausalLM else [2] * 4)
+
+
+class Talker:
+    """Answers in sentences, and ends its turn: the key, except for prompts whose key holds a 7."""
+
+    device, config, generation_config = torch.device("cpu"), None, SimpleNamespace(eos_token_id=None)
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.asked, self.options = tokenizer, [], {}
+
+    def generate(self, input_ids, attention_mask, **options):
+        rows, self.options = [], options
+        for ids in input_ids:
+            self.asked.append(ids.tolist())
+            key = [word for word in self.tokenizer.decode(ids).split() if word.isdigit()][:4]
+            words = ["The", "passkey", "is", *(["0"] * 4 if "7" in key else key), ".", "<|eot|>", "1"]
+            rows.append(torch.cat([ids, torch.tensor(self.tokenizer.convert_tokens_to_ids(words))]))
+        return SimpleNamespace(sequences=torch.stack(rows), past_key_values=SimpleNamespace(layers=[]))
+
+
+def test_a_chat_model_is_asked_in_its_template_and_answers_in_a_sentence():
+    """Token by token: the prompts of the same seed without a chat, as the message of a user."""
+    tokenizer, plain = chat_tokenizer(PASSKEY_TEXTS), PasskeyTask(passkey_tokenizer())
+    tokenizer_of_plain, talker = plain.tokenizer, Talker(tokenizer)
+    evaluated, length = EvaluatedModel("talker", "", talker, tokenizer), 200
+    cells = cells_of(evaluated, [length], (0.5,), num_prompts=40, seed=2, chat=("talker",))
+    ids_of = tokenizer.convert_tokens_to_ids
+    before, after = (
+        ids_of(["<s>", "<|start|>", "user", "<|stop|>"]),
+        ids_of(["<|eot|>", "<|start|>", "assistant", "<|stop|>"]),
+    )
+    room = length - len(before) - len(after) + 1  # without a chat there is one token more, the first
+    passkeys = plain.batch(40, room, np.random.default_rng([2, length, 0]), 0.5)
+    for ids, wanted in zip(talker.asked, passkeys.prompt_ids_BN.tolist(), strict=True):
+        message = ids_of(tokenizer_of_plain.convert_ids_to_tokens(wanted[1:]))
+        assert ids == [*before, *message, *after]
+        text = [{"role": "user", "content": tokenizer.decode(message)}]
+        assert ids == tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+    right = sum("7" not in key for key in passkeys.keys)
+    assert 0 < right < 40 and [(cell["chat"], cell["correct"], cell["total"]) for cell in cells] == [(True, right, 40)]
+    assert talker.options["eos_token_id"] == sorted(ids_of(["</s>", "<|eot|>"]))
+
+
+def test_stated_number():
+    texts = ("The passkey is 90 54.", "9054", "It is 12, not 34.", "none")
+    assert [stated_number(text) for text in texts] == ["9054", "9054", "12", ""]
 
 
 def test_first_number():

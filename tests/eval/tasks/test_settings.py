@@ -67,7 +67,7 @@ def test_passkey(folders, tmp_path):
     found = settings_of("passkey", options)
     (model,) = found.pop("models")
     assert model.keys() == described(folders)[1].keys() and model["parameters"] == 102_208
-    assert found == {"depths": [0.0, 0.5], "num_prompts": 3, "num_keys": 1, "num_digits": 4, "seed": 7}
+    assert found == {"chat": [], "depths": [0.0, 0.5], "num_prompts": 3, "num_keys": 1, "num_digits": 4, "seed": 7}
 
 
 def test_perplexity(folders, models):

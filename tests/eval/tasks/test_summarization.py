@@ -19,7 +19,7 @@ from condense.eval.cli import evaluations
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.runner import measure
 from condense.eval.statistics import bootstrap
-from condense.eval.tasks import evaluate, summarization
+from condense.eval.tasks import evaluate, passkey, summarization
 from condense.eval.tasks.corpus import Corpus, read_corpus
 from condense.eval.tasks.options import SummarizationOptions
 from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
@@ -295,11 +295,13 @@ def test_a_chat_model_reads_its_template_and_stops_at_its_turns_end(chat, folded
 
 def test_chats_that_cannot_be_are_refused_before_a_model_is_loaded(folded, chat, data, tmp_path, monkeypatch):
     monkeypatch.setattr(summarization, "load_models", None)
-    options = {"models": [f"ours={folded}", str(chat)], "data": str(data)}
-    with pytest.raises(ValueError, match=r"--chat theirs: no model has this name; there are ours, .*chat"):
-        evaluate("summarization", tmp_path, chat=["theirs"], **options)
-    with pytest.raises(ValueError, match=r"the tokenizer of '.*folded.*' has no chat template: leave --chat out"):
-        evaluate("summarization", tmp_path, chat=["ours"], **options)
+    monkeypatch.setattr(passkey, "load_models", None)
+    for kind, more in (("summarization", {"data": str(data)}), ("passkey", {"lengths": [80]})):
+        options = {"models": [f"ours={folded}", str(chat)], **more}
+        with pytest.raises(ValueError, match=r"--chat theirs: no model has this name; there are ours, .*chat"):
+            evaluate(kind, tmp_path, chat=["theirs"], **options)
+        with pytest.raises(ValueError, match=r"the tokenizer of '.*folded.*' has no chat template: leave --chat out"):
+            evaluate(kind, tmp_path, chat=["ours"], **options)
 
 
 def test_a_model_without_an_end_is_refused(stock):

@@ -51,6 +51,7 @@ from condense.training.recipe.objectives import NextToken
 from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
 from condense.training.trainer import RecipeTrainer
+from condense.training.wandb_run import wandb_run
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
 
@@ -109,7 +110,8 @@ def run(
     if recipe.record_memory_history:
         record_history()
     snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"
-    with run_configuration(recipe, model), snapshot_when_full(snapshot, smaller_passes(recipe)):
+    reporting = wandb_run(recipe) if recipe.report_to == "wandb" and process.is_first else nullcontext()
+    with run_configuration(recipe, model), snapshot_when_full(snapshot, smaller_passes(recipe)), reporting:
         batches = make_batches(recipe, data, model, process, checkpoint, equal_lengths=zero_stage == 3)
         trainer = make_trainer(recipe, model, arguments, data, batches)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)

@@ -1,0 +1,68 @@
+"""An output reports to one run of W&B, over all its resumptions. Offline: the files that `wandb sync` would send."""
+
+import json
+import signal
+
+import pytest
+
+from condense import CondenseForCausalLM
+from condense.training import train
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import save_small_llama
+from condense.training.stopping import Stopped
+
+from .test_stopping import SignalInStep
+
+wandb = pytest.importorskip("wandb")
+
+RECIPE = """
+data: {task: passkey, shortest: 0.4}
+stages: [{total_length: 120, steps: 3}]
+global_batch: 2
+micro_batch: 2
+optimizer: {learning_rate: 1.0e-3, warmup_steps: 1}
+attention: eager
+dtype: float32
+checkpoints: {every: 2, keep: 3}
+log_every: 1
+report_to: wandb
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    save_small_llama(tmp_path / "start")
+    CondenseForCausalLM.from_pretrained(tmp_path / "start", segment_length=40).save_pretrained(tmp_path / "start")
+    (tmp_path / "recipe.yaml").write_text(f"model: {tmp_path / 'start'}\noutput: {tmp_path / 'my-run'}\n{RECIPE}")
+    return load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_a_resumed_output_continues_its_run(recipe, monkeypatch):
+    begun = []
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: begun.append(init(**options)) or begun[-1])
+    monkeypatch.setattr(CondenseForCausalLM, "forward", SignalInStep(2, micro_batches=1))
+    with pytest.raises(Stopped):
+        train.train(recipe, stop_on=[signal.SIGUSR1])
+    train.train(recipe)
+    number = json.loads((recipe.output / "wandb.json").read_text())["id"]
+    assert [(run.id, run.name, run.project) for run in begun] == [(number, "my-run", "condense")] * 2
+    assert wandb.run is None  # both are finished
+    files = list((recipe.output / "wandb").glob("offline-run-*/*.wandb"))
+    assert {file.name for file in files} == {f"run-{number}.wandb"}
+    for text in (b"train/loss", b"tokens_per_second", b'"shortest"'):
+        assert all(text in file.read_bytes() for file in files)
+    assert all(run.config["recipe"] == recipe.model_dump(mode="json") for run in begun)
+
+
+def test_a_refusal_names_what_to_do(recipe, monkeypatch):
+    def refuse(**options):
+        raise wandb.errors.UsageError("no API key")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ValueError, match="report_to=wandb: no API key. Log in with `wandb login`, set WANDB_MODE="):
+        train.train(recipe)

@@ -238,7 +238,7 @@ class Recipe(Section):
             smaller = f"set micro_batch={fitting[-1]}, or " if fitting else ""
             raise ValueError(
                 f"global_batch={self.global_batch} does not divide into micro_batch={self.micro_batch} x {ranks} "
-                f"ranks: {smaller}make it a multiple of {at_once}."
+                f"ranks: {smaller}make global_batch a multiple of {at_once}."
             )
         return self.global_batch // at_once
 

@@ -91,7 +91,7 @@ def test_stages_and_batches(recipe):
     assert [stages.stage_at(step) for step in (0, 19, 20, 59)] == [0, 0, 1, 1]
     assert [stages.accumulation(ranks) for ranks in (1, 2, 4)] == [4, 2, 1]
     with pytest.raises(
-        ValueError, match="into micro_batch=2 x 8 ranks: set micro_batch=1, or make it a multiple of 16"
+        ValueError, match="into micro_batch=2 x 8 ranks: set micro_batch=1, or make global_batch a mult"
     ):
         stages.accumulation(8)
     with pytest.raises(ValueError, match="global_batch=8 does not divide into micro_batch=2 x 3 ranks: make.* of 6"):

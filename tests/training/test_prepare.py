@@ -1,7 +1,12 @@
 """`condense prepare` before a run: the run then reads no document."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -11,6 +16,7 @@ from condense.training.data import preparation
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
+from condense.training.subprocesses import child_environment
 
 RECIPE = """
 model: {folder}/llama
@@ -57,6 +63,34 @@ def test_a_run_finds_everything_prepared(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "open_shards", lambda source: pytest.fail("opened a source"))
     training, held_out = make_examples(load_recipe(recipe), AutoTokenizer.from_pretrained(tmp_path / "saved"))
     assert training.num_sequences(64) >= 40 and held_out.num_sequences(64) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_killed_preparation_ends_its_workers_and_goes_on(recipe, tmp_path, number):
+    for name in ("train-0", "train-1", "train-2"):  # seconds of work
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "the sea " * 5, "summary": "red"}) + "\n")
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write((json.dumps({"text": "the sea " * 3_000, "summary": "red"}) + "\n") * 3_000)
+    command = [sys.executable, "-m", "condense", "prepare", str(recipe), "--workers", "2", "stages.0.steps=1000"]
+    environment = child_environment()
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not any(file.stat().st_size for file in tmp_path.glob("prepared/*/unmerged/0-*.chunks")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 3  # the server and two workers
+    process.send_signal(number)
+    process.wait()
+    assert psutil.wait_procs(children, timeout=20)[1] == []
+    assert list(tmp_path.glob("prepared/*/unmerged/*.chunks"))
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    make_examples(
+        load_recipe(recipe, [f"data.prepared={tmp_path}/alone", "stages.0.steps=1000"]),
+        AutoTokenizer.from_pretrained(tmp_path / "llama"),
+    )
+    assert contents(tmp_path / "prepared") == contents(tmp_path / "alone")
 
 
 def test_a_task_without_documents_has_nothing_to_prepare():

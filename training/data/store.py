@@ -48,7 +48,7 @@ class Part(NamedTuple):
     notes: dict[str, Any]
 
     def documents(self) -> list[Tokens]:
-        firsts = [0, *self.ends[:-1]]
+        firsts = np.concatenate([[0], self.ends])[:-1]
         columns = zip(firsts, self.ends, self.num_given, self.source, strict=True)
         return [Tokens(self.values[first:end], int(given), "", int(source)) for first, end, given, source in columns]
 

@@ -142,12 +142,14 @@ def test_the_first_bad_document_in_order_is_refused(data, tmp_path):
         prepared(refusing, tmp_path / "workers", 3)
 
 
-def test_what_a_source_drops_is_counted_and_never_tokenised(tmp_path):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_source_drops_is_counted_and_never_tokenised(tmp_path, num_workers):
+    """Of the first chunk nothing is kept."""
     (tmp_path / "calls").mkdir()
     (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "w1 w2 w3", "n": {n}}}\n' for n in range(100)))
     source = Source(files=str(tmp_path / "x.jsonl"), at_least={"n": 90})
     data = TextData(task="text", sources=[source], prepared=tmp_path, bad_documents="skip")
-    store = prepared(data, tmp_path / "folder", 0, calls=tmp_path / "calls")
+    store = prepared(data, tmp_path / "folder", num_workers, calls=tmp_path / "calls")
     (calls,) = (tmp_path / "calls").iterdir()
     assert len(store) == len(calls.read_text().splitlines()) == 10
     counts = json.loads((store.folder / "summary.json").read_text())

@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from .attention import AttentionMask, AttentionMetadata, attend
-from .attention.metadata import RotaryTables
+from .attention.metadata import rotate
 from .configuration import CondenseConfig
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk, on_device
@@ -68,14 +68,14 @@ class CondenseAttention(nn.Module):
 
     def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
         """The keys and values that the next segment sees of this chunk."""
-        key_RGTE = _rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.memory_rotary)
+        key_RGTE = rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.memory_rotary)
         return Memory(key_RGTE, self._split_heads(self.v_proj(normed_RTD)))
 
     def forward(
         self, normed_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        query_RHTE = _rotate(self._split_heads(self.q_proj(normed_RTD)), metadata.rotary)
-        key_RGTE = _rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.rotary)
+        query_RHTE = rotate(self._split_heads(self.q_proj(normed_RTD)), metadata.rotary)
+        key_RGTE = rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.rotary)
         value_RGTE = self._split_heads(self.v_proj(normed_RTD))
         outputs = [
             self._attend(query_RHTE[rows], key_RGTE[rows], value_RGTE[rows], mask, row_key_values, metadata.chunk)
@@ -93,12 +93,6 @@ class CondenseAttention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         implementation = self.config._attn_implementation
         return attend(implementation, query_RHTE, key_RGKE, value_RGKE, mask, self.scale, dropout)
-
-
-def _rotate(tensor_RHTE: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
-    cos_R1TE, sin_R1TE = (table.unsqueeze(1) for table in rotary)
-    # Under autocast the tables are float32 and projections are not: keys must keep the dtype of values.
-    return (tensor_RHTE * cos_R1TE + rotate_half(tensor_RHTE) * sin_R1TE).to(tensor_RHTE.dtype)
 
 
 class CondenseDecoderLayer(nn.Module):

@@ -3,8 +3,9 @@
 Axes: R rows of a chunk, T queries, K keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ class AttentionMask:
 
     chunk: Chunk
     log_duration_RK: torch.Tensor | None = None
+    # The masks of uniform chunks, which depend on the numbers of queries and keys alone: one for all of a call.
+    shared: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def lower_right(self) -> bool:
@@ -38,16 +41,28 @@ class AttentionMask:
 
     def boolean(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         """[T, K] or [R, 1, T, K]; true where a query sees a key."""
+        if self.lower_right:
+            key = num_queries, num_keys, device
+            if key not in self.shared:
+                all_TK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+                self.shared[key] = all_TK.tril(num_keys - num_queries)
+            return self.shared[key]
         keys_K = torch.arange(num_keys, device=device)
         queries_T1 = torch.arange(num_queries, device=device)[:, None]
-        if self.lower_right:
-            return keys_K <= queries_T1 + (num_keys - num_queries)
         first_R11 = on_device(self.first_visible_key_R, device)[:, None, None]
         own_R11 = on_device(self.first_query_key_R, device)[:, None, None]
         return ((keys_K >= first_R11) & (keys_K <= own_R11 + queries_T1))[:, None]
 
     def additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
         """The mask as a bias [R or 1, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
+        key = num_queries, num_keys, like.device, like.dtype
+        if not self.lower_right or self.log_duration_RK is not None:
+            return self._additive(num_queries, num_keys, like)
+        if key not in self.shared:
+            self.shared[key] = self._additive(num_queries, num_keys, like)
+        return self.shared[key]
+
+    def _additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
         seen = self.boolean(num_queries, num_keys, like.device)
         bias = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
         if self.log_duration_RK is not None:

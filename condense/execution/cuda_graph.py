@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention import AttentionMask, AttentionMetadata
+from ..attention.metadata import rotary_tables
 from ..cache import FoldedCache
 from ..cache_layer import FoldedCacheLayer
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
@@ -83,8 +84,8 @@ def static_step(
     visible_BK = (keys_K >= (length - memory_length_B)[:, None]) & (keys_K <= own_key_B[:, None])
     metadata = AttentionMetadata(
         chunk=NO_CHUNK,
-        rotary=llama.rotary_emb(llama.norm.weight, (memory_length_B + offset_B)[:, None]),
-        memory_rotary=llama.rotary_emb(llama.norm.weight, offset_B[:, None]),
+        rotary=rotary_tables(llama.rotary_emb, llama.norm.weight, (memory_length_B + offset_B)[:, None]),
+        memory_rotary=rotary_tables(llama.rotary_emb, llama.norm.weight, offset_B[:, None]),
         mask=StaticAttentionMask(NO_CHUNK, mask_B11K=visible_BK[:, None, None]),
         writes_memory=True,
         detach_R=(False,),

@@ -175,7 +175,8 @@ def _joint_mask(segments: Sequence[AttentionMetadata]) -> AttentionMask:
     log_durations = [segment.mask.log_duration_RK for segment in segments]
     known = [log_duration_RK for log_duration_RK in log_durations if log_duration_RK is not None]
     assert len(known) in (0, len(segments))
-    return AttentionMask(segments[0].chunk, torch.cat(known) if known else None)
+    first = segments[0].mask
+    return AttentionMask(first.chunk, torch.cat(known) if known else None, first.shared)
 
 
 def _joint_tables(tables: Sequence[RotaryTables], num_rows: int) -> RotaryTables:

@@ -43,6 +43,7 @@ class Suite(Task[Cell]):
     Options = SuiteOptions
 
     def __init__(self, options: SuiteOptions, models: Sequence[EvaluatedModel]):
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.options, self.models, self.tasks = options, models, tasks_of(options.benchmarks)
         self.folder = Path(options.samples) if options.samples else default_folder()
         self._reader: tuple[str, Any] = ("", None)  # of one model: the others are not in memory
@@ -54,7 +55,6 @@ class Suite(Task[Cell]):
                     f"{model.name} reads {max_length:,} tokens at most, and prompts of {longest:,} would be cut: give "
                     "it --lengths within that, in an --output of its own; a report shows both."
                 )
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         by_length = sorted(self.items(), key=lambda cell: -cell.length)
         shortest = {(cell.model.name, cell.task): cell for cell in by_length}
         for cell in shortest.values():  # what cannot be had is refused before anything is measured

@@ -10,12 +10,14 @@ pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness
 
 import lm_eval
 from lm_eval.tasks import TaskManager
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
 
 import condense.cli
 import condense.eval.tasks.suite
 from condense import CondenseForCausalLM
 from condense.eval.harness import CondenseLM
-from condense.eval.harness_tasks import _manager, tasks_of
+from condense.eval.harness_tasks import _manager, load_task, tasks_of
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.options import SuiteOptions
 from condense.eval.tasks.suite import Suite
@@ -180,6 +182,15 @@ def test_names_of_benchmarks_and_tasks():
     assert counts == {"ruler": 13, "babilong": 5, "longbench2": 20, "infinitebench": 11, "graphwalks": 2}
     with pytest.raises(ValueError, match="no benchmark or task 'glue': choose from ruler, babilong"):
         tasks_of(["ruler", "glue"])
+
+
+def test_a_generator_that_would_not_end_is_refused(root):
+    characters = AutoTokenizer.from_pretrained(root / "folded")
+    characters.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    with pytest.raises(
+        ValueError, match="ruler_vt cannot be made for the tokenizer of here, which has 89 tokens for 19 w"
+    ):
+        load_task("ruler", "ruler_vt", LENGTH, "here", characters, 0, root / "samples")
 
 
 def test_texts_that_cannot_be_had(root):

@@ -33,7 +33,8 @@ class Cell(NamedTuple):
 
 class Suite(Task[Cell]):
     """A record: `samples`, each with its score, its answer and the tokens of its prompt; `left_out` is the reason where
-    there are none, and `documents` the number of texts that the task has at all lengths.
+    there are none, and `documents` the number of texts that the task has. Where these have lengths of their own,
+    `of_this_length` is the number of those in the cell, and `shortest` and `longest` are tokens of all of them.
 
     Raises `ValueError` for unknown benchmarks, for texts that cannot be had, and where a model would cut prompts.
     """
@@ -83,9 +84,8 @@ class Suite(Task[Cell]):
 
     def measure(self, item: Cell) -> Record:
         task, metric = self._load(item), BENCHMARKS[item.benchmark].metric or str(item.length)
-        documents, left_out = self._documents(item, task)
-        record: Record = {"documents": len(task.eval_docs), "samples": [], "left_out": left_out}
-        if left_out:
+        documents, record = self._documents(item, task)
+        if not documents:
             return record
         tokens = self._check_room(item, task, documents)
         answered = lm_eval.evaluate(
@@ -133,23 +133,28 @@ class Suite(Task[Cell]):
             self._last = (key, task)
         return self._last[1]
 
-    def _documents(self, cell: Cell, task: Any) -> tuple[list[int], str]:
-        """The documents of a cell; and the reason where it has none."""
-        documents = list(range(len(task.eval_docs)))
+    def _documents(self, cell: Cell, task: Any) -> tuple[list[int], Record]:
+        """The documents of a cell, and its record without samples."""
+        documents, left_out = list(range(len(task.eval_docs))), ""
+        record: Record = {"documents": len(documents), "samples": []}
         if cell.benchmark == "ruler" and (reached := longest_sample(task)) < FILLED * cell.length:
-            return [], f"its samples end at {reached:,} tokens"
+            documents, left_out = [], f"its samples end at {reached:,} tokens"
         if BENCHMARKS[cell.benchmark].lengths is None:
-            key = (cell.model.name, cell.task)
-            if key not in self._sizes:
-                sizes = dict.fromkeys(documents, 0)
-                for request in requests_of(task, cell.model.tokenizer, documents, 0):
-                    sizes[request.document] = request.prompt_tokens
-                self._sizes[key] = list(sizes.values())
-            sizes_here = self._sizes[key]
-            documents = [number for number in documents if cell.length / 2 < sizes_here[number] <= cell.length]
-            if not documents:
-                return [], "no text has this length"
-        return documents[: self.options.num_prompts], ""
+            sizes = self._sizes_of(cell, task)
+            documents = [number for number in documents if cell.length / 2 < sizes[number] <= cell.length]
+            left_out = "" if documents else "no text has this length"
+            record |= {"of_this_length": len(documents), "shortest": min(sizes), "longest": max(sizes)}
+        return documents[: self.options.num_prompts], record | {"left_out": left_out}
+
+    def _sizes_of(self, cell: Cell, task: Any) -> list[int]:
+        """The tokens of the prompt of each document, counted once for a model and a task."""
+        key, documents = (cell.model.name, cell.task), range(len(task.eval_docs))
+        if key not in self._sizes:
+            sizes = dict.fromkeys(documents, 0)
+            for request in requests_of(task, cell.model.tokenizer, documents, 0):
+                sizes[request.document] = request.prompt_tokens
+            self._sizes[key] = list(sizes.values())
+        return self._sizes[key]
 
     def _check_room(self, cell: Cell, task: Any, documents: Sequence[int]) -> dict[int, int]:
         """The tokens of the prompt of each document. Raises `ValueError` where the harness would cut one."""
@@ -196,10 +201,12 @@ class Suite(Task[Cell]):
             for cell in cells
             if cell["left_out"]
         ]
-        for (model, task), sizes in self._sizes.items():
-            kept = sum(any(length / 2 < size <= length for length in self.options.lengths) for size in sizes)
-            if others := len(sizes) - kept:
-                why = f"{others:,} of {len(sizes):,} texts have other lengths: {min(sizes):,} to {max(sizes):,} tokens"
+        own = [cell for cell in cells if "of_this_length" in cell]
+        for model, task in dict.fromkeys((cell["model"], cell["task"]) for cell in own):
+            mine = [cell for cell in own if (cell["model"], cell["task"]) == (model, task)]
+            total, shortest, longest = (mine[0][name] for name in ("documents", "shortest", "longest"))
+            if others := total - sum(cell["of_this_length"] for cell in mine):
+                why = f"{others:,} of {total:,} texts have other lengths: {shortest:,} to {longest:,} tokens"
                 found.append({"model": model, "task": task, "length": None, "why": why})
         return found
 

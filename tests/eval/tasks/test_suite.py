@@ -167,13 +167,23 @@ def test_texts_with_lengths_of_their_own(root, monkeypatch):
     """A length holds the texts of more than half of it; the others are counted."""
     monkeypatch.setattr(datasets, "load_dataset", texts)
     suite = Suite.load(options(root, benchmarks=["graphwalks_128k", "longbench2_graph"], lengths=(512, 1024)))
-    monkeypatch.setattr(suite.reader_of(suite.models[0]), "generate_until", lambda requests: ["Final Answer: [a]"] * 2)
+    monkeypatch.setattr(
+        suite.reader_of(suite.models[0]), "generate_until", lambda requests: ["Final Answer: [a]"] * len(requests)
+    )
     found = {cell.length: [s["tokens"] for s in suite.measure(cell)["samples"]] for cell in suite.items()[1:2]}
     assert found == {1024: [700, 600]}
     scored = suite.measure(suite.items()[3])
     assert [sample["score"] in (0, 1) for sample in scored["samples"]] == [True]
-    left_out = suite.summarise([])["left_out"]
-    assert left_out[0]["why"] == "1 of 4 texts have other lengths: 300 to 5,000 tokens"
+    measured = [(cell, suite.measure(cell)) for cell in suite.items()[:2]]
+    resumed = Suite.load(suite.options)  # has counted nothing
+    assert resumed.summarise(measured)["left_out"] == [
+        {
+            "model": "folded",
+            "task": "graphwalks_128k",
+            "length": None,
+            "why": "1 of 4 texts have other lengths: 300 to 5,000 tokens",
+        }
+    ]
 
 
 def test_names_of_benchmarks_and_tasks():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from condense import CondenseForCausalLM
 from condense.training import train
@@ -15,7 +16,7 @@ from condense.training.checkpoints.complete import checkpoints, newest_checkpoin
 from condense.training.launch import _free_port
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
-from condense.training.stopping import Stopped
+from condense.training.stopping import StopOnSignal, Stopped
 
 from .ranks import run_ranks
 from .runs import ROOT, expected, log_lines, train_with
@@ -86,6 +87,18 @@ def test_a_signal_stops_after_the_current_step_and_the_run_continues(recipe, tmp
     assert not (tmp_path / "model.safetensors").exists()
     train.train(loaded, stop_on=[signal.SIGUSR1])
     assert_losses(tmp_path, expected(recipe, ranks=1)[0], stopped_after=3)
+
+
+def test_where_a_run_may_stop():
+    """With a curriculum at a logged line; in its last step it ends by itself."""
+    stop = StopOnSignal([], every=5)
+    stop.received = signal.SIGUSR1
+    steps = []
+    for step in range(1, 11):
+        control = TrainerControl()
+        stop.on_step_end(TrainingArguments(use_cpu=True), TrainerState(global_step=step, max_steps=10), control)
+        steps += [step] if control.should_training_stop else []
+    assert steps == [5]
 
 
 def test_a_run_resumes_from_a_moved_model_with_another_log(recipe, tmp_path, monkeypatch):

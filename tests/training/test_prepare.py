@@ -66,17 +66,17 @@ def test_a_run_finds_everything_prepared(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_preparation_ends_its_workers_and_goes_on(recipe, tmp_path, number):
     for name in ("train-0", "train-1", "train-2"):  # seconds of work
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "the sea " * 5, "summary": "red"}) + "\n")
         with (tmp_path / f"{name}.jsonl").open("a") as file:
-            file.write((json.dumps({"text": "the sea " * 3_000, "summary": "red"}) + "\n") * 3_000)
+            file.write((json.dumps({"text": "the sea " * 1_500, "summary": "red"}) + "\n") * 1_500)
     command = [sys.executable, "-m", "condense", "prepare", str(recipe), "--workers", "2", "stages.0.steps=1000"]
     environment = child_environment()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not any(file.stat().st_size for file in tmp_path.glob("prepared/*/unmerged/0-*.chunks")):
+    while not any(file.stat().st_size for file in tmp_path.glob("prepared/*/unmerged/0-00001.chunks")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)

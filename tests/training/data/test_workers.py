@@ -123,6 +123,26 @@ def test_stopped_preparations_lose_no_chunk(data, tmp_path, monkeypatch):
     assert files(tmp_path / "copy") == expected
 
 
+def test_a_shard_goes_on_in_its_middle(data, tmp_path, texts, monkeypatch):
+    """Its file holds chunks that are merged already."""
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = data.model_copy(update={"sources": [Source(files=str(tmp_path / "lines.jsonl"))]})
+    write = preparation._write_part
+
+    def stop(path, kept, notes):
+        if path.name == "part-00002.arrow":
+            raise KeyboardInterrupt
+        write(path, kept, notes)
+
+    monkeypatch.setattr(preparation, "_write_part", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(data, tmp_path / "workers", 1)
+    assert Store(tmp_path / "workers").notes["positions"][0][1] > 0  # the number of the chunk
+    monkeypatch.setattr(preparation, "_write_part", write)
+    prepared(data, tmp_path / "workers", 1)
+    assert files(tmp_path / "workers") == files(prepared(data, tmp_path / "alone", 0).folder)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_document_that_can_not_be_tokenised_is_named(data, tmp_path, num_workers):
     with pytest.raises(RuntimeError, match=r"1.jsonl:41: RuntimeError: too deep"):

@@ -329,7 +329,7 @@ def prepare(
         ),
     ] = None,
 ) -> None:
-    """Turns a recipe's documents into tokens, before a run; started again, it goes on where it was stopped."""
+    """Turns a recipe's documents into tokens, before a run; started again, it resumes where it was stopped."""
     check_installed("condense prepare", "train", without=("tensorboard", "deepspeed"))
     quiet()
     from condense.training.prepare import num_cores

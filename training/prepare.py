@@ -15,7 +15,7 @@ def num_cores() -> int:
 def prepare(recipe: Recipe, num_workers: int) -> None:
     """Prepares all documents that a recipe reads, those of its evaluation too, in `num_workers` processes.
 
-    A preparation that was stopped goes on. Raises `ValueError` for documents that can't be read, or are too few.
+    A preparation that was stopped resumes. Raises `ValueError` for documents that can't be read, or are too few.
     """
     if not isinstance(recipe.data, DocumentData):
         print(f"data.task={recipe.data.task} makes its texts during training: there is nothing to prepare", flush=True)

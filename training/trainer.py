@@ -100,7 +100,7 @@ class RecipeTrainer(Trainer):
         seconds_at_peak: Callable[[int], float] | None = None,
         **kwargs,
     ):
-        """`seconds_at_peak` is the least time that this rank's device takes for a text of so many tokens."""
+        """`seconds_at_peak` is the least time that this rank's device takes for a text of this many tokens."""
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = True  # lets Trainer count the targets, for the objective
         self.objective, self.by_segment = objective, by_segment

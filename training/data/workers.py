@@ -130,7 +130,7 @@ class Workers:
                 raise ChildProcessError(
                     f"{self.at[connection]}: the worker process that read these documents ended with exit code "
                     f"{process.exitcode} (-9 is a kill, often for lack of memory). Start condense prepare again, with "
-                    "fewer --workers: it goes on where it was stopped."
+                    "fewer --workers: it resumes where it was stopped."
                 ) from None
             key = self.reads[connection]
             if kind == "reads":

@@ -12,7 +12,7 @@ from .operations import text_flops
 
 
 def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | None:
-    """The least time that this process's GPU takes for a text of so many tokens, forward and backward.
+    """The least time that this process's GPU takes for a text of this many tokens, forward and backward.
 
     MFU is its quotient with the time that was taken. None on a CPU, in float32, and where the GPU or the kind of model
     is not known.

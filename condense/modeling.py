@@ -189,7 +189,7 @@ class CondenseModel(CondensePreTrainedModel):
             return output_function(normed_RTD, chunk)
 
         metadata = self.metadata_builder(
-            call.like_hidden(self.norm.weight), batch, state, durations_BN, has_cache=cache is not None
+            call.like_hidden(self.norm.weight), batch, state, durations_BN, cache is not None, checkpointing
         )
         executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, call.checkpoint_function)
         outputs: list[ChunkOutput] = []
@@ -226,10 +226,11 @@ class CondenseModel(CondensePreTrainedModel):
         state: RecurrentState,
         durations_BN: torch.Tensor | None = None,
         has_cache: bool = False,
+        checkpointing: bool = False,
     ) -> AttentionMetadataBuilder:
         """The builder of the attention metadata of a call's chunks; `like` gives device and dtype of rotary tables."""
         return AttentionMetadataBuilder(
-            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache
+            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache, not checkpointing
         )
 
     def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:

@@ -3,8 +3,9 @@
 Axes: R rows of a chunk, T queries, K keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ class AttentionMask:
 
     chunk: Chunk
     log_duration_RK: torch.Tensor | None = None
-    # The masks of uniform chunks, which depend on the numbers of queries and keys alone: one for all of a call.
-    shared: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    # The masks of uniform chunks, which depend on the numbers of queries and keys alone: one for all of a call. None
+    # under gradient checkpointing, which would keep them until the backward pass.
+    shared: dict[tuple[Any, ...], torch.Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property
     def lower_right(self) -> bool:
@@ -42,11 +44,7 @@ class AttentionMask:
     def boolean(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         """[T, K] or [R, 1, T, K]; true where a query sees a key."""
         if self.lower_right:
-            key = num_queries, num_keys, device
-            if key not in self.shared:
-                all_TK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-                self.shared[key] = all_TK.tril(num_keys - num_queries)
-            return self.shared[key]
+            return self._shared((num_queries, num_keys, device), partial(_causal, num_queries, num_keys, device))
         keys_K = torch.arange(num_keys, device=device)
         queries_T1 = torch.arange(num_queries, device=device)[:, None]
         first_R11 = on_device(self.first_visible_key_R, device)[:, None, None]
@@ -55,11 +53,16 @@ class AttentionMask:
 
     def additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
         """The mask as a bias [R or 1, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
-        key = num_queries, num_keys, like.device, like.dtype
-        if not self.lower_right or self.log_duration_RK is not None:
-            return self._additive(num_queries, num_keys, like)
+        make = partial(self._additive, num_queries, num_keys, like)
+        if self.lower_right and self.log_duration_RK is None:
+            return self._shared((num_queries, num_keys, like.device, like.dtype), make)
+        return make()
+
+    def _shared(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self.shared is None:
+            return make()
         if key not in self.shared:
-            self.shared[key] = self._additive(num_queries, num_keys, like)
+            self.shared[key] = make()
         return self.shared[key]
 
     def _additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
@@ -68,3 +71,7 @@ class AttentionMask:
         if self.log_duration_RK is not None:
             bias = bias + self.log_duration_RK[:, None, None, :].to(like.dtype)
         return bias.masked_fill(~seen, float("-inf"))
+
+
+def _causal(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)

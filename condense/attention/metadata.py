@@ -76,7 +76,8 @@ class AttentionMetadataBuilder:
     """Makes the metadata of one call's chunks in their order; the durations of each chunk enter the state's timeline.
 
     `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `durations_BN` is on
-    the host. `bptt_segments` is the configuration's. `has_cache` is true if a later call can see this one's memory.
+    the host. `bptt_segments` is the configuration's. `has_cache` is true if a later call can see this one's memory,
+    `shares_masks` if one mask may serve all uniform chunks.
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class AttentionMetadataBuilder:
         durations_BN: torch.Tensor | None,
         bptt_segments: int | None,
         has_cache: bool,
+        shares_masks: bool = True,
     ):
         self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
         self.timeline, self.durations_BN = state.timeline, durations_BN
         self.bptt_segments, self.has_cache = bptt_segments, has_cache
         self._tables: dict[tuple[int, int], RotaryTables] = {}
-        self._masks: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._masks: dict[tuple[Any, ...], torch.Tensor] | None = {} if shares_masks else None
 
     def build(self, chunk: Chunk) -> AttentionMetadata:
         position_RT, memory_position_RT, log_duration_RK = self._positions(chunk)

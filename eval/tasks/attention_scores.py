@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from condense import CondenseForCausalLM
+from condense.attention.metadata import rotate
 
 CELLS = 128  # of a map, along a segment: longer ones are averaged in blocks
 
@@ -35,10 +36,11 @@ def queries_and_keys(
             hidden_1TD, memory, metadata = arguments
             segment = metadata.chunk.segments[0]
             if segment in segments:
-                query_1HTE, key_1GTE = _project(module, hidden_1TD, metadata.rotary)
+                query_1HTE, key_1GTE = (rotate(part, metadata.rotary) for part in _project(module, hidden_1TD))
                 found[layer, segment] = query_1HTE[0], torch.cat([memory.key_RGKE, key_1GTE], dim=2)[0]
             return
-        query_1HNE, key_1GNE = _project(module, named["hidden_states"], named["position_embeddings"])
+        projected = _project(module, named["hidden_states"])
+        query_1HNE, key_1GNE = apply_rotary_pos_emb(*projected, *named["position_embeddings"])
         for segment in segments:
             first, end = segment * segment_length, (segment + 1) * segment_length
             found[layer, segment] = query_1HNE[0, :, first:end], key_1GNE[0, :, :end]
@@ -56,13 +58,13 @@ def queries_and_keys(
     return found
 
 
-def _project(module: Any, hidden_1TD: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]):
+def _project(module: Any, hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries [1, H, T, E] and keys [1, G, T, E], not rotated."""
     width = module.config.head_dim
-    query_1HTE, key_1GTE = (
+    return tuple(
         projection(hidden_1TD).unflatten(-1, (-1, width)).transpose(1, 2)
         for projection in (module.q_proj, module.k_proj)
     )
-    return apply_rotary_pos_emb(query_1HTE, key_1GTE, *rotary)
 
 
 def scores(query_HTE: torch.Tensor, key_GKE: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,19 @@ from condense.eval.options import (
     percentages,
     stored,
 )
-from condense.eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
+from condense.eval.tasks.options import (
+    AttentionOptions,
+    PasskeyOptions,
+    PerplexityOptions,
+    SuiteOptions,
+    SummarizationOptions,
+)
 
 COMMANDS = {
     "passkey": PasskeyOptions,
     "perplexity": PerplexityOptions,
     "summarization": SummarizationOptions,
+    "suite": SuiteOptions,
     "attention": AttentionOptions,
     "probe": ProbeOptions,
 }
@@ -118,14 +125,29 @@ def test_each_flag_is_a_field_and_each_field_a_flag(name):
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("passkey", "model output lengths depths prompts keys digits seed longest-trained dtype attention"),
-        ("perplexity", "model output data text-field segments segment-length tokens curves batch dtype attention"),
+        (
+            "passkey",
+            "model output chat lengths depths prompts keys "
+            "digits seed longest-trained ranks device-map dtype attention",
+        ),
+        (
+            "perplexity",
+            "model output data text-field segments segment-length tokens curves batch ranks device-map dtype attention",
+        ),
         (
             "summarization",
-            "model output data text-field summary-field documents longest bad-documents temperature new-tokens batch "
-            "seed dtype attention",
+            "model output chat data text-field summary-field documents longest "
+            "bad-documents temperature new-tokens batch seed ranks device-map dtype attention",
         ),
-        ("attention", "model output prompt-file layers segments heads segment-length text-field dtype attention"),
+        (
+            "suite",
+            "model output benchmarks lengths prompts batch seed samples ranks device-map dtype attention",
+        ),
+        (
+            "attention",
+            "model output prompt-file summarize layers segments "
+            "heads segment-length text-field ranks device-map dtype attention",
+        ),
         ("probe", "model output data limit template position-anchor dtype attention speed"),
     ],
 )

@@ -10,16 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM
+from condense.cli import app, main
 from condense.training.small_llama import save_small_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def condense(*arguments, check=True):
+    """The command in a process of its own."""
     command = [sys.executable, "-m", "condense", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=check, cwd=ROOT)
+
+
+def printed(*arguments):
+    """What the command prints, run in this process, which has imported torch."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +48,24 @@ def test_help_names_every_command():
 
 
 def test_the_version_is_that_of_the_package():
-    assert condense("--version").stdout == f"condense {version('condense-llama')}\n"
+    assert printed("--version") == f"condense {version('condense-llama')}\n"
 
 
 def test_train_lists_the_recipes():
-    words = condense("train", "--help").stdout.split()
+    words = printed("train", "--help").split()
     assert {f"{path.stem}" for path in (ROOT / "training" / "recipes").glob("*.yaml")} <= {
         word.strip(",.") for word in words
     }
 
 
 def test_convert_there_and_back(llama, tmp_path):
-    output = condense("convert", llama, tmp_path / "folded", "--segment-length", 16).stdout
+    output = printed("convert", llama, tmp_path / "folded", "--segment-length", 16)
     assert "102,208 parameters" in output and "16 tokens" in output
     assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.segment_length == 16
-    condense("convert", tmp_path / "folded", tmp_path / "again", "--memory-source", "layer_input")
+    printed("convert", tmp_path / "folded", tmp_path / "again", "--memory-source", "layer_input")
     again = CondenseForCausalLM.from_pretrained(tmp_path / "again").config
     assert (again.segment_length, again.memory_source) == (16, "layer_input")  # other fields keep their values
-    condense("convert", tmp_path / "folded", tmp_path / "back", "--to", "llama")
+    printed("convert", tmp_path / "folded", tmp_path / "back", "--to", "llama")
     back, stock = LlamaForCausalLM.from_pretrained(tmp_path / "back"), LlamaForCausalLM.from_pretrained(llama)
     for name, tensor in stock.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor)
@@ -82,7 +92,7 @@ def test_generate_streams_what_the_model_answers(llama, tmp_path):
 
 def test_sampling_has_a_seed(llama):
     runs = [
-        condense("generate", "--model", llama, "--prompt", "The", "--temperature", 1, "--seed", seed, *options).stdout
+        printed("generate", "--model", llama, "--prompt", "The", "--temperature", 1, "--seed", seed, *options)
         for seed, *options in ((1,), (1, "--fixed-decoding"), (2,))
     ]
     assert runs[0] == runs[1] != runs[2]
@@ -98,9 +108,19 @@ def test_sampling_has_a_seed(llama):
         (["convert", "LLAMA", "out", "--segment-length", "8", "--to", "llama"], "a stock Llama has no segment_length"),
     ],
 )
-def test_errors_are_one_line(llama, arguments, words):
-    run = condense(*[str(llama) if argument == "LLAMA" else argument for argument in arguments], check=False)
-    assert run.returncode == 1 and words in run.stderr and "Traceback" not in run.stderr
+def test_errors_are_one_line(llama, arguments, words, monkeypatch, capsys):
+    monkeypatch.chdir(llama)
+    monkeypatch.setattr(sys, "argv", ["condense", *[str(llama) if part == "LLAMA" else part for part in arguments]])
+    with pytest.raises(SystemExit) as left:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 1 and line.startswith("condense: ") and words in line
+
+
+def test_an_error_of_a_process():
+    run = condense("generate", "--model", "nowhere/at/all", "--prompt", "a", check=False)
+    assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("condense: there is no folder")
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.slow

@@ -121,7 +121,8 @@ def call_on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     for others in numbers[1:]:
         others["TQDM_DISABLE"] = "1"  # the first process has the progress bars
     work = pickle.dumps((sys.argv, function, arguments))
-    exit_code = run_all_to_end([sys.executable, "-m", __name__], [environment | number for number in numbers], work)
+    command = [sys.executable, "-m", __name__]
+    exit_code = run_all_to_end([(command, environment | number) for number in numbers], work)
     if exit_code:
         sys.exit(exit_code)
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from condense.training.launch import launch, num_ranks  # noqa: E402
 from condense.training.output_lock import check_unlocked, output_lock  # noqa: E402
 from condense.training.recipe import load_recipe  # noqa: E402
 from condense.training.small_llama import save_small_llama  # noqa: E402
-from condense.training.subprocesses import run_to_end  # noqa: E402
+from condense.training.subprocesses import run_all_to_end, run_to_end  # noqa: E402
 
 RECIPE = Path("passkey_quickstart")
 SEGMENT = 40
@@ -44,10 +44,28 @@ def fold(llama: Path, folder: Path, source: str) -> None:
 
 
 def condense(*arguments) -> None:
-    environment = os.environ if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "condense", *map(str, arguments)]
-    if exit_code := run_to_end(command, environment, cwd=ROOT):
+    command = condense_command(*arguments)
+    if exit_code := run_to_end(command, environment(), cwd=ROOT):
         raise subprocess.CalledProcessError(exit_code, command)
+
+
+def at_once(*commands: Sequence[object]) -> None:
+    """Runs commands side by side, each with its part of the cores and a line of its own for its progress bar."""
+    threads = str(max(1, (os.cpu_count() or 1) // len(commands)))
+    running = [
+        (condense_command(*command), {"OMP_NUM_THREADS": threads} | environment() | {"TQDM_POSITION": str(line)})
+        for line, command in enumerate(commands)
+    ]
+    if exit_code := run_all_to_end(running, cwd=ROOT):
+        raise subprocess.CalledProcessError(exit_code, running[0][0])
+
+
+def condense_command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "condense", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ) if torch.cuda.is_available() else os.environ | {"DS_ACCELERATOR": "cpu"}
 
 
 def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
@@ -109,23 +127,17 @@ def quickstart(folder: Path, options: argparse.Namespace, start: float) -> None:
             overrides += [f"curriculum.tokens_per_step={room}"]
         stage(folder, f"train ({name})", lambda overrides=overrides: launch(RECIPE, [*overrides, *options.overrides]))
     models = [item for name in MEMORIES for item in ("--model", f"{name}={folder / name / 'trained'}")]
-    stage(
-        folder,
-        "retrieve passkeys",
-        lambda: condense(
-            "eval", "passkey", *models, "--lengths", ",".join(map(str, lengths)), "--prompts", PROMPTS_PER_CELL,
-            "--seed", options.seed, "--output", folder / "passkey",
-        ),
-    )  # fmt: skip
-    stage(
-        folder,
-        "retrieve passkeys from a million tokens",
-        lambda: condense(
-            "eval", "passkey", "--model", f"folded={folder / 'folded' / 'trained'}", "--lengths", MILLION,
-            "--depths", MILLION_DEPTH, "--prompts", MILLION_PROMPTS, "--seed", options.seed,
-            "--output", folder / "million-tokens",
-        ),
-    )  # fmt: skip
+    grid = [
+        "eval", "passkey", *models, "--lengths", ",".join(map(str, lengths)), "--prompts", PROMPTS_PER_CELL,
+        "--seed", options.seed, "--output", folder / "passkey",
+    ]  # fmt: skip
+    million = [
+        "eval", "passkey", "--model", f"folded={folder / 'folded' / 'trained'}", "--lengths", MILLION,
+        "--depths", MILLION_DEPTH, "--prompts", MILLION_PROMPTS, "--seed", options.seed,
+        "--output", folder / "million-tokens",
+    ]  # fmt: skip
+    # Models this small gain nothing from a second core.
+    stage(folder, "retrieve passkeys, also from a million tokens", lambda: at_once(grid, million))
     shape = folder / "shape"
     stage(
         folder,

@@ -63,17 +63,17 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options
     return exit_code
 
 
-def run_all_to_end(command: Sequence[str], environments: Sequence[Mapping[str, str]], given: bytes) -> int:
-    """Runs a command in several environments at once, with `given` as input; returns the first exit code that is not 0.
+def run_all_to_end(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], given: bytes = b"", **options) -> int:
+    """Runs commands at once, each in its environment and with `given` as input; returns the first exit code but 0.
 
     A process that fails ends the others. SIGTERM, SIGHUP and exceptions here end all of them and their children.
     """
     processes = list[subprocess.Popen]()
     with _signals_as_exit():
         try:
-            for environment in environments:
+            for command, environment in commands:
                 environment = {**environment, PARENT: str(os.getpid())}
-                processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE))
+                processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, **options))
                 _write(processes[-1], given)
             while None in (exit_codes := [process.poll() for process in processes]) and not any(exit_codes):
                 time.sleep(POLL_S)

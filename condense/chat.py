@@ -8,6 +8,7 @@ the same prompt has the same tokens.
 from typing import Any
 
 DATE = "26 Jul 2024"  # the one that templates of Llama 3.2 take where they are given none
+FIXED_DATE = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"  # for templates that ask for today's date
 MESSAGE = "CONDENSE-MESSAGE"  # found again in a rendered template
 
 
@@ -60,7 +61,11 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 def _rendered(tokenizer: Any, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
     return tokenizer.apply_chat_template(
-        turns, add_generation_prompt=add_generation_prompt, tokenize=False, date_string=DATE
+        turns,
+        chat_template=FIXED_DATE + tokenizer.get_chat_template(),
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        date_string=DATE,
     )
 
 

@@ -135,7 +135,7 @@ def generate(
     cache, prefill_seconds = _prefill(loaded, input_ids[:, :-1])
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if chat:
-        sampling["eos_token_id"] = sorted(end_tokens(loaded, tokenizer, chat=True))
+        sampling["eos_token_id"] = sorted(end_tokens(loaded, tokenizer, chat=True)) or None
     output, decoding_seconds = _decode(
         loaded, tokenizer, input_ids[:, -1:], cache, seed, max_new_tokens=max_new_tokens, **sampling
     )

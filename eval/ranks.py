@@ -11,16 +11,25 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
+from itertools import count
+from signal import Signals
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from condense.training.subprocesses import child_environment, end_with_parents, run_all_to_end
 
 WITHOUT_LIMIT = timedelta(days=365)
+INTERVAL_S = 0.1
+LAUNCHED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by a launcher besides WORLD_SIZE
+
+_measurements = count()  # of this process: each has keys of its own in the launcher's store
 
 
 class Ranks:
@@ -59,6 +68,15 @@ class Ranks:
         while (claimed := self.store.add("claimed", 1)) <= len(pending):
             yield pending[claimed - 1]
 
+    def leave(self) -> None:
+        """Tells the first process that this one asks for nothing more."""
+        self.store.add("left", 1)
+
+    def wait_for_others(self) -> None:
+        """Waits until all others have left: the store ends with the first process."""
+        while self.store.add("left", 0) < self.size - 1:
+            time.sleep(INTERVAL_S)
+
     def send(self, record: str) -> None:
         """Sends a record to the first process."""
         self.store.queue_push("records", record)
@@ -85,8 +103,14 @@ def join() -> Ranks | None:
         return None
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, size = next(iter(rendezvous("env://", timeout=WITHOUT_LIMIT)))
-    return Ranks(store, rank, size)
+    store, rank, size = _rendezvous()
+    return Ranks(PrefixStore(f"measurement {next(_measurements)}", store), rank, size)
+
+
+@cache
+def _rendezvous() -> tuple[Any, int, int]:
+    """The store, this process's number, and the number of processes: one store for all measurements of a process."""
+    return next(iter(rendezvous("env://", timeout=WITHOUT_LIMIT)))
 
 
 def check_alone(name: str) -> None:
@@ -102,7 +126,14 @@ def check_ranks(ranks: int, device_map: str | None) -> None:
     total = max(ranks, started_ranks())
     if device_map is not None and total > 1:
         raise ValueError(f"--device-map {device_map} divides a model over all GPUs: it needs one process, not {total}.")
-    num_gpus = torch.cuda.device_count()
+    if started_ranks() > 1 and (absent := [name for name in LAUNCHED if name not in os.environ]):
+        raise ValueError(
+            f"WORLD_SIZE={started_ranks()} and {', '.join(absent)} not set: start the processes with torchrun or the "
+            "deepspeed launcher, or a single one with --ranks."
+        )
+    num_gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    if num_gpus and started_ranks() > 1 and local >= num_gpus:
+        raise ValueError(f"LOCAL_RANK={local}: this machine has {num_gpus} GPUs, start no more processes on it.")
     if num_gpus and ranks > num_gpus:
         raise ValueError(f"--ranks {ranks}: this machine has {num_gpus} GPUs, and each process needs one of its own.")
 
@@ -123,6 +154,11 @@ def call_on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> 
     work = pickle.dumps((sys.argv, function, arguments))
     command = [sys.executable, "-m", __name__]
     exit_code = run_all_to_end([(command, environment | number) for number in numbers], work)
+    if exit_code < 0:
+        raise ChildProcessError(
+            f"one of {ranks} processes was ended by {Signals(-exit_code).name} (SIGKILL is often lack of memory): "
+            "start the command again, with fewer --ranks. It resumes."
+        )
     if exit_code:
         sys.exit(exit_code)
 

@@ -122,6 +122,7 @@ def _measure_on_ranks(
     receiver.join()
     if failures:
         raise failures[0]
+    ranks.wait_for_others()
     store.sort(keys)
     return [(item, store[key]) for item, key in zip(items, keys, strict=True)]
 
@@ -134,3 +135,5 @@ def measure_share(task: Task, ranks: Ranks, pending: Sequence[int], failed: Call
         ranks.send(encode(task.key(item), task.measure(item)))
         if failed():
             return
+    if not ranks.is_first:
+        ranks.leave()

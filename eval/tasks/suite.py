@@ -23,6 +23,8 @@ from ..runner import Results, Task
 from ..statistics import bootstrap
 from .options import SuiteOptions
 
+MOST_ANSWER_TOKENS = 2**14  # of a task of these benchmarks: GraphWalks
+
 
 class Cell(NamedTuple):
     model: EvaluatedModel
@@ -60,6 +62,7 @@ class Suite(Task[Cell]):
         shortest = {(cell.model.name, cell.task): cell for cell in by_length}
         for cell in shortest.values():  # what cannot be had is refused before anything is measured
             self._load(cell)
+        self._check_longest()
 
     @classmethod
     def load(cls, options: SuiteOptions) -> "Suite":
@@ -105,6 +108,13 @@ class Suite(Task[Cell]):
             for sample in answered["samples"][item.task]
         ]
         return record
+
+    def _check_longest(self) -> None:
+        """Refuses prompts that a model would cut, before anything is measured. Looks at those near its limit."""
+        for cell in self.items():
+            if cell.length + MOST_ANSWER_TOKENS > self.reader_of(cell.model).max_length:
+                task = self._load(cell)
+                self._check_room(cell, task, self._documents(cell, task)[0])
 
     def reader_of(self, evaluated: EvaluatedModel) -> Any:
         """The model as the harness knows it."""

@@ -60,8 +60,14 @@ def test_the_end_of_the_turn_ends_an_answer(tokenizer):
     assert end_tokens(with_ends(eos), tokenizer, chat=True) == {eos}
 
 
-def test_a_prompt_is_the_same_on_every_day(tokenizer):
-    date = "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}"
+@pytest.mark.parametrize(
+    "date",
+    [
+        "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}",
+        "{{ strftime_now('%d %b %Y') }}",
+    ],
+)
+def test_a_prompt_is_the_same_on_every_day(tokenizer, date):
     tokenizer.chat_template = date + " {{ messages[0]['content'] }}"
     assert chat_ids(tokenizer, "cat")[:2] == ids_of(tokenizer, "2 6")
 

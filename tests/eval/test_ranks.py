@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from torch.distributed import TCPStore
 
 from condense import CondenseForCausalLM
 from condense.eval.models import load_models
-from condense.eval.ranks import Ranks, check_alone, check_ranks
+from condense.eval.ranks import Ranks, call_on_ranks, check_alone, check_ranks, join
 from condense.eval.runner import measure_share, run
 from condense.eval.tasks import evaluate
 from condense.training.small_llama import passkey_tokenizer, small_llama
@@ -116,6 +117,41 @@ def test_a_record_that_cannot_be_written_ends_the_measurement(tmp_path, monkeypa
         shared(tmp_path, [Squares([3, 1])])
 
 
+def test_the_first_process_waits_for_one_that_is_late(tmp_path):
+    """The store ends with the first process, also where nothing is left to measure."""
+    run(Squares([3, 1]), tmp_path)
+    left = Event()
+
+    class Late(Squares):
+        def settings(self):
+            time.sleep(1)
+            return super().settings()
+
+    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
+
+    def other():
+        ranks, task = Ranks(server.clone(), 1, 2), Late([3, 1])
+        measure_share(task, ranks, ranks.pending(task.settings()))
+        left.set()
+
+    thread = Thread(target=other)
+    thread.start()
+    run(Squares([3, 1]), tmp_path, Ranks(server.clone(), 0, 2))
+    assert left.wait(1)
+    thread.join()
+
+
+def test_each_measurement_of_a_process_has_keys_of_its_own(monkeypatch):
+    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
+    monkeypatch.setattr("condense.eval.ranks._rendezvous", lambda: (server, 0, 2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    first, second = join(), join()
+    first.publish({}, [4])
+    assert list(first.claims([4])) == [4]
+    second.publish({}, [5])
+    assert second.pending({}) == [5] and list(second.claims([5])) == [5]
+
+
 def test_processes_with_other_data_are_refused():
     server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
     Ranks(server, 0, 2).publish({"exponent": 2}, [0, 1])
@@ -138,6 +174,16 @@ def test_mistakes_are_named(monkeypatch):
     check_ranks(2, None)
     with pytest.raises(ValueError, match="--device-map auto .* needs one process, not 2"):
         check_ranks(2, "auto")
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ValueError, match="WORLD_SIZE=2 and RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
+            check_ranks(1, None)
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "1")
+        check_ranks(1, None)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        with pytest.raises(ValueError, match="LOCAL_RANK=1: this machine has 1 GPUs"):
+            check_ranks(1, None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="--ranks 2: this machine has 1 GPUs"):
         check_ranks(2, None)
@@ -184,6 +230,18 @@ def test_launchers(launcher, models, alone, tmp_path):
     assert done.returncode == 0, done.stderr
     same_files(tmp_path, alone)
     assert done.stdout.count("passkey retrieval, all depths together") == 1
+
+
+def killed():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_is_named():
+    with pytest.raises(ChildProcessError, match="one of 2 processes was ended by SIGKILL"):
+        call_on_ranks(2, killed)
 
 
 @pytest.mark.slow

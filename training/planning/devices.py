@@ -6,6 +6,7 @@ import re
 # From NVIDIA's data sheets, whose figures "with sparsity" are halved.
 PEAK_FLOPS = (
     (("H100", "PCIe"), 756e12),
+    (("H800", "PCIe"), 756e12),
     (("H100", "NVL"), 835e12),
     (("H200", "NVL"), 835e12),
     (("H100",), 989e12),

@@ -49,8 +49,8 @@ def text_flops(config: LlamaConfig, tokens_per_segment: int | None) -> Callable[
 def _text_flops(config: LlamaConfig, parameters: int, segments: Sequence[int]) -> int:
     """FLOPs of a text, forward and backward.
 
-    They are 6 per parameter and token, 12 per channel for each pair of a query and a key, and those of the memories'
-    keys and values.
+    They are 6 per token and parameter, without an input embedding of its own, which is looked up; 12 per channel for
+    each pair of a query and a key; and those of the memories' keys and values.
     """
     heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim
     pairs, remembered = 0, 0
@@ -58,4 +58,5 @@ def _text_flops(config: LlamaConfig, parameters: int, segments: Sequence[int]) -
         pairs += tokens * (segments[0] if number else 0) + tokens * (tokens + 1) // 2
         remembered += tokens if number < len(segments) - 1 else 0
     per_layer = 12 * heads * config.head_dim * pairs + 6 * 2 * config.hidden_size * key_width * remembered
-    return 6 * parameters * sum(segments) + config.num_hidden_layers * per_layer
+    multiplied = parameters - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+    return 6 * multiplied * sum(segments) + config.num_hidden_layers * per_layer

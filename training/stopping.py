@@ -45,8 +45,9 @@ class StopOnSignal(TrainerCallback):
         received = torch.tensor(self.received, device=args.device)
         if dist.is_initialized():
             dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        self.received = int(received)
-        if self.received:
+        anyone = int(received)
+        if anyone:  # a signal that this rank has received since it sent its own counts at the next agreement
+            self.received = anyone
             self.stopped = True
             control.should_log = control.should_save = control.should_training_stop = True
 

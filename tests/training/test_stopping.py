@@ -101,6 +101,29 @@ def test_where_a_run_may_stop():
     assert steps == [5]
 
 
+def test_a_signal_that_arrives_while_ranks_agree_stops_after_the_next_step(monkeypatch):
+    sent = []
+
+    def all_reduce(received, op):
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGUSR1))
+
+    monkeypatch.setattr("condense.training.stopping.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("condense.training.stopping.dist.all_reduce", all_reduce)
+    arguments, stop, steps = TrainingArguments(use_cpu=True), StopOnSignal([signal.SIGUSR1]), []
+    try:
+        for step in range(1, 4):
+            state, control = TrainerState(global_step=step, max_steps=9), TrainerControl()
+            stop.on_step_begin(arguments, state, control)
+            stop.on_step_end(arguments, state, control)
+            steps += [step] if control.should_training_stop and control.should_save else []
+            if steps:
+                break
+    finally:
+        stop.on_train_end(arguments, state, control)
+    assert steps == [2] and stop.stopped and stop.name == "SIGUSR1"
+
+
 def test_a_run_resumes_from_a_moved_model_with_another_log(recipe, tmp_path, monkeypatch):
     output = f"output={tmp_path / 'out'}"
     monkeypatch.setattr(CondenseForCausalLM, "forward", SignalInStep(4, micro_batches=2))

@@ -9,7 +9,7 @@ from typing import Any
 from filelock import FileLock
 
 from ..recipe import Evaluation, Recipe
-from ..recipe.section import may_change
+from ..recipe.section import Section, may_change
 from .complete import check, newest_checkpoint
 from .contents import contents
 from .pickles import check_pickles
@@ -37,7 +37,7 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
 
 def _changes(marker: dict[str, Any], recipe: Recipe) -> list[str]:
     """What has changed since the checkpoint was written, and may not, each in words."""
-    before, now = migrate(marker["recipe"]), recipe.model_dump(mode="json")
+    before, now = with_defaults(migrate(marker["recipe"]), recipe), recipe.model_dump(mode="json")
     free = _may_change(before, now)
     before, now = _flat(before), _flat(now)
     # Checkpoints of former versions have no contents: there the paths must be the same.
@@ -98,6 +98,19 @@ def migrate(recipe: dict[str, Any]) -> dict[str, Any]:
         model = {"kind": "llama", "source": recipe["model"]}
     optimizer = {"name": "adamw", "beta1": 0.9, "eps": 1e-8, **recipe["optimizer"]}
     return others | {"model": model, "objective": {"kind": "next_token"}, "optimizer": optimizer}
+
+
+def with_defaults(before: Any, now: Any) -> Any:
+    """A checkpoint's section with the keys added since it was written, under their defaults; `now` is today's section.
+
+    So a new key's default must be what runs did without it. Lists of sections have sections of one class.
+    """
+    if isinstance(before, list) and isinstance(now, list) and now:
+        return [with_defaults(part, now[0]) for part in before]
+    if not (isinstance(before, dict) and isinstance(now, Section)):
+        return before
+    defaults = type(now).model_construct().model_dump(mode="json")
+    return {name: with_defaults(part, getattr(now, name, None)) for name, part in (defaults | before).items()}
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

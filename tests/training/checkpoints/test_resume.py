@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +139,48 @@ def test_checkpoints_of_former_versions_have_their_paths_compared(files):
     shutil.copytree(files, moved, ignore=shutil.ignore_patterns("out", "elsewhere"))
     with pytest.raises(ValueError, match=r"model\.source was .*; data\.sources was "):
         find_checkpoint(recipe_of(moved, output=str(files / "out")))
+
+
+FORMER = json.loads((Path(__file__).parent / "former_markers.json").read_text())
+
+
+def write_former(folder, name):
+    """The marker as a former version wrote it, into the output of its recipe."""
+    checkpoint = folder / "out" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MARKER).write_text(json.dumps(FORMER[name]["marker"]))
+    return checkpoint.relative_to(folder)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_keys_that_a_former_version_did_not_have_are_at_their_defaults(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = write_former(tmp_path, name)
+    assert find_checkpoint(Recipe(**FORMER[name]["given"])) == checkpoint
+
+
+def test_a_key_of_any_section_may_be_new(tmp_path, monkeypatch):
+    """As if the former version had not had these keys either, none of which may change on resume."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint = write_former(tmp_path, "text")
+    marker = json.loads((checkpoint / MARKER).read_text())
+    stored = marker["recipe"]
+    del stored["seed"], stored["optimizer"]["eps"], stored["model"]["segment_length"], stored["checkpoints"]["every"]
+    del stored["objective"]["kind"], stored["data"]["fit"], stored["data"]["sources"][1]["text"]
+    (checkpoint / MARKER).write_text(json.dumps(marker))
+    assert find_checkpoint(Recipe(**FORMER["text"]["given"])) == checkpoint
+    with pytest.raises(ValueError, match=r"recipe: optimizer\.eps was 1e-08 and is 1e-06\. A run"):
+        find_checkpoint(Recipe(**FORMER["text"]["given"] | {"optimizer": {"warmup_steps": 10, "eps": 1e-6}}))
+
+
+@pytest.mark.parametrize("name", ["text", "summarization"])
+def test_a_new_key_with_another_value_is_another_recipe(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write_former(tmp_path, name)
+    given = json.loads(json.dumps(FORMER[name]["given"]))
+    given["data"]["sources"][0]["at_least"] = {"score": 3}
+    with pytest.raises(ValueError, match=r"data\.sources was .*'at_least': \{\}.* and is .*'at_least': \{'score': 3"):
+        find_checkpoint(Recipe(**given))
 
 
 @pytest.mark.parametrize(

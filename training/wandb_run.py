@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from .recipe import Recipe
 
@@ -14,16 +15,17 @@ ID_FILE = "wandb.json"
 def wandb_run(recipe: Recipe) -> Iterator[None]:
     """Begins the run, or continues it by its id; Trainer's callback logs to it. Called by the first rank.
 
-    Raises `ValueError` where W&B refuses it.
+    Raises `ValueError` where W&B refuses it, and where the id is not readable.
     """
     import wandb
 
     file = recipe.output / ID_FILE
+    begun = _read_id(file)
     try:
         run = wandb.init(
             project=os.getenv("WANDB_PROJECT", "condense"),
             name=os.getenv("WANDB_NAME", recipe.output.resolve().name),
-            id=json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
+            id=begun,
             resume="allow",
             dir=recipe.output,
             # Trainer adds its own arguments and the model's configuration, some under the same names.
@@ -33,6 +35,21 @@ def wandb_run(recipe: Recipe) -> Iterator[None]:
         raise ValueError(
             f"report_to=wandb: {error}. Log in with `wandb login`, set WANDB_MODE=offline, or report_to=none."
         ) from error
-    file.write_text(json.dumps({"id": run.id}), encoding="utf-8")
     with run:
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(json.dumps({"id": run.id}), encoding="utf-8")
+        partial.replace(file)
         yield
+
+
+def _read_id(file: Path) -> str | None:
+    """None where the output has not reported to W&B."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["id"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'{file} holds no id of a run of W&B: {error}. Write {{"id": "RUN"}} into it, with the last part of the '
+            "run's address, to continue that run; or delete it to begin another one."
+        ) from error

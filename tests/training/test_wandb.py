@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from condense.training import train
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.training.stopping import Stopped
+from condense.training.wandb_run import wandb_run
 
 from .test_stopping import SignalInStep
 
@@ -66,3 +68,42 @@ def test_a_refusal_names_what_to_do(recipe, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ValueError, match="report_to=wandb: no API key. Log in with `wandb login`, set WANDB_MODE="):
         train.train(recipe)
+
+
+class Run:
+    """A run of W&B that only has an id."""
+
+    def __init__(self, id, **options):
+        self.id = id or "a-new-one"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+def test_a_run_that_is_killed_while_it_writes_the_id_starts_again(recipe, monkeypatch):
+    def half(path, text, **options):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    recipe.output.mkdir()
+    monkeypatch.setattr(wandb, "init", Run)
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "write_text", half)
+        with pytest.raises(KeyboardInterrupt), wandb_run(recipe):
+            pass
+    with wandb_run(recipe):
+        pass
+    assert json.loads((recipe.output / "wandb.json").read_text()) == {"id": "a-new-one"}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '"abc"'])
+def test_an_unreadable_id_is_named(recipe, monkeypatch, text):
+    recipe.output.mkdir()
+    (recipe.output / "wandb.json").write_text(text)
+    monkeypatch.setattr(wandb, "init", Run)
+    with pytest.raises(ValueError, match=r"my-run/wandb\.json holds no id .* Write .* or delete it"), wandb_run(recipe):
+        pass

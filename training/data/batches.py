@@ -8,6 +8,7 @@ where texts differ in length, one row of each micro-batch is extended to the ful
 """
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,15 @@ def evaluated_sources(recipe: Recipe) -> list[str]:
 def source_names(sources: Sequence[Source]) -> list[str]:
     """Short names: a hub data set's, a file's or its folder's; numbered from 1 where several are the same."""
     names = [_source_name(source) for source in sources]
-    numbers = [names[: index + 1].count(name) for index, name in enumerate(names)]
-    return [f"{name}_{number}" if names.count(name) > 1 else name for name, number in zip(names, numbers, strict=True)]
+    taken, unique = {name for name in names if names.count(name) == 1}, []
+    for name in names:
+        if names.count(name) > 1:
+            numbered = next(other for n in count(1) if (other := f"{name}_{n}") not in taken)
+            taken.add(numbered)
+            unique.append(numbered)
+        else:
+            unique.append(name)
+    return unique
 
 
 def _source_name(source: Source) -> str:
@@ -43,7 +51,7 @@ def _source_name(source: Source) -> str:
         return source.hub.rpartition("/")[2]
     assert source.files is not None
     parts = (Path(part).stem for part in reversed(Path(source.files).parts))
-    return next((part for part in parts if not set(part) & set("*?[/")), "files")
+    return next((part for part in parts if part and not set(part) & set("*?[/")), "files")
 
 
 class StageBatches(Dataset):

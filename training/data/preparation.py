@@ -21,6 +21,7 @@ from tqdm import tqdm
 from ..recipe import DocumentData, Source
 from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns
+from .needed import Needed
 from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, write_part
 from .workers import Workers
@@ -128,8 +129,9 @@ class _Preparation:
                     (reading for source in merged for reading in source.readings()),
                     key=lambda reading: (reading.shard_number, reading.source_number),
                 )
+                needed = Needed(self.need, self.data.max_documents, BATCH, [len(source.shards) for source in merged])
                 with Workers(
-                    unmerged, readings, make_encode, with_summaries, self.num_workers, progress.add
+                    unmerged, readings, make_encode, with_summaries, self.num_workers, needed, progress.add
                 ) as workers:
                     self._merge(merged, workers.chunks, workers.merged)
                 return

@@ -17,13 +17,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tqdm import tqdm
+
 from .chunks import Chunk, Reading, read_chunks
+from .needed import Needed
 from .store import Encode
 
 # What each worker imports: a server imports it once, and forks them. It is no fork of this process, whose threads may
 # hold locks.
 PRELOAD = [__name__]
 SIZE = struct.Struct("<Q")  # before each chunk, its number of bytes
+STOP = "stop"  # in the place of a reading: the rest of the shard is not needed
 
 
 def chunk_file(folder: Path, source: int, shard: int) -> Path:
@@ -43,7 +47,8 @@ def read_chunk(file: BinaryIO) -> Chunk | None:
 class Workers:
     """Worker processes for a list of shards; leaving the context ends them.
 
-    `on_chunk` is called with the number of documents of each chunk, and the lengths of those that are kept.
+    They read the shards that are `needed`, each until it is not needed any more. `on_chunk` is called with the number
+    of documents of each chunk, and the lengths of those that are kept.
     """
 
     def __init__(
@@ -53,11 +58,14 @@ class Workers:
         make_encode: Callable[[], Encode],
         with_summaries: bool,
         count: int,
+        needed: Needed,
         on_chunk: Callable[[int, Sequence[int]], object],
     ):
-        self.folder, self.on_chunk, self.waiting = folder, on_chunk, deque(readings)
+        self.folder, self.needed, self.on_chunk, self.waiting = folder, needed, on_chunk, deque(readings)
         self.written = {(reading.source_number, reading.shard_number): 0 for reading in readings}  # chunks
         self.done: set[tuple[int, int]] = set()
+        self.stopped: set[tuple[int, int]] = set()  # before their ends
+        self.errors: dict[tuple[int, int], Exception] = {}  # raised where the chunks before them are merged
         if count > len(readings):
             print(f"{len(readings)} of {count} workers start: each reads a shard, and there are no more", flush=True)
         context = multiprocessing.get_context("forkserver")
@@ -83,24 +91,25 @@ class Workers:
             process.join()
 
     def chunks(self, reading: Reading) -> Iterator[Chunk]:
-        """The chunks of a shard from its first one on, as soon as they are written."""
+        """The chunks of a shard from its first one on, as soon as they are written; then the shard's error, if any."""
         key, num_read = (reading.source_number, reading.shard_number), 0
         while not self.written[key] and key not in self.done:
             self._receive()
-        if not self.written[key]:
-            return
-        with chunk_file(self.folder, *key).open("rb") as file:
-            while True:
-                while num_read < self.written[key]:
+        if self.written[key]:
+            with chunk_file(self.folder, *key).open("rb") as file:
+                while num_read < self.written[key] or key not in self.done:
+                    if num_read == self.written[key]:
+                        self._receive()
+                        continue
                     chunk = read_chunk(file)
                     assert chunk is not None
                     num_read += 1
                     if chunk.number >= reading.first:
                         yield chunk
                     self._receive(timeout=0)
-                if key in self.done:
-                    return
-                self._receive()
+        if key in self.errors:
+            raise self.errors[key]
+        assert key not in self.stopped
 
     def merged(self, source: int, first: int) -> None:
         """Deletes what the shards before number `first` of a source have written."""
@@ -109,6 +118,8 @@ class Workers:
                 chunk_file(self.folder, source, shard).unlink(missing_ok=True)
 
     def _assign(self, connection: Connection) -> None:
+        while self.waiting and not self._is_needed(self.waiting[0].source_number, self.waiting[0].shard_number):
+            self.waiting.popleft()
         reading = self.waiting.popleft() if self.waiting else None
         if reading is not None:
             self.at[connection] = f"the beginning of {reading.shard}"
@@ -118,8 +129,22 @@ class Workers:
         with suppress(ConnectionError):  # a worker that has died is noticed when its message is awaited
             connection.send(reading)
 
+    def _is_needed(self, source: int, shard: int) -> bool:
+        """Not where the shards before it hold enough, or one of them ends the preparation with its error."""
+        failed = any(number == source and first < shard for number, first in self.errors)
+        return not failed and (source, shard) in self.needed
+
+    def _stop(self) -> None:
+        """Tells workers to leave shards that are not needed any more."""
+        for connection, key in self.reads.items():
+            if key not in self.stopped and not self._is_needed(*key):
+                self.stopped.add(key)
+                with suppress(ConnectionError):
+                    connection.send(STOP)
+
     def _receive(self, timeout: float | None = None) -> None:
         """Takes a message of each worker that has sent one."""
+        assert self.reads or timeout == 0
         for connection in wait(list(self.reads), timeout):
             assert isinstance(connection, Connection)
             try:
@@ -137,13 +162,18 @@ class Workers:
                 (self.at[connection],) = values
             elif kind == "written":
                 self.written[key] += 1
+                self.needed.add(*key, *values)
                 self.on_chunk(*values)
-            elif kind == "done":
+                self._stop()
+            else:
+                if kind == "error":
+                    for_user, message = values
+                    self.errors[key] = (ValueError if for_user else RuntimeError)(message)
+                    last_line = message.strip().splitlines()[-1]
+                    tqdm.write(f"{last_line}\nThis error ends the preparation, unless the documents before are enough.")
+                    self._stop()
                 self.done.add(key)
                 self._assign(connection)
-            else:
-                for_user, message = values
-                raise (ValueError if for_user else RuntimeError)(message)
 
 
 def _work(connection: Connection, folder: Path, make_encode: Callable[[], Encode], with_summaries: bool) -> None:
@@ -152,15 +182,19 @@ def _work(connection: Connection, folder: Path, make_encode: Callable[[], Encode
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is a core
-    try:
-        encode = make_encode()
-        while (reading := connection.recv()) is not None:
+    encode = None
+    while (reading := connection.recv()) is not None:
+        if reading == STOP:
+            continue  # it came after the end of the shard
+        try:
+            encode = encode or make_encode()
             with chunk_file(folder, reading.source_number, reading.shard_number).open("a+b") as file:
                 _append_chunks(file, reading, with_summaries, encode, connection)
+        except Exception as error:
+            for_user = isinstance(error, ValueError | OSError)
+            connection.send(("error", for_user, str(error) if for_user else traceback.format_exc()))
+        else:
             connection.send(("done",))
-    except Exception as error:
-        for_user = isinstance(error, ValueError | OSError)
-        connection.send(("error", for_user, str(error) if for_user else traceback.format_exc()))
 
 
 def _end_with(sentinel: int) -> None:
@@ -171,8 +205,10 @@ def _end_with(sentinel: int) -> None:
 def _append_chunks(
     file: BinaryIO, reading: Reading, with_summaries: bool, encode: Encode, connection: Connection
 ) -> None:
-    """Continues the file of a shard, or begins it anew where it does not hold the chunks that are needed."""
+    """Continues the file of a shard until a message comes, or its end.
 
+    Begins the file anew where it does not hold the chunks that are needed.
+    """
     file.seek(0)
     found, end, first, position = [], 0, reading.first, reading.position
     while (chunk := read_chunk(file)) is not None:
@@ -190,6 +226,10 @@ def _append_chunks(
         file.write(data)
         file.flush()
         connection.send(("written", *_counts(chunk)))
+        if connection.poll():
+            stop = connection.recv()
+            assert stop == STOP
+            return
 
 
 def _counts(chunk: Chunk) -> tuple[int, list[int]]:

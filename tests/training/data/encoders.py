@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from condense.training.data.text import text_encoder
@@ -24,6 +25,25 @@ def encoder(calls: Path | None = None, at: str | None = None, action=None):
         return encode(documents)
 
     return recording
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def failing_first(failed: Path):
+    """An encoder that fails in the second file; in others it waits until then."""
+    encode = encoder()
+
+    def failing(documents):
+        if "1.jsonl" in documents[0].where:
+            failed.touch()
+            fail()
+        wait_for(failed)
+        return encode(documents)
+
+    return failing
 
 
 def fail():

@@ -53,6 +53,11 @@ def test_names_of_sources():
     assert source_names(sources) == ["booksum", "cnn_dailymail", "novels", "train_1", "train_2", "files"]
 
 
+def test_names_of_sources_are_unique_and_not_empty():
+    sources = [Source(files=name) for name in ("x/a.jsonl", "y/a.jsonl", "z/a_1.jsonl", "/*.jsonl")]
+    assert source_names(sources) == ["a_2", "a_3", "a_1", "files"]
+
+
 def test_the_sources_of_the_second_finetuning_have_losses_of_their_own():
     assert evaluated_sources(load_recipe("summarize_finetune_b")) == ["booksum", "cnn_dailymail"]
     assert evaluated_sources(load_recipe("summarize_finetune_a")) == []

@@ -10,11 +10,15 @@ import pyarrow.parquet
 import pytest
 
 from condense.training.data import preparation
+from condense.training.data.chunks import Reading
+from condense.training.data.needed import Needed
 from condense.training.data.preparation import prepare
+from condense.training.data.shards import open_shards
 from condense.training.data.store import Need, Store
+from condense.training.data.workers import Workers
 from condense.training.recipe import Source, TextData
 
-from .encoders import WORDS, die, encoder, fail
+from .encoders import WORDS, die, encoder, fail, failing_first, wait_for
 
 ALL = Need(lambda lengths: lengths, 10**9)
 
@@ -200,3 +204,54 @@ def test_more_workers_than_shards_is_said(data, tmp_path, capsys):
     one = data.model_copy(update={"sources": data.sources[1:2]})
     prepared(one, tmp_path / "workers", 5)
     assert "2 of 5 workers start" in capsys.readouterr().out
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A source of three files of 640 documents of 5 tokens each."""
+    for n in range(3):
+        (tmp_path / f"{n}.jsonl").write_text('{"text": "w1 w2 w3"}\n' * 640)
+    return Source(files=str(tmp_path / "[0-2].jsonl"))
+
+
+def test_an_error_in_a_shard_that_is_not_needed_ends_nothing(lines, tmp_path, capsys):
+    """Its worker fails before any other chunk is there."""
+    data = TextData(task="text", sources=[lines], prepared=tmp_path)
+    need, make_encode = Need(np.ones_like, 600), partial(failing_first, tmp_path / "failed")
+    (tmp_path / "workers").mkdir()
+    store = prepare(tmp_path / "workers", data, data.sources, make_encode, need, False, 2)
+    assert "1.jsonl:1: RuntimeError: too deep" in capsys.readouterr().out
+    assert files(store.folder) == files(prepared(data, tmp_path / "alone", 0, need).folder)
+    with pytest.raises(RuntimeError, match=r"1.jsonl:1: RuntimeError: too deep"):
+        prepare(tmp_path / "workers", data, data.sources, make_encode, ALL, False, 2)
+    assert len(Store(tmp_path / "workers")) == 640
+
+
+def test_workers_read_no_further_than_is_needed(lines, tmp_path):
+    """Nothing is merged. 100 documents are in two chunks; a third one follows, and the worker waits in the fourth."""
+    readings = [Reading(lines, 0, shard, number, 0, None) for number, shard in enumerate(open_shards(lines))]
+    make_encode = partial(encoder, at="0.jsonl:200", action=partial(wait_for, tmp_path / "go"))
+    needed = Needed(Need(np.ones_like, 100), None, 64, [3])
+    with Workers(tmp_path, readings, make_encode, False, 1, needed, lambda *_: None) as workers:
+        while workers.written[0, 0] < 3:
+            workers._receive()
+        (tmp_path / "go").touch()
+        while workers.reads:
+            workers._receive()
+    assert workers.written[0, 0] in (3, 4)  # of 10; the message may come before the fourth chunk
+    assert workers.written[0, 1] == workers.written[0, 2] == 0
+
+
+@pytest.mark.parametrize(("amount", "max_documents"), [(100, None), (10**9, 20)])
+def test_a_shard_is_needed_until_those_up_to_it_hold_enough(amount, max_documents):
+    needed = Needed(Need(lambda lengths: lengths, amount), max_documents, 64, [3, 1])
+    needed.add(0, 1, 64, [5] * 10)
+    needed.add(0, 2, 64, [5] * 10)  # 20 documents and 100 tokens: enough up to shard 2
+    needed.add(0, 2, 63, [5])
+    assert (0, 2) in needed
+    needed.add(0, 2, 1, [])
+    assert (0, 2) not in needed and (0, 1) in needed and (1, 0) in needed
+    needed.add(0, 0, 64, [5] * 10)  # enough up to shard 1, which has not been read after it
+    assert (0, 1) in needed
+    needed.add(0, 1, 64, [])
+    assert (0, 1) not in needed and (0, 0) in needed

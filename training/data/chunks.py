@@ -1,6 +1,6 @@
 """Chunks of a shard's records as tokens, each with the positions before and after it.
 
-They are the same however many processes make them: a chunk depends on its shard alone.
+A chunk depends only on its shard, so the number of processes does not change it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A shard of source number `source_number`, from chunk `first` on, which begins at a position."""
+    """A shard to read from chunk number `first` on; this chunk begins at `position`."""
 
     source: Source
     source_number: int
@@ -78,7 +78,7 @@ def _encode(records: Sequence[Record], reading: Reading, with_summaries: bool, e
 
 
 def _failing(documents: Sequence[Document], encode: Encode) -> str:
-    """The place of the document that can't be tokenised; of all of them where it is no single one."""
+    """The place of the document that can't be tokenised; the places of all documents if each one can be alone."""
     for document in documents:
         try:
             encode([document])

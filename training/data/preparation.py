@@ -1,7 +1,7 @@
 """Prepares documents: reads and tokenises them once, into a folder that training then reads by number.
 
 Each part records the position after it, so a preparation that was killed resumes, and ends with the same documents.
-The first process prepares, others wait. With worker processes the result is the same to the byte: see `workers`.
+One process prepares, and others wait for it. With worker processes the result is the same to the byte: see `workers`.
 """
 
 import json
@@ -26,10 +26,12 @@ from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, write_part
 from .workers import Workers
 
-BATCH = 64  # documents between two looks at what is needed
-PART_TOKENS = 2**24  # of a part, about
-PART_DOCUMENTS = 2**16  # read for a part: where most are dropped, a kill costs no more than that
-ESTIMATE_AFTER_S = 10.0  # a preparation in a launched run that takes longer says how long
+BATCH = 64  # documents between two checks of whether more are needed
+PART_TOKENS = 2**24  # of a part, approximately
+PART_DOCUMENTS = (
+    2**16
+)  # read for a part, at most: it limits the work that a kill loses where most documents are dropped
+ESTIMATE_AFTER_S = 10.0  # a run that prepares for longer prints an estimate of the time
 
 
 def prepare(
@@ -66,7 +68,7 @@ def _unmerged(folder: Path) -> Path:
 
 
 class Position(NamedTuple):
-    """Of a source: the last chunk of a shard, how many of its records are taken, and how many of all shards."""
+    """A position in a source: a shard, its chunk, and the numbers of records read of this chunk and of the source."""
 
     shard: int = 0
     chunk: int = 0
@@ -83,7 +85,7 @@ class _Merged:
         self.shards = open_shards(source)
 
     def readings(self) -> list[Reading]:
-        """The shards that have not been read, the first of them from the chunk of the position on."""
+        """The shards that are not completely read; the first one begins at the chunk of the position."""
         first, *others = range(self.position.shard, len(self.shards))
         starts = [(first, self.position.chunk, self.position.before), *((other, 0, None) for other in others)]
         return [
@@ -194,7 +196,7 @@ class _Preparation:
 
 
 class _Progress:
-    """A bar over what is needed, of all processes together, and an estimate for a run that prepares in one."""
+    """Shows what all processes have read of what is needed; without workers, also prints an estimate of the time."""
 
     def __init__(self, preparation: _Preparation):
         self.need, self.say_estimate = preparation.need, not preparation.num_workers
@@ -224,7 +226,7 @@ class _Progress:
         rate = self.num_read / max(seconds, 1e-9)
         self.bar.set_postfix_str(f"{rate:,.0f} documents/s, {self.tokens:,} tokens kept", refresh=False)
         self.bar.update(min(self.weight, self.need.amount) - self.bar.n)
-        if self.weight >= self.need.amount:  # workers may be ahead of the shards that come first
+        if self.weight >= self.need.amount:  # workers can have read later shards before earlier ones
             self.bar.set_description_str("finishing the first shards", refresh=False)
         if self.say_estimate and seconds >= ESTIMATE_AFTER_S and self.weight > self.before:
             self.say_estimate = False
@@ -252,7 +254,7 @@ def _summarize(store: Store) -> None:
         return
     problems = [problem for part in store.parts for problem in part.notes["problems"]]
     (store.folder / "problems.jsonl").write_text("".join(json.dumps(item) + "\n" for item in problems))
-    summary.write_text(text)  # last: a run that is killed before this writes both again
+    summary.write_text(text)  # last: after a kill before this line, the next run writes both files
     others = ", ".join(
         f"{count:,} {what}" for what, count in counts.items() if what not in ("read", "kept", "tokens kept")
     )

@@ -1,6 +1,6 @@
 """The shards of a source: runs of local files, or the shards of a data set of the hub.
 
-A shard is read on its own, in any process, in chunks of records; one after the other, the shards are the source.
+A process can read any shard without the others, in chunks of records. A source is the sequence of its shards.
 """
 
 import glob
@@ -77,7 +77,7 @@ Shard = FileShard | HubShard
 
 
 def open_shards(source: Source) -> list[Shard]:
-    """The shards of a source, in order. Raises `ValueError` for local files that are none."""
+    """The shards of a source, in order. Raises `ValueError` as `source_files` does."""
     if source.hub is None:
         return list(_file_shards(source_files(source)))
     from datasets import load_dataset
@@ -88,7 +88,7 @@ def open_shards(source: Source) -> list[Shard]:
 
 
 def _file_shards(paths: Iterable[Path]) -> Iterator[FileShard]:
-    """A file of many documents is a shard of its own; files of one document share one."""
+    """Each file of many documents is a shard; several files of one document form a shard."""
     for suffix, group in groupby(paths, lambda path: path.suffix):
         size = TEXT_FILES if suffix == ".txt" else 1
         while run := tuple(islice(group, size)):
@@ -96,7 +96,7 @@ def _file_shards(paths: Iterable[Path]) -> Iterator[FileShard]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """The files of a local source, in order. Raises `ValueError` where there are none or of an unknown kind."""
+    """The files of a local source, in order. Raises `ValueError` if there is no file, or one of an unknown kind."""
     assert source.files is not None
     named = Path(source.files)  # also one with brackets in its name
     found = [named] if named.is_file() else map(Path, sorted(glob.glob(source.files, recursive=True)))

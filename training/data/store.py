@@ -1,4 +1,4 @@
-"""Documents as tokens on disk, in parts that are written completely or not at all: any is read by its number."""
+"""Documents as tokens on disk, read by number. A part of them is written completely or not at all."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ Encode = Callable[[Sequence[Document]], Sequence[Tokens | str]]  # the tokens, o
 
 
 class Need(NamedTuple):
-    """The documents that a caller needs: their weights, by their numbers of tokens, sum up to an amount."""
+    """An amount of documents: the sum of their weights. `weigh` maps their numbers of tokens to weights."""
 
     weigh: Callable[[np.ndarray], np.ndarray]
     amount: int
@@ -61,7 +61,6 @@ class Store:
         self.parts = [read_part(pa.memory_map(str(path))) for path in sorted(folder.glob("part-*.arrow"))]
         self._firsts = np.cumsum([0, *(len(part.ends) for part in self.parts)])
         self.lengths = np.concatenate([np.diff(part.ends, prepend=0) for part in self.parts] or [np.zeros(0, int)])
-
         self.sources = np.concatenate([part.source for part in self.parts] or [np.zeros(0, int)])
 
     def __len__(self) -> int:

@@ -174,6 +174,7 @@ class RecipeTrainer(Trainer):
             if self.is_deepspeed_enabled:
                 logs["skipped_steps"] = self.model_wrapped.skipped_steps
             self._start_window()
+        logs.pop("train_samples_per_second", None)  # Trainer counts micro-batches as samples
         super().log(logs, start_time)
 
     @torch.no_grad()

@@ -22,9 +22,9 @@ def find_task(kind: str) -> Any:
     return resolve_name(TASKS[kind])
 
 
-def evaluate(kind: str, output: Path, **options: Any) -> dict[str, Any]:
+def evaluate(kind: str, output: str | Path, **options: Any) -> dict[str, Any]:
     """Runs one evaluation and returns what KIND.json holds; the options are the fields in `eval/tasks/options.py`."""
-    results = run_task(kind, find_task(kind).Options(**options), output)
+    results = run_task(kind, find_task(kind).Options(**options), Path(output))
     assert results is not None, "processes of a launcher call run_task"
     return results
 

@@ -329,8 +329,8 @@ def _check_steps(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
     if optimizer.warmup_steps + max(1, recipe.decay_steps) > recipe.steps:
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} and "
-            f"optimizer.decay_steps={optimizer.decay_steps} do not fit into {recipe.steps} steps"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={recipe.decay_steps} do not "
+            f"fit into {recipe.steps} steps: make them smaller"
         )
     # Losses are averaged between logged lines, and a resumed run begins a new average.
     multiples = {"checkpoints.every": recipe.checkpoints.every}
@@ -338,4 +338,4 @@ def _check_steps(recipe: Recipe) -> None:
         multiples["curriculum.patience"] = recipe.curriculum.patience
     for name, value in multiples.items():
         if value % recipe.log_every:
-            raise ValueError(f"{name}={value} is no multiple of log_every={recipe.log_every}")
+            raise ValueError(f"{name}={value} is no multiple of log_every={recipe.log_every}: change one of them")

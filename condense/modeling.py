@@ -189,7 +189,12 @@ class CondenseModel(CondensePreTrainedModel):
             return output_function(normed_RTD, chunk)
 
         metadata = self.metadata_builder(
-            call.like_hidden(self.norm.weight), batch, state, durations_BN, cache is not None, checkpointing
+            call.like_hidden(self.norm.weight),
+            batch,
+            state,
+            durations_BN,
+            has_cache=cache is not None,
+            checkpointing=checkpointing,
         )
         executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, call.checkpoint_function)
         outputs: list[ChunkOutput] = []

@@ -125,6 +125,8 @@ def test_mistakes_are_named(options, words):
 def test_a_model_that_gets_no_new_positions_has_one_text(monkeypatch):
     model = tiny_model().eval()
     monkeypatch.setattr("condense.packing.PackedDocuments.unpack_arguments", lambda *_: pytest.fail("unpacked"))
+    ids = random_ids(2, 9)
     with torch.no_grad():
-        model(random_ids(2, 9), position_ids=torch.arange(9)[None])
-        model.generate(random_ids(2, 9), max_new_tokens=3, attention_mask=torch.ones(2, 9))
+        assert torch.equal(model(ids, position_ids=torch.arange(9)[None]).logits, model(ids).logits)
+        longer = model.generate(ids, max_new_tokens=3, attention_mask=torch.ones(2, 9))
+    assert longer.shape == (2, 12)

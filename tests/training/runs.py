@@ -19,6 +19,7 @@ from condense.training.data.tasks import make_examples
 from condense.training.launch import local_overrides
 from condense.training.output_lock import was_finished
 from condense.training.recipe import Recipe, load_recipe
+from condense.training.small_llama import save_small_llama
 
 from .ranks import run_ranks
 
@@ -28,6 +29,15 @@ CODE = "import sys; from condense.training.launch import launch; launch(sys.argv
 
 def launch_command(recipe, *overrides, ranks=2) -> list[str]:
     return [sys.executable, "-c", CODE, str(recipe), str(ranks), *overrides]
+
+
+def folded_recipe(folder: Path, text: str, output: Path | str = "unused") -> Path:
+    """A recipe that starts from a small folded model, which is saved beside it."""
+    save_small_llama(folder / "start")
+    CondenseForCausalLM.from_pretrained(folder / "start", segment_length=40).save_pretrained(folder / "start")
+    path = folder / "recipe.yaml"
+    path.write_text(f"model: {folder / 'start'}\noutput: {output}\n{text}")
+    return path
 
 
 def log_lines(output: Path, name="loss") -> list[dict]:

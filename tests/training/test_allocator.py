@@ -13,35 +13,28 @@ from condense.training.planning.operations import count_operations
 from condense.training.planning.speed import parse_rate
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.recipe import load_recipe
-from condense.training.small_llama import save_small_llama
 from condense.training.trainer import peak_memory, text_lengths
 
 from .ranks import run_ranks
-from .runs import log_lines, train_with
+from .runs import folded_recipe, log_lines, train_with
 
 RECIPE = """
-model: {folder}
-output: {folder}/out
-data: {{task: passkey, shortest: 0.4}}
-stages: [{{total_length: 120, steps: 3}}]
+data: {task: passkey, shortest: 0.4}
+stages: [{total_length: 120, steps: 3}]
 global_batch: 4
 micro_batch: 2
-optimizer: {{warmup_steps: 1}}
+optimizer: {warmup_steps: 1}
 attention: eager
 log_every: 1
-checkpoints: {{every: 3}}
+checkpoints: {every: 3}
 report_to: none
 """
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("start")
-    save_small_llama(folder)
-    CondenseForCausalLM.from_pretrained(folder, segment_length=40).save_pretrained(folder)
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=folder))
-    return path
+    folder = tmp_path_factory.mktemp("recipe")
+    return folded_recipe(folder, RECIPE, output=folder / "out")
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from condense.training import train
 from condense.training.data.tasks import make_examples
 from condense.training.passkey_accuracy import num_found
 from condense.training.recipe import load_recipe
-from condense.training.small_llama import save_small_llama
 
-from .runs import log_lines, run
+from .runs import folded_recipe, log_lines, run
 
 RECIPE = """
 data: {task: passkey, num_digits: 1, background: 1}
@@ -31,12 +30,7 @@ report_to: none
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("start")
-    save_small_llama(folder)
-    CondenseForCausalLM.from_pretrained(folder, segment_length=40).save_pretrained(folder)
-    path = folder / "recipe.yaml"
-    path.write_text(f"model: {folder}\noutput: unused\n{RECIPE}")
-    return path
+    return folded_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
 
 
 class Says:

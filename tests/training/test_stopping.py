@@ -15,11 +15,10 @@ from condense.training import train
 from condense.training.checkpoints.complete import checkpoints, newest_checkpoint
 from condense.training.launch import _free_port
 from condense.training.recipe import load_recipe
-from condense.training.small_llama import save_small_llama
 from condense.training.stopping import StopOnSignal, Stopped
 
 from .ranks import run_ranks
-from .runs import ROOT, expected, log_lines, train_with
+from .runs import ROOT, expected, folded_recipe, log_lines, train_with
 from .test_subprocesses import wait_for
 
 RECIPE = """
@@ -40,12 +39,7 @@ ON_CPU = ["deepspeed=zero2_cpu"]
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("start")
-    save_small_llama(folder)
-    CondenseForCausalLM.from_pretrained(folder, segment_length=40).save_pretrained(folder)
-    path = folder / "recipe.yaml"
-    path.write_text(f"model: {folder}\noutput: unused\n{RECIPE}")
-    return path
+    return folded_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
 
 
 class SignalInStep:
@@ -129,7 +123,7 @@ def test_a_run_resumes_from_a_moved_model_with_another_log(recipe, tmp_path, mon
     monkeypatch.setattr(CondenseForCausalLM, "forward", SignalInStep(4, micro_batches=2))
     with pytest.raises(Stopped):
         train.train(load_recipe(recipe, [output]), stop_on=[signal.SIGUSR1])
-    shutil.copytree(recipe.parent, tmp_path / "moved")
+    shutil.copytree(recipe.parent / "start", tmp_path / "moved")
     train.train(load_recipe(recipe, [output, f"model={tmp_path / 'moved'}", "log_every=1"]))
     lines, losses = log_lines(tmp_path / "out"), expected(recipe, ranks=1)[0]
     assert [line["step"] for line in lines] == [2, 4, 5, 6, 7, 8]

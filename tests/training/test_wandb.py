@@ -9,10 +9,10 @@ import pytest
 from condense import CondenseForCausalLM
 from condense.training import train
 from condense.training.recipe import load_recipe
-from condense.training.small_llama import save_small_llama
 from condense.training.stopping import Stopped
 from condense.training.wandb_run import wandb_run
 
+from .runs import folded_recipe
 from .test_stopping import SignalInStep
 
 wandb = pytest.importorskip("wandb")
@@ -37,10 +37,7 @@ def recipe(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    save_small_llama(tmp_path / "start")
-    CondenseForCausalLM.from_pretrained(tmp_path / "start", segment_length=40).save_pretrained(tmp_path / "start")
-    (tmp_path / "recipe.yaml").write_text(f"model: {tmp_path / 'start'}\noutput: {tmp_path / 'my-run'}\n{RECIPE}")
-    return load_recipe(tmp_path / "recipe.yaml")
+    return load_recipe(folded_recipe(tmp_path, RECIPE, output=tmp_path / "my-run"))
 
 
 def test_a_resumed_output_continues_its_run(recipe, monkeypatch):

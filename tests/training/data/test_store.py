@@ -20,6 +20,8 @@ from condense.training.data.text import text_encoder
 from condense.training.recipe import Source, TextData
 from condense.training.small_llama import word_tokenizer
 
+from .stopping import stopped_before_part
+
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = [f"w{n}" for n in range(50)]
 ALL = Need(lambda lengths: lengths, 10**9)
@@ -156,17 +158,8 @@ def test_a_stream_goes_on_where_its_preparation_was_stopped(documents, monkeypat
     )
     monkeypatch.setattr(preparation, "PART_DOCUMENTS", 128)
     data = data_of(path).model_copy(update={"sources": [Source(hub="owner/name")]})
-    write = preparation._write_part
-
-    def stop(target, kept, notes):
-        if target.name == "part-00003.arrow":
-            raise KeyboardInterrupt
-        write(target, kept, notes)
-
-    monkeypatch.setattr(preparation, "_write_part", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_before_part(3):
         prepared(data)
-    monkeypatch.setattr(preparation, "_write_part", write)
     store = prepared(data)
     assert contents(store) == contents(prepared(data_of(path)))
     assert len(store.parts) == 8 and json.loads((store.folder / "summary.json").read_text())["read"] == 999

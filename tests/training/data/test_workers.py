@@ -19,6 +19,7 @@ from condense.training.data.workers import Workers
 from condense.training.recipe import Source, TextData
 
 from .encoders import WORDS, die, encoder, fail, failing_first, wait_for
+from .stopping import stopped_before_part
 
 ALL = Need(lambda lengths: lengths, 10**9)
 
@@ -95,26 +96,17 @@ def test_less_than_all_is_a_prefix_and_more_goes_on(data, tmp_path):
     assert files(tmp_path / "workers") == files(tmp_path / "few")
 
 
-def test_stopped_preparations_lose_no_chunk(data, tmp_path, monkeypatch):
+def test_stopped_preparations_lose_no_chunk(data, tmp_path):
     """Stopped after two parts, with half a chunk at the end of a file: no whole chunk is tokenised again."""
     (tmp_path / "calls").mkdir()
-    write = preparation._write_part
-
-    def stop(path, kept, notes):
-        if path.name == "part-00002.arrow":
-            raise KeyboardInterrupt
-        write(path, kept, notes)
-
-    monkeypatch.setattr(preparation, "_write_part", stop)
     folder = tmp_path / "workers"
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_before_part(2):
         prepared(data, folder, 2, calls=tmp_path / "calls")
     assert len(Store(folder).parts) == 2
     chunk_files = list((folder / "unmerged").iterdir())
     assert chunk_files
     with chunk_files[0].open("ab") as file:
         file.write(b"\x10\0\0\0\0\0\0\0half")
-    monkeypatch.setattr(preparation, "_write_part", write)
     shutil.copytree(folder, tmp_path / "copy")
     for path in (tmp_path / "calls").iterdir():
         path.unlink()
@@ -123,26 +115,17 @@ def test_stopped_preparations_lose_no_chunk(data, tmp_path, monkeypatch):
     assert files(folder) == expected
     again = [where for path in (tmp_path / "calls").iterdir() for where in path.read_text().splitlines()]
     assert len(again) == len(set(again)) < 330  # of 370
-    prepared(data, tmp_path / "copy", 0)  # a run goes on alone, and leaves nothing behind
+    prepared(data, tmp_path / "copy", 0)  # a run alone resumes, and no file of the workers remains
     assert files(tmp_path / "copy") == expected
 
 
-def test_a_shard_goes_on_in_its_middle(data, tmp_path, texts, monkeypatch):
+def test_a_shard_resumes_in_its_middle(data, tmp_path, texts):
     """Its file holds chunks that are merged already."""
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = data.model_copy(update={"sources": [Source(files=str(tmp_path / "lines.jsonl"))]})
-    write = preparation._write_part
-
-    def stop(path, kept, notes):
-        if path.name == "part-00002.arrow":
-            raise KeyboardInterrupt
-        write(path, kept, notes)
-
-    monkeypatch.setattr(preparation, "_write_part", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_before_part(2):
         prepared(data, tmp_path / "workers", 1)
     assert Store(tmp_path / "workers").notes["positions"][0][1] > 0  # the number of the chunk
-    monkeypatch.setattr(preparation, "_write_part", write)
     prepared(data, tmp_path / "workers", 1)
     assert files(tmp_path / "workers") == files(prepared(data, tmp_path / "alone", 0).folder)
 

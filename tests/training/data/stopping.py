@@ -1,0 +1,24 @@
+"""Preparations that are stopped."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from condense.training.data import preparation
+
+
+@contextmanager
+def stopped_before_part(number: int) -> Iterator[None]:
+    """The preparation within is stopped when it is about to write this part."""
+    write = preparation._write_part
+
+    def stop(path, kept, notes):
+        if path.name == f"part-{number:05d}.arrow":
+            raise KeyboardInterrupt
+        write(path, kept, notes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation, "_write_part", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield

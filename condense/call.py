@@ -1,13 +1,14 @@
 """One call of a model: its input without padding, and the state that it continues from.
 
-Axes: B rows of a batch, N columns of an input (padding included), D hidden size.
+Axes: B rows of a batch, N columns of an input (padding included), D hidden size, C components of the control.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from .cache import FoldedCache
+from .evaluations import EvaluationCounts
 from .execution.executor import CheckpointFunction
 from .segmentation import UnpaddedBatch
 
@@ -15,7 +16,7 @@ from .segmentation import UnpaddedBatch
 @dataclass
 class Call:
     """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after it.
-    `checkpoint_function` is that of gradient checkpointing, None where it is off.
+    `checkpoint_function` is that of gradient checkpointing, None where it is off. `control` is [B, C] or [B, N, C].
     """
 
     inputs: torch.Tensor
@@ -23,6 +24,11 @@ class Call:
     durations: torch.Tensor | None
     cache: FoldedCache | None
     checkpoint_function: CheckpointFunction | None
+    control: torch.Tensor | None = None
+    evaluations: EvaluationCounts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.evaluations = EvaluationCounts(self.batch)
 
     def previous_last_hidden(self, weight: torch.Tensor, hidden_size: int) -> torch.Tensor:
         """The final hidden state [B, D] of each row's last token before this call; zeros where there is none.

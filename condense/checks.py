@@ -11,6 +11,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from .cache import FoldedCache
 from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
+from .control import check_control
 from .durations import check_durations
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
@@ -43,7 +44,7 @@ def check_attention(name: str) -> None:
 
 
 def check_input(
-    config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations, logits_to_keep
+    config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations, logits_to_keep, control
 ) -> torch.Tensor:
     """The tokens, [B, N] or [B, N, D]; raises `ValueError` if the arguments of a forward pass do not fit together."""
     tokens = _check_tokens(config, input_ids, inputs_embeds)
@@ -56,6 +57,8 @@ def check_input(
         _check_mask(attention_mask, shape, cache)
     if durations is not None:
         check_durations(durations, shape)
+    if control is not None:
+        check_control(config.control_size, control, shape)
     if logits_to_keep is not None and (not isinstance(logits_to_keep, int) or logits_to_keep < 0):
         raise ValueError(f"logits_to_keep={logits_to_keep!r}: pass the number of last columns to keep, or 0 for all.")
     if position_ids is not None:

@@ -30,6 +30,7 @@ class CondenseConfig(LlamaConfig):
         segments k, 2k, 3k ..., so that a graph spans k segments.
     schedule: the order in which (layer, segment) cells run: `"sequential"` runs all layers of a segment and
         then the next segment, `"wavefront"` runs all cells of a diagonal at once, `"auto"` chooses by size.
+    depth: the settings of a depth block, which `condense.depth.convert_to_depth` puts in the place of some layers.
     position_anchor: the position of a token of fractional duration: the `"end"` or the `"start"` of its interval.
 
     Raises `ValueError` for other values, and for a checkpoint that is not a Llama.
@@ -42,6 +43,7 @@ class CondenseConfig(LlamaConfig):
     bptt_segments: int | None = None
     schedule: str = "auto"
     position_anchor: str = "end"
+    depth: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -61,6 +63,11 @@ class CondenseConfig(LlamaConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}.")
+
+    @property
+    def control_size(self) -> int:
+        """The components of the control that the model takes."""
+        return self.depth["control_size"] if self.depth else 0
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

@@ -11,6 +11,8 @@ def to_llama(model: CondenseForCausalLM) -> LlamaForCausalLM:
 
     It has the same attention implementation; transformers' default replaces "auto" and "blocked".
     """
+    if model.config.depth is not None:
+        raise ValueError("a stock Llama has no depth block: convert the model that had all of its layers.")
     fields = model.config.to_dict()
     for name in [*(set(CondenseConfig.__annotations__)), "model_type", "architectures"]:
         fields.pop(name, None)

@@ -12,6 +12,7 @@ Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hid
 heads, E head dimension, x any size, 1 a broadcast axis.
 """
 
+from pkgutil import resolve_name
 from typing import Protocol
 
 import torch
@@ -24,6 +25,10 @@ from .attention.metadata import rotate
 from .configuration import CondenseConfig
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk, on_device
+
+# Blocks that a configuration can put into the decoder stack, by the field that holds their settings. A name leads to a
+# class without importing it: the core does not load what is built around it.
+BLOCKS = {"depth": "condense.depth.block:DepthBlock"}
 
 
 class DecoderBlock(Protocol):
@@ -39,6 +44,16 @@ class DecoderBlock(Protocol):
         is an empty layer of the cache.
         """
         ...
+
+
+def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
+    """The layers of a configuration, with the block that it may put among them."""
+    layers: list[nn.Module] = [CondenseDecoderLayer(config) for _ in range(config.num_hidden_layers)]
+    for name, block in BLOCKS.items():
+        if getattr(config, name) is not None:
+            made = resolve_name(block)(config)
+            layers[made.position] = made
+    return nn.ModuleList(layers)
 
 
 class RMSNorm(LlamaRMSNorm):
@@ -112,11 +127,15 @@ class CondenseDecoderLayer(nn.Module):
         output_RTD = residual_RTD + self.mlp(self.post_attention_layernorm(residual_RTD))
         if not metadata.writes_memory:
             return output_RTD, None
-        source_RTD = _detach_rows(output_RTD if self.memory_from_output else input_RTD, metadata.detach_R)
-        return output_RTD, self.self_attn.project_memory(self.input_layernorm(source_RTD), metadata)
+        source_RTD = detach_rows(output_RTD if self.memory_from_output else input_RTD, metadata.detach_R)
+        return output_RTD, self.project_memory(source_RTD, metadata)
+
+    def project_memory(self, source_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
+        """The keys and values that the next segment sees of hidden states [R, T, D] of this chunk."""
+        return self.self_attn.project_memory(self.input_layernorm(source_RTD), metadata)
 
 
-def _detach_rows(source_RTD: torch.Tensor, detach_R: tuple[bool, ...]) -> torch.Tensor:
+def detach_rows(source_RTD: torch.Tensor, detach_R: tuple[bool, ...]) -> torch.Tensor:
     """Stops the gradient through the memory of some rows (truncated backpropagation, `bptt_segments`)."""
     if all(detach_R):
         return source_RTD.detach()

@@ -26,6 +26,13 @@ class KeyValueState(Protocol):
         """The memory alone, for a chunk of whole segments."""
         ...
 
+    def at_evaluation(self, number: int, num_evaluations: int) -> "KeyValueState":
+        """For a block that evaluates its attention several times: what evaluation `number` from 0 sees and adds.
+
+        The memory is the same for all evaluations; each has keys and values of the current segment of its own.
+        """
+        ...
+
 
 class Memory(NamedTuple):
     """Keys and values of a layer's memory, each [R, G, K, E]: plain tensors that are part of the autograd graph."""
@@ -37,6 +44,9 @@ class Memory(NamedTuple):
         return torch.cat([self.key_RGKE, key_RGTE], dim=2), torch.cat([self.value_RGKE, value_RGTE], dim=2)
 
     def memory(self, chunk):
+        return self
+
+    def at_evaluation(self, number, num_evaluations):
         return self
 
     def rows(self, first: int, end: int | None) -> "Memory":

@@ -22,13 +22,15 @@ from .cache import FoldedCache
 from .call import Call
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
+from .control import zero_control
 from .durations import Timeline
+from .evaluations import EvaluationCounts
 from .execution import EXECUTORS, schedule_for
 from .execution.cuda_graph import can_decode, decode
 from .execution.executor import CheckpointFunction, ChunkOutput, OutputFunction, offload_checkpoint
 from .files import use_default_mode
 from .hidden_states import HiddenStateAccumulator, LayerOutputs
-from .layers import CondenseDecoderLayer, DecoderBlock, RMSNorm
+from .layers import DecoderBlock, RMSNorm, decoder_stack
 from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseOutput, OutputAccumulator
@@ -41,7 +43,7 @@ class CondensePreTrainedModel(PreTrainedModel):
     config_class = CondenseConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["CondenseDecoderLayer"]
+    _no_split_modules = ["CondenseDecoderLayer", "DepthBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -103,7 +105,7 @@ class CondenseModel(CondensePreTrainedModel):
         config.check()  # fields may have been set one by one since the config was made
         check_attention_name(config._attn_implementation)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(CondenseDecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
@@ -117,6 +119,7 @@ class CondenseModel(CondensePreTrainedModel):
         past_key_values: FoldedCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         durations: torch.Tensor | None = None,
+        control: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -133,7 +136,7 @@ class CondenseModel(CondensePreTrainedModel):
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
-            "use_cache": use_cache, "output_hidden_states": output_hidden_states,
+            "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         if (documents := find_documents(given)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
@@ -152,9 +155,10 @@ class CondenseModel(CondensePreTrainedModel):
     def prepare_call(self, given: dict[str, Any], labels=None, logits_to_keep: int | None = None) -> Call:
         """The call with the arguments `given` to `forward`. Raises `ValueError` where they do not fit together."""
         cache, attention_mask, durations = (given[name] for name in ("past_key_values", "attention_mask", "durations"))
+        control = given["control"]
         inputs = check_input(
             self.config, given["input_ids"], given["inputs_embeds"], attention_mask, given["position_ids"], cache,
-            labels, durations, logits_to_keep,
+            labels, durations, logits_to_keep, control,
         )  # fmt: skip
         self.config.check()  # fields may have been set since the last call
         use_cache = given["use_cache"]
@@ -164,7 +168,9 @@ class CondenseModel(CondensePreTrainedModel):
             cache = FoldedCache(self.config)
         batch_size, num_columns = inputs.shape[:2]
         batch = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
-        return Call(inputs, batch, durations, cache, self._checkpoint_function(cache))
+        if control is None and self.config.control_size:
+            control = zero_control(self.config.control_size, inputs, self.norm.weight)
+        return Call(inputs, batch, durations, cache, self._checkpoint_function(cache), control)
 
     def run(self, call: Call, output_function: OutputFunction, root: PreTrainedModel) -> list[ChunkOutput]:
         """Runs the call chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
@@ -188,13 +194,16 @@ class CondenseModel(CondensePreTrainedModel):
                 cache.store_last_hidden(normed_RTD, chunk)
             return output_function(normed_RTD, chunk)
 
+        like = call.like_hidden(self.norm.weight)
         metadata = self.metadata_builder(
-            call.like_hidden(self.norm.weight),
+            like,
             batch,
             state,
             durations_BN,
             has_cache=cache is not None,
             checkpointing=checkpointing,
+            control=None if call.control is None else call.control.to(like),
+            evaluations=call.evaluations,
         )
         executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, call.checkpoint_function)
         outputs: list[ChunkOutput] = []
@@ -232,11 +241,14 @@ class CondenseModel(CondensePreTrainedModel):
         durations_BN: torch.Tensor | None = None,
         has_cache: bool = False,
         checkpointing: bool = False,
+        control: torch.Tensor | None = None,
+        evaluations: EvaluationCounts | None = None,
     ) -> AttentionMetadataBuilder:
         """The builder of the attention metadata of a call's chunks; `like` gives device and dtype of rotary tables."""
         return AttentionMetadataBuilder(
-            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache, not checkpointing
-        )
+            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache, not checkpointing,
+            control, evaluations,
+        )  # fmt: skip
 
     def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
         """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
@@ -289,6 +301,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         durations: torch.Tensor | None = None,
+        control: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | None = None,
         output_hidden_states: bool | None = None,
@@ -304,6 +317,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         is a text of its own; otherwise they must be consecutive, and are not used, since attention depends on
         differences alone. durations [B, N], floating point, not negative: the length of each token on the position
         axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
+
+        control [B, C] or [B, N, C]: the control of each text or of each token, in a model with a depth block
+        (`condense.depth`); zeros where none is given. `function_evaluations` [B, N] are the evaluations of the block's
+        field at each token.
 
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
         labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
@@ -327,7 +344,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
-            "use_cache": use_cache, "output_hidden_states": output_hidden_states,
+            "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
         if (documents := find_documents(given | more)) is not None:
@@ -354,6 +371,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         output = accumulated.build_output(chunk_outputs, previous_BD, num_items_in_batch)
         output.past_key_values = call.cache
         output.hidden_states = layer_outputs.hidden_states(previous_BD)
+        output.function_evaluations = call.evaluations.collect()
         call.end()
         return output if return_dict is not False else output.to_tuple()
 
@@ -364,13 +382,18 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if is_first_iteration and next_sequence_length is None and 0 < seen < input_ids.shape[1]:
             next_sequence_length = input_ids.shape[1] - seen
-        return super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+        if (control := inputs.get("control")) is not None and control.dim() == 3:  # new tokens have that of the last
+            given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            columns = torch.arange(seen, seen + given.shape[1]).clamp(max=control.shape[1] - 1)
+            inputs["control"] = control[:, columns.to(control.device)]
+        return inputs
 
     def _assisted_decoding(self, *arguments, **options):
         try:

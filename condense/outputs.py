@@ -24,10 +24,13 @@ class CondenseOutput(CausalLMOutputWithPast):
 
     `segment_losses[s]` is the sum (not the mean) of the cross-entropies of the tokens that chunk s predicts, over all
     rows, detached. `segment_targets[s]` is the number of these tokens.
+
+    `function_evaluations` are the evaluations of a depth block's field at each token, 0 at padding; None without one.
     """
 
     segment_losses: torch.Tensor | None = None  # [S]
     segment_targets: torch.Tensor | None = None  # [S]
+    function_evaluations: torch.Tensor | None = None  # [B, N]
 
 
 class OutputAccumulator:

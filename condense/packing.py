@@ -54,11 +54,13 @@ class PackedDocuments(NamedTuple):
             )
         unpacked = {name: value for name, value in given.items() if name not in PACKING_ARGUMENTS}
         unpacked |= {name: self._unpack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
+        if (control := given.get("control")) is not None:
+            unpacked["control"] = self._unpack(control) if control.dim() == 3 else control[self.rows_J1[:, 0]]
         return unpacked | {"attention_mask": self.mask_JU.long(), "use_cache": False}
 
     def pack_output(self, output: Any) -> Any:
         """The output of the unpacked call with its tensors by token in the places of the tokens."""
-        for name in ("logits", "last_hidden_state"):
+        for name in ("logits", "last_hidden_state", "function_evaluations"):
             if output.get(name) is not None:
                 output[name] = self._pack(output[name])
         if output.hidden_states is not None:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Nothing imports from a later one. In a checkout the two floors in the middle are links to top-level folders.
 FLOORS = {"condense": 0, "condense.training": 1, "condense.eval": 2, "condense.cli": 3, "condense.__main__": 3}
-LABORATORIES = ("condense.continuity",)
+LABORATORIES = ("condense.continuity", "condense.depth")
 
 
 def module_name(path: Path) -> str:

@@ -1,14 +1,17 @@
 """The data about a chunk that all layers share.
 
-Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E head dimension.
+Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E head dimension, C components of the
+control.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ..control import control_of_chunk
+from ..evaluations import EvaluationCounts
 from ..memory import KeyValueState, RecurrentState
 from ..segmentation import Chunk, UnpaddedBatch, on_device
 from .mask import AttentionMask
@@ -43,7 +46,8 @@ class AttentionMetadata:
 
     `rotary` are the tables at the tokens' positions in [memory ; current segment], `memory_rotary` those at their
     positions as the next segment's memory. `writes_memory` is false if no later chunk can see a memory of this one.
-    `detach_R` is true for rows whose memory of this chunk passes no gradient.
+    `detach_R` is true for rows whose memory of this chunk passes no gradient. `control_RTC` is the control of each
+    token, or with T = 1 of each row.
     """
 
     chunk: Chunk
@@ -52,6 +56,13 @@ class AttentionMetadata:
     mask: AttentionMask
     writes_memory: bool
     detach_R: tuple[bool, ...]
+    control_RTC: torch.Tensor | None = None
+    evaluations: EvaluationCounts | None = field(default=None, compare=False)
+
+    def count_evaluations(self, num_evaluations: int | torch.Tensor) -> None:
+        """Adds a block's evaluations of its vector field: those of each token [R, T], or one number for all."""
+        if self.evaluations is not None:
+            self.evaluations.set(self.chunk, num_evaluations)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """The metadata on another device, which accelerate asks for where a device map puts layers on several."""
@@ -63,7 +74,10 @@ class AttentionMetadata:
         if log_duration_RK is not None:
             log_duration_RK = log_duration_RK.to(device, non_blocking=non_blocking)
         mask = replace(self.mask, log_duration_RK=log_duration_RK)
-        return replace(self, rotary=rotary, memory_rotary=memory_rotary, mask=mask)
+        control = self.control_RTC
+        if control is not None:
+            control = control.to(device, non_blocking=non_blocking)
+        return replace(self, rotary=rotary, memory_rotary=memory_rotary, mask=mask, control_RTC=control)
 
     def row_groups(
         self, key_values: KeyValueState | None
@@ -77,7 +91,7 @@ class AttentionMetadataBuilder:
 
     `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `durations_BN` is on
     the host. `bptt_segments` is the configuration's. `has_cache` is true if a later call can see this one's memory,
-    `shares_masks` if one mask may serve all uniform chunks.
+    `shares_masks` if one mask may serve all uniform chunks. `control` is the call's, [B, C] or [B, N, C].
     """
 
     def __init__(
@@ -90,10 +104,13 @@ class AttentionMetadataBuilder:
         bptt_segments: int | None,
         has_cache: bool,
         shares_masks: bool = True,
+        control: torch.Tensor | None = None,
+        evaluations: EvaluationCounts | None = None,
     ):
         self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
         self.timeline, self.durations_BN = state.timeline, durations_BN
         self.bptt_segments, self.has_cache = bptt_segments, has_cache
+        self.control, self.evaluations = control, evaluations
         self._tables: dict[tuple[int, int], RotaryTables] = {}
         self._masks: dict[tuple[Any, ...], torch.Tensor] | None = {} if shares_masks else None
 
@@ -108,6 +125,8 @@ class AttentionMetadataBuilder:
             mask=AttentionMask(chunk, log_duration_RK, self._masks),
             writes_memory=self.has_cache or chunk.starts[0] + chunk.width < max(self.batch.lengths),
             detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
+            control_RTC=None if self.control is None else control_of_chunk(self.control, self.batch, chunk),
+            evaluations=self.evaluations,
         )
 
     def _positions(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

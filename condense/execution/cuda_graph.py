@@ -65,6 +65,9 @@ class StaticKeyValues(NamedTuple):
     def memory(self, chunk):
         raise AssertionError("only chunks of whole segments need the memory alone")
 
+    def at_evaluation(self, number, num_evaluations):
+        raise AssertionError("a depth block has no static step")
+
 
 def _scatter(buffer_BGKE: torch.Tensor, token_BG1E: torch.Tensor, key_B: torch.Tensor) -> None:
     buffer_BGKE.scatter_(2, key_B[:, None, None, None].expand_as(token_BG1E), token_BG1E)
@@ -118,6 +121,8 @@ def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch)
             return False
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return False  # autocast keeps its casts of weights outside of a graph, and not for long
+    if model.config.depth is not None:
+        raise ValueError("fixed_decoding has no step for a depth block: set model.fixed_decoding = False.")
     implementation, rope_type = model.config._attn_implementation, model.model.rotary_emb.rope_type
     if implementation not in STATIC_IMPLEMENTATIONS:
         raise ValueError(

@@ -71,6 +71,8 @@ class PipelineStage:
                 f"layers_per_rank={list(layers_per_rank)} does not divide {num_layers} layers over {num_ranks} ranks: "
                 "pass a number of at least 1 per rank that add up to the model's layers, or start fewer processes."
             )
+        if model.config.depth is not None:
+            raise ValueError("a pipeline has no place for a depth block: train the model with ZeRO-2 or FSDP instead.")
         self.model, self.group, self.last_rank = model, group, num_ranks - 1
         self.is_first, self.is_last = rank == 0, rank == num_ranks - 1
         self.before = None if self.is_first else _Border(rank - 1, group)
@@ -210,7 +212,9 @@ class _PipelineBatch:
     """The texts of one call, cut into the same chunks on every rank; the last rank collects `losses`."""
 
     def __init__(self, model: CondenseForCausalLM, input_ids, labels, attention_mask):
-        self.input_ids_BN = check_input(model.config, input_ids, None, attention_mask, None, None, labels, None, None)
+        self.input_ids_BN = check_input(
+            model.config, input_ids, None, attention_mask, None, None, labels, None, None, None
+        )
         batch_size, num_columns = input_ids.shape
         self.tokens = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
         checkpointing = model.model.gradient_checkpointing and model.training and torch.is_grad_enabled()

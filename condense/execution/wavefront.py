@@ -69,7 +69,7 @@ class WavefrontExecutor:
 class BandMetadata(AttentionMetadata):
     """The metadata of a band, whose layers work on a segment each; the last of them may be without a memory."""
 
-    first_segment_mask: AttentionMask | None  # the mask of that layer's rows
+    first_segment_mask: AttentionMask | None = None  # the mask of that layer's rows
 
     def row_groups(self, key_values):
         num_rows = 0 if key_values is None else len(key_values.key_RGKE)

@@ -1,0 +1,46 @@
+"""The control of a model with a depth block: a vector for each text, or for each token.
+
+Axes: B rows of a batch, N columns of an input, R rows of a chunk, T tokens of a chunk, C components of the control.
+"""
+
+import functools
+import logging
+
+import torch
+
+from .segmentation import Chunk, UnpaddedBatch, on_device
+
+logger = logging.getLogger(__name__)
+
+
+def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, int]) -> None:
+    """Raises `ValueError` for a control that does not fit an input of shape [B, N]."""
+    if not control_size:
+        raise ValueError("control is given, and the model has no depth block that takes one: leave it out.")
+    fits = (shape[0], control_size), (*shape, control_size)
+    if tuple(control.shape) not in fits:
+        raise ValueError(
+            f"control of shape {tuple(control.shape)} does not fit: pass {control_size} components for each text, "
+            f"{fits[0]}, or for each token, {fits[1]}."
+        )
+    if not control.is_floating_point():
+        raise ValueError(f"control is {control.dtype}: pass floating-point numbers.")
+
+
+def zero_control(control_size: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Zeros [B, C], with the dtype of `weight`; says once in a process that no control was given."""
+    _say_zero(control_size)
+    return torch.zeros(len(inputs), control_size, dtype=weight.dtype, device=inputs.device)
+
+
+@functools.cache
+def _say_zero(control_size: int) -> None:
+    logger.warning("no control is given: the %d components of the depth block's control are 0.", control_size)
+
+
+def control_of_chunk(control: torch.Tensor, batch: UnpaddedBatch, chunk: Chunk) -> torch.Tensor:
+    """The chunk's part [R, T, C], or [R, 1, C] of a control for each text."""
+    if control.dim() == 3:
+        return batch.gather(control, chunk)
+    rows = slice(None) if chunk.all_rows else on_device(torch.tensor(chunk.rows), control.device)
+    return control[rows][:, None]

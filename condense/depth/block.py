@@ -1,0 +1,181 @@
+"""A depth block: a flow dH/dtau = alpha F(H, tau, u) from tau = 0 to 1 in the place of some layers.
+
+Equations of section 3.1 of the paper on continuous depth; alpha is a learned scalar, u the control.
+
+Axes: R rows of a chunk, T tokens of a chunk, D hidden size, C components of the control, n tokens of all rows, x any
+size.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import AttentionMetadata
+from ..configuration import CondenseConfig
+from ..layers import CondenseDecoderLayer, RMSNorm, detach_rows
+from ..memory import KeyValueState, Memory
+from .fields import MLPField, Tau
+from .settings import DepthSettings
+from .solvers import Solution, num_fixed_evaluations, solve_adaptive, solve_fixed, solve_fixed_adjoint
+
+REMEDY = "lower the learning rate, or take an earlier checkpoint or more steps"
+BoundField = Callable[[Tau, torch.Tensor], torch.Tensor]  # a field whose control is given
+
+
+class DepthFlow(nn.Module):
+    """The flow of a field that works on each token by itself; it takes the place of layers in any decoder stack."""
+
+    def __init__(self, field: nn.Module, settings: DepthSettings):
+        super().__init__()
+        self.field, self.settings = field, settings
+        self.alpha = nn.Parameter(torch.full((1,), float(settings.alpha)), requires_grad=settings.learn_alpha)
+
+    def flow(self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> Solution:
+        """The state at tau = 1 [R, T, D], and the number of evaluations, [R, T] where it differs by token.
+
+        `control_RTC` may have one row or one token for all. Raises `ValueError` where the field gives values that are
+        not finite, and where an adaptive solver needs too many evaluations.
+        """
+        if not self.settings.is_adaptive:
+            return self.integrate(lambda tau, hidden: self.field(tau, hidden, control_RTC), start_RTD, control_RTC)
+        shape = start_RTD.shape[:-1]
+        control_nC = None if control_RTC is None else control_RTC.expand(*shape, -1).flatten(0, -2)
+        derivative = self._derivative(lambda tau, hidden: self.field(tau, hidden, control_nC), start_RTD.dtype)
+        start_nD = _accurate(start_RTD.flatten(0, -2))
+        end_nD, evaluations_n = solve_adaptive(self._checked(derivative), start_nD, self.settings)
+        return Solution(end_nD.unflatten(0, shape).to(start_RTD.dtype), evaluations_n.unflatten(0, shape))
+
+    def integrate(self, field: BoundField, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> Solution:
+        """The flow with fixed steps."""
+        settings, start = self.settings, _accurate(start_RTD)
+        derivative = self._derivative(field, start_RTD.dtype)
+        if settings.gradient == "adjoint" and torch.is_grad_enabled():
+            inputs = [*self.parameters(), *([] if control_RTC is None else [control_RTC])]
+            learned = [tensor for tensor in inputs if tensor.requires_grad]
+            end = solve_fixed_adjoint(derivative, start, settings.solver, settings.steps, learned)
+        else:
+            end = solve_fixed(derivative, start, settings.solver, settings.steps)
+        if not torch.compiler.is_compiling() and not _is_capturing(end) and not bool(torch.isfinite(end).all()):
+            with torch.no_grad():  # once more, to find the step
+                solve_fixed(self._checked(derivative), start, settings.solver, settings.steps)
+            raise ValueError(f"the flow of the field {settings.field!r} overflows: {REMEDY}.")
+        return Solution(end.to(start_RTD.dtype), num_fixed_evaluations(settings))
+
+    def _derivative(self, field: BoundField, dtype: torch.dtype) -> BoundField:
+        """alpha F; the field computes in the dtype of the hidden states."""
+        return lambda tau, state: self.alpha * field(tau, state.to(dtype)).to(state.dtype)
+
+    def _checked(self, derivative: BoundField) -> BoundField:
+        evaluations = 0
+
+        def checked(tau: Any, state: torch.Tensor) -> torch.Tensor:
+            nonlocal evaluations
+            evaluations += 1
+            slope = derivative(tau, state)
+            if not bool(torch.isfinite(slope).all()):
+                raise ValueError(self._not_finite(tau, state, slope, evaluations))
+            return slope
+
+        return checked
+
+    def _not_finite(self, tau: Any, state: torch.Tensor, slope: torch.Tensor, evaluation: int) -> str:
+        if isinstance(tau, torch.Tensor):
+            token = int(torch.isfinite(slope).all(-1).logical_not().nonzero()[0, 0])
+            tau = float(tau[token, 0])
+            where = f"at tau={tau:.3g}, evaluation {evaluation}"
+        else:
+            step = min(int(tau * self.settings.steps + 1e-6), self.settings.steps - 1) + 1
+            where = f"at tau={tau:.3g}, step {step} of {self.settings.steps}"
+        if evaluation == 1 and not bool(torch.isfinite(state).all()):
+            return "the depth block receives hidden states that are not finite: look at the layers before it."
+        return (
+            f"the field {self.settings.field!r} of the depth block gives values that are not finite {where}: {REMEDY}."
+        )
+
+
+class LayerField(CondenseDecoderLayer):
+    """F(H, tau, u) = layer(H + W u) - (H + W u): the residual update of a decoder layer, with its attention.
+
+    Queries see the memory, and the current segment's keys and values of the same evaluation.
+    """
+
+    def __init__(self, config: CondenseConfig, control_size: int):
+        super().__init__(config)
+        self.control_proj = nn.Linear(control_size, config.hidden_size, bias=False) if control_size else None
+
+    def bind(
+        self,
+        control_RTC: torch.Tensor | None,
+        key_values: KeyValueState | None,
+        metadata: AttentionMetadata,
+        num_evaluations: int,
+    ) -> BoundField:
+        """The field of a chunk. Its calls are the evaluations 0, 1, 2 ... of one flow."""
+        numbers = itertools.cycle(range(num_evaluations))
+
+        def field(tau: Tau, hidden_RTD: torch.Tensor) -> torch.Tensor:
+            number = next(numbers)
+            own = None if key_values is None else key_values.at_evaluation(number, num_evaluations)
+            input_RTD = self._controlled(hidden_RTD, control_RTC)
+            attention_RTD = self.self_attn(self.input_layernorm(input_RTD), own, metadata)
+            return attention_RTD + self.mlp(self.post_attention_layernorm(input_RTD + attention_RTD))
+
+        return field
+
+    def memory_of(self, source_RTD: torch.Tensor, control_RTC: torch.Tensor | None, metadata: AttentionMetadata):
+        return self.project_memory(self._controlled(source_RTD, control_RTC), metadata)
+
+    def _controlled(self, hidden_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> torch.Tensor:
+        return hidden_RTD if self.control_proj is None else hidden_RTD + self.control_proj(control_RTC)
+
+
+class DepthBlock(DepthFlow):
+    """A member of a folded model's stack. With the field `layer` its memory is the state at the end of the flow."""
+
+    def __init__(self, config: CondenseConfig):
+        assert config.depth is not None
+        settings = DepthSettings.from_dict(config.depth)
+        if settings.position >= config.num_hidden_layers:
+            raise ValueError(f"depth: position={settings.position} in a stack of {config.num_hidden_layers} layers.")
+        super().__init__(build_field(config, settings), settings)
+        self.position = settings.position
+        self.memory_from_output = config.memory_source == "layer_output"
+
+    def forward(
+        self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, Memory | None]:
+        """The state at tau = 1 and, for the field `layer`, its keys and values for the next segment."""
+        control_RTC = metadata.control_RTC
+        if not isinstance(self.field, LayerField):
+            solution = self.flow(input_RTD, control_RTC)
+            metadata.count_evaluations(solution.num_evaluations)
+            return solution.end_xD, None
+        bound = self.field.bind(control_RTC, key_values, metadata, num_fixed_evaluations(self.settings))
+        solution = self.integrate(bound, input_RTD, control_RTC)
+        metadata.count_evaluations(solution.num_evaluations)
+        if not metadata.writes_memory:
+            return solution.end_xD, None
+        source_RTD = detach_rows(solution.end_xD if self.memory_from_output else input_RTD, metadata.detach_R)
+        return solution.end_xD, self.field.memory_of(source_RTD, control_RTC, metadata)
+
+
+def build_field(config: CondenseConfig, settings: DepthSettings) -> nn.Module:
+    """The field of a folded model's block, with random weights."""
+    if settings.field == "layer":
+        return LayerField(config, settings.control_size)
+    assert settings.field_size is not None, "convert_to_depth chooses the width"
+    norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    uses_tau = settings.field == "mlp_tau"
+    return MLPField(norm, config.hidden_size, settings.field_size, settings.control_size, uses_tau)
+
+
+def _accurate(state: torch.Tensor) -> torch.Tensor:
+    return state.to(torch.promote_types(state.dtype, torch.float32))
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which can't read a value."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,51 @@
+"""Vector fields: what a depth block integrates over tau, the depth from 0 to 1.
+
+Axes: D hidden size, C components of the control, x any size.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Tau = float | torch.Tensor  # the depth of all tokens, or [x, 1] that of each
+
+
+class VectorField(Protocol):
+    def __call__(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+        """dH/dtau [x, D] at depth tau for the hidden states and the control, which may broadcast over tokens."""
+        ...
+
+
+class MLPField(nn.Module):
+    """F(H, tau, u) = W2 softplus(W1 [norm(H) ; u ; tau] + b1) + b2 for each token; tau only with `uses_tau`.
+
+    W1 is stored in parts by input, so that the control of a text is multiplied once for all of its tokens.
+    """
+
+    def __init__(self, norm: nn.Module, hidden_size: int, field_size: int, control_size: int, uses_tau: bool = False):
+        super().__init__()
+        self.norm = norm
+        self.up_proj = nn.Linear(hidden_size, field_size)
+        self.control_proj = nn.Linear(control_size, field_size, bias=False) if control_size else None
+        self.tau_proj = nn.Linear(1, field_size, bias=False) if uses_tau else None
+        self.down_proj = nn.Linear(field_size, hidden_size)
+
+    def forward(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+        sum_xM = self.up_proj(self.norm(hidden_xD))
+        if self.control_proj is not None:
+            sum_xM = sum_xM + self.control_proj(control_xC)
+        if self.tau_proj is not None:
+            tau_x1 = tau if isinstance(tau, torch.Tensor) else hidden_xD.new_full((1,), tau)
+            sum_xM = sum_xM + self.tau_proj(tau_x1.to(hidden_xD.dtype))
+        return self.down_proj(F.softplus(sum_xM))
+
+
+def field_size_for(num_parameters: int, hidden_size: int, num_inputs: int, norm_parameters: int) -> int:
+    """The width of an `MLPField` whose number of parameters is nearest to `num_parameters`.
+
+    `num_inputs` are the columns of W1: hidden size, control and tau.
+    """
+    width = (num_parameters - norm_parameters - hidden_size) / (num_inputs + 1 + hidden_size)
+    return max(1, round(width))

@@ -1,0 +1,118 @@
+"""Solvers of dH/dtau = f(tau, H) from tau = 0 to 1: the state at the end, and how often f was evaluated.
+
+Solvers with fixed steps are loops of our own: a saved model runs without a solver library, and a field with attention
+counts the evaluations, whose keys a cache stores one by one. The adjoint comes from torchdiffeq, solvers with adaptive
+steps come from torchode, which chooses the steps of each sample by itself: with one step for the whole batch, as in
+torchdiffeq, the answer for a text would depend on its neighbours.
+
+States are float32 at least: the update of a step is small against the state.
+
+Axes: n samples (tokens), D features, x any size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .settings import DepthSettings
+
+Derivative = Callable[[Any, torch.Tensor], torch.Tensor]  # f(tau, state); of an adaptive solver with tau [n, 1]
+
+
+@dataclass(frozen=True)
+class Tableau:
+    """An explicit Runge-Kutta method: stage i is f(tau + c_i h, H + h sum_j a_ij k_j); the step is h sum_i b_i k_i."""
+
+    c: tuple[float, ...]
+    a: tuple[tuple[float, ...], ...]
+    b: tuple[float, ...]
+
+
+TABLEAUS = {
+    "euler": Tableau((0,), ((),), (1,)),
+    "midpoint": Tableau((0, 1 / 2), ((), (1 / 2,)), (0, 1)),
+    "rk4": Tableau((0, 1 / 3, 2 / 3, 1), ((), (1 / 3,), (-1 / 3, 1), (1, -1, 1)), (1 / 8, 3 / 8, 3 / 8, 1 / 8)),
+}
+# Evaluations of an adaptive solver: two choose the first step, and each step takes these.
+EVALUATIONS_PER_STEP = {"dopri5": 6, "adaptive_heun": 2}
+EVALUATIONS_TO_START = 2
+
+
+class Solution(NamedTuple):
+    end_xD: torch.Tensor
+    num_evaluations: int | torch.Tensor  # of all tokens alike, or [x] of each
+
+
+def num_fixed_evaluations(settings: DepthSettings) -> int:
+    return settings.steps * len(TABLEAUS[settings.solver].c)
+
+
+def solve_fixed(derivative: Derivative, start_xD: torch.Tensor, solver: str, steps: int) -> torch.Tensor:
+    """The state at tau = 1 after `steps` equal steps."""
+    tableau, state_xD, size = TABLEAUS[solver], start_xD, 1 / steps
+    for step in range(steps):
+        stages: list[torch.Tensor] = []
+        for c, row in zip(tableau.c, tableau.a, strict=True):
+            stages.append(derivative((step + c) * size, _advance(state_xD, size, row, stages)))
+        state_xD = _advance(state_xD, size, tableau.b, stages)
+    return state_xD
+
+
+def _advance(state_xD: torch.Tensor, size: float, weights: Sequence[float], stages: Sequence[torch.Tensor]):
+    for weight, stage_xD in zip(weights, stages, strict=True):
+        if weight:
+            state_xD = torch.add(state_xD, stage_xD, alpha=size * weight)
+    return state_xD
+
+
+def solve_fixed_adjoint(
+    derivative: Derivative, start_xD: torch.Tensor, solver: str, steps: int, parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """As `solve_fixed`; the backward pass integrates the adjoint equation with as many steps, and stores none.
+
+    `parameters` are all tensors that get a gradient besides the start.
+    """
+    from torchdiffeq import odeint_adjoint
+
+    grid = {"grid_constructor": lambda function, state, ends: torch.linspace(ends[0], ends[-1], steps + 1).to(ends)}
+    ends = torch.tensor([0.0, 1.0], dtype=start_xD.dtype, device=start_xD.device)
+    states = odeint_adjoint(
+        derivative, start_xD, ends, method=solver, options=grid, adjoint_method=solver, adjoint_options=dict(grid),
+        adjoint_params=tuple(parameters),
+    )  # fmt: skip
+    return states[-1]
+
+
+def solve_adaptive(
+    derivative: Derivative, start_nD: torch.Tensor, settings: DepthSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state [n, D] of each sample at tau = 1, with steps chosen by its own error, and its evaluations [n].
+
+    Raises `ValueError` where a sample needs more than `max_evaluations`.
+    """
+    import torchode
+
+    term = torchode.ODETerm(_of_samples(derivative), with_stats=False)
+    method = {"dopri5": torchode.Dopri5, "adaptive_heun": torchode.Heun}[settings.solver](term)
+    controller = torchode.IntegralController(atol=settings.atol, rtol=settings.rtol, term=term)
+    per_step = EVALUATIONS_PER_STEP[settings.solver]
+    # A sample ends with an error where it takes its last permitted step, also if that step completes it.
+    max_steps = (settings.max_evaluations - EVALUATIONS_TO_START) // per_step + 1
+    ends = [start_nD.new_full((len(start_nD),), tau) for tau in (0.0, 1.0)]
+    solver = torchode.AutoDiffAdjoint(method, controller, max_steps=max_steps)
+    solution = solver.solve(torchode.InitialValueProblem(start_nD, *ends, None))
+    evaluations_n = EVALUATIONS_TO_START + per_step * solution.stats["n_steps"]
+    if bool((solution.status != torchode.status_codes.SUCCESS).any()):
+        raise ValueError(
+            f"the solver {settings.solver} needs more than max_evaluations={settings.max_evaluations} evaluations of "
+            f"the field {settings.field!r} at rtol={settings.rtol:g}, atol={settings.atol:g} for "
+            f"{int((evaluations_n > settings.max_evaluations).sum())} of {len(evaluations_n)} tokens: raise the "
+            "tolerances or max_evaluations, or choose a solver with fixed steps."
+        )
+    return solution.ys[:, -1], evaluations_n
+
+
+def _of_samples(derivative: Derivative) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda tau_n, state_nD: derivative(tau_n[:, None], state_nD)

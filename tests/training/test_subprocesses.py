@@ -75,10 +75,10 @@ def tree(tmp_path) -> Iterator[dict[str, list[psutil.Process]]]:
         ("front", signal.SIGTERM),
         pytest.param("front", signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param("front", signal.SIGINT, marks=pytest.mark.slow),
-        ("front", signal.SIGKILL),
-        ("runner", signal.SIGTERM),
+        pytest.param("front", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("runner", signal.SIGTERM, marks=pytest.mark.slow),
         ("runner", signal.SIGKILL),
-        ("launcher", signal.SIGKILL),
+        pytest.param("launcher", signal.SIGKILL, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else signal.Signals(value).name,
 )

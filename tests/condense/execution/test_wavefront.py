@@ -179,7 +179,8 @@ def test_the_bfloat16_error_is_that_of_the_sequential_order():
         assert errors[1] < 1.5 * errors[0] + 0.01, name
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_has_the_same_gradients(backend):
     model = tiny_model(torch.float32, num_hidden_layers=2)
     model.config.schedule = "wavefront"

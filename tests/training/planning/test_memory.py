@@ -293,7 +293,7 @@ def engine_settings(configs, dtypes=(True,), accumulations=(1,), rows=4, checkpo
 
 
 def test_engines_hold_what_is_estimated(tmp_path):
-    check_engines(engine_settings(["zero1", "zero2", "zero3"]), tmp_path)
+    check_engines(engine_settings(["zero2"]), tmp_path)
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def test_a_wrong_model_stops_the_run(tmp_path):
     assert not read(tmp_path)["points"]
 
 
+@pytest.mark.slow
 def test_parts_by_name_and_by_time(tmp_path, capsys):
     run = benchmark(tmp_path, "--only", "schedules,flex", "--minutes", "0.6")
     assert run.returncode == 0, run.stderr[-3000:]

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from condense import __version__
-from condense.eval.cli import Attention, attention, evaluations, probe, profile, quiet, report
+from condense.eval.cli import Attention, attention, depth, evaluations, probe, profile, quiet, report
 from condense.eval.options import DTYPE_HELP
 from condense.extras import check_installed
 from condense.training.presets import recipe_names
@@ -23,7 +23,7 @@ app = typer.Typer(
 
 
 app.add_typer(evaluations, name="eval")
-for command in (profile, attention, probe, report):
+for command in (profile, attention, probe, depth, report):
     app.command()(command)
 
 PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses

@@ -1,6 +1,6 @@
-"""`condense eval`, `profile`, `attention`, `probe` and `report`: a command prints tables and the names of its files.
+"""`condense eval`, `profile`, `attention`, `probe`, `depth`, `report`: each prints tables and the names of its files.
 
-The commands of the evaluations and of the probes get their flags from the dataclasses of their options.
+The commands of the evaluations and of the experiments get their flags from the dataclasses of their options.
 """
 
 import inspect
@@ -15,6 +15,8 @@ from condense.extras import check_installed
 
 from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
+from .depth.experiments import EXPERIMENTS
+from .depth.options import DepthOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
 from .tasks import run_task as measure_task
@@ -66,6 +68,8 @@ def command(
         )
         if options is SuiteOptions:
             check_installed(f"condense {name}", "harness")
+        if options is DepthOptions:
+            check_installed(f"condense {name}", "depth")
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
         chosen = from_command_line(options, given)
@@ -106,6 +110,20 @@ def run_probe(options: ProbeOptions, output: Path, name: str) -> None:
     show(probes.probe(name, output, options), probes.PROBES[name], output)
 
 
+def run_depth(options: DepthOptions, output: Path, name: str) -> None:
+    """Runs one experiment on depth, or all of them and writes a page of their results."""
+    from .depth.experiments import depth, depth_all, find_experiment
+
+    if name == "all":
+        for kind, results in depth_all(output, options).items():
+            show(results, find_experiment(kind), output)
+        from .report import write_report
+
+        print(write_report(output, "condense depth all"))
+        return
+    show(depth(name, output, options), find_experiment(name), output)
+
+
 def run_profile(options: ProfileOptions, output: Path) -> None:
     """Measures a profile, a folded model's schedules or memory by module, and prints the results."""
     from .benchmark import modules, profile, schedules
@@ -128,6 +146,11 @@ PROBE_NAME = inspect.Parameter(
         ),
     ],
 )
+DEPTH_NAME = inspect.Parameter(
+    "name",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[str, typer.Argument(help=f"{', '.join(EXPERIMENTS)}, or all of them.")],
+)
 
 passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
@@ -138,6 +161,7 @@ attention = command(
 )
 profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
+depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 for evaluation in (passkey, perplexity, summarization, suite):
     evaluations.command()(evaluation)
 

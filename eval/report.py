@@ -1,7 +1,7 @@
 """One HTML page with the tables and plots of all results in a folder.
 
-It finds the results of the other commands (`passkey.json`, `profile.json`, `probe_NAME.json`, ...) and the logs of
-training runs, in the folder and below it, and writes FOLDER/report.html, which needs no other file.
+It finds the results of the other commands (`passkey.json`, `profile.json`, `probe_NAME.json`, `depth_NAME.json`, ...)
+and the logs of training runs, in the folder and below it, and writes FOLDER/report.html, which needs no other file.
 """
 
 import base64
@@ -15,6 +15,7 @@ from typing import Any
 
 from condense.files import read_text
 
+from .depth.experiments import find_experiment
 from .results import Table, picture
 from .tasks import TASKS
 
@@ -64,7 +65,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
         raise ValueError(f"there is no folder {folder}: pass one that holds results.")
     skipped: dict[str, str] = {}
     sections = []
-    for path in (path for kind in (*SHOWN_BY, "probe_*") for path in sorted(folder.rglob(f"{kind}.json"))):
+    for path in (path for kind in (*SHOWN_BY, "probe_*", "depth_*") for path in sorted(folder.rglob(f"{kind}.json"))):
         try:
             sections.append(_measured(path, folder))
         except Exception as error:  # a file of another program can be wrong in any way
@@ -72,7 +73,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     sections += _training(folder, skipped)
     left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
-        wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME"))
+        wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME", "depth_NAME"))
         unreadable = f" that can be read: {left_out}" if skipped else ": measure something first"
         raise ValueError(f"{folder} holds no {wanted} or log.jsonl{unreadable}.")
     environment = jinja2.Environment(
@@ -102,8 +103,13 @@ def _measured(path: Path, folder: Path) -> Section:
         raise ValueError("no result of a condense command")
     if not isinstance(results["versions"], dict):
         raise ValueError("versions are no object")
-    is_probe = kind.startswith("probe_")
-    shown_by = resolve_name(PROBES)[kind.removeprefix("probe_")] if is_probe else resolve_name(SHOWN_BY[kind])
+    family, _, name = kind.partition("_")
+    if family == "probe":
+        shown_by = resolve_name(PROBES)[name]
+    elif family == "depth":
+        shown_by = find_experiment(name)
+    else:
+        shown_by = resolve_name(SHOWN_BY[kind])
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
     return Section(
         _title(kind, path, folder), results.get("about") or ABOUT[kind], shown_by.tables(results), pictures, results

@@ -43,7 +43,7 @@ def test_help_names_every_command():
     output = condense("--help").stdout
     assert all(
         f" {name} " in output
-        for name in ("convert", "generate", "prepare", "train", "eval", "profile", "probe", "report")
+        for name in ("convert", "generate", "prepare", "train", "eval", "profile", "probe", "depth", "report")
     )
 
 

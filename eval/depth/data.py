@@ -1,0 +1,116 @@
+"""The texts of the experiments as tokens: WikiText-2 of the hub, files, or a generated text.
+
+Axes: N tokens.
+"""
+
+import hashlib
+from functools import cache
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from condense.files import read_text
+from condense.training.sample_data import ATTRIBUTES, SCENERY, story
+
+from .models import Size
+from .options import DepthOptions
+
+END = "<|endoftext|>"
+HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+OFFLINE = "pass --text FILE --held-out FILE --tokenizer text to go without the hub"
+# Sentences of the generated text that say good or bad of something, so that a small model can be steered.
+OPINIONS = ("The {thing} was {word}.", "Everybody said that the {trade} was {word}.", "It was a {word} {weather}.")
+OPINION_WORDS = ("good", "good", "bad", "great", "terrible", "happy", "sad")
+
+
+class Corpus(NamedTuple):
+    """`described` says where the texts and the tokenizer come from, for settings and results."""
+
+    train_ids: torch.Tensor  # [N]
+    held_out_ids: torch.Tensor  # [N]
+    tokenizer: Any
+    described: dict[str, Any]
+
+
+@cache
+def load_corpus(options: DepthOptions, size: Size) -> Corpus:
+    """The training text and the held-out text.
+
+    A byte-level BPE is trained on the training text alone; a short text has fewer tokens than `size.vocab_size`, whose
+    other rows are then unused. Raises `ValueError` for files that can't be read, for texts shorter than a batch, and
+    where the hub can't be reached.
+    """
+    if options.small:
+        texts, names = (_generated(seed=0, documents=30), _generated(seed=1, documents=5)), ("generated",) * 2
+    elif options.text is not None and options.held_out is not None:
+        texts, names = (
+            (read_text(options.text), read_text(options.held_out)),
+            (options.text.name, options.held_out.name),
+        )
+    else:
+        texts, names = (_hub_text("train"), _hub_text("test")), (f"{HUB[0]} train", f"{HUB[0]} test")
+    trained = options.small or options.tokenizer == "text"
+    tokenizer = _train_tokenizer(texts[0], size.vocab_size) if trained else _hub_tokenizer()
+    train_ids, held_out_ids = (torch.tensor(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
+    for name, ids in zip(names, (train_ids, held_out_ids), strict=True):
+        if len(ids) < size.batch * size.positions:
+            raise ValueError(f"{name} has {len(ids)} tokens and a batch {size.batch * size.positions}: pass more text.")
+    described = {
+        "text": names[0],
+        "held_out": names[1],
+        "tokenizer": "byte-level BPE of the training text" if trained else "gpt2",
+        "tokens_in_use": len(tokenizer),
+        "train_tokens": len(train_ids),
+        "held_out_tokens": len(held_out_ids),
+        "fingerprint": hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in (train_ids, held_out_ids))).hexdigest(),
+    }
+    return Corpus(train_ids, held_out_ids, tokenizer, described)
+
+
+def _train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=[END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def _hub_tokenizer() -> Any:
+    try:
+        return AutoTokenizer.from_pretrained("gpt2")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer gpt2 can't be loaded from the hub: {OFFLINE}.") from error
+
+
+def _hub_text(split: str) -> str:
+    from datasets import load_dataset
+
+    try:
+        return "".join(load_dataset(*HUB, split=split)["text"])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{HUB[0]} can't be loaded from the hub: {OFFLINE}.") from error
+
+
+def _generated(seed: int, documents: int) -> str:
+    random, parts = Random(seed), list[str]()
+    words = ATTRIBUTES | SCENERY | {"word": OPINION_WORDS}
+    for _ in range(documents):
+        parts.append(story(random, 200)[0])
+        chosen = ({name: random.choice(values) for name, values in words.items()} for _ in range(20))
+        parts += [random.choice(OPINIONS).format(**names) for names in chosen]
+    return " ".join(parts)
+
+
+def described_line(corpus: dict[str, Any], vocab_size: int) -> str:
+    """What `Corpus.described` says, in one line."""
+    return (
+        f"{corpus['text']} ({corpus['train_tokens']:,} tokens), held out {corpus['held_out']} "
+        f"({corpus['held_out_tokens']:,}); tokenizer: {corpus['tokenizer']}, {corpus['tokens_in_use']:,} of "
+        f"{vocab_size:,} tokens in use"
+    )

@@ -1,0 +1,73 @@
+"""What all experiments on depth have in common, as tasks of the runner."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, ClassVar, TypeVar
+
+from ..options import stored
+from ..results_store import Record
+from ..runner import Results, Task
+from .data import load_corpus
+from .models import size_of
+from .options import DepthOptions
+from .pretraining import Setup
+
+Item = TypeVar("Item")
+
+
+class Experiment(Task[Item]):
+    """One experiment. `about` explains it in the report; trained models are in the output folder.
+
+    A measurement can go on with more seeds: a record belongs to one seed.
+    """
+
+    about: ClassVar[str]
+    options: DepthOptions
+
+    def __init__(self, options: DepthOptions, output: Path):
+        self.options, self.output, self.size = options, output, size_of(options)
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.kind.removeprefix("depth_")
+
+    @cached_property
+    def setup(self) -> Setup:
+        """The size and the texts; the first use loads them."""
+        return Setup(self.size, load_corpus(self.options, self.size))
+
+    @property
+    def seeds(self) -> range:
+        return range(self.options.seeds)
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {"size": asdict(self.size), "corpus": self.setup.corpus.described}
+
+    def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
+        found = {"about": self.about, "seeds": self.options.seeds}
+        return found | super().results(settings, measured)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """The mean and the 95 % t interval, low and high, which are None for a single value."""
+    from scipy.stats import t
+
+    mean, number = fmean(values), len(values)
+    if number < 2:
+        return mean, None, None
+    half = float(t.ppf(0.975, number - 1)) * stdev(values) / number**0.5
+    return mean, mean - half, mean + half
+
+
+def shown(values: Sequence[float | None], digits: int = 3) -> str:
+    """The mean over seeds and its interval as text; a dash where there are no values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean, low, high = interval(known)
+    if low is None:
+        return f"{mean:,.{digits}f}"
+    return f"{mean:,.{digits}f} [{low:,.{digits}f}, {high:,.{digits}f}]"

@@ -1,0 +1,41 @@
+"""The experiments by name, and `condense depth`. A name leads to its class without importing it, since that loads
+torch."""
+
+import difflib
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from .options import DepthOptions
+
+if TYPE_CHECKING:
+    from ..runner import Results
+    from .experiment import Experiment
+
+EXPERIMENTS = {
+    "stability": "condense.eval.depth.stability:Stability",
+}
+
+
+def find_experiment(name: str) -> "type[Experiment]":
+    """The experiment of a name. Raises `ValueError` for an unknown one."""
+    if name not in EXPERIMENTS:
+        (nearest,) = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0)
+        known = ", ".join(EXPERIMENTS)
+        raise ValueError(f"there is no experiment {name!r}: did you mean {nearest!r}? Choose one of {known}, or all.")
+    return resolve_name(EXPERIMENTS[name])
+
+
+def depth(name: str, output: Path, options: DepthOptions) -> "Results":
+    """Runs one experiment, writes its files into `output`, and returns what the JSON holds.
+
+    Raises `ValueError` for an unknown experiment, and for texts that can't be read.
+    """
+    from ..runner import run
+
+    return run(find_experiment(name)(options, output), output)
+
+
+def depth_all(output: Path, options: DepthOptions) -> "dict[str, Results]":
+    """Every experiment in turn, by name."""
+    return {name: depth(name, output, options) for name in EXPERIMENTS}

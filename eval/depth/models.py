@@ -1,0 +1,132 @@
+"""The models of the experiments: transformers' GPT-2, and blocks in the place of its middle layers.
+
+Axes: x any size, D hidden size, C components of the control, S steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from condense.depth import DepthSettings, MLPField
+from condense.depth.fields import Tau, field_size_for
+from condense.depth.stock import StockDepthBlock
+
+from .options import DepthOptions
+
+ARMS = ("baseline", "hybrid", "twin", "shorter", "alpha_fixed", "alpha_one")
+TWIN_STEPS = 4
+PAPER_FIELD_PARAMETERS = 857_344
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of the models and of their training.
+
+    Layers `replaced[0]` to `replaced[1] - 1` make place for a block whose field is an MLP of width `field_size`.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    vocab_size: int
+    positions: int
+    steps: int
+    batch: int
+    learning_rate: float
+    field_size: int
+    replaced: tuple[int, int] = (2, 4)
+    control_size: int = 1
+
+
+# The paper does not give the width of its field: the nearest to its number of parameters.
+PAPER = Size(
+    width=256, layers=6, heads=4, vocab_size=50_257, positions=128, steps=500, batch=4, learning_rate=3e-4,
+    field_size=field_size_for(PAPER_FIELD_PARAMETERS, 256, num_inputs=256 + 1, norm_parameters=2 * 256),
+)  # fmt: skip
+SMALL = Size(
+    width=32, layers=6, heads=4, vocab_size=1_024, positions=32, steps=12, batch=4, learning_rate=3e-3, field_size=64
+)
+
+
+def size_of(options: DepthOptions) -> Size:
+    return SMALL if options.small else PAPER
+
+
+class StepsField(nn.Module):
+    """A field that is constant in tau between S depths: its Euler steps are residual layers with weights of their own.
+
+    The field of `twin`, the discrete model beside the flow.
+    """
+
+    def __init__(self, fields: Sequence[nn.Module]):
+        super().__init__()
+        self.fields = nn.ModuleList(fields)
+
+    def forward(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+        last = len(self.fields) - 1
+        if not isinstance(tau, torch.Tensor):
+            return self.fields[min(int(tau * len(self.fields) + 1e-6), last)](tau, hidden_xD, control_xC)
+        number_x1 = (tau * len(self.fields) + 1e-6).long().clamp(max=last)
+        slopes = [
+            torch.where(number_x1 == number, field(tau, hidden_xD, control_xC), 0.0)
+            for number, field in enumerate(self.fields)
+        ]
+        return torch.stack(slopes).sum(0)
+
+
+def build(arm: str, size: Size, seed: int) -> GPT2LMHeadModel:
+    """A model with random weights; those of the layers that all arms have are equal for equal seeds.
+
+    `hybrid` has a flow in the place of the replaced layers, `alpha_fixed` and `alpha_one` one whose scale stays at 0.1
+    and at 1. `twin` has as many residual MLP steps as the flow has evaluations, with weights of their own and together
+    as many as the flow's. `shorter` has neither the layers nor a block. Raises `ValueError` for an unknown arm.
+    """
+    if arm not in ARMS:
+        raise ValueError(f"there is no model {arm!r}: choose one of {', '.join(ARMS)}.")
+    config = GPT2Config(
+        vocab_size=size.vocab_size, n_embd=size.width, n_layer=size.layers, n_head=size.heads,
+        n_positions=size.positions, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(config)
+        if arm != "baseline":
+            first, end = size.replaced
+            block = [] if arm == "shorter" else [_block(arm, size)]
+            for module in (module for made in block for module in made.modules()):
+                model._init_weights(module)
+            layers: Any = model.transformer.h
+            model.transformer.h = nn.ModuleList([*layers[:first], *block, *layers[end:]])
+    return model
+
+
+def _block(arm: str, size: Size) -> StockDepthBlock:
+    first, end = size.replaced
+    settings = DepthSettings(
+        position=first, num_replaced=end - first, field_size=size.field_size, control_size=size.control_size,
+        alpha=1.0 if arm == "alpha_one" else 0.1, learn_alpha=not arm.startswith("alpha_"), steps=TWIN_STEPS,
+    )  # fmt: skip
+    field = _field(size, size.field_size)
+    if arm != "twin":
+        return StockDepthBlock(field, settings)
+    share = num_parameters(field) // TWIN_STEPS
+    width = field_size_for(share, size.width, size.width + size.control_size, norm_parameters=2 * size.width)
+    return StockDepthBlock(StepsField([_field(size, width) for _ in range(TWIN_STEPS)]), settings)
+
+
+def _field(size: Size, field_size: int) -> MLPField:
+    return MLPField(nn.LayerNorm(size.width), size.width, field_size, size.control_size)
+
+
+def block_of(model: nn.Module) -> StockDepthBlock | None:
+    """The block in the place of layers; None in `baseline` and `shorter`."""
+    return next((module for module in model.modules() if isinstance(module, StockDepthBlock)), None)
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

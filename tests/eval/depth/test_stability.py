@@ -1,0 +1,103 @@
+"""`condense depth`: the command, its files, figures of a log worked by hand."""
+
+import csv
+import json
+from statistics import fmean
+
+import pytest
+from typer.testing import CliRunner
+
+from condense import cli
+from condense.eval.depth import stability
+from condense.eval.depth.experiment import interval
+from condense.eval.depth.experiments import EXPERIMENTS, depth, find_experiment
+from condense.eval.depth.models import ARMS
+from condense.eval.depth.options import DepthOptions
+from condense.eval.report import write_report
+
+
+def condense(*arguments):
+    return CliRunner().invoke(cli.app, [str(word) for word in arguments], catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("depth")
+    shown = condense("depth", "stability", "--small", "--seeds", 2, "--output", folder)
+    assert shown.exit_code == 0
+    return folder, json.loads((folder / "depth_stability.json").read_text()), shown.output
+
+
+def test_every_model_is_measured(measured):
+    folder, results, shown = measured
+    assert {(record["arm"], record["seed"]) for record in results["records"]} == {
+        (arm, seed) for arm in ARMS for seed in (0, 1)
+    }
+    for record in results["records"]:
+        assert record["loss"] == pytest.approx(fmean(record["log"]["loss"]))  # fewer than 50 steps
+        assert record["log"]["loss"][-1] < record["log"]["loss"][0] - 0.8
+        assert record["vanishing_steps"] == record["exploding_steps"] == record["not_finite_steps"] == 0
+    lines = list(csv.DictReader((folder / "depth_stability.csv").open()))
+    assert [float(line["held_out_loss"]) for line in lines] == [r["held_out_loss"] for r in results["records"]]
+    assert all((folder / f"depth_stability.{kind}").exists() for kind in ("png", "svg"))
+    assert "6.471" in shown and "paired by seed" in shown
+    assert "depth_stability" in write_report(folder).read_text()
+
+
+def test_differences_are_paired(measured):
+    _, results, _ = measured
+    loss = {(record["arm"], record["seed"]): record["held_out_loss"] for record in results["records"]}
+    found = results["differences"]["twin"]["held_out_loss"]
+    assert found["values"] == [loss["hybrid", seed] - loss["twin", seed] for seed in (0, 1)]
+    mean, low, high = interval(found["values"])
+    assert found["mean"] == mean and found["low"] == low and found["high"] == high
+
+
+def test_more_seeds_go_on(measured, monkeypatch):
+    folder, results, _ = measured
+    monkeypatch.setattr(stability, "trained", lambda *given: pytest.fail("was measured"))
+    again = depth("stability", folder, DepthOptions(small=True, seeds=1))
+    assert again["records"] == [record for record in results["records"] if record["seed"] == 0]
+    assert again["differences"]["twin"]["loss"]["low"] is None  # one seed has no interval
+
+
+def test_figures_of_a_log():
+    log = {
+        "loss": [9.0, *[2.0] * 25, *[4.0] * 25],
+        "gradient_norm": [1.0, 1e-7, 200.0, None, *[3.0] * 47],
+        "block_gradient_norm": [0.5, 1e-8, 150.0, None, 1e-9, *[0.5] * 46],
+        "alpha": [0.1, *[0.09] * 50, 0.08],
+    }
+    found = stability.figures(log)
+    assert found["loss"] == 3.0
+    assert (found["vanishing_steps"], found["exploding_steps"], found["not_finite_steps"]) == (2, 1, 1)
+    assert (found["alpha_start"], found["alpha_end"]) == (0.1, 0.08)
+    assert found["gradient_norm"] == pytest.approx((1 + 200 + 3 * 47) / 50)
+
+
+def test_interval():
+    """Student's t for two degrees of freedom is 4.3027."""
+    mean, low, high = interval([1.0, 2.0, 3.0])
+    assert (mean, high - mean, mean - low) == pytest.approx((2.0, 4.3027 / 3**0.5, 4.3027 / 3**0.5), rel=1e-4)
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="did you mean 'stability'"):
+        find_experiment("stabilty")
+    with pytest.raises(ValueError, match="belong together"):
+        DepthOptions(text=tmp_path / "a")
+    with pytest.raises(ValueError, match="leave out --text"):
+        DepthOptions(text=tmp_path / "a", held_out=tmp_path / "b", small=True)
+    with pytest.raises(ValueError, match="seeds=0"):
+        DepthOptions(seeds=0)
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("too short")
+    short = DepthOptions(text=tmp_path / "a", held_out=tmp_path / "b", tokenizer="text")
+    with pytest.raises(ValueError, match="pass more text"):
+        depth("stability", tmp_path / "out", short)
+    with pytest.raises(ValueError, match="--tokenizer text to go without the hub"):
+        depth("stability", tmp_path / "out", DepthOptions())
+
+
+def test_names_lead_to_experiments():
+    assert all(find_experiment(name).name() == name for name in EXPERIMENTS)

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from condense import __version__
+from condense.cli_convert import convert
 from condense.eval.cli import Attention, attention, depth, evaluations, probe, profile, quiet, report
 from condense.eval.options import DTYPE_HELP
 from condense.extras import check_installed
@@ -23,16 +23,11 @@ app = typer.Typer(
 
 
 app.add_typer(evaluations, name="eval")
-for command in (profile, attention, probe, depth, report):
+for command in (convert, profile, attention, probe, depth, report):
     app.command()(command)
 
 PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses
 LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
-
-
-class ModelFormat(StrEnum):
-    condense = "condense"
-    llama = "llama"
 
 
 def print_version(asked: bool) -> None:
@@ -46,45 +41,6 @@ def front_door(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=print_version)] = False,
 ) -> None:
     """A Llama with unbounded memory."""
-
-
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(help="Folder or hub id of a Llama, or of a folded one with --to llama.")],
-    target: Annotated[Path, typer.Argument(help="Folder to write.")],
-    segment_length: Annotated[
-        int | None, typer.Option(help="Tokens of a segment; default that of the source, or 512.", show_default=False)
-    ] = None,
-    memory_source: Annotated[
-        str | None, typer.Option(help="layer_output, or layer_input for Transformer-XL.", show_default=False)
-    ] = None,
-    to: Annotated[
-        ModelFormat, typer.Option(help="Model to write: a folded one (condense), or a stock Llama (llama).")
-    ] = ModelFormat.condense,
-    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
-) -> None:
-    """Turns a Llama checkpoint into a folded one, or back. Weights stay as they are."""
-    given = {"segment_length": segment_length, "memory_source": memory_source}
-    fields = {name: value for name, value in given.items() if value is not None}
-    if to is ModelFormat.llama and fields:
-        raise ValueError(f"a stock Llama has no {' or '.join(fields)}: leave the option out with --to llama.")
-    quiet()
-    from condense import CondenseForCausalLM, to_llama
-    from condense.checks import check_dtype
-    from condense.files import atomic_folder, check_new_folder, use_default_mode
-    from condense.loading import load_model, load_tokenizer
-
-    check_dtype(dtype)
-    check_new_folder(target)
-    model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
-    tokenizer = load_tokenizer(source, model.config)
-    written = model if to is ModelFormat.condense else to_llama(model)
-    with atomic_folder(target) as folder:
-        written.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        use_default_mode(folder)
-    form = f"segments of {model.config.segment_length} tokens" if to is ModelFormat.condense else "a stock Llama"
-    print(f"{target}: {model.num_parameters():,} parameters, {form}")
 
 
 @app.command()

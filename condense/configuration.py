@@ -17,6 +17,7 @@ SIZES = (
 )  # fmt: skip
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
+DEPTH_LLAMA = "condense_depth_llama"  # the model type of a stock Llama with a depth block
 IGNORE_INDEX = -100  # the label of a token that is not predicted
 
 
@@ -79,10 +80,11 @@ class CondenseConfig(LlamaConfig):
                 f"{pretrained_model_name_or_path!r} has no config.json that names its model_type: pass the folder or "
                 "hub id of a Llama."
             )
-        if model_type not in (cls.model_type, LlamaConfig.model_type):
+        if model_type not in (cls.model_type, LlamaConfig.model_type, DEPTH_LLAMA):
             raise ValueError(
                 f"{pretrained_model_name_or_path!r} is a checkpoint of type {model_type!r}: condense folds Llama "
-                f"checkpoints (model_type {LlamaConfig.model_type!r}) and loads its own ({cls.model_type!r})."
+                f"checkpoints (model_type {LlamaConfig.model_type!r}) and loads its own ({cls.model_type!r}, "
+                f"{DEPTH_LLAMA!r})."
             )
         return {**config_dict, "model_type": cls.model_type}, kwargs
 

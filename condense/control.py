@@ -44,3 +44,14 @@ def control_of_chunk(control: torch.Tensor, batch: UnpaddedBatch, chunk: Chunk) 
         return batch.gather(control, chunk)
     rows = slice(None) if chunk.all_rows else on_device(torch.tensor(chunk.rows), control.device)
     return control[rows][:, None]
+
+
+def control_of_columns(control: torch.Tensor, seen: int, num_columns: int) -> torch.Tensor:
+    """The control [B, num_columns, C] of the columns after those `seen`: new ones have that of the last column.
+
+    A control for each text stays as it is.
+    """
+    if control.dim() == 2:
+        return control
+    columns = torch.arange(seen, seen + num_columns).clamp(max=control.shape[1] - 1)
+    return control[:, columns.to(control.device)]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from .checks import check_tokenizer
-from .configuration import CondenseConfig, check_llama_fields
+from .configuration import DEPTH_LLAMA, CondenseConfig, check_llama_fields
 from .files import is_lfs_pointer
 
 JSON_FILES = (
@@ -33,7 +33,7 @@ JSON_FILES = (
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-LLAMAS = (LlamaConfig.model_type, CondenseConfig.model_type)
+LLAMAS = (LlamaConfig.model_type, CondenseConfig.model_type, DEPTH_LLAMA)
 HUB_TIMEOUT_S = 5
 NAMES_SHOWN = 3
 

@@ -22,7 +22,7 @@ from .cache import FoldedCache
 from .call import Call
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
-from .control import zero_control
+from .control import control_of_columns, zero_control
 from .durations import Timeline
 from .evaluations import EvaluationCounts
 from .execution import EXECUTORS, schedule_for
@@ -389,10 +389,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if (control := inputs.get("control")) is not None and control.dim() == 3:  # new tokens have that of the last
+        if (control := inputs.get("control")) is not None:
             given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            columns = torch.arange(seen, seen + given.shape[1]).clamp(max=control.shape[1] - 1)
-            inputs["control"] = control[:, columns.to(control.device)]
+            inputs["control"] = control_of_columns(control, seen, given.shape[1])
         return inputs
 
     def _assisted_decoding(self, *arguments, **options):

@@ -9,7 +9,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Nothing imports from a later one. In a checkout the two floors in the middle are links to top-level folders.
-FLOORS = {"condense": 0, "condense.training": 1, "condense.eval": 2, "condense.cli": 3, "condense.__main__": 3}
+FLOORS = {
+    "condense": 0,
+    "condense.training": 1,
+    "condense.eval": 2,
+    "condense.cli": 3,
+    "condense.cli_convert": 3,
+    "condense.__main__": 3,
+}
 LABORATORIES = ("condense.continuity", "condense.depth")
 
 

@@ -1,8 +1,30 @@
-"""Continuous depth: a learned flow with a control in the place of a model's middle layers."""
+"""Continuous depth: a learned flow with a control in the place of a model's middle layers.
+
+Importing it registers the stock hybrid with transformers' Auto classes.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .block import DepthBlock, DepthFlow
 from .conversion import convert_to_depth, set_solver
 from .fields import MLPField, VectorField
+from .llama import DepthLlamaConfig, DepthLlamaForCausalLM, DepthLlamaModel, to_depth_llama
 from .settings import DepthSettings
 
-__all__ = ["DepthBlock", "DepthFlow", "DepthSettings", "MLPField", "VectorField", "convert_to_depth", "set_solver"]
+AutoConfig.register(DepthLlamaConfig.model_type, DepthLlamaConfig)
+AutoModel.register(DepthLlamaConfig, DepthLlamaModel)
+AutoModelForCausalLM.register(DepthLlamaConfig, DepthLlamaForCausalLM)
+
+__all__ = [
+    "DepthBlock",
+    "DepthFlow",
+    "DepthLlamaConfig",
+    "DepthLlamaForCausalLM",
+    "DepthLlamaModel",
+    "DepthSettings",
+    "MLPField",
+    "VectorField",
+    "convert_to_depth",
+    "set_solver",
+    "to_depth_llama",
+]

@@ -1,48 +1,57 @@
 """Conversion: a depth block in the place of layers of a model that exists."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import LlamaForCausalLM
 
 from ..modeling import CondenseForCausalLM
 from .block import DepthBlock, DepthFlow, LayerField
 from .fields import field_size_for
+from .llama import replace_stock_layers
 from .settings import DepthSettings
 
 
 def convert_to_depth(
-    model: CondenseForCausalLM, first: int, end: int, field: str = "mlp", seed: int = 0, **settings: Any
-) -> CondenseForCausalLM:
+    model: CondenseForCausalLM | LlamaForCausalLM,
+    first: int,
+    end: int,
+    field: str = "mlp",
+    seed: int = 0,
+    **settings: Any,
+) -> Any:
     """Replaces layers `first` to `end - 1` by one depth block; the other layers keep their weights.
 
     `settings` are those of `DepthSettings`. An MLP field has random weights of `seed`, and as many of them as the
     replaced layers unless `field_size` is given. The field `layer` has the weights of layer `first` and, unless `alpha`
     is given, a scale equal to the number of replaced layers: as many Euler steps repeat that layer.
 
-    Changes the model, and returns it. Raises `ValueError` for an empty range or one outside of the stack, for settings
-    that do not exist, and for a model that has a depth block.
+    Changes a folded model, and returns it. For a stock Llama, returns a new `DepthLlamaForCausalLM`, which shares the
+    weights of the other layers. Raises `ValueError` for an empty range or one outside of the stack, for settings that
+    do not exist, for a model that has a depth block, and for a stock Llama with the field `layer`.
     """
     config, layers = model.config, model.model.layers
-    if config.depth is not None:
-        raise ValueError(f"the model has a depth block at position {config.depth['position']}: a model has one.")
-    if not 0 <= first < end <= len(layers):
-        raise ValueError(f"depth {first}:{end}: choose FIRST:END with 0 <= FIRST < END <= {len(layers)}, the layers.")
+    check_range(config, first, end)
     replaced = list(layers[first:end])
-    if field == "layer":
-        settings = {"alpha": float(len(replaced))} | settings
-    given = {"position": first, "num_replaced": len(replaced), "field": field} | settings
-    chosen = DepthSettings.from_dict(given)
+    chosen = initial_settings(first, end, field, **settings)
     if chosen.field != "layer" and chosen.field_size is None:
         num_parameters = sum(parameter.numel() for layer in replaced for parameter in layer.parameters())
         inputs = config.hidden_size + chosen.control_size + (chosen.field == "mlp_tau")
         size = field_size_for(num_parameters, config.hidden_size, inputs, norm_parameters=config.hidden_size)
-        chosen = DepthSettings.from_dict(given | {"field_size": size})
+        chosen = replace(chosen, field_size=size)
+    weight = next(replaced[0].parameters())
+
+    def make_block(make: Callable[[], DepthFlow]) -> DepthFlow:
+        return _initialized(model, make, seed).to(weight.device, weight.dtype)
+
+    if not isinstance(model, CondenseForCausalLM):
+        return replace_stock_layers(model, chosen, make_block)
     made_config = copy.copy(config)
     made_config.depth = chosen.to_dict()
-    weight = next(replaced[0].parameters())
-    block = _new_block(model, made_config, seed).to(weight.device, weight.dtype)
+    block = make_block(lambda: DepthBlock(made_config))
     if isinstance(block.field, LayerField):
         missing, unexpected = block.field.load_state_dict(replaced[0].state_dict(), strict=False)
         assert not unexpected and all(name.startswith("control_proj") for name in missing)
@@ -51,11 +60,27 @@ def convert_to_depth(
     return model
 
 
-def _new_block(model: CondenseForCausalLM, config: Any, seed: int) -> DepthBlock:
+def check_range(config: Any, first: int, end: int) -> None:
+    """Raises `ValueError` where a model of this configuration has no layers `first` to `end - 1` to replace."""
+    if (depth := getattr(config, "depth", None)) is not None:
+        raise ValueError(f"the model has a depth block at position {depth['position']}: a model has one.")
+    num_layers = config.num_hidden_layers
+    if not 0 <= first < end <= num_layers:
+        raise ValueError(f"depth {first}:{end}: choose FIRST:END with 0 <= FIRST < END <= {num_layers}, the layers.")
+
+
+def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) -> DepthSettings:
+    """The settings of a block in the place of layers `first` to `end - 1`; see `convert_to_depth`."""
+    if field == "layer":
+        settings = {"alpha": float(end - first)} | settings
+    return DepthSettings.from_dict({"position": first, "num_replaced": end - first, "field": field} | settings)
+
+
+def _initialized(model: Any, make: Callable[[], DepthFlow], seed: int) -> DepthFlow:
     """A block with the random weights that the model's class gives, of a seed of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        block = DepthBlock(config)
+        block = make()
         for module in block.modules():
             model._init_weights(module)
     return block

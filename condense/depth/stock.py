@@ -1,11 +1,12 @@
 """The depth block of a stock decoder stack of transformers, such as GPT-2's or a Llama's."""
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .block import DepthFlow
 
 
-class StockDepthBlock(DepthFlow):
+class StockDepthBlock(DepthFlow, GradientCheckpointingLayer):
     """Takes the place of layers in `model.layers` or `transformer.h`.
 
     The models pass keyword arguments on to their layers: `model(ids, control=control)` reaches the block, as [B, C] or

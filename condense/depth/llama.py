@@ -1,0 +1,178 @@
+"""A stock Llama with a depth block: full attention over the text, without segments and memory.
+
+It has the weights of the folded hybrid under the same names, so that each loads the other's checkpoints.
+
+Axes: B rows of a batch, N columns of an input (padding included), C components of the control.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+from ..configuration import DEPTH_LLAMA
+from ..control import check_control, control_of_columns, zero_control
+from ..conversion import with_weights_of
+from ..modeling import CondenseForCausalLM
+from .block import build_field
+from .settings import DepthSettings
+from .stock import StockDepthBlock
+
+
+class DepthLlamaConfig(LlamaConfig):
+    """A `LlamaConfig` with `depth`, the settings of the block; `num_hidden_layers` counts the block."""
+
+    model_type = DEPTH_LLAMA
+
+    depth: dict | None = None
+
+    @property
+    def control_size(self) -> int:
+        """The components of the control that the model takes."""
+        return self.depth["control_size"] if self.depth else 0
+
+
+@dataclass
+class DepthLlamaOutput(CausalLMOutputWithPast):
+    """`function_evaluations` [B, N] are the evaluations of the block's field at each token, 0 at padding."""
+
+    function_evaluations: torch.Tensor | None = None
+
+
+class DepthLlamaModel(LlamaModel):
+    config: DepthLlamaConfig
+    layers: nn.ModuleList
+    _no_split_modules = ["LlamaDecoderLayer", "StockDepthBlock"]
+    _can_record_outputs = {"hidden_states": [LlamaDecoderLayer, StockDepthBlock], "attentions": LlamaAttention}
+
+    def __init__(self, config: DepthLlamaConfig):
+        settings = check_stock(config.depth, config.num_hidden_layers)
+        super().__init__(config)
+        block = StockDepthBlock(build_field(config, settings), settings)
+        layers = list(self.layers)
+        after = layers[settings.position + 1 :]
+        self.layers = nn.ModuleList([*layers[: settings.position], block, *after])
+        # Layers with attention use the first slots of a cache, and the last one stays empty: the cache reads the
+        # length of a text from the first.
+        for layer in after:
+            layer.self_attn.layer_idx -= 1
+        self.post_init()
+
+
+class DepthLlamaForCausalLM(LlamaForCausalLM):
+    """A stock Llama in which a depth block stands for some layers; made by `convert_to_depth`."""
+
+    config: DepthLlamaConfig
+
+    def __init__(self, config: DepthLlamaConfig):
+        LlamaPreTrainedModel.__init__(self, config)  # the stock Llama would be built first, and thrown away
+        self.model = DepthLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @property
+    def depth_block(self) -> StockDepthBlock:
+        return next(layer for layer in self.model.layers if isinstance(layer, StockDepthBlock))
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        control: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> DepthLlamaOutput:
+        """As the stock Llama. control [B, C] or [B, N, C]: the control of each text or of each token of this call;
+        zeros where none is given. Raises `ValueError` for a control that does not fit.
+        """
+        inputs = inputs_embeds if input_ids is None else input_ids
+        if inputs is not None and control is not None:
+            check_control(self.config.control_size, control, (inputs.shape[0], inputs.shape[1]))
+        elif inputs is not None and self.config.control_size:
+            control = zero_control(self.config.control_size, inputs, self.lm_head.weight)
+        output = super().forward(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+            control=control, return_dict=True, **kwargs,
+        )  # fmt: skip
+        assert inputs is not None  # checked by the stock Llama
+        evaluations = self._function_evaluations(inputs.shape[:2], attention_mask)
+        output = DepthLlamaOutput(**output, function_evaluations=evaluations)
+        return output if return_dict is not False else output.to_tuple()
+
+    def _function_evaluations(self, shape: torch.Size, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        counted = torch.as_tensor(self.depth_block.function_evaluations, device=self.lm_head.weight.device)
+        evaluations_BN = counted.long().expand(shape).clone()
+        if attention_mask is not None and attention_mask.dim() == 2:
+            real_BN = attention_mask[:, -shape[1] :].to(evaluations_BN.device, torch.bool)
+            evaluations_BN[~real_BN] = 0
+        return evaluations_BN
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+        if (control := inputs.get("control")) is not None:
+            read = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            seen = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            inputs["control"] = control_of_columns(control, seen, read.shape[1])
+        return inputs
+
+
+def check_stock(depth: dict[str, Any] | None, num_layers: int) -> DepthSettings:
+    """The settings of a stock Llama's block. Raises `ValueError` for those that only a folded model has."""
+    if depth is None:
+        raise ValueError("depth=None: make the model with condense.depth.convert_to_depth.")
+    settings = DepthSettings.from_dict(depth)
+    if settings.field == "layer":
+        raise ValueError(
+            "a stock Llama can't have the field 'layer', whose attention needs the cache of a folded model: fold the "
+            "model with a segment at least as long as the texts, which gives the logits of full attention, or choose "
+            "the field 'mlp'."
+        )
+    if num_layers < 2:
+        raise ValueError("a stock Llama keeps at least one layer: without attention its tokens would not be a text.")
+    if settings.position >= num_layers:
+        raise ValueError(f"depth: position={settings.position} in a stack of {num_layers} layers.")
+    return settings
+
+
+def to_depth_llama(model: CondenseForCausalLM) -> DepthLlamaForCausalLM:
+    """The stock hybrid with the weights (shared, not copied) of a folded one, in evaluation mode.
+
+    Raises `ValueError` for a model without a depth block, and for one with the field `layer`.
+    """
+    depth = check_stock(model.config.depth, model.config.num_hidden_layers).to_dict()
+    return with_weights_of(model, DepthLlamaConfig, DepthLlamaForCausalLM, depth=depth)
+
+
+def replace_stock_layers(
+    llama: LlamaForCausalLM, settings: DepthSettings, make_block: Callable[..., nn.Module]
+) -> DepthLlamaForCausalLM:
+    """A hybrid with the weights of a stock Llama (shared, not copied), and of the block that `make_block` returns."""
+    first, end = settings.position, settings.position + settings.num_replaced
+    num_layers = llama.config.num_hidden_layers - settings.num_replaced + 1
+    depth = check_stock(settings.to_dict(), num_layers).to_dict()
+    prefix, weights = "model.layers.", {}
+    for name, weight in llama.state_dict().items():
+        if name.startswith(prefix):
+            number, rest = name.removeprefix(prefix).split(".", 1)
+            if first <= int(number) < end:
+                continue
+            after = int(number) >= end
+            name = f"{prefix}{int(number) - settings.num_replaced + 1 if after else number}.{rest}"
+        weights[name] = weight
+    block = make_block(lambda: StockDepthBlock(build_field(llama.config, settings), settings))
+    weights |= {f"{prefix}{first}.{name}": weight for name, weight in block.state_dict().items()}
+    return with_weights_of(
+        llama, DepthLlamaConfig, DepthLlamaForCausalLM, weights, depth=depth, num_hidden_layers=num_layers
+    )

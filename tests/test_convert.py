@@ -1,0 +1,103 @@
+"""`condense convert` with a depth block, as a user calls it."""
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from condense import CondenseForCausalLM
+from condense.cli import app, main
+from condense.depth import DepthLlamaForCausalLM
+from condense.training.small_llama import save_small_llama
+
+
+def printed(*arguments):
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save_small_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(llama, tmp_path_factory):
+    """A folded hybrid with an MLP, and what the command says of it."""
+    folder = tmp_path_factory.mktemp("hybrid") / "made"
+    options = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
+    return folder, printed("convert", llama, folder, "--segment-length", 64, "--depth", "0:1", *options)
+
+
+@torch.no_grad()
+def test_convert_writes_a_folded_hybrid(llama, hybrid):
+    folder, output = hybrid
+    model, source = CondenseForCausalLM.from_pretrained(folder), CondenseForCausalLM.from_pretrained(llama)
+    depth, block = model.config.depth, model.model.layers[0]
+    chosen = (depth["field"], depth["control_size"], depth["alpha"], depth["solver"], depth["steps"])
+    assert chosen == ("mlp_tau", 2, 0.5, "euler", 3)
+    field = sum(parameter.numel() for parameter in block.field.parameters())
+    assert f"{model.num_parameters():,} parameters, segments of 64 tokens" in output
+    assert f"a depth block for layer 0: field mlp_tau of width {depth['field_size']}, {field:,} parameters" in output
+    replaced = sum(parameter.numel() for parameter in source.model.layers[0].parameters())
+    assert abs(field - replaced) <= 2 * source.config.hidden_size + 3  # the nearest width
+    kept = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not name.startswith("model.layers.0."):
+            assert torch.equal(parameter, kept[name])
+    AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+def test_convert_writes_a_stock_hybrid_and_folds_it_again(llama, hybrid, tmp_path):
+    folder, _ = hybrid
+    options = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
+    output = printed("convert", llama, tmp_path / "stock", "--to", "llama", "--depth", "0:1", *options)
+    assert "a stock Llama; a depth block" in output
+    printed("convert", folder, tmp_path / "from-folded", "--to", "llama")
+    printed("convert", tmp_path / "stock", tmp_path / "again", "--segment-length", 64)
+    ids, control = torch.arange(3, 13)[None], torch.tensor([[0.5, -1.0]])
+    expected = CondenseForCausalLM.from_pretrained(folder)(ids, control=control).logits
+    for name in ("stock", "from-folded", "again"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert isinstance(model, CondenseForCausalLM if name == "again" else DepthLlamaForCausalLM)
+        torch.testing.assert_close(model(ids, control=control).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "--depth", "1:1"], "--depth 1:1: write FIRST:END with FIRST < END"),
+        (["nowhere", "--depth", "2:1"], "--depth 2:1: write FIRST:END with FIRST < END"),
+        (["nowhere", "--depth", "-1:2"], "--depth -1:2: write FIRST:END"),
+        (["nowhere", "--depth", "first"], "--depth first: write FIRST:END"),
+        (["nowhere", "--depth", "0:1", "--field", "lay"], "did you mean 'layer'?"),
+        (["nowhere", "--depth", "0:1", "--solver", "eulr"], "did you mean 'euler'?"),
+        (["nowhere", "--solver", "rk4", "--seed", "1"], "--solver, --seed: these describe a depth block"),
+        (["LLAMA", "--depth", "1:9"], "depth 1:9: choose FIRST:END with 0 <= FIRST < END <= 2"),
+        (["HYBRID", "--depth", "0:1"], "the model has a depth block at position 0"),
+        (["LLAMA", "--depth", "0:1", "--field", "layer", "--to", "llama"], "fold the model with a segment"),
+        (["LLAMA", "--depth", "0:2", "--to", "llama"], "keeps at least one layer"),
+    ],
+)
+def test_refusals_come_before_the_weights(llama, hybrid, arguments, words, monkeypatch, capsys, tmp_path):
+    def load(*_, **__):
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("condense.loading.load_model", load)
+    named = {"LLAMA": str(llama), "HYBRID": str(hybrid[0])}
+    source, *options = arguments
+    options = [f"{options[0]}={options[1]}", *options[2:]]
+    monkeypatch.setattr(
+        sys, "argv", ["condense", "convert", named.get(source, source), str(tmp_path / "out"), *options]
+    )
+    with pytest.raises(SystemExit) as left:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 1 and line.startswith("condense: ") and words in line
+    assert not (tmp_path / "out").exists()

@@ -54,7 +54,7 @@ class DepthLlamaModel(LlamaModel):
         settings = check_stock(config.depth, config.num_hidden_layers)
         super().__init__(config)
         block = StockDepthBlock(build_field(config, settings), settings)
-        layers = list(self.layers)
+        layers: list[Any] = list(self.layers)
         after = layers[settings.position + 1 :]
         self.layers = nn.ModuleList([*layers[: settings.position], block, *after])
         # Layers with attention use the first slots of a cache, and the last one stays empty: the cache reads the

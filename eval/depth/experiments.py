@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 EXPERIMENTS = {
     "stability": "condense.eval.depth.stability:Stability",
+    "efficiency": "condense.eval.depth.efficiency:Efficiency",
 }
 
 

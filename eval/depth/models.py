@@ -44,7 +44,7 @@ class Size:
 
 # The paper does not give the width of its field: the nearest to its number of parameters.
 PAPER = Size(
-    width=256, layers=6, heads=4, vocab_size=50_257, positions=128, steps=500, batch=4, learning_rate=3e-4,
+    width=256, layers=6, heads=4, vocab_size=50_257, positions=128, steps=500, batch=4, learning_rate=1e-4,
     field_size=field_size_for(PAPER_FIELD_PARAMETERS, 256, num_inputs=256 + 1, norm_parameters=2 * 256),
 )  # fmt: skip
 SMALL = Size(

@@ -1,0 +1,405 @@
+"""What a flow costs beside layers: time of inference and training, memory, and how wrong the adjoint's gradient is.
+
+The paper's table 3, beside the discrete twin, the model without the replaced layers, and a count of operations.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GPT2LMHeadModel
+
+from condense.depth import set_solver
+
+from ..results import Table, picture
+from ..results_store import Key, Record
+from .experiment import Experiment
+from .models import TWIN_STEPS, Size, block_of
+from .pretraining import held_out_windows, trained
+
+FIXED = (("euler", 1), ("euler", 2), ("euler", 4), ("euler", 8), ("midpoint", 4), ("rk4", 4))
+ADAPTIVE = tuple((solver, tolerance) for solver in ("dopri5", "adaptive_heun") for tolerance in (1e-2, 1e-3, 1e-5))
+TRAINED = ("baseline", "hybrid", "twin", "shorter")
+STEPS = (4, 16, 64, 256)
+REFERENCE = ("rk4", 256)
+GRADIENT_TOKENS = 16
+REPEATS, SMALL_REPEATS = 10, 3
+MEGABYTE = 2**20
+
+Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]  # by name what prepares a call, and the call
+
+
+class Part(NamedTuple):
+    part: str
+    seed: int
+
+
+class Contender(NamedTuple):
+    """A model, and what its solver is set to before each call."""
+
+    arm: str
+    model: GPT2LMHeadModel
+    solver: dict[str, Any]
+
+
+class Efficiency(Experiment[Part]):
+    kind = "depth_efficiency"
+    unit = "part"
+    about = (
+        "Models take turns, repeat by repeat, in one process; ratios are those of one repeat, and their median stands "
+        "in the tables with the lowest and the highest. Predicted ratios count multiplications and additions of "
+        "matrices alone, and for an adaptive solver the evaluations of the slowest token, since a batch goes on until "
+        "it ends. Memory is what autograd keeps for the backward pass, weights aside. The adjoint's gradient is "
+        "that of the continuous problem; its error is relative to the gradient through the solver, over all weights "
+        f"of the block, in float64 for 1 x {GRADIENT_TOKENS} tokens."
+    )
+
+    def items(self) -> list[Part]:
+        return [Part(part, seed) for seed in self.seeds for part in ("inference", "training", "adjoint")]
+
+    def key(self, item: Part) -> Key:
+        return item._asdict()
+
+    def measure(self, item: Part) -> Record:
+        models = {arm: trained(arm, item.seed, self.setup, self.output) for arm in TRAINED}
+        ids_BN = held_out_windows(self.setup)[: self.size.batch]
+        repeats = SMALL_REPEATS if self.options.small else REPEATS
+        if item.part == "inference":
+            return measure_inference(models, ids_BN, self.size, repeats)
+        if item.part == "training":
+            return measure_training(models, ids_BN, self.size, repeats)
+        return measure_adjoint(models["hybrid"], ids_BN)
+
+    def summarise(self, measured: Sequence[tuple[Part, Record]]) -> dict[str, Any]:
+        records = [item._asdict() | {"measured": record} for item, record in measured]
+        return {"threads": torch.get_num_threads(), "records": records}
+
+    def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"seed": record["seed"], "part": record["part"], "name": name, "repeat": repeat, "seconds": seconds}
+            | {"evaluations": found.get("evaluations"), "saved_bytes": found.get("saved_bytes")}
+            for record in results["records"]
+            if record["part"] != "adjoint"
+            for name, found in record["measured"].items()
+            for repeat, seconds in enumerate(found["seconds"])
+        ]
+
+    @classmethod
+    def tables(cls, results: dict[str, Any]) -> list[Table]:
+        size = results["size"]
+        batch = f"{size['batch']} x {size['positions']} tokens, {results['threads']} threads"
+        return [
+            Table(f"inference, {batch}: median [lowest, highest]", *_inference(results)),
+            Table(f"training step with AdamW, {batch}: median [lowest, highest]", *_training(results)),
+            Table("the adjoint: memory of the block, and error of its gradient (Euler)", *_adjoint(results)),
+        ]
+
+    @classmethod
+    def draw(cls, results: dict[str, Any], path: Path) -> None:
+        with picture(path, columns=3, figsize=(13, 3.8)) as (left, middle, right):
+            for name, found in _pooled(results, "inference").items():
+                evaluations = fmean(found["evaluations"])
+                left.plot(evaluations, 1000 * median(found["body_seconds"]), "o", ms=4)
+                left.annotate(name, (evaluations, 1000 * median(found["body_seconds"])), fontsize=6)
+            left.set_xlabel("evaluations of a token (mean)")
+            left.set_ylabel("ms a batch, without the head")
+            means = _adjoint_means(results)
+            for gradient in ("direct", "adjoint"):
+                middle.plot(
+                    STEPS, [means[step][f"{gradient}_bytes"] / MEGABYTE for step in STEPS], "o-", label=gradient
+                )
+                right.plot(STEPS, [means[step][f"{gradient}_to_reference"] for step in STEPS], "o-", label=gradient)
+            right.plot(STEPS, [means[step]["adjoint_to_direct"] for step in STEPS], "o--", label="adjoint to direct")
+            middle.set_ylabel("MiB kept for the backward pass")
+            right.set_ylabel("relative error of the gradient")
+            for axes in (middle, right):
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log")
+                axes.set_xlabel("Euler steps")
+                axes.legend(fontsize=7)
+            for axes in (left, middle, right):
+                axes.grid(alpha=0.3)
+
+
+def operations(arm: str, size: Size, evaluations: float) -> float:
+    """Multiplications with additions of one token in all matrix products but the head's.
+
+    Attention is counted as if every token saw all of the window, and the control as nothing, which is multiplied once
+    for a text.
+    """
+    num_layers = size.layers - (0 if arm == "baseline" else size.replaced[1] - size.replaced[0])
+    layer = 12 * size.width**2 + 2 * size.positions * size.width
+    return num_layers * layer + evaluations * 2 * size.width * size.field_size
+
+
+def head_operations(size: Size) -> int:
+    return size.width * size.vocab_size
+
+
+def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call after its preparation, which is not timed, in turn; a first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, (prepare, call) in calls.items():
+            prepare()
+            start = time.perf_counter()
+            call()
+            if repeat:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def contenders(models: dict[str, GPT2LMHeadModel]) -> dict[str, Contender]:
+    hybrid, found = models["hybrid"], {arm: Contender(arm, models[arm], {}) for arm in TRAINED if arm != "hybrid"}
+    for solver, steps in FIXED:
+        settings = {"solver": solver, "steps": steps}
+        found[f"hybrid, {solver} {steps}"] = Contender("hybrid", hybrid, settings)
+    for solver, tolerance in ADAPTIVE:
+        settings = {"solver": solver, "rtol": tolerance, "atol": tolerance / 10}
+        found[f"hybrid, {solver} {tolerance:g}"] = Contender("hybrid", hybrid, settings)
+    return found
+
+
+@torch.no_grad()
+def measure_inference(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
+    """Seconds of the whole model and of the model without its head, evaluations, and predicted ratios."""
+    found: Record = {}
+    calls: Calls = {}
+    for name, contender in contenders(models).items():
+        model, prepare = contender.model, partial(_prepare, contender)
+        calls[name] = (prepare, partial(model, ids_BN))
+        calls[f"{name} body"] = (prepare, partial(model.transformer, ids_BN))
+        prepare()
+        model.transformer(ids_BN)
+        mean, most = _evaluations(model)
+        # One of the twin's evaluations has a quarter of the weights of one of the hybrid's.
+        whole_evaluations = most / TWIN_STEPS if contender.arm == "twin" else most
+        counted = operations(contender.arm, size, whole_evaluations)
+        baseline, head = operations("baseline", size, 0), head_operations(size)
+        found[name] = {
+            "evaluations": mean,
+            "most_evaluations": most,
+            "predicted": (counted + head) / (baseline + head),
+            "body_predicted": counted / baseline,
+        }
+    seconds = in_turn(calls, repeats)
+    set_solver(models["hybrid"], "euler", steps=4)
+    return {
+        name: record | {"seconds": seconds[name], "body_seconds": seconds[f"{name} body"]}
+        for name, record in found.items()
+    }
+
+
+def _prepare(contender: Contender) -> None:
+    if contender.solver:
+        set_solver(contender.model, **contender.solver)
+
+
+def _evaluations(model: nn.Module) -> tuple[float, float]:
+    """Of the last call, the mean over tokens and the most of one token."""
+    block = block_of(model)
+    if block is None:
+        return 0.0, 0.0
+    number = torch.as_tensor(block.function_evaluations, dtype=torch.float32)
+    return number.mean().item(), number.max().item()
+
+
+def measure_training(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
+    """Seconds of a training step, and what autograd keeps for its backward pass. The models' weights change."""
+    calls: Calls = {}
+    found: Record = {}
+    for name in ("baseline", "hybrid", "hybrid, adjoint", "twin", "shorter"):
+        arm, _, gradient = name.partition(", ")
+        model = models[arm]
+        solver = {} if block_of(model) is None else {"solver": "euler", "gradient": gradient or "direct"}
+        prepare = partial(_prepare, Contender(arm, model, solver))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
+        prepare()
+        saved = saved_bytes(model, partial(_loss, model, ids_BN))
+        calls[name] = (prepare, partial(_step, model, optimizer, ids_BN))
+        found[name] = {"saved_bytes": saved, "predicted": _predicted_training(name, size)}
+    seconds = in_turn(calls, repeats)
+    return {name: record | {"seconds": seconds[name]} for name, record in found.items()}
+
+
+def _loss(model: GPT2LMHeadModel, ids_BN: torch.Tensor) -> torch.Tensor:
+    return model(ids_BN, labels=ids_BN).loss
+
+
+def _step(model: GPT2LMHeadModel, optimizer: torch.optim.Optimizer, ids_BN: torch.Tensor) -> None:
+    _loss(model, ids_BN).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _predicted_training(name: str, size: Size) -> float:
+    """Against the baseline: the backward pass counts two forward passes, and the adjoint evaluates once more."""
+    arm = name.partition(",")[0]
+    evaluations = {"hybrid": 4.0, "twin": 1.0}.get(arm, 0.0)
+    head, baseline = head_operations(size), operations("baseline", size, 0)
+    counted = 3 * (operations(arm, size, evaluations) + head)
+    if "adjoint" in name:
+        counted += operations(arm, size, evaluations) - operations(arm, size, 0)
+    return counted / (3 * (baseline + head))
+
+
+def saved_bytes(module: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+    """Bytes that autograd keeps of a forward pass, each storage once, without the module's weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # alive until all are counted, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
+    """By number of Euler steps: bytes that the block keeps for one row, and relative errors of the gradient."""
+    block = block_of(hybrid)
+    assert block is not None
+    hidden_BND = torch.randn(1, ids_BN.shape[1], hybrid.config.n_embd, generator=torch.Generator().manual_seed(0))
+    found: Record = {str(steps): {} for steps in STEPS}
+    for steps in STEPS:
+        for gradient in ("direct", "adjoint"):
+            set_solver(hybrid, "euler", steps=steps, gradient=gradient)
+            found[str(steps)][f"{gradient}_bytes"] = saved_bytes(block, partial(block, hidden_BND))
+    hybrid.double()
+    ids_1N = ids_BN[:1, :GRADIENT_TOKENS]
+    reference = _gradient(hybrid, ids_1N, *REFERENCE, "direct")
+    for steps in STEPS:
+        direct, adjoint = (_gradient(hybrid, ids_1N, "euler", steps, name) for name in ("direct", "adjoint"))
+        found[str(steps)] |= {
+            "adjoint_to_direct": _relative(adjoint, direct),
+            "adjoint_to_reference": _relative(adjoint, reference),
+            "direct_to_reference": _relative(direct, reference),
+        }
+    hybrid.float()
+    set_solver(hybrid, "euler", steps=4, gradient="direct")
+    return found
+
+
+def _gradient(model: GPT2LMHeadModel, ids_BN: torch.Tensor, solver: str, steps: int, gradient: str) -> torch.Tensor:
+    """The gradient of the model's loss for all weights of the block, as one vector."""
+    set_solver(model, solver, steps=steps, gradient=gradient)
+    block = block_of(model)
+    assert block is not None
+    weights = list(block.parameters())
+    found = torch.autograd.grad(_loss(model, ids_BN), weights)
+    return torch.cat([part.flatten() for part in found])
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def _pooled(results: dict[str, Any], part: str) -> dict[str, dict[str, list[Any]]]:
+    """The figures of a part by name, those of all seeds together."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for record in (record for record in results["records"] if record["part"] == part):
+        for name, figures in record["measured"].items():
+            pooled = found.setdefault(name, {})
+            for figure, value in figures.items():
+                pooled.setdefault(figure, []).extend(value if isinstance(value, list) else [value])
+    return found
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    return f"{median(values):,.{digits}f} [{min(values):,.{digits}f}, {max(values):,.{digits}f}]"
+
+
+def _ratios(values: Sequence[float], others: Sequence[float]) -> str:
+    return _spread([value / other for value, other in zip(values, others, strict=True)], 2)
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return _spread([1000 * value for value in seconds], 1)
+
+
+def _inference(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = [
+        "model",
+        "evaluations of a token, mean",
+        "most",
+        "ms a batch",
+        "against the baseline",
+        "predicted",
+        "ms without the head",
+        "against the baseline's",
+        "predicted without the head",
+    ]
+    rows: list[list[Any]] = [
+        ["paper: baseline", "-", "-", "519.83", "1.00", "-", "-", "-", "-"],
+        ["paper: hybrid", "4", "4", "507.19", "0.98", "-", "-", "-", "-"],
+    ]
+    pooled = _pooled(results, "inference")
+    for name, found in pooled.items():
+        rows.append(
+            [
+                name,
+                f"{fmean(found['evaluations']):.1f}" if any(found["evaluations"]) else "-",
+                f"{max(found['most_evaluations']):.0f}" if any(found["evaluations"]) else "-",
+                _milliseconds(found["seconds"]),
+                _ratios(found["seconds"], pooled["baseline"]["seconds"]),
+                f"{fmean(found['predicted']):.2f}",
+                _milliseconds(found["body_seconds"]),
+                _ratios(found["body_seconds"], pooled["baseline"]["body_seconds"]),
+                f"{fmean(found['body_predicted']):.2f}",
+            ]
+        )
+    return columns, rows
+
+
+def _training(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    pooled = _pooled(results, "training")
+    rows = [
+        [
+            name,
+            _milliseconds(found["seconds"]),
+            _ratios(found["seconds"], pooled["baseline"]["seconds"]),
+            f"{fmean(found['predicted']):.2f}",
+            f"{fmean(found['saved_bytes']) / MEGABYTE:,.1f}",
+        ]
+        for name, found in pooled.items()
+    ]
+    return ["model", "ms a step", "against the baseline", "predicted", "MiB kept for the backward pass"], rows
+
+
+def _adjoint_means(results: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """The figures by number of steps, means over seeds."""
+    records = [record["measured"] for record in results["records"] if record["part"] == "adjoint"]
+    return {
+        steps: {name: fmean(record[str(steps)][name] for record in records) for name in records[0][str(steps)]}
+        for steps in STEPS
+    }
+
+
+def _adjoint(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = [
+        "steps",
+        "MiB kept, direct",
+        "adjoint",
+        "adjoint's gradient against the direct one",
+        "against rk4 with 256 steps",
+        "direct against rk4 with 256 steps",
+    ]
+    rows = [
+        [
+            steps,
+            f"{found['direct_bytes'] / MEGABYTE:,.2f}",
+            f"{found['adjoint_bytes'] / MEGABYTE:,.2f}",
+            *(f"{found[name]:.2e}" for name in ("adjoint_to_direct", "adjoint_to_reference", "direct_to_reference")),
+        ]
+        for steps, found in _adjoint_means(results).items()
+    ]
+    return columns, rows

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 EXPERIMENTS = {
     "stability": "condense.eval.depth.stability:Stability",
+    "solvers": "condense.eval.depth.solvers:Solvers",
+    "adaptive": "condense.eval.depth.adaptive:Adaptive",
     "efficiency": "condense.eval.depth.efficiency:Efficiency",
 }
 

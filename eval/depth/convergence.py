@@ -1,0 +1,66 @@
+"""The order of convergence of each solver: how its error falls with its steps, or with its tolerance.
+
+The measure is an exact solution: of a linear field the matrix exponential, of a trained field many steps of rk4, both
+in float64. Errors are relative to the displacement.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
+from condense.depth.solvers import TABLEAUS
+
+from .readings import Reading
+
+ORDERS = {"euler": 1, "midpoint": 2, "rk4": 4}  # in theory
+STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FITTED_FROM = 4  # steps: before, errors do not yet follow the order
+ROUNDING = 1e-12  # relative; smaller errors are those of float64
+TOLERANCES = {"dopri5": [10.0**-n for n in range(1, 10)], "adaptive_heun": [10.0**-n for n in range(1, 7)]}
+LINEAR_SIZE = 8  # of the linear field
+
+
+def linear_problem(seed: int) -> tuple[Reading, torch.Tensor, torch.Tensor]:
+    """A linear field dH/dtau = A H with start and exact end [1, n, D]; A is random, of spectral norm 1."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix, start_1nD = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((LINEAR_SIZE, LINEAR_SIZE), (1, 16, LINEAR_SIZE))
+    )
+    matrix = matrix / torch.linalg.matrix_norm(matrix, 2)
+    reading = Reading((lambda tau, state_nD: state_nD @ matrix.T,), 4, 1)
+    return reading, start_1nD, start_1nD @ torch.linalg.matrix_exp(matrix).T
+
+
+@torch.no_grad()
+def converge(reading: Reading, start: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
+    """Errors by solver: of fixed steps with the fitted order, and of adaptive ones with their mean evaluations."""
+
+    def error(end: torch.Tensor) -> float:
+        return float((end - exact).norm() / (exact - start).norm())
+
+    found: dict[str, Any] = {}
+    for solver in FIXED_SOLVERS:
+        errors = [error(reading.fixed(start, solver, steps)) for steps in STEPS]
+        evaluations = [steps * len(TABLEAUS[solver].c) for steps in STEPS]
+        found[solver] = {"evaluations": evaluations, "errors": errors, "order": order(STEPS, errors)}
+    for solver in ADAPTIVE_SOLVERS:
+        ends = [reading.adaptive(start, solver, tolerance) for tolerance in TOLERANCES[solver]]
+        found[solver] = {
+            "tolerances": list(TOLERANCES[solver]),
+            "evaluations": [float(evaluations_n.double().mean()) for _, evaluations_n in ends],
+            "errors": [error(end) for end, _ in ends],
+        }
+    return found
+
+
+def order(steps: Sequence[int], errors: Sequence[float]) -> float | None:
+    """The slope of -log(error) on log(steps), by least squares; None where fewer than two errors exceed rounding."""
+    points = [(n, e) for n, e in zip(steps, errors, strict=True) if n >= FITTED_FROM and e > ROUNDING]
+    if len(points) < 2:
+        return None
+    log_steps, log_errors = np.log(np.asarray(points)).T
+    return float(-np.polyfit(log_steps, log_errors, 1)[0])

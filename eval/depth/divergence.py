@@ -1,0 +1,81 @@
+"""How far a model's own fixed steps end from the exact solution of the flow that it is read as.
+
+Axes: B texts, T tokens, D hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .readings import Reading, batches, input_of, next_token_losses, output_of
+
+STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # of Euler, for the curve
+
+
+def distances(end_BTD: torch.Tensor, exact_BTD: torch.Tensor, start_BTD: torch.Tensor) -> dict[str, float]:
+    """Norms over all tokens: of the difference against the end, against the displacement, and of the displacement."""
+    error, moved, size = ((x.norm()) for x in (end_BTD - exact_BTD, exact_BTD - start_BTD, exact_BTD))
+    return {
+        "to_state": float(error / size),
+        "to_displacement": float(error / moved),
+        "displacement": float(moved / size),
+    }
+
+
+@torch.no_grad()
+def diverge(model: Any, module: nn.Module, last: nn.Module, reading: Reading, ids_BT: torch.Tensor) -> dict[str, Any]:
+    """The divergence of a float64 model's own steps from the exact solution, in hidden states and in predictions.
+
+    The flow lies between the input of `module` and the output of `last`.
+
+    - `to_state`, `to_displacement`, `displacement`: see `distances`.
+    - `one_more_step`: the error with one more Euler step against that of the model's own; for a smooth field about
+      steps / (steps + 1).
+    - `curve`: the error to the displacement by Euler steps.
+    - `logits`: norm of the difference of logits, each token's mean subtracted, against the norm of the logits.
+    - `kl`: of the exact solution's next-token distribution from that of the steps, in nats, mean over tokens.
+    - `loss`, `loss_change`: of the model's own steps, and what the exact solution adds to it.
+    """
+    start_BTD = input_of(model, module, ids_BT)
+    exact_BTD = reading.exact(start_BTD)
+    own_BTD = reading.fixed(start_BTD, "euler", reading.steps)
+    wanted = sorted({*STEPS, reading.steps, reading.steps + 1})
+    errors = {
+        steps: distances(reading.fixed(start_BTD, "euler", steps), exact_BTD, start_BTD)["to_displacement"]
+        for steps in wanted
+    }
+    sums: dict[str, float] = dict.fromkeys(("difference", "size", "kl", "loss", "exact_loss"), 0.0)
+    for part in batches(ids_BT, model.config.vocab_size):
+        own_BTV, exact_BTV = (_logits(model, last, end_BTD[part], ids_BT[part]) for end_BTD in (own_BTD, exact_BTD))
+        sums["loss"] += float(next_token_losses(own_BTV, ids_BT[part]).sum())
+        sums["exact_loss"] += float(next_token_losses(exact_BTV, ids_BT[part]).sum())
+        for name, value in logits_difference(own_BTV, exact_BTV).items():
+            sums[name] += value
+    predicted = ids_BT[:, 1:].numel()
+    return {
+        **distances(own_BTD, exact_BTD, start_BTD),
+        "one_more_step": errors[reading.steps + 1] / errors[reading.steps],
+        "curve": {"steps": wanted, "errors": list(errors.values())},
+        "logits": (sums["difference"] / sums["size"]) ** 0.5,
+        "kl": sums["kl"] / ids_BT.numel(),
+        "loss": sums["loss"] / predicted,
+        "loss_change": (sums["exact_loss"] - sums["loss"]) / predicted,
+    }
+
+
+def logits_difference(own_BTV: torch.Tensor, exact_BTV: torch.Tensor) -> dict[str, float]:
+    """Sums of squares of the difference and of the exact logits, centred; and KL(exact || own) in nats, all summed."""
+    own_BTV, exact_BTV = own_BTV.log_softmax(-1), exact_BTV.log_softmax(-1)
+    kl = float((exact_BTV.exp() * (exact_BTV - own_BTV)).sum())
+    own_BTV, exact_BTV = own_BTV - own_BTV.mean(-1, keepdim=True), exact_BTV - exact_BTV.mean(-1, keepdim=True)
+    return {
+        "difference": float((own_BTV - exact_BTV).square().sum()),
+        "size": float(exact_BTV.square().sum()),
+        "kl": kl,
+    }
+
+
+def _logits(model: Any, last: nn.Module, end_BTD: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
+    with output_of(last, end_BTD):
+        return model(input_ids=ids_BT, use_cache=False).logits

@@ -1,0 +1,147 @@
+"""What stands in the place of a model's middle layers, read as a flow, and solved by any solver.
+
+A flow is one field for all of the depth. A discrete network can be read as one too: P blocks, whose block p is the
+field of tau from p/P to (p+1)/P, constant in tau between them; P Euler steps then compute the network itself. This is
+the "ResNet in disguise" that a test of solvers should find.
+
+Axes: B texts, T tokens, D hidden size, n samples, X what a sample holds: a token's D, or a text's T x D where the
+blocks have attention.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from condense.depth import DepthSettings
+from condense.depth.solvers import Derivative, solve_adaptive, solve_fixed
+from condense.depth.stock import StockDepthBlock
+
+from .models import StepsField
+from .pretraining import Setup, held_out_windows
+
+EXACT = 1e-9  # rtol and atol of dopri5, in float64
+LOGITS_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Fields over equal parts of the depth, each scaled to be integrated from 0 to 1, for states [n, X].
+
+    `steps` Euler steps are what the model itself computes.
+    """
+
+    pieces: tuple[Derivative, ...]
+    steps: int
+    sample_dims: int  # of [B, T, D]: 1, a sample is a token; 2, a text
+
+    def fixed(self, start_BTD: torch.Tensor, solver: str, steps: int) -> torch.Tensor:
+        """The end of the flow [B, T, D] after equal steps over the whole depth, which may miss the jumps."""
+        count = len(self.pieces)
+
+        def field(tau: float, state_nX: torch.Tensor) -> torch.Tensor:
+            piece = min(int(tau * count + 1e-9), count - 1)
+            return count * self.pieces[piece](tau * count - piece, state_nX)
+
+        start_nX = start_BTD.flatten(0, 2 - self.sample_dims).flatten(1)
+        return solve_fixed(field, start_nX, solver, steps).view_as(start_BTD)
+
+    def adaptive(self, start_BTD: torch.Tensor, solver: str, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The end of the flow [B, T, D] and the evaluations [n] of each sample; each piece is solved by itself, so
+        that every jump of the field lies between two steps."""
+        state_nX = start_BTD.flatten(0, 2 - self.sample_dims).flatten(1)
+        evaluations_n = torch.zeros(len(state_nX), dtype=torch.long)
+        settings = DepthSettings(
+            position=0, num_replaced=1, solver=solver, rtol=tolerance, atol=tolerance, max_evaluations=1_000_000
+        )
+        for piece in self.pieces:
+            state_nX, more_n = solve_adaptive(piece, state_nX, settings)
+            evaluations_n = evaluations_n + more_n
+        return state_nX.view_as(start_BTD), evaluations_n
+
+    def exact(self, start_BTD: torch.Tensor) -> torch.Tensor:
+        """The end of the flow [B, T, D] by dopri5 with a tolerance at which its own error is without weight."""
+        return self.adaptive(start_BTD, "dopri5", EXACT)[0]
+
+
+def read_flow(block: StockDepthBlock, control_C: torch.Tensor | None = None) -> Reading:
+    """The flow of a block, for one control of all tokens: zeros unless given."""
+    given_C = torch.zeros(block.settings.control_size) if control_C is None else control_C
+    control_1C = given_C[None].to(block.alpha)
+    return Reading(
+        (lambda tau, state_nD: block.alpha * block.field(tau, state_nD, control_1C),), block.settings.steps, 1
+    )
+
+
+def read_steps(block: StockDepthBlock) -> Reading:
+    """The residual steps of the arm `twin`, each with weights of its own, each one a piece."""
+    assert isinstance(block.field, StepsField)
+    fields = list(block.field.fields)
+    control_1C = torch.zeros(1, block.settings.control_size).to(block.alpha)
+
+    def piece(field: nn.Module) -> Derivative:
+        return lambda tau, state_nD: block.alpha * field(tau, state_nD, control_1C) / len(fields)
+
+    return Reading(tuple(map(piece, fields)), len(fields), 1)
+
+
+def read_layers(layers: Sequence[nn.Module], hidden_size: int) -> Reading:
+    """Decoder layers of GPT-2 with their attention, each one a piece; the texts have no padding."""
+
+    def piece(layer: nn.Module) -> Derivative:
+        def update(tau: Any, state_BX: torch.Tensor) -> torch.Tensor:
+            hidden_BTD = state_BX.unflatten(1, (-1, hidden_size))
+            return (layer(hidden_BTD) - hidden_BTD).flatten(1)
+
+        return update
+
+    return Reading(tuple(map(piece, layers)), len(layers), 2)
+
+
+def accurate(model: nn.Module) -> Any:
+    """A copy in float64."""
+    return copy.deepcopy(model).double().eval()
+
+
+@contextmanager
+def output_of(module: nn.Module, replaced: torch.Tensor) -> Iterator[None]:
+    """The module gives this output instead of its own."""
+    hook = module.register_forward_hook(lambda *called: replaced)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def input_of(model: nn.Module, module: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """The hidden states [B, T, D] that the module receives."""
+    seen: list[torch.Tensor] = []
+    hook = module.register_forward_pre_hook(lambda called, given: seen.append(given[0]))
+    try:
+        model(input_ids=ids_BT, use_cache=False)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def next_token_losses(logits_BTV: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
+    """The losses [B, T-1] in nats: entry t is that of the token after t."""
+    return F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none")
+
+
+def held_out_texts(setup: Setup, count: int) -> torch.Tensor:
+    """At most `count` texts [B, T] of the held-out text, evenly spread over it."""
+    every_WT = held_out_windows(setup)
+    return every_WT[torch.linspace(0, len(every_WT) - 1, min(count, len(every_WT))).long()]
+
+
+def batches(ids_BT: torch.Tensor, vocab_size: int) -> Iterator[slice]:
+    """The texts in parts whose logits fit into memory."""
+    size = max(1, LOGITS_AT_ONCE // (ids_BT.shape[1] * vocab_size))
+    return (slice(first, first + size) for first in range(0, len(ids_BT), size))

@@ -1,0 +1,122 @@
+"""Evaluations by token: each token's own, the losses of the models themselves, and the verdict on made-up figures."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from condense.depth import set_solver
+from condense.eval.depth import adaptive
+from condense.eval.depth.adaptive import MODELS, WORTH, Adaptive, verdicts
+from condense.eval.depth.models import SMALL, block_of
+from condense.eval.depth.options import DepthOptions
+from condense.eval.depth.readings import held_out_texts
+from condense.eval.depth.tokens import equal_steps, rank_correlation
+from condense.eval.runner import run
+
+TEXTS = 3
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adaptive")
+    experiment = Adaptive(DepthOptions(small=True, seeds=1), folder)
+    experiment.size = replace(SMALL, steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive, "NUM_TEXTS", TEXTS)
+        patch.setattr(adaptive, "TOLERANCES", {"dopri5": (1e-2,), "adaptive_heun": (1e-2, 1e-5)})
+        patch.setattr(Adaptive, "draw", lambda *given: None)
+        results = run(experiment, folder)
+        text = "\n".join(map(str, Adaptive.tables(json.loads(json.dumps(results)))))
+    return folder, json.loads((folder / "depth_adaptive.json").read_text()), experiment, text
+
+
+def test_points_are_those_of_the_model(measured):
+    folder, results, experiment, _ = measured
+    ids_BT = held_out_texts(experiment.setup, TEXTS)
+    for record in results["records"]:
+        model = adaptive.trained(record["model"], 0, experiment.setup, folder)
+        for point in (record["fixed"][3], record["adaptive"][0], record["adaptive"][2]):
+            steps = (
+                {"steps": point["steps"]} if "steps" in point else dict.fromkeys(("rtol", "atol"), point["tolerance"])
+            )
+            set_solver(model, point["solver"], **steps)
+            losses, taken = [], []
+            with torch.no_grad():
+                for ids_1T in ids_BT.split(1):  # a token's evaluations do not depend on its neighbours
+                    losses.append(model(ids_1T, labels=ids_1T).loss.item())
+                    evaluations = torch.as_tensor(block_of(model).function_evaluations).expand(ids_1T.shape)
+                    taken += evaluations[0, :-1].tolist()
+            assert point["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+            assert point["nfe"] == pytest.approx(np.mean(taken))
+            if "counts" in point:
+                assert point["counts"] == {str(nfe): taken.count(nfe) for nfe in sorted(set(taken))}
+
+
+def test_comparisons_are_at_equal_evaluations(measured):
+    _, results, _, text = measured
+    for record in results["records"]:
+        fixed = {(point["solver"], point["steps"]): point for point in record["fixed"]}
+        (dopri5, *_) = record["adaptive"]
+        assert dopri5["nfe"] == 14 and dopri5["correlation"] is None
+        for solver, steps in (("rk4", 3), ("midpoint", None), ("euler", None)):
+            against = dopri5["minus_fixed"][solver]
+            assert against["nfe"] == (12 if solver == "rk4" else 14)
+            if steps:
+                assert against["loss"] == dopri5["loss"] - fixed[solver, steps]["loss"]
+                assert against["error"] == dopri5["error"] / fixed[solver, steps]["error"]
+        assert dopri5["minus_trained"] == dopri5["loss"] - fixed["euler", 4]["loss"]
+        heun = record["adaptive"][2]
+        assert len(heun["counts"]) > 1 and -1 < heun["correlation"]["correlation"] < 1
+        errors = [point["error"] for point in record["fixed"] if point["solver"] == "euler"]
+        assert errors == sorted(errors, reverse=True)
+    assert "14: 100.0%" in text and "needs 2 seeds" in text
+
+
+def test_the_csv(measured):
+    folder, results, _, _ = measured
+    lines = list(csv.DictReader((folder / "depth_adaptive.csv").open()))
+    points = [point for record in results["records"] for point in (*record["fixed"], *record["adaptive"])]
+    assert [float(line["loss"]) for line in lines] == [point["loss"] for point in points]
+
+
+@pytest.mark.parametrize(("change", "wanted"), [(-2 * WORTH, True), (-WORTH / 2, False), (2 * WORTH, False)])
+def test_when_it_is_worth_it(change, wanted):
+    """Against the best fixed solver, by an interval over seeds."""
+
+    def point(noise):
+        by_solver = {"euler": change - 1 + noise, "midpoint": change + noise, "rk4": change - 0.5 + noise}
+        return {
+            "solver": "dopri5",
+            "tolerance": 1e-3,
+            "minus_fixed": {solver: {"loss": loss} for solver, loss in by_solver.items()},
+        }
+
+    records = [
+        {"model": model, "seed": seed, "adaptive": [point(noise)] * 2}
+        for model in MODELS
+        for seed, noise in enumerate((-1e-5, 0.0, 1e-5))
+    ]
+    for verdict in verdicts(records):
+        assert verdict["best_fixed"] == "midpoint" and verdict["worth_it"] is wanted
+        assert verdict["loss_difference"] == pytest.approx(change)
+    assert all(verdict["worth_it"] is None for verdict in verdicts(records[::3]))
+
+
+def test_steps_that_evaluations_pay_for():
+    assert [equal_steps(solver, 14.9) for solver in ("euler", "midpoint", "rk4")] == [14, 7, 3]
+    assert equal_steps("rk4", 2) == 1
+
+
+def test_rank_correlation():
+    generator = np.random.default_rng(0)
+    taken = generator.integers(2, 5, 400)
+    losses = taken + generator.normal(size=400)
+    found = rank_correlation(taken, losses)
+    assert found["correlation"] == pytest.approx(spearmanr(taken, losses).statistic)
+    assert found["shuffled_low"] < 0 < found["shuffled_high"] < 0.15 < found["correlation"]
+    assert rank_correlation(np.full(400, 14), losses) is None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import GPT2LMHeadModel
 
 from condense.depth import set_solver
@@ -102,12 +103,16 @@ class Efficiency(Experiment[Part]):
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
         with picture(path, columns=3, figsize=(13, 3.8)) as (left, middle, right):
-            for name, found in _pooled(results, "inference").items():
-                evaluations = fmean(found["evaluations"])
-                left.plot(evaluations, 1000 * median(found["body_seconds"]), "o", ms=4)
-                left.annotate(name, (evaluations, 1000 * median(found["body_seconds"])), fontsize=6)
-            left.set_xlabel("evaluations of a token (mean)")
-            left.set_ylabel("ms a batch, without the head")
+            pooled = _pooled(results, "inference")
+            names = list(pooled)
+            left.barh(names, [1000 * median(pooled[name]["body_seconds"]) for name in names], height=0.6, color="C0")
+            baseline = 1000 * median(pooled["baseline"]["body_seconds"])
+            predicted = [baseline * fmean(pooled[name]["body_predicted"]) for name in names]
+            left.plot(predicted, names, "k|", ms=9, label="predicted from the baseline")
+            left.invert_yaxis()
+            left.tick_params(axis="y", labelsize=7)
+            left.set_xlabel("ms a batch, without the head")
+            left.legend(fontsize=7)
             means = _adjoint_means(results)
             for gradient in ("direct", "adjoint"):
                 middle.plot(
@@ -144,7 +149,7 @@ def head_operations(size: Size) -> int:
 def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
     """Seconds of each call after its preparation, which is not timed, in turn; a first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
+    for repeat in tqdm(range(repeats + 1), desc="in turn", unit="round", leave=False):
         for name, (prepare, call) in calls.items():
             prepare()
             start = time.perf_counter()

@@ -101,3 +101,12 @@ def test_what_is_refused(tmp_path, monkeypatch):
 
 def test_names_lead_to_experiments():
     assert all(find_experiment(name).name() == name for name in EXPERIMENTS)
+
+
+@pytest.mark.slow
+def test_all_experiments_and_their_page(tmp_path):
+    shown = condense("depth", "all", "--small", "--seeds", 1, "--output", tmp_path)
+    assert shown.exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    for name in EXPERIMENTS:
+        assert f"depth_{name}" in page and (tmp_path / f"depth_{name}.svg").exists()

@@ -28,10 +28,16 @@ BoundField = Callable[[Tau, torch.Tensor], torch.Tensor]  # a field whose contro
 class DepthFlow(nn.Module):
     """The flow of a field that works on each token by itself; it takes the place of layers in any decoder stack."""
 
+    alpha: torch.Tensor
+
     def __init__(self, field: nn.Module, settings: DepthSettings):
         super().__init__()
         self.field, self.settings = field, settings
-        self.alpha = nn.Parameter(torch.full((1,), float(settings.alpha)), requires_grad=settings.learn_alpha)
+        alpha = torch.full((1,), float(settings.alpha))
+        if settings.learn_alpha:
+            self.alpha = nn.Parameter(alpha)
+        else:  # no parameter: loading a checkpoint makes all parameters learn
+            self.register_buffer("alpha", alpha)
 
     def flow(self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> Solution:
         """The state at tau = 1 [R, T, D], and the number of evaluations, [R, T] where it differs by token.

@@ -17,6 +17,8 @@ EXPERIMENTS = {
     "solvers": "condense.eval.depth.solvers:Solvers",
     "adaptive": "condense.eval.depth.adaptive:Adaptive",
     "efficiency": "condense.eval.depth.efficiency:Efficiency",
+    "fold": "condense.eval.depth.fold:Fold",
+    "swap": "condense.eval.depth.swap:Swap",
 }
 
 

@@ -22,6 +22,14 @@ class DepthOptions(Options):
         Literal["gpt2", "text"],
         Option("gpt2 from the hub, or text: a byte-level BPE of at most 50,257 tokens trained on --text."),
     ] = "gpt2"
+    # The experiment stores the fingerprint of the weights.
+    model: Annotated[
+        str | None,
+        Option(
+            "Llama whose layers the experiment swap replaces, folder or hub id; default HuggingFaceTB/SmolLM2-135M.",
+            may_change=True,
+        ),
+    ] = None
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
     small: Annotated[
         bool,

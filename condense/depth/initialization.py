@@ -1,0 +1,175 @@
+"""Initialisation: a field fitted to the hidden states of the layers that its block replaces.
+
+Axes: B rows, N tokens of a row, n points (tokens), M width of an MLP field, D hidden size, L layers.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from ..modeling import CondenseForCausalLM
+from .block import DepthBlock
+from .fields import MLPField
+
+ROWS_PER_CALL = 8
+POINTS_PER_CALL = 4096
+
+
+class LinearFit:
+    """Least squares of targets [n, D] on features [n, M] with a constant, from sums over all points in float64."""
+
+    def __init__(self) -> None:
+        self.count, self.sums = 0, dict[str, torch.Tensor]()
+
+    def add(self, features_nM: torch.Tensor, targets_nD: torch.Tensor) -> None:
+        features, targets = features_nM.double(), targets_nD.double()
+        new = {
+            "features": features.sum(0), "targets": targets.sum(0), "squares": targets.square().sum(),
+            "gram": features.T @ features, "products": features.T @ targets,
+        }  # fmt: skip
+        self.count += len(features)
+        self.sums = {name: value + self.sums.get(name, 0) for name, value in new.items()}
+
+    def solve(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Weights [M, D], constant [D], and the share of the targets' variance that is left.
+
+        `ridge` times the mean variance of a feature is added to the square of each weight's size; the constant is free.
+        """
+        n, sums = self.count, {name: value.cpu() for name, value in self.sums.items()}
+        mean_M, mean_D = sums["features"] / n, sums["targets"] / n
+        gram_MM = sums["gram"] / n - mean_M[:, None] * mean_M
+        products_MD = sums["products"] / n - mean_M[:, None] * mean_D
+        penalty = ridge * gram_MM.diagonal().mean()
+        # Singular where a feature is constant, or where there are fewer points than features.
+        penalised_MM = gram_MM + penalty * torch.eye(len(gram_MM), dtype=gram_MM.dtype)
+        weights_MD = torch.linalg.lstsq(penalised_MM, products_MD, driver="gelsd").solution
+        variance = float(sums["squares"] / n - mean_D.square().sum())
+        explained = float((2 * products_MD - gram_MM @ weights_MD).mul(weights_MD).sum())
+        return weights_MD, mean_D - mean_M @ weights_MD, (variance - explained) / variance if variance > 0 else 0.0
+
+
+@torch.no_grad()
+def fit_field(
+    model: CondenseForCausalLM,
+    original: CondenseForCausalLM,
+    ids_BN: torch.Tensor,
+    path: Literal["straight", "layers"] = "straight",
+    gain: float | None = 1.0,
+    ridge: float = 1e-6,
+    seed: int = 0,
+) -> float:
+    """Fits the MLP field of `model`'s depth block to the layers of `original` that the block replaces.
+
+    `ids_BN` are texts without padding. `original` reads them; its hidden states H_0 ... H_k before and after the k
+    replaced layers give the flow that is asked for: on the path `"straight"` it goes from H_0 to H_k on a line; on
+    `"layers"` it passes each H_i at tau = i / k. At the depths of the solver's `steps`, W2 and b2 are the least squares
+    of the slope dH/dtau, divided by alpha, on softplus(W1 norm(H) + b1): with the Euler method a perfect fit gives H_k.
+    The control is taken as 0.
+
+    `gain` is the standard deviation of what softplus receives, by which W1 and b1 are drawn anew from `seed`; None
+    keeps them. `ridge` is relative to the mean variance of a feature.
+
+    Changes the block's field, and returns the share of the slopes' variance that the fit leaves: 1 is no better than
+    the mean slope. A field of single tokens can't give what the layers' attention brings from other tokens. Raises
+    `ValueError` for a model without a block with an MLP field, for an `original` of other layers, and for values
+    outside their range.
+    """
+    block, field = _check(model, original, path, ridge)
+    settings = block.settings
+    if gain is not None:
+        _draw_features(field, gain, seed)
+    first, fit = settings.position, LinearFit()
+    for rows_BN in ids_BN.split(ROWS_PER_CALL):
+        states_LnD = layer_states(original, rows_BN, first, first + settings.num_replaced)
+        knots = states_LnD if path == "layers" else states_LnD[[0, -1]]
+        for step in range(settings.steps):
+            tau = step / settings.steps
+            state_nD, slope_nD = _on_path(knots, tau)
+            points = zip(state_nD.split(POINTS_PER_CALL), slope_nD.split(POINTS_PER_CALL), strict=True)
+            for some_nD, slopes_nD in points:
+                fit.add(_features(field, tau, some_nD), slopes_nD / block.alpha)
+    weights_MD, constant_D, left = fit.solve(ridge)
+    field.down_proj.weight.copy_(weights_MD.T)
+    field.down_proj.bias.copy_(constant_D)
+    return left
+
+
+@torch.no_grad()
+def layer_states(model: CondenseForCausalLM, ids_BN: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """The hidden states [L + 1, n, D] of all tokens before layer `first` and after each layer up to `end` - 1."""
+    layers: Sequence[Any] = list(model.model.layers)[first:end]
+    recorded: list[list[torch.Tensor]] = [[] for _ in range(len(layers) + 1)]
+
+    def record(number: int):
+        def hook(module: Any, inputs: tuple, output: tuple) -> None:
+            if number == 0:
+                recorded[0].append(inputs[0].flatten(0, -2))
+            recorded[number + 1].append(output[0].flatten(0, -2))
+
+        return hook
+
+    hooks = [layer.register_forward_hook(record(number)) for number, layer in enumerate(layers)]
+    try:
+        model(ids_BN.to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack([torch.cat(states) for states in recorded])
+
+
+def _on_path(knots_LnD: torch.Tensor, tau: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """State and slope at depth tau < 1 of the path that passes the knots at equal distances."""
+    count = len(knots_LnD) - 1
+    number = int(tau * count + 1e-9)
+    step_nD = knots_LnD[number + 1] - knots_LnD[number]
+    return knots_LnD[number] + (tau * count - number) * step_nD, count * step_nD
+
+
+def _features(field: MLPField, tau: float, hidden_nD: torch.Tensor) -> torch.Tensor:
+    sum_nM = field.up_proj(field.norm(hidden_nD))
+    if field.tau_proj is not None:
+        sum_nM = sum_nM + field.tau_proj(hidden_nD.new_full((1,), tau))
+    return F.softplus(sum_nM)
+
+
+def _draw_features(field: MLPField, gain: float, seed: int) -> None:
+    """W1 and b1 such that softplus receives values of the size `gain`, of both signs and not all alike."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape: torch.Size, scale: float) -> torch.Tensor:
+        return scale * torch.randn(shape, generator=generator)
+
+    width = field.up_proj.weight.shape[1]
+    field.up_proj.weight.copy_(normal(field.up_proj.weight.shape, gain * width**-0.5))  # norm(H) has a mean square of 1
+    field.up_proj.bias.copy_(normal(field.up_proj.bias.shape, gain))
+    if field.tau_proj is not None:
+        field.tau_proj.weight.copy_(normal(field.tau_proj.weight.shape, gain))
+
+
+def _check(
+    model: CondenseForCausalLM, original: CondenseForCausalLM, path: str, ridge: float
+) -> tuple[DepthBlock, MLPField]:
+    blocks = [layer for layer in model.model.layers if isinstance(layer, DepthBlock)]
+    if not blocks:
+        raise ValueError("the model has no depth block, whose field could be fitted: make one with convert_to_depth.")
+    (block,) = blocks
+    if not isinstance(block.field, MLPField):
+        raise ValueError(
+            f"the field {block.settings.field!r} is not linear in its last weights: fit one with field='mlp'; a field "
+            "'layer' begins with the weights of the first replaced layer."
+        )
+    expected = len(model.model.layers) - 1 + block.settings.num_replaced
+    if original.config.depth is not None or len(original.model.layers) != expected:
+        raise ValueError(
+            f"original: a model of {len(original.model.layers)} layers: pass the one of {expected} layers that "
+            "convert_to_depth changed, a copy made before."
+        )
+    if path not in ("straight", "layers"):
+        raise ValueError(f"path={path!r}: choose 'straight' or 'layers'.")
+    if not ridge >= 0:
+        raise ValueError(f"ridge={ridge!r}: pass 0 or more, such as 1e-6.")
+    if not float(block.alpha.abs()):
+        raise ValueError("alpha=0: the flow stands still whatever its field is: pass alpha=0.1 to convert_to_depth.")
+    return block, block.field

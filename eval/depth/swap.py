@@ -1,0 +1,310 @@
+"""From discrete to continuous: what it costs to replace layers of a trained Llama by a flow, before and after training.
+
+Axes: B rows, N tokens of a row.
+"""
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from condense import CondenseForCausalLM
+from condense.depth import convert_to_depth, fit_field
+from condense.files import read_text
+from condense.loading import load_model, load_tokenizer
+from condense.training.small_llama import passkey_tokenizer, small_llama
+
+from ..models import EvaluatedModel, generate
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results
+from .experiment import Experiment, interval, shown
+from .options import DepthOptions
+
+MODEL = "HuggingFaceTB/SmolLM2-135M"
+REPLACED = 2  # layers
+RANGES = {"middle": "in the middle", "next": "one layer later", "worst": "the costliest to leave out"}
+ARMS = {
+    "original": "original, nothing replaced",
+    "left_out": "layers left out",
+    "random": "MLP field, random",
+    "shuffled": "MLP field, fitted on shuffled tokens",
+    "layers_path": "MLP field, fitted to each layer's output",
+    "fitted": "MLP field, fitted to the last layer's output",
+    "layer": "first replaced layer as field, twice",
+}
+TUNED = {"block": "the block alone", "all": "everything"}
+
+
+class Scale(NamedTuple):
+    tokens: int = 128  # of a row
+    train_rows: int = 768
+    held_out_rows: int = 64
+    fit_rows: int = 64  # of the training rows
+    batch: int = 4  # rows
+    steps: tuple[int, ...] = (0, 10, 50, 100, 200)  # of finetuning, at which the loss is measured
+    warmup: int = 10  # steps
+    learning_rate: float = 5e-4
+
+
+FULL = Scale()
+SMALL = Scale(tokens=32, train_rows=8, held_out_rows=4, fit_rows=4, batch=4, steps=(0, 2))
+
+
+class Texts(NamedTuple):
+    train_BN: torch.Tensor
+    held_out_BN: torch.Tensor
+
+
+class Start(NamedTuple):
+    where: str
+    arm: str
+    seed: int
+
+
+class Swap(Experiment[Start]):
+    """The held-out loss after a swap, at growing numbers of finetuning steps, of the block alone and of everything."""
+
+    kind = "depth_swap"
+    unit = "start"
+    about = (
+        "Two layers of a trained Llama are replaced by a depth block that begins in different ways, and the model, or "
+        "the block alone, is finetuned on next tokens. The cost is the held-out loss less that of the untouched "
+        "original. A fitted field is the least squares of the replaced layers' change on random features, of training "
+        "rows as they are or with shuffled tokens. For the original, the block is the two layers themselves. The texts "
+        "are the model's own (sampled at temperature 1) unless files are given. Seeds differ in random weights, "
+        "features and batches; intervals are 95 % t intervals over seeds."
+    )
+
+    def __init__(self, options: DepthOptions, output: Path):
+        super().__init__(options, output)
+        self.scale = SMALL if options.small else FULL
+
+    @cached_property
+    def evaluated(self) -> EvaluatedModel:
+        """The original model, which reads a row as one segment: as the stock Llama does."""
+        if self.options.small and self.options.model is None:
+            tokenizer = passkey_tokenizer()
+            llama = small_llama(tokenizer, seed=0, width=16, layers=4)
+            config = llama.config.to_dict() | {"segment_length": self.scale.tokens}
+            model = CondenseForCausalLM(CondenseForCausalLM.config_class.from_dict(config))
+            model.load_state_dict(llama.state_dict())
+            return EvaluatedModel("random", "random", model.eval(), tokenizer)
+        source = self.options.model or MODEL
+        dtype = {"dtype": torch.float32, "segment_length": self.scale.tokens}
+        model = load_model(CondenseForCausalLM, source, **dtype).eval()
+        if len(model.model.layers) < REPLACED + 2:
+            raise ValueError(f"{source} has {len(model.model.layers)} layers: pass a model of {REPLACED + 2} or more.")
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return EvaluatedModel(Path(source).name, source, model, load_tokenizer(source, model.config))
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Rows of files, or texts that the model samples from its first token on; of both, others are held out."""
+        scale, options, model = self.scale, self.options, self.evaluated.model
+        counts = [scale.train_rows, scale.held_out_rows]
+        if options.text is not None and options.held_out is not None:
+            files = zip((options.text, options.held_out), counts, strict=True)
+            return Texts(*(self._rows(path, count) for path, count in files))
+        torch.manual_seed(0)
+        begin_B1 = torch.full((sum(counts), 1), self.evaluated.tokenizer.bos_token_id)
+        new = {"min_new_tokens": scale.tokens - 1, "max_new_tokens": scale.tokens - 1}
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
+        rows_BN, _ = generate(model, begin_B1, torch.ones_like(begin_B1), **sampling, **new)
+        return Texts(*rows_BN.split(counts))
+
+    def _rows(self, path: Path, count: int) -> torch.Tensor:
+        """[count, N]: rows spread evenly over the text of a file."""
+        ids = torch.tensor(self.evaluated.tokenizer(read_text(path), add_special_tokens=False, verbose=False).input_ids)
+        width = self.scale.tokens
+        if len(ids) < count * width:
+            raise ValueError(f"{path} has {len(ids)} tokens and {count * width} are needed: pass more text.")
+        starts = torch.linspace(0, len(ids) - width, count).long()
+        return ids[starts[:, None] + torch.arange(width)]
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """FIRST:END of the replaced layers by name."""
+        count = len(self.evaluated.model.model.layers)
+        pairs = [(first, first + REPLACED) for first in range(count - REPLACED + 1)]
+        costs = [self.loss(without(self.evaluated.model, *pair)) for pair in pairs]
+        middle = count // 2 - 1
+        return {"middle": pairs[middle], "next": pairs[middle + 1], "worst": pairs[costs.index(max(costs))]}
+
+    def settings(self) -> dict[str, Any]:
+        """The model by its weights and the texts by their content; own texts follow from the weights."""
+        described = self.evaluated.describe()
+        files = {name: getattr(self.options, name) for name in ("text", "held_out")}
+        contents = {
+            name: None if path is None else [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
+            for name, path in files.items()
+        }
+        model = {name: described[name] for name in ("name", "parameters", "weights")}
+        return {"small": self.options.small, "model": model, "scale": self.scale._asdict()} | contents
+
+    def items(self) -> list[Start]:
+        return [Start(where, arm, seed) for seed in self.seeds for where in RANGES for arm in ARMS]
+
+    def key(self, item: Start) -> Key:
+        return item._asdict()
+
+    def measure(self, item: Start) -> Record:
+        first, end = self.ranges[item.where]
+        model, left = self.begin(item.arm, first, end, item.seed)
+        layers = model.model.layers
+        losses = {"all": self.finetuned(copy.deepcopy(model), model.model.embed_tokens, item.seed, everything=True)}
+        if item.arm != "left_out":
+            block = layers[first:end] if item.arm == "original" else layers[first]
+            losses["block"] = self.finetuned(model, block, item.seed, everything=False)
+        count = sum(p.numel() for p in model.parameters())
+        return {"layers": [first, end], "parameters": count, "fit_leaves": left, "losses": losses}
+
+    def begin(self, arm: str, first: int, end: int, seed: int) -> tuple[CondenseForCausalLM, float | None]:
+        """A model of an arm, and what its fit leaves of the slopes' variance."""
+        original = self.evaluated.model
+        if arm == "left_out":
+            return without(original, first, end), None
+        model = copy.deepcopy(original)
+        if arm == "original":
+            return model, None
+        if arm == "layer":
+            return convert_to_depth(model, first, end, field="layer", control_size=0, steps=end - first), None
+        convert_to_depth(model, first, end, seed=seed, control_size=0)
+        if arm == "random":
+            return model, None
+        ids_BN = self.texts.train_BN[: self.scale.fit_rows]
+        if arm == "shuffled":
+            ids_BN = shuffled(ids_BN, seed)
+        path: Any = "layers" if arm == "layers_path" else "straight"
+        return model, fit_field(model, original, ids_BN, path=path, seed=seed)
+
+    def finetuned(self, model: CondenseForCausalLM, block: nn.Module, seed: int, everything: bool) -> list[float]:
+        """Trains the block or everything, and returns the held-out loss at each of the scale's steps."""
+        scale, train_BN = self.scale, self.texts.train_BN
+        model.requires_grad_(everything)
+        block.requires_grad_(True)
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(learned, lr=scale.learning_rate, weight_decay=0.0)
+        generator, losses = torch.Generator().manual_seed(seed), [self.loss(model)]
+        bar = tqdm(total=scale.steps[-1], desc="everything" if everything else "block", unit="step", leave=False)
+        with bar:
+            for before, after in pairwise(scale.steps):
+                for step in range(before, after):
+                    for group in optimizer.param_groups:
+                        group["lr"] = scale.learning_rate * min(1, (step + 1) / scale.warmup)
+                    rows = torch.randint(len(train_BN), (scale.batch,), generator=generator)
+                    ids_BN = train_BN[rows].to(model.device)
+                    optimizer.zero_grad()
+                    model(ids_BN, labels=ids_BN).loss.backward()
+                    nn.utils.clip_grad_norm_(learned, 1.0)
+                    optimizer.step()
+                    bar.update()
+                losses.append(self.loss(model))
+        return losses
+
+    @torch.no_grad()
+    def loss(self, model: CondenseForCausalLM) -> float:
+        """Nats a token of the held-out rows, which are of one length."""
+        batches = [rows_BN.to(model.device) for rows_BN in self.texts.held_out_BN.split(16)]
+        sums = [float(model(rows_BN, labels=rows_BN).loss) * len(rows_BN) for rows_BN in batches]
+        return sum(sums) / len(self.texts.held_out_BN)
+
+    def summarise(self, measured: Sequence[tuple[Start, Record]]) -> dict[str, Any]:
+        return {"records": [self.key(item) | record for item, record in measured]}
+
+    def rows(self, results: Results) -> list[dict[str, Any]]:
+        """A line per start, what is trained, and number of steps."""
+        lines = []
+        for record in results["records"]:
+            first, end = record["layers"]
+            named = {name: record[name] for name in ("where", "arm", "seed", "parameters", "fit_leaves")}
+            for tuned, losses in record["losses"].items():
+                for step, loss in zip(results["scale"]["steps"], losses, strict=True):
+                    cost = loss - _untouched(results)
+                    lines.append(
+                        named | {"layers": f"{first}:{end}", "tuned": tuned, "step": step, "loss": loss, "cost": cost}
+                    )
+        return lines
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        steps, untouched = results["scale"]["steps"], _untouched(results)
+        asked = [step for step in steps if step in (0, 50, steps[-1])]
+        tables = []
+        for where, described in RANGES.items():
+            columns = ["start", "parameters", "fit leaves [%]", "0 steps"]
+            columns += [f"{step} steps, {what}" for what in TUNED.values() for step in asked[1:]]
+            rows = []
+            for arm in ARMS:
+                records = _select(results, where, arm)
+                left = shown([None if r["fit_leaves"] is None else 100 * r["fit_leaves"] for r in records], 1)
+                row = [ARMS[arm], f"{records[0]['parameters']:,}", left, _cost(records, "all", 0, untouched)]
+                cells = [(tuned, steps.index(step)) for tuned in TUNED for step in asked[1:]]
+                rows.append(row + [_cost(records, tuned, number, untouched) for tuned, number in cells])
+            first, end = _select(results, where, "original")[0]["layers"]
+            title = (
+                f"layers {first}:{end} ({described}): cost of the swap [nats a token], the original has {untouched:.3f}"
+            )
+            tables.append(Table(title, columns, rows))
+        return tables
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        steps, untouched = results["scale"]["steps"], _untouched(results)
+        with picture(path, len(TUNED), len(RANGES), sharex=True, sharey=True, figsize=(11, 6.4)) as panels:
+            for line, (tuned, trained) in zip(panels, TUNED.items(), strict=True):
+                for axes, (where, described) in zip(line, RANGES.items(), strict=True):
+                    for number, arm in enumerate(ARMS):
+                        records = [r["losses"].get(tuned) for r in _select(results, where, arm)]
+                        known = [losses for losses in records if losses is not None]
+                        if not known:
+                            continue
+                        costs = [interval([losses[n] - untouched for losses in known]) for n in range(len(steps))]
+                        style = {"color": f"C{number}", "marker": "osD^v<>"[number], "markersize": 4}
+                        axes.plot(steps, [mean for mean, _, _ in costs], label=ARMS[arm], linewidth=1.2, **style)
+                        lows = [mean if low is None else low for mean, low, _ in costs]
+                        highs = [mean if high is None else high for mean, _, high in costs]
+                        axes.fill_between(steps, lows, highs, color=f"C{number}", alpha=0.2, linewidth=0)
+                    first, end = _select(results, where, "original")[0]["layers"]
+                    axes.set_title(f"layers {first}:{end} ({described})\ntrained: {trained}", fontsize=9)
+                    axes.set_yscale("symlog", linthresh=0.1)
+                    axes.axhline(0, color="grey", linewidth=0.8)
+                line[0].set_ylabel("cost [nats a token]")
+            for axes in panels[-1]:
+                axes.set_xlabel("finetuning step")
+            panels[0, -1].legend(fontsize=7)
+
+
+def without(model: CondenseForCausalLM, first: int, end: int) -> CondenseForCausalLM:
+    """A copy without layers `first` to `end` - 1."""
+    model = copy.deepcopy(model)
+    model.model.layers = nn.ModuleList([*model.model.layers[:first], *model.model.layers[end:]])
+    model.config.num_hidden_layers = len(model.model.layers)
+    return model
+
+
+def shuffled(ids_BN: torch.Tensor, seed: int) -> torch.Tensor:
+    """Each row's tokens in an order of its own; the first stays."""
+    generator = torch.Generator().manual_seed(seed)
+    order_BN = torch.rand(ids_BN[:, 1:].shape, generator=generator).argsort(dim=1).to(ids_BN.device)
+    return torch.cat([ids_BN[:, :1], ids_BN[:, 1:].gather(1, order_BN)], dim=1)
+
+
+def _select(results: Results, where: str, arm: str) -> list[dict[str, Any]]:
+    return [record for record in results["records"] if (record["where"], record["arm"]) == (where, arm)]
+
+
+def _untouched(results: Results) -> float:
+    """The loss of the original before any training."""
+    return next(record for record in results["records"] if record["arm"] == "original")["losses"]["all"][0]
+
+
+def _cost(records: Sequence[dict[str, Any]], tuned: str, number: int, untouched: float) -> str:
+    return shown([r["losses"][tuned][number] - untouched if tuned in r["losses"] else None for r in records])

@@ -28,7 +28,7 @@ class Call:
     evaluations: EvaluationCounts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.evaluations = EvaluationCounts(self.batch)
+        self.evaluations = EvaluationCounts(self.batch, self.inputs.device)
 
     def previous_last_hidden(self, weight: torch.Tensor, hidden_size: int) -> torch.Tensor:
         """The final hidden state [B, D] of each row's last token before this call; zeros where there is none.

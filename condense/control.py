@@ -17,6 +17,8 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
     """Raises `ValueError` for a control that does not fit an input of shape [B, N]."""
     if not control_size:
         raise ValueError("control is given, and the model has no depth block that takes one: leave it out.")
+    if not isinstance(control, torch.Tensor):
+        raise ValueError(f"control is a {type(control).__name__}: pass a tensor [texts, {control_size}].")
     fits = (shape[0], control_size), (*shape, control_size)
     if tuple(control.shape) not in fits:
         raise ValueError(
@@ -25,6 +27,20 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
         )
     if not control.is_floating_point():
         raise ValueError(f"control is {control.dtype}: pass floating-point numbers.")
+    at_hand = control.device.type == "cpu" and not torch.compiler.is_exporting()  # an accelerator would have to wait
+    if at_hand and not bool(torch.isfinite(control).all()):
+        raise ValueError("control has values that are not finite: pass finite numbers.")
+
+
+def check_control_of_prompt(control: torch.Tensor | None, attention_mask: torch.Tensor | None) -> None:
+    """Raises `ValueError` for the control of tokens that ends before the prompt of `generate` does."""
+    if control is None or attention_mask is None or control.dim() != 3:
+        return
+    if control.shape[1] < attention_mask.shape[1]:
+        raise ValueError(
+            f"control has {control.shape[1]} columns and the prompt {attention_mask.shape[1]}: pass one for each "
+            "token, or [texts, components]. New tokens have the control of their column, or that of the last one."
+        )
 
 
 def zero_control(control_size: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from .segmentation import Chunk, UnpaddedBatch, on_device
 class EvaluationCounts:
     """Counts by chunk. A chunk that gradient checkpointing runs twice counts once."""
 
-    def __init__(self, batch: UnpaddedBatch):
-        self.batch = batch
+    def __init__(self, batch: UnpaddedBatch, device: torch.device):
+        self.batch, self.device = batch, device
         self.counts: dict[tuple[int, ...], tuple[Chunk, int | torch.Tensor]] = {}
 
     def set(self, chunk: Chunk, num_evaluations: int | torch.Tensor) -> None:
@@ -20,12 +20,11 @@ class EvaluationCounts:
         self.counts[(*chunk.rows, *chunk.starts)] = chunk, num_evaluations
 
     def collect(self) -> torch.Tensor | None:
-        """[B, N], 0 at padding; None if there was no vector field."""
+        """[B, N] on the device of the input, 0 at padding; None if there was no vector field."""
         if not self.counts:
             return None
-        devices = {counts.device for _, counts in self.counts.values() if isinstance(counts, torch.Tensor)}
-        device = devices.pop() if devices else torch.device("cpu")
-        collected_BN = torch.zeros(self.batch.batch_size, self.batch.num_columns, dtype=torch.long, device=device)
+        shape, device = (self.batch.batch_size, self.batch.num_columns), self.device
+        collected_BN = torch.zeros(shape, dtype=torch.long, device=device)
         for chunk, counts in self.counts.values():
             row_n, token_n = chunk.token_indices
             own_row_n = torch.tensor(chunk.rows)[row_n]
@@ -33,6 +32,6 @@ class EvaluationCounts:
             if self.batch.mask_BN is not None:
                 column_n = self.batch.columns_BN[own_row_n, column_n]
             if isinstance(counts, torch.Tensor):
-                counts = counts[on_device(row_n, device), on_device(token_n, device)]
+                counts = counts.to(device)[on_device(row_n, device), on_device(token_n, device)]
             collected_BN[on_device(own_row_n, device), on_device(column_n, device)] = counts
         return collected_BN

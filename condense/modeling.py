@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import AttentionMetadataBuilder
@@ -22,7 +21,7 @@ from .cache import FoldedCache
 from .call import Call
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
-from .control import control_of_columns, zero_control
+from .control import check_control_of_prompt, control_of_columns, zero_control
 from .durations import Timeline
 from .evaluations import EvaluationCounts
 from .execution import EXECUTORS, schedule_for
@@ -33,7 +32,7 @@ from .hidden_states import HiddenStateAccumulator, LayerOutputs
 from .layers import DecoderBlock, RMSNorm, decoder_stack
 from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
-from .outputs import CondenseOutput, OutputAccumulator
+from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import find_documents
 from .recording import CROP_TOKENS
 from .segmentation import Chunk, UnpaddedBatch
@@ -148,7 +147,8 @@ class CondenseModel(CondensePreTrainedModel):
         with LayerOutputs(self, call, output_hidden_states) as layer_outputs:
             chunk_outputs = self.run(call, accumulated.chunk_hidden, self)
         last_BND = accumulated.collect(chunk_outputs, previous_BD)
-        output = BaseModelOutputWithPast(last_BND, call.cache, layer_outputs.hidden_states(previous_BD))
+        output = CondenseModelOutput(last_BND, call.cache, layer_outputs.hidden_states(previous_BD))
+        output.function_evaluations = call.evaluations.collect()
         call.end()
         return output if return_dict is not False else output.to_tuple()
 
@@ -352,6 +352,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             if labels is None:  # the head gets no padding between documents
                 read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
                 output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
+                output.function_evaluations = read.function_evaluations
             else:
                 output = documents.pack_output(self.forward(**unpacked))
             return output if return_dict is not False else output.to_tuple()
@@ -414,6 +415,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             )
         if generation_config.use_cache is False:
             raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
+        check_control_of_prompt(model_kwargs.get("control"), model_kwargs.get("attention_mask"))
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = FoldedCache(self.config)
         if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .call import Call
 from .execution.executor import ChunkOutput
 from .hidden_states import HiddenStateAccumulator
 from .loss import LossAccumulator
 from .segmentation import Chunk
+
+
+@dataclass
+class CondenseModelOutput(BaseModelOutputWithPast):
+    """The output of the model without a head. `function_evaluations`: see `CondenseOutput`."""
+
+    function_evaluations: torch.Tensor | None = None  # [B, N]
 
 
 @dataclass

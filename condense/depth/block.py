@@ -17,9 +17,10 @@ from ..attention import AttentionMetadata
 from ..configuration import CondenseConfig
 from ..layers import CondenseDecoderLayer, RMSNorm, detach_rows
 from ..memory import KeyValueState, Memory
+from ..segmentation import Chunk, on_device
 from .fields import MLPField, Tau
 from .settings import DepthSettings
-from .solvers import Solution, num_fixed_evaluations, solve_adaptive, solve_fixed, solve_fixed_adjoint
+from .solvers import Solution, check_installed, num_fixed_evaluations, solve_adaptive, solve_fixed, solve_fixed_adjoint
 
 REMEDY = "lower the learning rate, or take an earlier checkpoint or more steps"
 BoundField = Callable[[Tau, torch.Tensor], torch.Tensor]  # a field whose control is given
@@ -32,6 +33,7 @@ class DepthFlow(nn.Module):
 
     def __init__(self, field: nn.Module, settings: DepthSettings):
         super().__init__()
+        check_installed(settings)
         self.field, self.settings = field, settings
         alpha = torch.full((1,), float(settings.alpha))
         if settings.learn_alpha:
@@ -145,7 +147,11 @@ class DepthBlock(DepthFlow):
         assert config.depth is not None
         settings = DepthSettings.from_dict(config.depth)
         if settings.position >= config.num_hidden_layers:
-            raise ValueError(f"depth: position={settings.position} in a stack of {config.num_hidden_layers} layers.")
+            raise ValueError(
+                f"depth: position={settings.position} in a stack of {config.num_hidden_layers} layers: choose a "
+                "position in the stack, counted from 0."
+            )
+        config.depth = settings.to_dict()  # with the defaults of fields that were left out
         super().__init__(build_field(config, settings), settings)
         self.position = settings.position
         self.memory_from_output = config.memory_source == "layer_output"
@@ -156,7 +162,7 @@ class DepthBlock(DepthFlow):
         """The state at tau = 1 and, for the field `layer`, its keys and values for the next segment."""
         control_RTC = metadata.control_RTC
         if not isinstance(self.field, LayerField):
-            solution = self.flow(input_RTD, control_RTC)
+            solution = self._flow_of_tokens(input_RTD, control_RTC, metadata.chunk)
             metadata.count_evaluations(solution.num_evaluations)
             return solution.end_xD, None
         bound = self.field.bind(control_RTC, key_values, metadata, num_fixed_evaluations(self.settings))
@@ -167,12 +173,27 @@ class DepthBlock(DepthFlow):
         source_RTD = detach_rows(solution.end_xD if self.memory_from_output else input_RTD, metadata.detach_R)
         return solution.end_xD, self.field.memory_of(source_RTD, control_RTC, metadata)
 
+    def _flow_of_tokens(self, input_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk) -> Solution:
+        """The flow; of an adaptive solver without the padding of a chunk, which may need more steps than any token."""
+        if chunk.rectangular or not self.settings.is_adaptive:
+            return self.flow(input_RTD, control_RTC)
+        index_n = tuple(on_device(index, input_RTD.device) for index in chunk.token_indices)
+        if control_RTC is not None:
+            control_RTC = control_RTC.expand(*input_RTD.shape[:2], -1)[index_n]
+        end_nD, evaluations_n = self.flow(input_RTD[index_n], control_RTC)
+        assert isinstance(evaluations_n, torch.Tensor)
+        evaluations_RT = input_RTD.new_zeros(input_RTD.shape[:2], dtype=torch.long)
+        return Solution(input_RTD.index_put(index_n, end_nD), evaluations_RT.index_put(index_n, evaluations_n))
+
 
 def build_field(config: CondenseConfig, settings: DepthSettings) -> nn.Module:
     """The field of a folded model's block, with random weights."""
     if settings.field == "layer":
         return LayerField(config, settings.control_size)
-    assert settings.field_size is not None, "convert_to_depth chooses the width"
+    if settings.field_size is None:
+        raise ValueError(
+            "depth: field_size is missing: pass the field's width, or make the model with convert_to_depth."
+        )
     norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
     uses_tau = settings.field == "mlp_tau"
     return MLPField(norm, config.hidden_size, settings.field_size, settings.control_size, uses_tau)

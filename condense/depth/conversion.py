@@ -13,6 +13,7 @@ from .block import DepthBlock, DepthFlow, LayerField
 from .fields import field_size_for
 from .llama import replace_stock_layers
 from .settings import DepthSettings
+from .solvers import check_installed
 
 
 def convert_to_depth(
@@ -33,6 +34,8 @@ def convert_to_depth(
     weights of the other layers. Raises `ValueError` for an empty range or one outside of the stack, for settings that
     do not exist, for a model that has a depth block, and for a stock Llama with the field `layer`.
     """
+    if not isinstance(model, CondenseForCausalLM | LlamaForCausalLM):
+        raise ValueError(f"the model is a {type(model).__name__}: pass a CondenseForCausalLM or a LlamaForCausalLM.")
     config, layers = model.config, model.model.layers
     check_range(config, first, end)
     replaced = list(layers[first:end])
@@ -71,6 +74,8 @@ def check_range(config: Any, first: int, end: int) -> None:
 
 def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) -> DepthSettings:
     """The settings of a block in the place of layers `first` to `end - 1`; see `convert_to_depth`."""
+    if fixed := settings.keys() & {"position", "num_replaced"}:
+        raise ValueError(f"{', '.join(sorted(fixed))}: `first` and `end` say which layers are replaced: leave it out.")
     if field == "layer":
         settings = {"alpha": float(end - first)} | settings
     return DepthSettings.from_dict({"position": first, "num_replaced": end - first, "field": field} | settings)
@@ -99,6 +104,8 @@ def set_solver(model: Any, solver: str, **settings: Any) -> None:
     if other := [name for name in settings if name not in allowed]:
         raise ValueError(f"set_solver changes {', '.join(allowed)}, not {', '.join(other)}.")
     for flow in flows:
-        flow.settings = replace(flow.settings, solver=solver, **settings)
+        changed = replace(flow.settings, solver=solver, **settings)
+        check_installed(changed)
+        flow.settings = changed
     if getattr(model.config, "depth", None) is not None:
         model.config.depth = flows[0].settings.to_dict()

@@ -10,13 +10,14 @@ States are float32 at least: the update of a step is small against the state.
 Axes: n samples (tokens), D features, x any size.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from .settings import DepthSettings
+from .settings import FIXED_SOLVERS, DepthSettings
 
 Derivative = Callable[[Any, torch.Tensor], torch.Tensor]  # f(tau, state); of an adaptive solver with tau [n, 1]
 
@@ -101,7 +102,8 @@ def solve_adaptive(
     # A sample ends with an error where it takes its last permitted step, also if that step completes it.
     max_steps = (settings.max_evaluations - EVALUATIONS_TO_START) // per_step + 1
     ends = [start_nD.new_full((len(start_nD),), tau) for tau in (0.0, 1.0)]
-    solver = torchode.AutoDiffAdjoint(method, controller, max_steps=max_steps)
+    # The gradient is that of the steps taken: the gradient of their sizes is NaN for samples that end before others.
+    solver = torchode.AutoDiffAdjoint(method, controller, max_steps=max_steps, backprop_through_step_size_control=False)
     solution = solver.solve(torchode.InitialValueProblem(start_nD, *ends, None))
     evaluations_n = EVALUATIONS_TO_START + per_step * solution.stats["n_steps"]
     if bool((solution.status != torchode.status_codes.SUCCESS).any()):
@@ -112,6 +114,16 @@ def solve_adaptive(
             "tolerances or max_evaluations, or choose a solver with fixed steps."
         )
     return solution.ys[:, -1], evaluations_n
+
+
+def check_installed(settings: DepthSettings) -> None:
+    """Raises `ValueError` where the library of the solver is missing."""
+    needed = "torchode" if settings.is_adaptive else "torchdiffeq" if settings.gradient == "adjoint" else None
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        raise ValueError(
+            f"depth: solver={settings.solver!r} with gradient={settings.gradient!r} needs the package {needed}: "
+            f"pip install {needed}, or choose one of {', '.join(FIXED_SOLVERS)} with gradient='direct'."
+        )
 
 
 def _of_samples(derivative: Derivative) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -3,6 +3,7 @@
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..control import check_control, zero_control
 from .block import DepthFlow
 
 
@@ -13,6 +14,11 @@ class StockDepthBlock(DepthFlow, GradientCheckpointingLayer):
     [B, T, C]; zeros where none is given. `function_evaluations` are those of the last call: one number for all tokens,
     or [B, T].
 
+    Keep layer 0, in which a stock cache counts its tokens. The `generate` of a stock model refuses a control, which
+    its forward pass does not name; that of a `DepthLlamaForCausalLM` takes it.
+
+    Raises `ValueError` for a control that does not fit.
+
     Axes: B rows, T tokens, D hidden size, C components of the control.
     """
 
@@ -20,8 +26,10 @@ class StockDepthBlock(DepthFlow, GradientCheckpointingLayer):
 
     def forward(self, hidden_BTD: torch.Tensor, *unused, control: torch.Tensor | None = None, **also_unused):
         size = self.settings.control_size
-        if control is None and size:
-            control = hidden_BTD.new_zeros(len(hidden_BTD), size)
+        if control is not None:
+            check_control(size, control, (hidden_BTD.shape[0], hidden_BTD.shape[1]))
+        elif size:
+            control = zero_control(size, hidden_BTD, hidden_BTD)
         if control is not None:
             control = control.to(hidden_BTD)
             control = control[:, None] if control.dim() == 2 else control

@@ -41,6 +41,10 @@ def schedule_for(
     if requested == "wavefront" and sharded:
         raise ValueError(f"FSDP gathers weights for a call of the model, and a wavefront would keep them: {REMEDY}.")
     if requested == "wavefront" and longest_wave(lengths, state.positions)[0]:
+        if root.config.depth is not None:
+            raise ValueError(
+                f"a depth block cannot be stacked with layers, and a wavefront runs them as one: {REMEDY}."
+            )
         check_stackable(layers)  # before a part of the call is in a cache
     if state.is_recording:
         return "sequential"

@@ -5,6 +5,8 @@ Axes: B rows of a batch, N columns of an input, R rows of a chunk, T tokens of a
 
 import functools
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -32,15 +34,18 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
         raise ValueError("control has values that are not finite: pass finite numbers.")
 
 
-def check_control_of_prompt(control: torch.Tensor | None, attention_mask: torch.Tensor | None) -> None:
-    """Raises `ValueError` for the control of tokens that ends before the prompt of `generate` does."""
-    if control is None or attention_mask is None or control.dim() != 3:
+def check_control_of_prompt(arguments: Mapping[str, Any]) -> None:
+    """Raises `ValueError` where the control of tokens ends before the prompt does; `arguments` are those that
+    `generate` has prepared. It drops a mask without padding and keeps the positions.
+    """
+    control, mask, positions = (arguments.get(name) for name in ("control", "attention_mask", "position_ids"))
+    columns = positions if mask is None else mask
+    if control is None or columns is None or control.dim() != 3 or control.shape[1] >= columns.shape[1]:
         return
-    if control.shape[1] < attention_mask.shape[1]:
-        raise ValueError(
-            f"control has {control.shape[1]} columns and the prompt {attention_mask.shape[1]}: pass one for each "
-            "token, or [texts, components]. New tokens have the control of their column, or that of the last one."
-        )
+    raise ValueError(
+        f"control has {control.shape[1]} columns and the prompt {columns.shape[1]}: pass one for each token, or one "
+        "for each text. New tokens have the control of their column, or that of the last one."
+    )
 
 
 def zero_control(control_size: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -415,7 +415,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             )
         if generation_config.use_cache is False:
             raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
-        check_control_of_prompt(model_kwargs.get("control"), model_kwargs.get("attention_mask"))
+        check_control_of_prompt(model_kwargs)
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = FoldedCache(self.config)
         if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens

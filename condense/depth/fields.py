@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Tau = float | torch.Tensor  # the depth of all tokens, or [x, 1] that of each
+Tau = float | torch.Tensor  # the depth of all tokens, a number or a tensor without axes, or [x, 1] that of each
 
 
 class VectorField(Protocol):
@@ -37,7 +37,7 @@ class MLPField(nn.Module):
         if self.control_proj is not None:
             sum_xM = sum_xM + self.control_proj(control_xC)
         if self.tau_proj is not None:
-            tau_x1 = tau if isinstance(tau, torch.Tensor) else hidden_xD.new_full((1,), tau)
+            tau_x1 = tau.reshape(-1, 1) if isinstance(tau, torch.Tensor) else hidden_xD.new_full((1, 1), tau)
             sum_xM = sum_xM + self.tau_proj(tau_x1.to(hidden_xD.dtype))
         return self.down_proj(F.softplus(sum_xM))
 

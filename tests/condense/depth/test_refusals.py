@@ -2,14 +2,14 @@
 
 import importlib.util
 import logging
+import re
 
 import pytest
 import torch
 
 import condense.control
 from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
-from condense.depth import DepthFlow, DepthSettings, MLPField, convert_to_depth, set_solver
-from condense.layers import RMSNorm
+from condense.depth import DepthFlow, DepthSettings, convert_to_depth, set_solver
 
 from ..models import random_ids, tiny_config, tiny_model
 from .models import depth_model, random_control
@@ -51,15 +51,14 @@ def test_ranges_that_are_empty_reversed_or_outside(first, end):
     ],
 )
 def test_settings_that_do_not_exist_or_do_not_fit_together(changes, message):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         settings(**changes)
-    assert message in str(caught.value)
 
 
 def test_conversion_refuses_what_it_cannot_convert():
     model = tiny_model()
     for changes, message in (
-        ({"tolerance": 1}, r"setting='tolerance' is not known: did you mean '\w*tol'"),
+        ({"step": 1}, r"setting='step' is not known: did you mean 'steps'"),
         ({"position": 2}, "`first` and `end` say which layers"),
         ({"solver": "eule"}, "did you mean 'euler'"),
     ):
@@ -172,16 +171,18 @@ class BreaksAt(torch.nn.Module):
 @pytest.mark.parametrize(
     ("solver", "message"),
     [
-        ("euler", "gives values that are not finite at tau=0.5, step 3 of 4: lower the learning rate"),
-        ("rk4", r"at tau=0.5, step 2 of 4"),
-        ("dopri5", r"at tau=0\.[5-9]\d*, evaluation \d+: lower"),
-        ("adaptive_heun", r"at tau=0\.[5-9]\d*, evaluation \d+: lower"),
+        ("euler", r"tau=0.5, step 3 of 4"),
+        ("rk4", r"tau=0.5, step 3 of 4"),
+        ("dopri5", r"tau=0\.[5-9]\d*, evaluation \d+"),
+        ("adaptive_heun", r"tau=0\.[5-9]\d*, evaluation \d+"),
     ],
 )
 def test_a_field_that_is_not_finite_stops_the_flow(solver, message):
     """With the depth and the step, also where only one token of a text has it; no solver tries for ever."""
     block = DepthFlow(BreaksAt(0.5), settings(solver=solver, control_size=0, alpha=1.0))
-    with pytest.raises(ValueError, match=f"the field 'mlp' of the depth block {message}"):
+    with pytest.raises(
+        ValueError, match=f"field 'mlp' of the depth block gives values that are not finite at {message}: low"
+    ):
         block.flow(torch.randn(2, 3, 4), None)
 
 
@@ -196,9 +197,16 @@ def test_hidden_states_and_weights_that_are_not_finite():
             model.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
             with pytest.raises(ValueError, match="receives hidden states that are not finite: look at the layers"):
                 model(ids, control=control)
-    block = DepthFlow(MLPField(RMSNorm(4), 4, 8, 0), settings(control_size=0, alpha=3e38))
-    with pytest.raises(ValueError, match=r"(overflows|not finite).*: lower the learning rate"):
-        block.flow(torch.full((1, 2, 4), 1e30), None)
+
+
+def test_finite_slopes_whose_sum_is_not():
+    class Steep(torch.nn.Module):
+        def forward(self, tau, hidden, control):
+            return torch.full_like(hidden, 2e38)
+
+    block = DepthFlow(Steep(), settings(control_size=0, alpha=1.0))
+    with pytest.raises(ValueError, match="the flow of the field 'mlp' overflows: lower the learning rate"):
+        block.flow(torch.full((1, 2, 4), 3e38), None)
 
 
 @torch.no_grad()
@@ -206,7 +214,7 @@ def test_too_many_evaluations_name_tolerance_and_field():
     model = depth_model("mlp_tau", depth={"solver": "dopri5", "rtol": 1e-6, "atol": 1e-7, "max_evaluations": 20})
     with pytest.raises(
         ValueError,
-        match=r"dopri5 needs more than max_evaluations=20 .* 'mlp_tau' at rtol=1e-06, atol=1e-07 for \d+ of 12 tokens",
+        match=r"dopri5 needs more than max_evaluations=20 .* 'mlp_tau' at rtol=1e-06, atol=1e-07 for \d+ of 10 tokens",
     ):
         model(random_ids(2, 6), control=random_control(2, 2))
 

@@ -29,7 +29,7 @@ TRAINED = ("baseline", "hybrid", "twin", "shorter")
 STEPS = (4, 16, 64, 256)
 REFERENCE = ("rk4", 256)
 GRADIENT_TOKENS = 16
-REPEATS, SMALL_REPEATS = 10, 3
+REPEATS, SMALL_REPEATS = 10, 2
 MEGABYTE = 2**20
 
 Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]  # by name what prepares a call, and the call

@@ -68,7 +68,7 @@ def test_evaluations_of_the_solvers(results):
     assert {name: found[f"hybrid, {name}"] for name in fixed} == fixed
     for solver in ("dopri5", "adaptive_heun"):
         assert found[f"hybrid, {solver} 1e-05"] >= found[f"hybrid, {solver} 0.01"] > 0
-    assert all(len(figures["seconds"]) == 3 for part in ("inference", "training") for figures in results[part].values())
+    assert all(len(figures["seconds"]) == 2 for part in ("inference", "training") for figures in results[part].values())
 
 
 def test_the_adjoint(results):

@@ -7,7 +7,6 @@ import torch
 
 from condense import FoldedCache
 from condense.depth import set_solver
-from condense.depth.settings import ADAPTIVE_SOLVERS
 
 from ..models import padded_batch, random_durations, random_ids
 from .models import depth_model, random_control, reference_logits
@@ -35,13 +34,13 @@ def model(request):
         yield depth_model(field, depth=depth)
 
 
-@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
 @pytest.mark.parametrize("solver", ["euler", "midpoint", "rk4"])
-@pytest.mark.parametrize("field", ["mlp", "mlp_tau", "layer"])
+@pytest.mark.parametrize(
+    ("field", "memory_source"),
+    [("mlp", "layer_output"), ("mlp_tau", "layer_output"), ("layer", "layer_output"), ("layer", "layer_input")],
+)
 def test_equals_the_equations(field, solver, memory_source):
     """Over three segments: the memory of a flow of a layer is its end state."""
-    if field != "layer" and memory_source == "layer_input":
-        pytest.skip("the block has no memory")
     model = depth_model(field, depth={"solver": solver, "steps": 2}, memory_source=memory_source)
     ids, control, durations = random_ids(1, N), random_control(1, N, 2), random_durations(1, N)
     with torch.no_grad():
@@ -67,8 +66,7 @@ def test_adaptive_solvers_come_near_the_equations():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("by_token", [False, True], ids=["by-text", "by-token"])
-@pytest.mark.parametrize("widths", [[1] * N, [2, 7, 4]], ids=["token-by-token", "chunked"])
+@pytest.mark.parametrize(("widths", "by_token"), [([1] * N, True), ([2, 7, 4], False)], ids=["tokens", "chunks"])
 def test_a_cache_continues_where_the_last_call_ended(model, widths, by_token):
     ids, control = random_ids(2, N), random_control(2, N, 2) if by_token else random_control(2, 2)
     expected = model(ids, control=control, use_cache=False)
@@ -115,11 +113,13 @@ def test_padding_that_needs_more_evaluations_than_allowed_is_not_read():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("by_token", [False, True], ids=["by-text", "by-token"])
+@pytest.mark.parametrize(
+    ("model", "by_token"),
+    [(EVERY[0], False), (EVERY[2], True), (EVERY[4], False), (EVERY[4], True)],
+    indirect=["model"],
+)
 def test_generate_with_a_control(model, by_token):
     """Greedy in a padded batch, in prefill chunks, from a cache, and with prompt lookup."""
-    if model.config.depth["solver"] in ADAPTIVE_SOLVERS and not by_token:
-        pytest.skip("as by token")
     texts, ids, mask = padded_batch([7, 4], "left")
     control = random_control(2, 7, 2) if by_token else random_control(2, 2)
     options = {"max_new_tokens": 5, "do_sample": False}

@@ -53,7 +53,8 @@ def show(results: dict[str, Any], shown_by: Any, output: Path) -> None:
     """Prints the tables of a result, and the names of its files. `shown_by` is the task, or a module with `tables`."""
     for table in shown_by.tables(results):
         print(table, end="\n\n")
-    pictures = f"{results['kind']}-*" if results["kind"].startswith("probe_") else ""
+    one_picture = (output / f"{results['kind']}.png").exists()
+    pictures = "" if one_picture else f"{results['kind']}-*"
     print(f"{output}/{results['kind']}.json, .csv, {pictures}.png and .svg")
 
 

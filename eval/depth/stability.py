@@ -41,7 +41,8 @@ class Stability(Experiment[Run]):
         "steps in the place of two of them; twin: four residual MLP steps with weights of their own, together as many "
         "as the flow's; shorter: the two layers left out; alpha_fixed and alpha_one: a flow whose scale stays at 0.1 "
         f"and at 1. Norms of the gradient are those before clipping at {CLIPPED_NORM:g}; a step is vanishing where the "
-        f"norm of all weights or of the block is below {VANISHING:g}, exploding where one is above {EXPLODING:g}. "
+        f"norm of all weights or of the block's is below {VANISHING:g}, exploding where that of all is above "
+        f"{EXPLODING:g}. "
         "Intervals are 95 % t intervals over seeds."
     )
 
@@ -116,7 +117,7 @@ def figures(log: dict[str, list[Any]]) -> dict[str, Any]:
         "alpha_start": log["alpha"][0],
         "alpha_end": log["alpha"][-1],
         "vanishing_steps": sum(any(norm < VANISHING for norm in _finite(step)) for step in steps),
-        "exploding_steps": sum(any(norm > EXPLODING for norm in _finite(step)) for step in steps),
+        "exploding_steps": sum(norm > EXPLODING for norm in _finite(log["gradient_norm"])),
         "not_finite_steps": sum(None in step for step in zip(log["loss"], log["gradient_norm"], strict=True)),
     }
 

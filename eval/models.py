@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
-import condense  # noqa: F401  registers folded models with the Auto classes
+import condense.depth  # noqa: F401  registers folded models and those with a depth block with the Auto classes
 from condense.cache import FoldedCache
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits

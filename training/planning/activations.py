@@ -12,8 +12,10 @@ from condense.loss import MAX_LOGITS
 
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
+from .depth import Stack, stack_of
 from .passes import FLOAT32, Pass, element_size
 
+ADJOINT_COPIES = 8  # measured: of the state, its adjoint and the field's gradient, in one step of torchdiffeq
 LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, all in float32
 
 
@@ -26,35 +28,40 @@ def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
 
 
 def kept_by_llama(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
-    (length,), layers = a_pass.segments, config.num_hidden_layers
+    (length,), stack = a_pass.segments, stack_of(config)
     layer, gradients = (a_pass.rows * count(config, recipe, length, 0) for count in (_layer, _layer_gradients))
+    block = a_pass.tokens * _block(config, recipe, stack)
+    block_gradients = _block_gradients(config, recipe, stack, a_pass.tokens)
     loss = LOGIT_COPIES * FLOAT32 * config.vocab_size * a_pass.tokens
     if recipe.gradient_checkpointing:  # layers keep their inputs, and are recomputed after the logits are freed
-        inputs, later = layers * a_pass.tokens * config.hidden_size * element_size(recipe), layer + gradients
+        inputs = config.num_hidden_layers * a_pass.tokens * config.hidden_size * element_size(recipe)
+        later = max(layer + gradients, block + block_gradients)
     else:
-        inputs, later = layers * layer, gradients
+        inputs, later = stack.runs * layer + block, max(gradients, block_gradients)
     activations = inputs + a_pass.tokens * _norm(config, recipe) + max(0, later - loss)
     return {"memories": 0, "activations": activations, "loss": loss}
 
 
 def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
     assert isinstance(recipe.model, CondenseModel)
-    layers, width, vocab, size = config.num_hidden_layers, config.hidden_size, config.vocab_size, element_size(recipe)
+    stack, width, vocab, size = stack_of(config), config.hidden_size, config.vocab_size, element_size(recipe)
     checkpointing, last = recipe.gradient_checkpointing, len(a_pass.segments) - 1
     span = recipe.model.bptt_segments or getattr(config, "bptt_segments", None)
     # Checkpoints keep memories as they are; otherwise they are a part of what attention keeps.
     repeated = recipe.attention == "eager" and not checkpointing
     heads = config.num_attention_heads if repeated else config.num_key_value_heads
+    copies = stack.memories if checkpointing else stack.runs  # attention keeps one for each evaluation of a layer
     kept_memories, activations, memory = [], [], 0
     for number, tokens in enumerate(a_pass.segments):
-        kept_memories.append(2 * a_pass.rows * layers * memory * heads * config.head_dim * size)
-        layer = _layer(config, recipe, tokens, memory)
+        kept_memories.append(2 * a_pass.rows * copies * memory * heads * config.head_dim * size)
+        layer, source = _layer(config, recipe, tokens, memory), 0
         if number < last:  # the norm before the next segment's keys and values
-            layer += 2 * tokens * width * size
+            source = 2 * tokens * width * size
             cut = span is not None and (number + 1) % span == 0
             if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
-                layer += tokens * width * FLOAT32
-        activations.append(a_pass.rows * (layers * layer + tokens * _norm(config, recipe)))
+                source += tokens * width * FLOAT32
+        kept_once = tokens * (_norm(config, recipe) + _block(config, recipe, stack))
+        activations.append(a_pass.rows * (stack.runs * layer + stack.memories * source + kept_once))
         memory = tokens
     first = a_pass.segments[0]
     chunk = min(a_pass.rows * first, max(1, MAX_LOGITS // vocab))
@@ -63,18 +70,37 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     else:  # logits are recomputed by chunks, where they are wider than hidden states
         held = chunk if vocab > width else a_pass.tokens
     loss = FLOAT32 * vocab * ((LOGIT_COPIES - 1) * chunk + held)
-    later = a_pass.rows * _layer_gradients(config, recipe, first, first if last else 0)
+    gradients = a_pass.rows * _layer_gradients(config, recipe, first, first if last else 0)
+    later = max(gradients, _block_gradients(config, recipe, stack, a_pass.rows * first))
     kept = max(activations) if checkpointing else sum(activations)
     # On the host, all wait but those of the segment that is computed.
     memories = max(kept_memories) if recipe.model.offload_memories else sum(kept_memories)
     if checkpointing and recipe.model.schedule == "wavefront":  # every diagonal keeps the hidden states it was given
-        kept += a_pass.tokens * layers * width * size
+        kept += a_pass.tokens * config.num_hidden_layers * width * size
     return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
 
 
 def _norm(config: LlamaConfig, recipe: Recipe) -> int:
     """Bytes that a norm keeps of a token: its input in float32, normalized, and multiplied by its weight."""
     return (FLOAT32 + 2 * element_size(recipe)) * config.hidden_size
+
+
+def _block(config: LlamaConfig, recipe: Recipe, stack: Stack) -> int:
+    """Bytes that a depth block keeps of a token, besides those of its runs of a layer."""
+    size, width = element_size(recipe), config.hidden_size
+    scaled = FLOAT32 * width  # what alpha multiplies
+    if not stack.width:
+        return stack.kept * scaled
+    if stack.is_adjoint:  # the states at both ends
+        return 2 * FLOAT32 * width
+    return stack.kept * (_norm(config, recipe) + 2 * size * stack.width + scaled)
+
+
+def _block_gradients(config: LlamaConfig, recipe: Recipe, stack: Stack, tokens: int) -> int:
+    """Bytes that an MLP field adds in the backward pass: the gradients beside softplus, or the state of the adjoint."""
+    if stack.is_adjoint:
+        return ADJOINT_COPIES * FLOAT32 * 2 * config.hidden_size * (stack.width + tokens)
+    return 2 * element_size(recipe) * stack.width * tokens
 
 
 def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:

@@ -49,6 +49,8 @@ def reasons_without_waves(
 def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], a_pass: Pass) -> str | None:
     if not isinstance(recipe.model, CondenseModel):
         return f"model.kind={recipe.model.kind} reads a text as a whole"
+    if getattr(config, "depth", None) is not None:
+        return "a depth block is no layer like the others"
     if recipe.model.schedule != "auto":
         return None if recipe.model.schedule == "wavefront" else f"model.schedule={recipe.model.schedule}"
     if (deepspeed.get("zero_optimization") or {}).get("stage") == 3:

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from ..recipe import Recipe
+from .depth import repeated_weights, stack_of
 from .passes import parameter_shapes, passes, segments_of
 
 
@@ -50,13 +51,16 @@ def _text_flops(config: LlamaConfig, parameters: int, segments: Sequence[int]) -
     """FLOPs of a text, forward and backward.
 
     They are 6 per token and parameter, without an input embedding of its own, which is looked up; 12 per channel for
-    each pair of a query and a key; and those of the memories' keys and values.
+    each pair of a query and a key; and those of the memories' keys and values. A depth block's field counts once for
+    each evaluation.
     """
+    stack = stack_of(config)
     heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim
     pairs, remembered = 0, 0
     for number, tokens in enumerate(segments):
         pairs += tokens * (segments[0] if number else 0) + tokens * (tokens + 1) // 2
         remembered += tokens if number < len(segments) - 1 else 0
-    per_layer = 12 * heads * config.head_dim * pairs + 6 * 2 * config.hidden_size * key_width * remembered
+    attention = stack.runs * 12 * heads * config.head_dim * pairs
+    memories = stack.memories * 6 * 2 * config.hidden_size * key_width * remembered
     multiplied = parameters - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
-    return 6 * multiplied * sum(segments) + config.num_hidden_layers * per_layer
+    return round(6 * (multiplied + repeated_weights(config, stack)) * sum(segments)) + attention + memories

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
+
 from ..recipe import Recipe
 
 FLOAT32 = 4  # bytes
@@ -50,8 +53,12 @@ def _curriculum_passes(recipe: Recipe, length: int, ranks: int) -> list[Pass]:
 
 def parameter_shapes(config: LlamaConfig) -> list[torch.Size]:
     """The shape of every parameter, tied ones once, in the model's order."""
-    with torch.device("meta"):  # a folded Llama has the parameters of its Llama
-        return [parameter.shape for parameter in LlamaForCausalLM(config).parameters()]
+    # A folded Llama has the parameters of its Llama, but for a depth block.
+    model_class = CondenseForCausalLM if isinstance(config, CondenseConfig) else LlamaForCausalLM
+    if isinstance(config, DepthLlamaConfig):
+        model_class = DepthLlamaForCausalLM
+    with torch.device("meta"):
+        return [parameter.shape for parameter in model_class(config).parameters()]
 
 
 def element_size(recipe: Recipe) -> int:

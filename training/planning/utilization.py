@@ -14,13 +14,16 @@ from .operations import text_flops
 def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | None:
     """The least time that this process's GPU takes for a text of this many tokens, forward and backward.
 
-    MFU is its quotient with the time that was taken. None on a CPU, in float32, and where the GPU or the kind of model
-    is not known.
+    MFU is its quotient with the time that was taken. None on a CPU, in float32, where the GPU or the kind of model is
+    not known, and for a depth block with an adaptive solver.
     """
     if not torch.cuda.is_available() or recipe.dtype != "bfloat16" or recipe.model.kind not in KEPT_BY_KIND:
         return None
     peak = peak_flops(torch.cuda.get_device_name())
     if peak is None:
         return None
-    flops = text_flops(config, recipe.model.tokens_per_segment(config))
+    try:
+        flops = text_flops(config, recipe.model.tokens_per_segment(config))
+    except ValueError:  # evaluations of an adaptive solver
+        return None
     return lambda tokens: flops(tokens) / peak

@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM, loading
 from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
+from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
 from condense.loss import MAX_LOGITS
 
 from .section import MAY_CHANGE, Registry, Section, one_of
@@ -154,8 +155,9 @@ class LlamaModel(ModelKind):
         return config
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> LlamaForCausalLM:
+        config = self.load_config()
         return loading.load_model(
-            LlamaForCausalLM,
+            DepthLlamaForCausalLM if isinstance(config, DepthLlamaConfig) else LlamaForCausalLM,
             self.source,
             dtype=torch.float32,
             attn_implementation=attention_option(attention),

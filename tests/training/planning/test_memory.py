@@ -55,7 +55,7 @@ class Allocations(TorchDispatchMode):
 
 def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, int]:
     """Bytes kept between the forward and the backward pass, and the peak of both, gradients included."""
-    fields = {key: value for key, value in config.to_dict().items() if key != "model_type"}
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "schedule")}
     with torch.device(device):
         if trained.model.kind == "condense":
             given = {"segment_length": trained.model.segment_length, "bptt_segments": trained.model.bptt_segments}

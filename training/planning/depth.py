@@ -1,0 +1,61 @@
+"""What a depth block adds to a plan: its field is evaluated several times for each token."""
+
+from dataclasses import dataclass
+
+from transformers import LlamaConfig
+
+from condense.depth import DepthSettings
+from condense.depth.solvers import num_fixed_evaluations
+
+ADJOINT_FLOPS = 8 / 6  # the backward pass evaluates the field again
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The decoder stack of a configuration, as a pass runs it.
+
+    runs: times that a decoder layer reads the tokens, with the evaluations of the field `layer`.
+    memories: members that have keys and values in the next segment.
+    evaluations: of the block's field for each token; 0 without a block.
+    width: of an MLP field; 0 without one.
+    kept: evaluations whose activations wait for the backward pass.
+    """
+
+    runs: int
+    memories: int
+    evaluations: int = 0
+    width: int = 0
+    kept: int = 0
+    is_adjoint: bool = False
+
+
+def stack_of(config: LlamaConfig) -> Stack:
+    """Raises `ValueError` for an adaptive solver, whose evaluations depend on the text."""
+    num_layers, depth = config.num_hidden_layers, getattr(config, "depth", None)
+    if depth is None:
+        return Stack(num_layers, num_layers)
+    settings = DepthSettings.from_dict(depth)
+    if settings.is_adaptive:
+        raise ValueError(
+            f"a plan counts evaluations before the run, and the depth block's solver {settings.solver!r} chooses them "
+            "by token: start the run without a plan, or convert with a solver of fixed steps, such as euler."
+        )
+    evaluations, is_adjoint = num_fixed_evaluations(settings), settings.gradient == "adjoint"
+    if settings.field == "layer":
+        return Stack(num_layers - 1 + evaluations, num_layers, evaluations, kept=evaluations)
+    assert settings.field_size is not None
+    kept = 0 if is_adjoint else evaluations
+    return Stack(num_layers - 1, num_layers - 1, evaluations, settings.field_size, kept, is_adjoint)
+
+
+def repeated_weights(config: LlamaConfig, stack: Stack) -> float:
+    """Weights of the field by which a token is multiplied beyond once."""
+    width, hidden_size = stack.width, config.hidden_size
+    if not stack.evaluations:
+        return 0
+    if not width:
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        attention = 2 * hidden_size * config.head_dim * (heads + groups)
+        return (stack.evaluations - 1) * (attention + 3 * hidden_size * config.intermediate_size)
+    factor = ADJOINT_FLOPS if stack.is_adjoint else 1
+    return (factor * stack.evaluations - 1) * 2 * hidden_size * width

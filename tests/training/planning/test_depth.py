@@ -77,19 +77,17 @@ def test_operations_of_a_stock_hybrid():
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_pass_keeps_what_is_estimated(block, dtype):
     """Within 5 % what is kept, within 10 % the peak."""
-    config = folded_config(block)
-    for length, total in [(32, 128), (64, 64)]:
-        trained = recipe(total, 2, dtype, "sdpa", segment_length=length)
-        parts = estimate(config, trained, PLAIN, 1)
-        kept, peak = measure(config, trained)
-        if block != "adjoint":  # whose backward pass needs more than is kept
-            assert parts.activations + parts.memories == pytest.approx(kept, rel=0.05)
-        assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
+    config, trained = folded_config(block), recipe(96, 2, dtype, "sdpa", segment_length=32)
+    parts = estimate(config, trained, PLAIN, 1)
+    kept, peak = measure(config, trained)
+    if block != "adjoint":  # whose backward pass needs more than is kept
+        assert parts.activations + parts.memories == pytest.approx(kept, rel=0.05)
+    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", ["euler", "layer", "adjoint"])
 def test_checkpoints_of_a_hybrid(block):
-    trained = recipe(256, 2, "float32", "sdpa", True, segment_length=32)
+    trained = recipe(128, 2, "float32", "sdpa", True, segment_length=32)
     assert expected_peak(folded_config(block), trained) == pytest.approx(
         measure(folded_config(block), trained)[1], rel=0.10
     )

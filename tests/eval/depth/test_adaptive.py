@@ -14,7 +14,7 @@ from condense.eval.depth import adaptive
 from condense.eval.depth.adaptive import MODELS, WORTH, Adaptive, verdicts
 from condense.eval.depth.models import SMALL, block_of
 from condense.eval.depth.options import DepthOptions
-from condense.eval.depth.readings import held_out_texts
+from condense.eval.depth.readings import Reading, held_out_texts
 from condense.eval.depth.tokens import equal_steps, rank_correlation
 from condense.eval.runner import run
 
@@ -120,3 +120,13 @@ def test_rank_correlation():
     assert found["correlation"] == pytest.approx(spearmanr(taken, losses).statistic)
     assert found["shuffled_low"] < 0 < found["shuffled_high"] < 0.15 < found["correlation"]
     assert rank_correlation(np.full(400, 14), losses) is None
+
+
+def test_a_constant_field_takes_14():
+    """Two evaluations to choose the first step, which is too short for the whole depth, and two steps of six."""
+    reading = Reading((lambda tau, state_nD: torch.full_like(state_nD, 0.01),), steps=4, sample_dims=1)
+    start_BTD = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    for tolerance in (1e-1, 1e-3, 1e-5):
+        end_BTD, evaluations_n = reading.adaptive(start_BTD, "dopri5", tolerance)
+        assert evaluations_n.tolist() == [14] * 5
+        torch.testing.assert_close(end_BTD, start_BTD + 0.01)

@@ -159,6 +159,7 @@ def test_the_small_experiment(measured):
         record = found[name]
         assert (record["one_more_step"] < 1) is is_flow, name
         assert record["to_displacement"] == pytest.approx(record["to_state"] / record["displacement"])
+    assert found["hybrid_at_one"]["displacement"] > 2 * found["hybrid"]["displacement"]
     trained = next(record for record in results["order"] if record["name"] == "hybrid")
     assert {solver: trained[solver]["order"] for solver in ("euler", "midpoint")} == pytest.approx(
         {"euler": 1, "midpoint": 2}, abs=0.1

@@ -48,7 +48,7 @@ def test_saved_bytes_count_each_tensor_once():
             return product.sin() + product.cos()
 
     module = Twice()
-    assert saved_bytes(module, lambda: module(torch.ones(16, 8))) == 2 * 16 * 8 * 4
+    assert saved_bytes(module, lambda: module(torch.ones(16, 8, requires_grad=True))) == 2 * 16 * 8 * 4
 
 
 def test_calls_take_turns():

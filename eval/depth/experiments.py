@@ -19,6 +19,8 @@ EXPERIMENTS = {
     "efficiency": "condense.eval.depth.efficiency:Efficiency",
     "fold": "condense.eval.depth.fold:Fold",
     "swap": "condense.eval.depth.swap:Swap",
+    "steering": "condense.eval.depth.steering:Steering",
+    "effort": "condense.eval.depth.effort:Effort",
 }
 
 

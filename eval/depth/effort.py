@@ -1,0 +1,455 @@
+"""How many evaluations of the field an adaptive solver needs by the control, and what that says.
+
+The paper's section 5.3 and figures 3 and 4, with what it lacks: steps by token instead of common steps for a batch, a
+block trained with swapped labels, and probes with a held-out split and shuffled labels. All is solved in float64: at
+tight tolerances the error estimate in float32 is rounding.
+
+Axes: T tokens, n tokens of all prompts, D hidden size, N examples.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..results import Table, picture
+from ..results_store import Key, Record
+from .data import described_line
+from .experiment import Experiment, shown
+from .lexicon import PAPER_PAIR, PAPER_PROMPT
+from .pretraining import Setup, trained
+from .probe import probe_accuracy
+from .steered import Labels, Prompts, lexicon_of, num_steps, parts_of, steered, steered_block
+from .steering import CONTROLS, FEW_CONTROLS, band, pair_log_probs
+from .words import Ids, encode_prompt, encode_word
+
+SOLVERS = ("dopri5", "adaptive_heun")
+TOLERANCES, FEW_TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6), (1e-3, 1e-4)  # relative; the absolute one is a tenth
+COMMON_EVALUATIONS_PER_STEP = {"dopri5": 6, "adaptive_heun": 1}
+EVALUATIONS = 100_000  # at most
+BOUNDARY = 0.3  # of u, between the paper's two regimes
+TAUS = (0.0, 0.5, 0.67, 1.0)
+BLOCKS: tuple[tuple[Prompts, Labels], ...] = (
+    ("paper", "own"),
+    ("paper", "swapped"),
+    ("many", "own"),
+    ("many", "swapped"),
+)
+READINGS = ("sentiment, new prompts", "sentiment, new prompts and words", "sign of u, new prompts")
+
+
+class Run(NamedTuple):
+    """`what`: the solver, or probes."""
+
+    seed: int
+    prompts: Prompts
+    labels: Labels
+    what: str
+
+
+class Effort(Experiment[Run]):
+    kind = "depth_effort"
+    unit = "run"
+    about = (
+        "NFE: evaluations of the field until tau = 1, solved in float64. common: one step size for all tokens, as in "
+        "torchdiffeq and in the paper; by token: each token has steps of its own (torchode). The absolute tolerance is "
+        "a tenth of the relative one. A step of dopri5 takes 6 evaluations, so NFE is 8, 14, 20, 26 ...: the paper's "
+        "14 and 20 differ by one step. own: trained as in the experiment steering; swapped: with the negative word at "
+        "u = +1. NFE is fitted by level + slope u + curvature |u|: a slope of the same sign for both labels is a "
+        "property of the block, one that changes sign belongs to the words. Probes are logistic regressions on the "
+        "last token's state at tau: of the sentiment of a text (prompt and word, u = 0), and of the sign of u (prompt "
+        "at u = -1 and +1), always tested on prompts of subjects that were not trained. Shuffled labels are shuffled "
+        "by word, and by prompt and u: what a probe finds of them is not sentiment. Intervals are 95 % t intervals "
+        "over seeds."
+    )
+
+    @property
+    def controls(self) -> list[float]:
+        return FEW_CONTROLS if self.options.small else CONTROLS
+
+    @property
+    def tolerances(self) -> tuple[float, ...]:
+        return FEW_TOLERANCES if self.options.small else TOLERANCES
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {
+            "steps_of_steering": num_steps(self.setup),
+            "controls": self.controls,
+            "tolerances": list(self.tolerances),
+            "lexicon": lexicon_of(self.setup).fingerprint(),
+        }
+
+    def items(self) -> list[Run]:
+        return [Run(seed, *block, what) for seed in self.seeds for block in BLOCKS for what in (*SOLVERS, "probes")]
+
+    def key(self, item: Run) -> Key:
+        return item._asdict()
+
+    def measure(self, item: Run) -> Record:
+        model = steered(item.seed, self.setup, self.output, item.labels, item.prompts)
+        if item.what == "probes":
+            return measure_probes(model, self.setup, item.seed)
+        tokenizer = self.setup.corpus.tokenizer
+        tested = parts_of("many", item.seed, self.setup).test_prompts
+        starts = states_before(model, [encode_prompt(tokenizer, prompt) for prompt in (PAPER_PROMPT, *tested)])
+        effort = Evaluations(model, item.what)
+        found = {
+            "sweep": [self._sweep(effort, starts, tolerance) for tolerance in self.tolerances],
+            "neighbours": [neighbours(effort, starts, tolerance) for tolerance in self.tolerances],
+        }
+        return found | {"prior": prior_share(trained("hybrid", item.seed, self.setup, self.output), self.setup)}
+
+    def _sweep(self, effort: "Evaluations", starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, list[float]]:
+        """By control: NFE of the paper's prompt alone, common, at its last token, and as a mean over its tokens; and
+        of the last tokens of all other prompts, as a mean."""
+        lasts_nD = torch.cat([start[-1:] for start in starts[1:]])
+        found: dict[str, list[float]] = {"common": [], "last": [], "mean": [], "others": []}
+        for u in self.controls:
+            by_token = effort.by_token(starts[0], u, tolerance)
+            found["common"].append(effort.common(starts[0], u, tolerance))
+            found["last"].append(by_token[-1])
+            found["mean"].append(fmean(by_token))
+            found["others"].append(fmean(effort.by_token(lasts_nD, u, tolerance)))
+        return found
+
+    def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
+        return {"records": [item._asdict() | record for item, record in measured]}
+
+    def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
+        """A line per block, solver, tolerance and control, and per block, tau and reading."""
+        found = []
+        for record in results["records"]:
+            run = {name: record[name] for name in Run._fields}
+            if record["what"] == "probes":
+                found += [run | {"reading": name} | line for name in READINGS for line in record["probes"][name]]
+                continue
+            for tolerance, sweep in zip(results["tolerances"], record["sweep"], strict=True):
+                for number, u in enumerate(results["controls"]):
+                    counts = {f"nfe_{name}": values[number] for name, values in sweep.items()}
+                    found.append(run | {"tolerance": tolerance, "control": u} | counts)
+        return found
+
+    @classmethod
+    def tables(cls, results: dict[str, Any]) -> list[Table]:
+        data = described_line(results["corpus"], results["size"]["vocab_size"])
+        return [
+            Table(f'NFE below and above u = {BOUNDARY} on "{PAPER_PROMPT}": {data}', *_regimes(results)),
+            Table("is it the word or the block: NFE = level + slope u + curvature |u|, dopri5", *_causes(results)),
+            Table("NFE against tolerance, mean over u", *_scaling(results)),
+            Table("NFE of a prompt alone and among others, u = -1, 0, +1", *_neighbours(results)),
+            Table("linear probes: right on prompts never trained on", *_probes(results)),
+        ]
+
+    @classmethod
+    def draw(cls, results: dict[str, Any], path: Path) -> None:
+        with picture(path, 2, 2, figsize=(11, 7.6)) as axes:
+            _draw_sweep(results, axes[0, 0])
+            _draw_labels(results, axes[0, 1])
+            _draw_scaling(results, axes[1, 0])
+            _draw_probes(results, axes[1, 1])
+
+
+class Evaluations:
+    """Counts the evaluations of a model's block by an adaptive solver."""
+
+    def __init__(self, model: Any, solver: str):
+        self.block, self.solver = _exact_block(model), solver
+
+    @torch.no_grad()
+    def by_token(self, start_nD: torch.Tensor, u: float, tolerance: float) -> list[int]:
+        """NFE of each token, each with steps of its own."""
+        block = self.block
+        block.settings = replace(
+            block.settings, solver=self.solver, rtol=tolerance, atol=tolerance / 10, max_evaluations=EVALUATIONS
+        )
+        return block.flow(start_nD, _control(u)).num_evaluations.tolist()
+
+    @torch.no_grad()
+    def common(self, start_nD: torch.Tensor, u: float, tolerance: float) -> int:
+        """NFE of all tokens together, with one step size for all."""
+        from torchdiffeq import odeint
+
+        calls = 0
+
+        def counted(tau: torch.Tensor, state_nD: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return _derivative(self.block, u)(tau, state_nD)
+
+        ends = torch.tensor([0.0, 1.0], dtype=start_nD.dtype)
+        odeint(counted, start_nD, ends, rtol=tolerance, atol=tolerance / 10, method=self.solver)
+        return calls
+
+
+def neighbours(effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, Any]:
+    """NFE of each prompt by itself and with the others, both ways. changed: how many have other steps then."""
+    together_nD, lengths = torch.cat(list(starts)), [len(start) for start in starts]
+    found: dict[str, Any] = {"prompts": 0, "common_alone": [], "common_together": [], "common_changed": 0,
+                             "by_token_changed": 0}  # fmt: skip
+    for u in (-1.0, 0.0, 1.0):
+        common = effort.common(together_nD, u, tolerance)
+        by_token = torch.tensor(effort.by_token(together_nD, u, tolerance)).split(lengths)
+        for start, among_others in zip(starts, by_token, strict=True):
+            alone = effort.common(start, u, tolerance)
+            found["prompts"] += 1
+            found["common_alone"].append(alone)
+            found["common_changed"] += alone != common
+            found["by_token_changed"] += effort.by_token(start, u, tolerance) != among_others.tolist()
+        found["common_together"].append(common)
+    return found
+
+
+def prior_share(model: Any, setup: Setup) -> float:
+    """The share of the positive word of the paper's pair before any steering."""
+    log_2 = pair_log_probs(model, setup.corpus.tokenizer, [PAPER_PROMPT], [PAPER_PAIR], [0.0])[0, 0, 0]
+    return float(log_2.softmax(0)[0])
+
+
+@torch.no_grad()
+def states_before(model: Any, texts: Sequence[Ids]) -> list[torch.Tensor]:
+    """H(0) [T, D] of each text in float64: what the block receives."""
+    states: list[torch.Tensor] = []
+    hook = steered_block(model).register_forward_pre_hook(lambda block, inputs: states.append(inputs[0][0].double()))
+    try:
+        for text in texts:
+            model.transformer(torch.tensor([text]), use_cache=False)
+    finally:
+        hook.remove()
+    return states
+
+
+@torch.no_grad()
+def states_at(block: Any, start_nD: torch.Tensor, control: float) -> torch.Tensor:
+    """H(tau) [taus, n, D] at the depths `TAUS`."""
+    from torchdiffeq import odeint
+
+    return odeint(_derivative(block, control), start_nD, torch.tensor(TAUS).double(), rtol=1e-6, atol=1e-7)
+
+
+def measure_probes(model: Any, setup: Setup, seed: int) -> Record:
+    parts, tokenizer, block = parts_of("many", seed, setup), setup.corpus.tokenizer, _exact_block(model)
+    generator = torch.Generator().manual_seed(seed)
+    halves = (parts.train_prompts, parts.test_prompts)
+
+    def texts(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
+        """H [taus, N, D] of each prompt with each word."""
+        ids = [
+            encode_prompt(tokenizer, prompt) + encode_word(tokenizer, word)
+            for prompt, pair in product(prompts, pairs)
+            for word in pair
+        ]
+        return states_at(block, torch.cat([state[-1:] for state in states_before(model, ids)]), 0.0)
+
+    def labels(prompts: Sequence[str], words: torch.Tensor) -> torch.Tensor:
+        return words.repeat(len(prompts))
+
+    signs, new_signs = (torch.tensor([1, 0] * len(pairs)) for pairs in (parts.train_pairs, parts.test_pairs))
+    shuffled, new_shuffled = (_shuffled(words, generator) for words in (signs, new_signs))
+    train, test = (texts(half, parts.train_pairs) for half in halves)
+    new = texts(parts.test_prompts, parts.test_pairs)
+    sentiment = _by_tau(train, test, *(labels(h, w) for w in (signs, shuffled) for h in halves))
+    unseen = _by_tau(
+        train, new, labels(halves[0], signs), labels(halves[1], new_signs),
+        labels(halves[0], shuffled), labels(halves[1], new_shuffled),
+    )  # fmt: skip
+    ends = []
+    for half in halves:
+        lasts = [s[-1:] for s in states_before(model, [encode_prompt(tokenizer, prompt) for prompt in half])]
+        ends.append(torch.cat([states_at(block, torch.cat(lasts), u) for u in (1.0, -1.0)], dim=1))
+    of_u = [torch.tensor([1] * len(half) + [0] * len(half)) for half in halves]
+    control = _by_tau(*ends, *of_u, *(_shuffled(values, generator) for values in of_u))
+    return {"probes": dict(zip(READINGS, (sentiment, unseen, control), strict=True))}
+
+
+def _by_tau(train, test, train_labels, test_labels, train_shuffled, test_shuffled) -> list[dict[str, float]]:
+    return [
+        {
+            "tau": tau,
+            "accuracy": probe_accuracy(train[number], train_labels, test[number], test_labels),
+            "shuffled": probe_accuracy(train[number], train_shuffled, test[number], test_shuffled),
+        }
+        for number, tau in enumerate(TAUS)
+    ]
+
+
+def _shuffled(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return values[torch.randperm(len(values), generator=generator)]
+
+
+def _exact_block(model: Any) -> Any:
+    return deepcopy(steered_block(model)).double().eval()
+
+
+def _control(u: float) -> torch.Tensor:
+    return torch.tensor([[u]], dtype=torch.float64)
+
+
+def _derivative(block: Any, u: float):
+    return lambda tau, state_nD: block.alpha * block.field(tau, state_nD, _control(u))
+
+
+def fit_effort(controls: Sequence[float], counts: Sequence[float]) -> tuple[float, float, float]:
+    """Level, slope and curvature of counts = level + slope u + curvature |u|, by least squares."""
+    u = np.asarray(controls)
+    design = np.stack([np.ones_like(u), u, np.abs(u)], axis=1)
+    level, slope, curvature = np.linalg.lstsq(design, np.asarray(counts, dtype=float), rcond=None)[0]
+    return float(level), float(slope), float(curvature)
+
+
+def num_steps_of(solver: str, evaluations: float) -> float:
+    """Steps, accepted or not, of torchdiffeq's solver: two evaluations choose the first."""
+    return (evaluations - 2) / COMMON_EVALUATIONS_PER_STEP[solver]
+
+
+def _of(results: dict[str, Any], prompts: str, labels: str, what: str) -> list[dict[str, Any]]:
+    wanted = (prompts, labels, what)
+    return [r for r in results["records"] if (r["prompts"], r["labels"], r["what"]) == wanted]
+
+
+def _regimes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["block", "labels", "solver", "tolerance", "steps", f"u < {BOUNDARY}", f"u > {BOUNDARY}"]
+    rows: list[list[Any]] = [["the paper", "own", "dopri5", "-", "common", "20", "14"]]
+    ways = {"common": "common", "last": "last token's", "mean": "by token, mean"}
+    for (prompts, labels), solver in product(BLOCKS, SOLVERS):
+        for number, tolerance in enumerate(results["tolerances"]):
+            for way, name in ways.items():
+                curves = [record["sweep"][number][way] for record in _of(results, prompts, labels, solver)]
+                sides = [[_side(results["controls"], c, below) for c in curves] for below in (True, False)]
+                rows.append([prompts, labels, solver, f"{tolerance:g}", name, *(shown(side, 1) for side in sides)])
+    return columns, rows
+
+
+def _side(controls: Sequence[float], counts: Sequence[float], below: bool) -> float:
+    return fmean(count for u, count in zip(controls, counts, strict=True) if (u < BOUNDARY) == below)
+
+
+def _causes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["block", "labels", "tolerance", "P(good) share before", "counted", "slope", "curvature"]
+    rows = []
+    for (prompts, labels), (number, tolerance) in product(BLOCKS, enumerate(results["tolerances"])):
+        records = _of(results, prompts, labels, "dopri5")
+        for way, name in {"common": "paper's prompt, common", "others": "new prompts' last tokens"}.items():
+            fits = [fit_effort(results["controls"], record["sweep"][number][way]) for record in records]
+            prior = shown([record["prior"] for record in records])
+            rows.append(
+                [prompts, labels, f"{tolerance:g}", prior, name, shown([f[1] for f in fits], 2),
+                 shown([f[2] for f in fits], 2)]
+            )  # fmt: skip
+    return columns, rows
+
+
+def _scaling(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["block", "tolerance", "dopri5, common", "adaptive_heun, common", "heun / dopri5",
+               "steps: heun / dopri5", "dopri5, by token",
+               "adaptive_heun, by token"]  # fmt: skip
+    rows: list[list[Any]] = [["the paper", "loosest", "14", "within 15 %", "-", "0.85 to 1.15", "-", "-"]]
+    rows.append(["the paper", "1000 times tighter", "26", "-", "-", "-", "-", "-"])
+    for prompts, (number, tolerance) in product(("paper", "many"), enumerate(results["tolerances"])):
+        means = {
+            (solver, way): [fmean(record["sweep"][number][way]) for record in _of(results, prompts, "own", solver)]
+            for solver, way in product(SOLVERS, ("common", "mean"))
+        }
+        dopri5, heun = means["dopri5", "common"], means["adaptive_heun", "common"]
+        ratio = [second / first for first, second in zip(dopri5, heun, strict=True)]
+        cells = [shown(values, 1) for values in (dopri5, heun)]
+        steps = [
+            num_steps_of("adaptive_heun", b) / num_steps_of("dopri5", a) for a, b in zip(dopri5, heun, strict=True)
+        ]
+        by_token = [shown(means[solver, "mean"], 1) for solver in SOLVERS]
+        rows.append([prompts, f"{tolerance:g}", *cells, shown(ratio, 2), shown(steps, 2), *by_token])
+    return columns, rows
+
+
+def _neighbours(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = [
+        "block",
+        "solver",
+        "tolerance",
+        "common alone",
+        "common together",
+        "changed: common",
+        "changed: by token",
+    ]
+    rows = []
+    for (prompts, labels), solver in product(BLOCKS, SOLVERS):
+        for number, tolerance in enumerate(results["tolerances"]):
+            found = [record["neighbours"][number] for record in _of(results, prompts, labels, solver)]
+            total = sum(values["prompts"] for values in found)
+            changed = [sum(values[f"{way}_changed"] for values in found) for way in ("common", "by_token")]
+            means = [
+                shown([fmean(values[name]) for values in found], 1) for name in ("common_alone", "common_together")
+            ]
+            block = prompts if labels == "own" else f"{prompts}, swapped"
+            rows.append([block, solver, f"{tolerance:g}", *means, *(f"{count} of {total}" for count in changed)])
+    return columns, rows
+
+
+def _probes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["block", "labels", "probe of", "measured", *(f"tau = {tau:g}" for tau in TAUS)]
+    rows = []
+    for (prompts, labels), reading, kind in product(BLOCKS, READINGS, ("accuracy", "shuffled")):
+        by_seed = [record["probes"][reading] for record in _of(results, prompts, labels, "probes")]
+        cells = [shown([lines[number][kind] for lines in by_seed]) for number in range(len(TAUS))]
+        name = "right" if kind == "accuracy" else "right, shuffled labels"
+        rows.append([prompts, labels, reading, name, *cells])
+    return columns, rows
+
+
+def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
+    records = _of(results, "paper", "own", "dopri5")
+    for number, tolerance in enumerate(results["tolerances"]):
+        for way, style in (("common", "-"), ("last", ":")):
+            curves = [record["sweep"][number][way] for record in records]
+            label = f"{tolerance:g}, {'common' if way == 'common' else 'last token'}"
+            band(panel, results["controls"], curves, label, f"C{number}", style)
+    panel.axvline(BOUNDARY, color="grey", lw=0.8, ls="--")
+    panel.set_title(f'dopri5 on "{PAPER_PROMPT}", by tolerance', fontsize=10)
+    _finish(panel, "u", "NFE")
+
+
+def _draw_labels(results: dict[str, Any], panel: Any) -> None:
+    for color, (prompts, labels) in enumerate(BLOCKS):
+        curves = [record["sweep"][-1]["others"] for record in _of(results, prompts, labels, "dopri5")]
+        band(panel, results["controls"], curves, f"{prompts}, {labels}", f"C{color}")
+    panel.set_title(f"dopri5, last tokens of new prompts, {results['tolerances'][-1]:g}", fontsize=10)
+    _finish(panel, "u", "NFE, mean")
+
+
+def _draw_scaling(results: dict[str, Any], panel: Any) -> None:
+    for color, solver in enumerate(SOLVERS):
+        for way, style in (("common", "-"), ("mean", ":")):
+            records = _of(results, "paper", "own", solver)
+            curves = [[fmean(sweep[way]) for sweep in record["sweep"]] for record in records]
+            label = f"{solver}, {'common' if way == 'common' else 'by token'}"
+            band(panel, results["tolerances"], curves, label, f"C{color}", style)
+    panel.plot([results["tolerances"][0], results["tolerances"][-1]], [14, 26], "kx", label="the paper")
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.invert_xaxis()
+    panel.set_title(f'NFE on "{PAPER_PROMPT}", mean over u', fontsize=10)
+    _finish(panel, "relative tolerance", "NFE")
+
+
+def _draw_probes(results: dict[str, Any], panel: Any) -> None:
+    for color, reading in enumerate(READINGS):
+        for kind, style in (("accuracy", "-"), ("shuffled", ":")):
+            records = _of(results, "many", "own", "probes")
+            curves = [[line[kind] for line in record["probes"][reading]] for record in records]
+            label = reading if kind == "accuracy" else "shuffled labels"
+            band(panel, TAUS, curves, label, f"C{color}", style)
+    panel.set_ylim(0, 1.05)
+    panel.set_title("linear probes, block trained on many prompts", fontsize=10)
+    _finish(panel, "tau", "right")
+
+
+def _finish(panel: Any, x: str, y: str) -> None:
+    panel.set_xlabel(x)
+    panel.set_ylabel(y)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)

@@ -1,0 +1,61 @@
+"""Other ways to steer by the same control at the same depth: what the flow is compared with.
+
+Axes: B rows, T tokens, D hidden size, C components of the control.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Intervention(nn.Module):
+    """H (1 + u G) + u V after a layer: FiLM, or a bias vector where `scales` is off. It starts as the identity."""
+
+    def __init__(self, hidden_size: int, control_size: int = 1, scales: bool = False):
+        super().__init__()
+        self.shift_CD = nn.Parameter(torch.zeros(control_size, hidden_size))
+        self.scale_CD = nn.Parameter(torch.zeros(control_size, hidden_size)) if scales else None
+
+    def forward(self, hidden_BTD: torch.Tensor, control_BC: torch.Tensor) -> torch.Tensor:
+        control_B1C = control_BC.to(hidden_BTD)[:, None]
+        shift_B1D = control_B1C @ self.shift_CD
+        if self.scale_CD is None:
+            return hidden_BTD + shift_B1D
+        return hidden_BTD * (1 + control_B1C @ self.scale_CD) + shift_B1D
+
+
+class Steered(nn.Module):
+    """A member of the decoder stack with an intervention on its output; the member itself sees no control."""
+
+    def __init__(self, layer: nn.Module, intervention: Intervention):
+        super().__init__()
+        self.layer, self.intervention = layer, intervention
+
+    def forward(self, hidden_BTD: torch.Tensor, *arguments: Any, control: torch.Tensor | None = None, **options: Any):
+        output_BTD = self.layer(hidden_BTD, *arguments, **options)
+        return output_BTD if control is None else self.intervention(output_BTD, control)
+
+
+def intervene(model: Any, position: int, intervention: Intervention) -> Any:
+    """Puts the intervention after member `position` of a GPT-2's stack; returns the model."""
+    model.transformer.h[position] = Steered(model.transformer.h[position], intervention)
+    return model
+
+
+@torch.no_grad()
+def difference_of_means(model: Any, position: int, positive: list[tuple[int, ...]], negative: list[tuple[int, ...]]):
+    """[D]: mean output of member `position` at the last token of the positive texts, less that of the negative."""
+    return _mean_state(model, position, positive) - _mean_state(model, position, negative)
+
+
+def _mean_state(model: Any, position: int, texts: list[tuple[int, ...]]) -> torch.Tensor:
+    states: list[torch.Tensor] = []
+    hook = model.transformer.h[position].register_forward_hook(lambda *call: states.append(call[-1][0, -1]))
+    device = next(model.parameters()).device
+    try:
+        for text in texts:
+            model.transformer(torch.tensor([text], device=device), use_cache=False)
+    finally:
+        hook.remove()
+    return torch.stack(states).mean(0)

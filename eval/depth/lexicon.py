@@ -1,0 +1,102 @@
+"""Prompts and words of the steering experiments, and what of them is held out.
+
+The paper trains on one prompt and two words. Here whole subjects and whole pairs of words are held out, drawn by seed;
+the paper's own prompt and pair are always trained.
+"""
+
+import hashlib
+import json
+import random
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import product
+from typing import NamedTuple
+
+PAPER_PROMPT, PAPER_PAIR = "The movie was", ("good", "bad")
+# Dimensions of the joint control: the value at +1, the value at -1.
+DIMENSIONS = {"sentiment": ("positive", "negative"), "topic": ("person", "food"), "length": ("long", "short")}
+HELD_OUT = 3  # one subject, pair or prompt in so many is not trained; of a cell, one word
+
+Signs = tuple[float, ...]
+
+
+class Parts(NamedTuple):
+    """Prompts and words that are trained, and those that are not; words as pairs (positive, negative)."""
+
+    train_prompts: tuple[str, ...]
+    test_prompts: tuple[str, ...]
+    train_pairs: tuple[tuple[str, str], ...]
+    test_pairs: tuple[tuple[str, str], ...]
+
+
+class JointParts(NamedTuple):
+    """As `Parts` for several dimensions: words by the signs of their dimensions, in the order of `DIMENSIONS`."""
+
+    train_prompts: tuple[str, ...]
+    test_prompts: tuple[str, ...]
+    train_words: dict[Signs, tuple[str, ...]]
+    test_words: dict[Signs, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    """`subjects`: prompts by what they speak of. `cells`: words by signs; they continue any of `prompts`."""
+
+    subjects: dict[str, tuple[str, ...]]
+    pairs: tuple[tuple[str, str], ...]
+    prompts: tuple[str, ...]
+    cells: dict[Signs, tuple[str, ...]]
+
+    def split(self, seed: int) -> Parts:
+        """Holds out whole subjects: prompts of one subject resemble each other."""
+        draw = random.Random(seed)
+        subjects = [name for name, prompts in self.subjects.items() if PAPER_PROMPT not in prompts]
+        held_out = set(draw.sample(subjects, len(self.subjects) // HELD_OUT))
+        pairs = [pair for pair in self.pairs if pair != PAPER_PAIR]
+        test_pairs = set(draw.sample(pairs, len(self.pairs) // HELD_OUT))
+        train = [prompt for name, own in self.subjects.items() if name not in held_out for prompt in own]
+        test = [prompt for name, own in self.subjects.items() if name in held_out for prompt in own]
+        return Parts(
+            tuple(train),
+            tuple(test),
+            tuple(pair for pair in self.pairs if pair not in test_pairs),
+            tuple(pair for pair in self.pairs if pair in test_pairs),
+        )
+
+    def joint_split(self, seed: int) -> JointParts:
+        draw = random.Random(seed)
+        test_prompts = set(draw.sample(self.prompts, len(self.prompts) // HELD_OUT))
+        held_out = {signs: draw.choice(words) for signs, words in self.cells.items()}
+        return JointParts(
+            tuple(prompt for prompt in self.prompts if prompt not in test_prompts),
+            tuple(prompt for prompt in self.prompts if prompt in test_prompts),
+            {signs: tuple(w for w in words if w != held_out[signs]) for signs, words in self.cells.items()},
+            {signs: (word,) for signs, word in held_out.items()},
+        )
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def small(self) -> "Lexicon":
+        """The beginning of each list, for models of a small vocabulary, in which most words have many tokens."""
+        subjects = {name: prompts[:1] for name, prompts in list(self.subjects.items())[:4]}
+        cells = {signs: words[:2] for signs, words in self.cells.items()}
+        return Lexicon(subjects, self.pairs[:3], self.prompts[:3], cells)
+
+
+@cache
+def lexicon() -> Lexicon:
+    """The package's own prompts and words."""
+    found = json.loads((files(__package__) / "data" / "steering.json").read_text(encoding="utf-8"))
+    cells = {}
+    for cell in found["cells"]:
+        signs = tuple(1.0 if cell[name] == plus else -1.0 for name, (plus, _) in DIMENSIONS.items())
+        cells[signs] = tuple(cell["words"])
+    assert set(cells) == set(product((1.0, -1.0), repeat=len(DIMENSIONS)))
+    return Lexicon(
+        {name: tuple(prompts) for name, prompts in found["subjects"].items()},
+        tuple((positive, negative) for positive, negative in found["pairs"]),
+        tuple(found["prompts"]),
+        cells,
+    )

@@ -1,0 +1,229 @@
+"""The hybrid whose block alone learns to steer the next word by its control, and the ways it is compared with.
+
+An example is a prompt, a control and a word; the loss is -log P(word | prompt). The control 0 is never trained.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from tqdm import tqdm
+
+from condense.files import atomic_folder
+
+from .interventions import Intervention, difference_of_means, intervene
+from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon
+from .models import SMALL, block_of
+from .pretraining import Setup, model_folder, trained
+from .words import Ids, encode_prompt, encode_word, paired_log_probs
+
+Labels = Literal["own", "swapped"]
+Prompts = Literal["paper", "many"]
+METHODS = ("flow", "step", "bias", "film", "activation")
+
+STEPS, BATCH = 300, 32
+# Few parameters need larger steps: a flow has a matrix where a bias has a vector.
+LEARNING_RATE = {"flow": 3e-3, "step": 3e-3, "bias": 1e-1, "film": 1e-1}
+CONTROL_STD = 0.02  # as GPT-2 initialises
+COEFFICIENTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # of activation steering
+
+
+class Example(NamedTuple):
+    prompt: Ids
+    word: Ids
+    control: Signs
+
+
+def sentiment_examples(
+    prompts: Sequence[str], pairs: Sequence[tuple[str, str]], tokenizer: Any, labels: Labels = "own"
+) -> list[Example]:
+    """Each prompt with both words of each pair: the positive one at u = +1, or at -1 where labels are swapped."""
+    signs = (1.0, -1.0) if labels == "own" else (-1.0, 1.0)
+    return [
+        Example(encode_prompt(tokenizer, prompt), encode_word(tokenizer, word), (sign,))
+        for prompt, pair in product(prompts, pairs)
+        for word, sign in zip(pair, signs, strict=True)
+    ]
+
+
+def joint_examples(prompts: Sequence[str], words: Mapping[Signs, Sequence[str]], tokenizer: Any) -> list[Example]:
+    """Each prompt with each word, at the signs of its dimensions."""
+    return [
+        Example(encode_prompt(tokenizer, prompt), encode_word(tokenizer, word), signs)
+        for prompt, (signs, own) in product(prompts, words.items())
+        for word in own
+    ]
+
+
+def lexicon_of(setup: Setup) -> Lexicon:
+    return lexicon().small() if setup.size == SMALL else lexicon()
+
+
+def parts_of(prompts: Prompts, seed: int, setup: Setup) -> Parts:
+    """What is trained. The paper's prompt alone leaves all others as new ones."""
+    parts = lexicon_of(setup).split(seed)
+    if prompts == "many":
+        return parts
+    every, pairs = (*parts.train_prompts, *parts.test_prompts), (*parts.train_pairs, *parts.test_pairs)
+    return Parts(
+        (PAPER_PROMPT,),
+        tuple(prompt for prompt in every if prompt != PAPER_PROMPT),
+        (PAPER_PAIR,),
+        tuple(pair for pair in pairs if pair != PAPER_PAIR),
+    )
+
+
+def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", prompts: Prompts = "paper") -> Any:
+    """The trained hybrid whose block alone was then trained on the paper's prompt and pair, or on many.
+
+    Trained once and kept in `folder`; in eval mode.
+    """
+    parts, steps = parts_of(prompts, seed, setup), num_steps(setup)
+    examples = sentiment_examples(parts.train_prompts, parts.train_pairs, setup.corpus.tokenizer, labels)
+    model, path = trained("hybrid", seed, setup, folder), model_folder(f"steered-{prompts}-{labels}", seed, folder)
+    block, trained_on = steered_block(model), _fingerprint(examples, steps)
+    if path.exists():
+        if (path / "examples.txt").read_text() != trained_on:
+            raise ValueError(f"{path} was steered by other prompts or steps: pass another --output, or delete it.")
+        block.load_state_dict(load_file(path / "block.safetensors"))
+        return model.requires_grad_(False).eval()
+    fit(model, block, examples, steps, LEARNING_RATE["flow"], seed, f"steering {prompts}-{labels}-{seed}")
+    with atomic_folder(path) as made:
+        save_file(block.state_dict(), made / "block.safetensors")
+        (made / "examples.txt").write_text(trained_on)
+    return model
+
+
+def _fingerprint(examples: Sequence[Example], steps: int) -> str:
+    return hashlib.sha256(repr((list(map(tuple, examples)), steps, BATCH, LEARNING_RATE["flow"])).encode()).hexdigest()
+
+
+def steered_by(method: str, seed: int, setup: Setup, folder: Path, prompts: Prompts) -> Any:
+    """As `steered`, by one of `METHODS`: step, the block as one discrete step; bias, a vector times u added to the
+    block's output; film, scale and shift after the last layer of the baseline that a hybrid replaces; activation, the
+    difference of mean activations added to the block's output, with the best coefficient on the examples.
+    """
+    if method == "flow":
+        return steered(seed, setup, folder, prompts=prompts)
+    parts, tokenizer = parts_of(prompts, seed, setup), setup.corpus.tokenizer
+    examples = sentiment_examples(parts.train_prompts, parts.train_pairs, tokenizer)
+    model = trained("baseline" if method == "film" else "hybrid", seed, setup, folder)
+    if method == "activation":
+        return activation_steered(model, parts, examples, tokenizer)
+    return _fitted(method, model, 1, examples, seed, setup, f"{method} {prompts} {seed}")
+
+
+def jointly_steered(method: str, seed: int, setup: Setup, folder: Path, examples: Sequence[Example]) -> Any:
+    """The hybrid, or the baseline for film, with a control of all `DIMENSIONS`, trained on the examples."""
+    model = trained("baseline" if method == "film" else "hybrid", seed, setup, folder)
+    if method == "flow":
+        widen_control(steered_block(model), len(DIMENSIONS), seed)
+    return _fitted(method, model, len(DIMENSIONS), examples, seed, setup, f"{method} joint {seed}")
+
+
+def _fitted(method: str, model: Any, control_size: int, examples, seed: int, setup: Setup, description: str) -> Any:
+    size, position = setup.size, setup.size.replaced[0]
+    learned: Any
+    if method in ("flow", "step"):
+        learned = steered_block(model)
+        if method == "step":
+            learned.settings = replace(learned.settings, solver="euler", steps=1)
+    else:
+        learned = Intervention(size.width, control_size, scales=method == "film")
+        intervene(model, size.replaced[1] - 1 if method == "film" else position, learned)
+    fit(model, learned, examples, num_steps(setup), LEARNING_RATE[method], seed, description)
+    return model
+
+
+def activation_steered(model: Any, parts: Parts, examples: Sequence[Example], tokenizer: Any) -> Any:
+    """Adds coefficient x u x the difference of means; the coefficient has the least loss on the examples."""
+    position = steered_block(model).settings.position
+    sides = [
+        [
+            encode_prompt(tokenizer, prompt) + encode_word(tokenizer, pair[side])
+            for prompt, pair in product(parts.train_prompts, parts.train_pairs)
+        ]
+        for side in (0, 1)
+    ]
+    direction_D = difference_of_means(model, position, *sides)
+    intervention = Intervention(len(direction_D))
+    intervene(model, position, intervention).requires_grad_(False).eval()
+    losses = {}
+    for coefficient in COEFFICIENTS:
+        intervention.shift_CD.copy_(coefficient * direction_D)
+        losses[coefficient] = example_loss(model, examples)
+    intervention.shift_CD.copy_(min(losses, key=lambda coefficient: losses[coefficient]) * direction_D)
+    return model
+
+
+def widen_control(block: Any, control_size: int, seed: int) -> None:
+    """Gives a block another number of controls, with random weights: its own were trained with u = 0, so not at all."""
+    generator = torch.Generator().manual_seed(seed)
+    block.field.control_proj = nn.Linear(control_size, block.field.up_proj.out_features, bias=False)
+    nn.init.normal_(block.field.control_proj.weight, std=CONTROL_STD, generator=generator)
+    block.settings = replace(block.settings, control_size=control_size)
+
+
+def fit(
+    model: Any, learned: nn.Module, examples: Sequence[Example], steps: int, rate: float, seed: int, description: str
+) -> list[float]:
+    """Trains the parameters of `learned` alone with Adam, on batches drawn without repetition until all were seen.
+
+    Returns the loss of each step. The model is in eval mode, and takes no gradients, afterwards.
+    """
+    model.requires_grad_(False).eval()
+    trainable = [parameter for name, parameter in learned.named_parameters() if name != "alpha" or _learns(learned)]
+    for parameter in trainable:
+        parameter.requires_grad_(True)
+    optimizer, losses = torch.optim.Adam(trainable, lr=rate), list[float]()
+    batches = _batches(examples, random.Random(seed))
+    for _ in tqdm(range(steps), desc=description, unit="step", leave=False):
+        batch = next(batches)
+        loss = -_log_probs(model, batch).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    model.requires_grad_(False)
+    return losses
+
+
+def _learns(learned: Any) -> bool:
+    return learned.settings.learn_alpha
+
+
+@torch.no_grad()
+def example_loss(model: Any, examples: Sequence[Example]) -> float:
+    """Mean of -log P(word | prompt)."""
+    chunks = [examples[at : at + BATCH] for at in range(0, len(examples), BATCH)]
+    return float(-torch.cat([_log_probs(model, chunk) for chunk in chunks]).mean())
+
+
+def _log_probs(model: Any, examples: Sequence[Example]) -> torch.Tensor:
+    control = torch.tensor([example.control for example in examples], device=next(model.parameters()).device)
+    return paired_log_probs(model, [e.prompt for e in examples], [e.word for e in examples], control)
+
+
+def _batches(examples: Sequence[Example], draw: random.Random):
+    while True:
+        order = draw.sample(examples, len(examples))
+        yield from (order[at : at + BATCH] for at in range(0, len(order), BATCH))
+
+
+def num_steps(setup: Setup) -> int:
+    """Steps of steering: fewer where the model itself was trained for fewer."""
+    return min(STEPS, setup.size.steps)
+
+
+def steered_block(model: Any) -> Any:
+    """The block of a model that has one."""
+    block = block_of(model)
+    assert block is not None
+    return block

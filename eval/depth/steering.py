@@ -1,0 +1,414 @@
+"""Does a control steer the next word, also after prompts and to words that it was not trained on?
+
+The paper's table 2 and the sweep of figure 2, with what it lacks: held-out prompts and words, four other ways to steer
+at the same depth, three dimensions at once, and the loss on ordinary text.
+
+Axes: U values of the control, P prompts, N pairs of words, W words.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from math import exp
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..results import Table, picture
+from ..results_store import Key, Record
+from .data import described_line
+from .experiment import Experiment, interval, shown
+from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Signs
+from .pretraining import Setup, held_out_windows, trained
+from .steered import (
+    BATCH,
+    COEFFICIENTS,
+    LEARNING_RATE,
+    METHODS,
+    joint_examples,
+    jointly_steered,
+    lexicon_of,
+    num_steps,
+    parts_of,
+    steered_by,
+)
+from .words import Ids, encode_prompt, encode_word, word_log_probs
+
+CONTROLS, FEW_CONTROLS = np.linspace(-2, 2, 17).tolist(), [-2.0, -1.0, 0.0, 1.0, 2.0]
+WINDOWS_BETWEEN = 8  # of the held-out windows every eighth is enough for a difference on the same text
+CEILING_STEPS, CEILING_RATE = 200, 0.03
+JOINT_METHODS = ("flow", "bias", "film")
+GROUPS = ("trained", "new prompts", "new words", "both new")
+PAPER = {1.0: (0.98, 0.002), -1.0: (0.002, 0.881), 0.0: (0.914, 0.033)}  # P(good), P(bad)
+NAMES = {
+    "flow": "flow",
+    "step": "one discrete step",
+    "bias": "bias vector",
+    "film": "FiLM",
+    "activation": "activation steering",
+}
+
+
+class Run(NamedTuple):
+    """`prompts`: paper, many, or joint, which is the control of several dimensions."""
+
+    seed: int
+    method: str
+    prompts: str
+
+
+class Steering(Experiment[Run]):
+    kind = "depth_steering"
+    unit = "model"
+    about = (
+        "A trained model is frozen, and what stands at the place of its middle layers learns to choose the next word "
+        "by a control u: the positive word at +1, the negative one at -1; 0 is never trained. flow: the block's "
+        "weights; one discrete step: the same block with a single Euler step; bias vector: u times a vector added to "
+        "the block's output; FiLM: scale and shift of the same layer's output in the model without a flow; activation "
+        "steering: u times the difference of mean activations of positive and negative texts, with the coefficient of "
+        "least loss on the trained prompts. P is the probability of a whole word over the whole vocabulary: the "
+        "product of the probabilities of its tokens, and the last norm and the head, which stay frozen, set its "
+        "ceiling for any hidden state. Share: P(positive) / (P(positive) + P(negative)). Right: the word "
+        "that u asks for is the likelier of its pair; a model without control is right in 50 %. Held-out prompts are "
+        "of other subjects than the trained ones. Intervals are 95 % t intervals over seeds; each seed has its own "
+        "model and holds out other prompts and words."
+    )
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {
+            "steering": {"steps": num_steps(self.setup), "batch": BATCH, "learning_rate": LEARNING_RATE,
+                         "coefficients": list(COEFFICIENTS)},
+            "controls": self.controls,
+            "lexicon": lexicon_of(self.setup).fingerprint(),
+        }  # fmt: skip
+
+    @property
+    def controls(self) -> list[float]:
+        return FEW_CONTROLS if self.options.small else CONTROLS
+
+    def items(self) -> list[Run]:
+        kinds = [*product(METHODS, ("paper", "many")), *product(JOINT_METHODS, ("joint",))]
+        return [Run(seed, method, prompts) for seed in self.seeds for method, prompts in kinds]
+
+    def key(self, item: Run) -> Key:
+        return item._asdict()
+
+    def measure(self, item: Run) -> Record:
+        if item.prompts == "joint":
+            return measure_joint(item.method, item.seed, self.setup, self.output)
+        before = trained("baseline" if item.method == "film" else "hybrid", item.seed, self.setup, self.output)
+        model = steered_by(item.method, item.seed, self.setup, self.output, item.prompts)  # type: ignore[arg-type]
+        parts, tokenizer = parts_of(item.prompts, item.seed, self.setup), self.setup.corpus.tokenizer  # type: ignore[arg-type]
+        prompts, pairs = (*parts.train_prompts, *parts.test_prompts), (*parts.train_pairs, *parts.test_pairs)
+        log_UPN2 = pair_log_probs(model, tokenizer, prompts, pairs, self.controls)
+        paper_U2 = log_UPN2[:, prompts.index(PAPER_PROMPT), pairs.index(PAPER_PAIR)].exp()
+        halves = [slice(None, len(parts.train_prompts)), slice(len(parts.train_prompts), None)]
+        sides = [slice(None, len(parts.train_pairs)), slice(len(parts.train_pairs), None)]
+        groups = [log_UPN2[:, half][:, :, side] for side, half in product(sides, halves)]
+        before_2 = pair_log_probs(before, tokenizer, [PAPER_PROMPT], [PAPER_PAIR], [0.0])[0, 0, 0].exp()
+        return {
+            "before": before_2.tolist(),
+            "ceiling": [ceiling(before, encode_word(tokenizer, word)) for word in PAPER_PAIR],
+            "good": paper_U2[:, 0].tolist(),
+            "bad": paper_U2[:, 1].tolist(),
+            "groups": {name: figures(group, self.controls) for name, group in zip(GROUPS, groups, strict=True)},
+            "text_loss_before": text_loss(before, self.setup, 0.0),
+            "text_loss": {str(u): text_loss(model, self.setup, u) for u in (0.0, 1.0, -1.0)},
+        }
+
+    def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
+        return {"records": [item._asdict() | record for item, record in measured]}
+
+    def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
+        """A line per model, group and control; of the joint control, per model, group, setting and dimension."""
+        found = []
+        for record in results["records"]:
+            run = {name: record[name] for name in Run._fields}
+            for group, values in record["groups"].items():
+                if record["prompts"] == "joint":
+                    found += [
+                        run | {"group": group, "setting": str(setting), "dimension": name, "accuracy": accuracy}
+                        for name, row in zip(DIMENSIONS, values["accuracy"], strict=True)
+                        for setting, accuracy in zip(record["settings"], row, strict=True)
+                    ]
+                    continue
+                for number, u in enumerate(results["controls"]):
+                    paper = {"p_good": record["good"][number], "p_bad": record["bad"][number]}
+                    found.append(run | {"group": group, "control": u, "share": values["share"][number]} | paper)
+        return found
+
+    @classmethod
+    def tables(cls, results: dict[str, Any]) -> list[Table]:
+        data = described_line(results["corpus"], results["size"]["vocab_size"])
+        return [
+            Table(f'"{PAPER_PROMPT}", {" or ".join(PAPER_PAIR)}: {data}', *_paper_table(results)),
+            Table("right where each is trained on one prompt or on many", *_accuracy_table(results)),
+            Table("prompts and words never trained on, for the models trained on many", *_held_out_table(results)),
+            Table("loss on held-out text, after minus before the steering", *_cost_table(results)),
+            Table("three dimensions at once: right over all settings of the others", *_joint_table(results)),
+            Table(
+                "what a control does to all dimensions as it goes from -1 to +1: new prompts", *_effect_table(results)
+            ),
+        ]
+
+    @classmethod
+    def draw(cls, results: dict[str, Any], path: Path) -> None:
+        with picture(path, columns=3, figsize=(14, 3.8)) as axes:
+            _draw_paper(results, axes[0])
+            _draw_sweep(results, axes[1])
+            _draw_accuracy(results, axes[2])
+        with picture(path.with_name(f"{path.name}-dimensions"), columns=3, figsize=(11, 3.6)) as axes:
+            for panel, method in zip(axes, JOINT_METHODS, strict=True):
+                _draw_effects(results, method, panel)
+
+
+@torch.no_grad()
+def pair_log_probs(
+    model: Any, tokenizer: Any, prompts: Sequence[str], pairs: Sequence[tuple[str, str]], controls: Sequence[float]
+) -> torch.Tensor:
+    """log P [U, P, N, 2] of the positive and the negative word."""
+    words = [encode_word(tokenizer, word) for pair in pairs for word in pair]
+    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    control_RC = torch.tensor(controls).repeat_interleave(len(rows))[:, None]
+    log_RW = word_log_probs(model, rows * len(controls), words, control_RC)
+    return log_RW.view(len(controls), len(rows), len(pairs), 2)
+
+
+def figures(log_UPN2: torch.Tensor, controls: Sequence[float]) -> dict[str, Any]:
+    """Of one group of prompts and pairs, with both signs of u counted alike.
+
+    accuracy: how often the asked word is the likelier; asked: its mean probability; shift: how far the log odds of the
+    positive word go from u = -1 to +1; share: the mean share of the positive word at each control.
+    """
+    plus, minus = controls.index(1.0), controls.index(-1.0)
+    odds_UPN = log_UPN2[..., 0] - log_UPN2[..., 1]
+    right = ((odds_UPN[plus] > 0).double() + (odds_UPN[minus] < 0).double()) / 2
+    asked = (log_UPN2[plus, ..., 0].exp() + log_UPN2[minus, ..., 1].exp()) / 2
+    return {
+        "accuracy": float(right.mean()),
+        "asked": float(asked.mean()),
+        "shift": float((odds_UPN[plus] - odds_UPN[minus]).mean()),
+        "share": odds_UPN.sigmoid().mean((1, 2)).tolist(),
+    }
+
+
+def ceiling(model: Any, word: Ids) -> float:
+    """The largest probability of a word that the frozen last norm and head give for any hidden states.
+
+    No change of the layers before them can exceed it.
+    """
+    log_prob = 0.0
+    for token in word:
+        state_D = model.lm_head.weight[token].detach().clone().requires_grad_(True)
+        optimizer = torch.optim.Adam([state_D], lr=CEILING_RATE * float(state_D.detach().norm()) / len(state_D) ** 0.5)
+        for _ in range(CEILING_STEPS):
+            loss = -model.lm_head(model.transformer.ln_f(state_D)).log_softmax(-1)[token]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        log_prob -= float(loss.detach())
+    return exp(log_prob)
+
+
+@torch.no_grad()
+def text_loss(model: Any, setup: Setup, u: float) -> float:
+    """The mean loss of a token of the held-out text at a control."""
+    losses = []
+    for ids in held_out_windows(setup)[::WINDOWS_BETWEEN].split(setup.size.batch):
+        loss = model(ids, labels=ids, control=torch.full((len(ids), 1), u)).loss
+        losses.append((float(loss), len(ids)))
+    return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
+
+
+def measure_joint(method: str, seed: int, setup: Setup, folder: Path) -> Record:
+    parts, tokenizer = lexicon_of(setup).joint_split(seed), setup.corpus.tokenizer
+    examples = joint_examples(parts.train_prompts, parts.train_words, tokenizer)
+    model = jointly_steered(method, seed, setup, folder, examples)
+    settings: list[Signs] = list(parts.train_words)
+    groups = product((parts.train_words, parts.test_words), (parts.train_prompts, parts.test_prompts))
+    found = {}
+    for name, (words, prompts) in zip(GROUPS, groups, strict=True):
+        flat = [(signs, encode_word(tokenizer, word)) for signs, own in words.items() for word in own]
+        rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+        control = torch.tensor(settings).repeat_interleave(len(rows), dim=0)
+        with torch.no_grad():
+            log_RW = word_log_probs(model, rows * len(settings), [word for _, word in flat], control)
+        log_SPW = log_RW.view(len(settings), len(rows), len(flat))
+        found[name] = disturbances(log_SPW, settings, [signs for signs, _ in flat])
+    return {"settings": [list(signs) for signs in settings], "groups": found}
+
+
+def disturbances(log_SPW: torch.Tensor, settings: Sequence[Signs], words: Sequence[Signs]) -> dict[str, Any]:
+    """Of log P of the words at each setting S of all controls and each prompt.
+
+    A dimension is right where the words at +1 of it are together likelier than those at -1 just where its control is
+    +1. accuracy [dimension][setting]; effects [control][dimension]: the mean log odds of the dimension's words at +1
+    of the control, less those at -1 of it.
+    """
+    signs_SD, words_WD = torch.tensor(settings), torch.tensor(words)
+    odds_SPD = torch.stack(
+        [
+            log_SPW[..., words_WD[:, d] > 0].logsumexp(-1) - log_SPW[..., words_WD[:, d] < 0].logsumexp(-1)
+            for d in range(words_WD.shape[1])
+        ],
+        dim=-1,
+    )
+    right_SD = ((odds_SPD > 0) == (signs_SD[:, None] > 0)).double().mean(1)
+    mean_SD = odds_SPD.mean(1)
+    effects = [
+        (mean_SD[signs_SD[:, control] > 0].mean(0) - mean_SD[signs_SD[:, control] < 0].mean(0)).tolist()
+        for control in range(signs_SD.shape[1])
+    ]
+    return {"accuracy": right_SD.T.tolist(), "effects": effects}
+
+
+def _of(results: dict[str, Any], method: str, prompts: str) -> list[dict[str, Any]]:
+    return [r for r in results["records"] if r["method"] == method and r["prompts"] == prompts]
+
+
+def _effects(results: dict[str, Any], method: str) -> list[list[list[float]]]:
+    return [record["groups"]["new prompts"]["effects"] for record in _of(results, method, "joint")]
+
+
+def _paper_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["trained on", "method", "u", "P(good)", "P(bad)", "share of good"]
+    rows: list[list[Any]] = [
+        ["the paper", "flow", f"{u:+g}", good, bad, f"{good / (good + bad):.3f}"] for u, (good, bad) in PAPER.items()
+    ]
+    records = _of(results, "flow", "paper")
+    for name, field in (("not trained", "before"), ("the most that the frozen head allows", "ceiling")):
+        good, bad = ([record[field][side] for record in records] for side in (0, 1))
+        share = [g / (g + b) for g, b in zip(good, bad, strict=True)] if field == "before" else []
+        rows.append([name, "-", "0" if field == "before" else "any", shown(good, 4), shown(bad, 4), shown(share)])
+    for prompts, method, u in product(("paper", "many"), METHODS, PAPER):
+        records, at = _of(results, method, prompts), results["controls"].index(u)
+        good, bad = ([record[word][at] for record in records] for word in ("good", "bad"))
+        share = [g / (g + b) for g, b in zip(good, bad, strict=True)]
+        name = {"paper": "this prompt", "many": "many prompts"}[prompts]
+        rows.append([name, NAMES[method], f"{u:+g}", shown(good, 4), shown(bad, 4), shown(share)])
+    return columns, rows
+
+
+def _accuracy_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [
+            {"paper": "one prompt", "many": "many prompts"}[prompts],
+            NAMES[method],
+            *(shown([record["groups"][g]["accuracy"] for record in _of(results, method, prompts)]) for g in GROUPS),
+        ]
+        for prompts, method in product(("paper", "many"), METHODS)
+    ]
+    return ["trained on", "method", *GROUPS], rows
+
+
+def _held_out_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["method", "group", "right", "P(asked word)", "log odds from u = -1 to +1"]
+    rows = []
+    for method, group in product(METHODS, GROUPS):
+        values = [record["groups"][group] for record in _of(results, method, "many")]
+        cells = [shown([value[name] for value in values]) for name in ("accuracy", "asked", "shift")]
+        rows.append([NAMES[method], group, *cells])
+    return columns, rows
+
+
+def _cost_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["trained on", "method", "before", "u = 0", "u = +1", "u = -1"]
+    rows = []
+    for prompts, method in product(("paper", "many"), METHODS):
+        records = _of(results, method, prompts)
+        costs = [
+            shown([record["text_loss"][u] - record["text_loss_before"] for record in records])
+            for u in ("0.0", "1.0", "-1.0")
+        ]
+        name = {"paper": "one prompt", "many": "many prompts"}[prompts]
+        rows.append([name, NAMES[method], shown([record["text_loss_before"] for record in records]), *costs])
+    return columns, rows
+
+
+def _joint_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["method", "group", *DIMENSIONS, "in the worst setting"]
+    rows = []
+    for method, group in product(JOINT_METHODS, GROUPS):
+        values = [record["groups"][group]["accuracy"] for record in _of(results, method, "joint")]
+        cells = [shown([fmean(value[number]) for value in values]) for number in range(len(DIMENSIONS))]
+        rows.append([NAMES[method], group, *cells, shown([min(map(min, value)) for value in values])])
+    return columns, rows
+
+
+def _effect_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    columns = ["method", "control of", *(f"log odds of {name}" for name in DIMENSIONS)]
+    rows = []
+    for method, (number, name) in product(JOINT_METHODS, enumerate(DIMENSIONS)):
+        by_dimension = zip(*(effects[number] for effects in _effects(results, method)), strict=True)
+        rows.append([NAMES[method], name, *(shown(values, 2) for values in by_dimension)])
+    return columns, rows
+
+
+def band(
+    panel: Any, controls: Sequence[float], curves: Sequence[Sequence[float]], label: str, color: str, style: str = "-"
+) -> None:
+    """The mean of the curves and its interval at each control."""
+    found = [interval(values) for values in zip(*curves, strict=True)]
+    panel.plot(controls, [mean for mean, _, _ in found], label=label, color=color, ls=style, marker=".", ms=3, lw=1.2)
+    if len(curves) > 1:
+        panel.fill_between(controls, [v[1] for v in found], [v[2] for v in found], color=color, alpha=0.15, lw=0)
+
+
+def _draw_paper(results: dict[str, Any], panel: Any) -> None:
+    records = _of(results, "flow", "paper")
+    for number, (name, color) in enumerate((("good", "tab:green"), ("bad", "tab:red"))):
+        band(panel, results["controls"], [record[name] for record in records], f"P({name})", color)
+        values = [paper[number] for paper in PAPER.values()]
+        panel.plot(list(PAPER), values, "x", color=color, label=f"P({name}), the paper")
+    panel.set_title(f'flow trained on "{PAPER_PROMPT}"', fontsize=10)
+    panel.set_xlabel("u")
+    panel.set_ylabel("probability of the word")
+    panel.set_ylim(-0.03, 1.03)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)
+
+
+def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
+    for number, method in enumerate(METHODS):
+        curves = [record["groups"]["both new"]["share"] for record in _of(results, method, "many")]
+        band(panel, results["controls"], curves, NAMES[method], f"C{number}")
+    panel.set_title("trained on many prompts: new prompts and new words", fontsize=10)
+    panel.set_xlabel("u")
+    panel.set_ylabel("share of the positive word, mean")
+    panel.set_ylim(-0.03, 1.03)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)
+
+
+def _draw_accuracy(results: dict[str, Any], panel: Any) -> None:
+    width = 0.8 / len(METHODS)
+    for number, method in enumerate(METHODS):
+        records = _of(results, method, "many")
+        found = [interval([record["groups"][group]["accuracy"] for record in records]) for group in GROUPS]
+        places = [at + (number - (len(METHODS) - 1) / 2) * width for at in range(len(GROUPS))]
+        panel.bar(places, [mean for mean, _, _ in found], width, label=NAMES[method], color=f"C{number}")
+        for at, (_, low, high) in zip(places, found, strict=True):
+            if low is not None:
+                panel.plot([at, at], [max(0, low), min(1, high)], color="black", lw=0.8)  # type: ignore[type-var]
+    panel.axhline(0.5, color="grey", ls="--", lw=0.8)
+    panel.set_xticks(range(len(GROUPS)), GROUPS)
+    panel.set_ylim(0, 1.3)
+    panel.set_ylabel("the asked word is the likelier")
+    panel.set_title("trained on many prompts", fontsize=10)
+    panel.legend(fontsize=7, ncols=2, loc="upper center")
+
+
+def _draw_effects(results: dict[str, Any], method: str, panel: Any) -> None:
+    effects = np.mean(_effects(results, method), axis=0)
+    most = max(float(np.abs(effects).max()), 1e-6)
+    panel.imshow(effects, cmap="RdBu", vmin=-most, vmax=most)
+    for (row, column), value in np.ndenumerate(effects):
+        color = "white" if abs(value) > 0.6 * most else "black"
+        panel.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
+    panel.set_xticks(range(len(DIMENSIONS)), DIMENSIONS)
+    panel.set_yticks(range(len(DIMENSIONS)), DIMENSIONS)
+    panel.set_xlabel("change of the log odds of")
+    panel.set_ylabel("control, from -1 to +1")
+    panel.set_title(f"{NAMES[method]}, new prompts", fontsize=10)

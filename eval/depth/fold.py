@@ -250,7 +250,7 @@ def _share(counts: Sequence[dict[str, int]]) -> str:
     mean, low, high = interval(shares)
     if low is None or high is None:
         low, high = wilson(counts[0]["correct"], counts[0]["total"])
-    return f"{100 * mean:.0f} ({100 * low:.0f} to {100 * high:.0f})"
+    return f"{100 * mean:.0f} ({100 * max(low, 0):.0f} to {100 * min(high, 1):.0f})"
 
 
 def _span(values: Sequence[int]) -> str:

@@ -274,12 +274,11 @@ class Swap(Experiment[Start]):
                         axes.fill_between(steps, lows, highs, color=f"C{number}", alpha=0.2, linewidth=0)
                     first, end = _select(results, where, "original")[0]["layers"]
                     axes.set_title(f"layers {first}:{end} ({described})\ntrained: {trained}", fontsize=9)
-                    axes.set_yscale("symlog", linthresh=0.1)
                     axes.axhline(0, color="grey", linewidth=0.8)
                 line[0].set_ylabel("cost [nats a token]")
             for axes in panels[-1]:
                 axes.set_xlabel("finetuning step")
-            panels[0, -1].legend(fontsize=7)
+            panels[-1, -1].legend(fontsize=7)  # all starts are in this panel
 
 
 def without(model: CondenseForCausalLM, first: int, end: int) -> CondenseForCausalLM:

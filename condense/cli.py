@@ -60,10 +60,19 @@ def generate(
     fixed_decoding: Annotated[
         bool, typer.Option("--fixed-decoding", help="Decode by a step of fixed shape: on CUDA a replayed graph.")
     ] = False,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER[,NUMBER]...",
+            help="For a model with a depth block: the components of its control; default 0.",
+        ),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
 ) -> None:
     """Reads a prompt of any length in constant memory and streams the answer."""
     quiet()
+    import torch
+
     from condense.chat import chat_text, check_chat_template, end_tokens
     from condense.checks import check_attention, check_dtype
     from condense.files import check_output_file
@@ -79,6 +88,7 @@ def generate(
         check_output_file(report)
     text = _prompt_text(prompt, prompt_file)
     fields = {} if segment_length is None else {"segment_length": segment_length}
+    components = None if control is None else _components(control, model)
     if chat:
         check_chat_template(_load_tokenizer(model), model)
     loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
@@ -88,12 +98,13 @@ def generate(
         input_ids = encode(tokenizer, chat_text(tokenizer, text), add_special_tokens=False)
     else:
         input_ids = encode(tokenizer, text)
-    cache, prefill_seconds = _prefill(loaded, input_ids[:, :-1])
+    given = {} if components is None else {"control": torch.tensor([components], device=loaded.device)}
+    cache, prefill_seconds = _prefill(loaded, input_ids[:, :-1], **given)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if chat:
         sampling["eos_token_id"] = sorted(end_tokens(loaded, tokenizer, chat=True)) or None
     output, decoding_seconds = _decode(
-        loaded, tokenizer, input_ids[:, -1:], cache, seed, max_new_tokens=max_new_tokens, **sampling
+        loaded, tokenizer, input_ids[:, -1:], cache, seed, max_new_tokens=max_new_tokens, **sampling, **given
     )
 
     num_tokens, new_ids = input_ids.shape[1], output.sequences[0, 1:]
@@ -105,6 +116,7 @@ def generate(
         "state_bytes": output.past_key_values.num_bytes,
         "segment_length": loaded.config.segment_length,
         "chat": chat,
+        "control": components,
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
     }
     _print_figures(figures)
@@ -119,6 +131,30 @@ def _prompt_text(prompt: str, prompt_file: Path | None) -> str:
     if not text:
         raise ValueError("there is no prompt: pass --prompt, --prompt-file or both.")
     return text
+
+
+def _components(control: str, source: str) -> list[float]:
+    """The components of `--control`. Raises `ValueError` where the model takes no such control."""
+    from math import isfinite
+
+    from condense import CondenseConfig
+    from condense.loading import load_config
+
+    try:
+        found = [float(part) for part in control.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(map(isfinite, found)):
+        raise ValueError(f"--control {control}: write numbers with commas between them, such as 1.0 or 1,-0.5.")
+    size = load_config(CondenseConfig, source).control_size
+    if not size:
+        raise ValueError(
+            f"--control {control}: model {source!r} has no depth block that takes a control; leave it out, or make one "
+            "with condense convert --depth."
+        )
+    if len(found) != size:
+        raise ValueError(f"--control {control}: model {source!r} has a control of {size} components, not {len(found)}.")
+    return found
 
 
 def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
@@ -142,7 +178,7 @@ def _load_tokenizer(source: str) -> Any:
     return load_tokenizer(source, load_config(AutoConfig, source))
 
 
-def _prefill(model: Any, input_ids: Any) -> tuple[Any, float]:
+def _prefill(model: Any, input_ids: Any, **options: Any) -> tuple[Any, float]:
     """The cache after a prompt, None for an empty one, and the seconds."""
     from tqdm import tqdm
 
@@ -151,7 +187,7 @@ def _prefill(model: Any, input_ids: Any) -> tuple[Any, float]:
     start, num_tokens, cache = time.perf_counter(), input_ids.shape[1], None
     if num_tokens:
         with tqdm(total=-(-num_tokens // model.config.segment_length), unit="segment", desc="reading") as bar:
-            cache = prefill(model, input_ids, progress=bar.update)
+            cache = prefill(model, input_ids, progress=bar.update, **options)
     return cache, time.perf_counter() - start
 
 

@@ -1,6 +1,6 @@
 """Prefill: reads a long text into a cache, a number of segments in each call of the model.
 
-Axes: B rows of a batch, N tokens of a text.
+Axes: B rows of a batch, N tokens of a text, C components of the control.
 """
 
 import re
@@ -50,18 +50,19 @@ def prefill(
     input_ids: torch.Tensor,
     cache: FoldedCache | None = None,
     progress: Callable[[int], object] = lambda num_segments: None,
+    control: torch.Tensor | None = None,
 ) -> FoldedCache:
     """The cache after `input_ids` [B, N], with memory that does not depend on N.
 
-    `progress` is called with the number of segments read since its last call. To continue from the state with
-    `generate`, pass the next token and the cache.
+    `progress` is called with the number of segments read since its last call. `control` [B, C] is that of each text, in
+    a model with a depth block. To continue from the state with `generate`, pass the next token and the cache.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length
     num_segments = max(SEGMENTS_PER_CALL, TOKENS_PER_CALL // (length * len(input_ids)))
 
     def on_device(ids_BT: torch.Tensor, **options: Any) -> Any:
-        return model(ids_BT.to(model.device), **options)
+        return model(ids_BT.to(model.device), control=control, **options)
 
     for columns, _ in prefill_calls(on_device, input_ids, length * num_segments, cache):
         progress(-(-input_ids[:, columns].shape[1] // length))

@@ -1,5 +1,6 @@
 """`condense convert` with a depth block, as a user calls it."""
 
+import json
 import sys
 
 import pytest
@@ -101,3 +102,34 @@ def test_refusals_come_before_the_weights(llama, hybrid, arguments, words, monke
     (line,) = capsys.readouterr().err.splitlines()
     assert left.value.code == 1 and line.startswith("condense: ") and words in line
     assert not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+def test_generate_with_a_control(hybrid, tmp_path):
+    """The control holds for the prompt and for new tokens: as the stock `generate` with the same."""
+    folder, _ = hybrid
+    prompt = "The grass is green. The sky is blue. " * 20  # three segments
+    arguments = ["--model", folder, "--prompt", prompt, "--max-new-tokens", 8, "--report", tmp_path / "report.json"]
+    answer = printed("generate", *arguments, "--control=-8,6.5")
+    model, tokenizer = CondenseForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    control, length = torch.tensor([[-8, 6.5]]), inputs["input_ids"].shape[1]
+    expected = model.generate(**inputs, control=control, max_new_tokens=8, do_sample=False)[0, length:]
+    assert answer.strip() == tokenizer.decode(expected, skip_special_tokens=True).strip()
+    assert json.loads((tmp_path / "report.json").read_text())["control"] == [-8, 6.5]
+    assert printed("generate", *arguments) != answer
+
+
+@pytest.mark.parametrize(
+    ("name", "control", "words"),
+    [
+        ("LLAMA", "1", "has no depth block that takes a control"),
+        ("HYBRID", "1", "has a control of 2 components, not 1"),
+        ("HYBRID", "1,good", "--control 1,good: write numbers"),
+        ("HYBRID", "1,nan", "--control 1,nan: write numbers"),
+    ],
+)
+def test_controls_that_a_model_does_not_take(llama, hybrid, name, control, words):
+    source = {"LLAMA": llama, "HYBRID": hybrid[0]}[name]
+    with pytest.raises(ValueError, match=words):
+        printed("generate", "--model", source, "--prompt", "The", f"--control={control}")

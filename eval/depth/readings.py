@@ -69,10 +69,9 @@ class Reading:
         return self.adaptive(start_BTD, "dopri5", EXACT)[0]
 
 
-def read_flow(block: StockDepthBlock, control_C: torch.Tensor | None = None) -> Reading:
-    """The flow of a block, for one control of all tokens: zeros unless given."""
-    given_C = torch.zeros(block.settings.control_size) if control_C is None else control_C
-    control_1C = given_C[None].to(block.alpha)
+def read_flow(block: StockDepthBlock, control: float = 0.0) -> Reading:
+    """The flow of a block; `control` is the value of all components for all tokens."""
+    control_1C = torch.full((1, block.settings.control_size), control).to(block.alpha)
     return Reading(
         (lambda tau, state_nD: block.alpha * block.field(tau, state_nD, control_1C),), block.settings.steps, 1
     )

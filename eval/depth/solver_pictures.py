@@ -16,12 +16,14 @@ MARKERS = {True: "o", False: "X"}
 
 def draw_divergence(results: dict[str, Any], path: Path) -> None:
     """The divergence of each model, relative to the state and to the displacement, and by Euler steps."""
+    shown: list[float] = [100 * PAPER]
     with picture(path, columns=3, figsize=(15, 4.2)) as (state, displacement, curves):
         for number, (name, (_, is_flow)) in enumerate(SUBJECTS.items()):
             records = [record for record in results["divergence"] if record["name"] == name]
             style = {"marker": MARKERS[is_flow], "color": f"C{number}"}
             for panel, field in ((state, "to_state"), (displacement, "to_displacement")):
                 values = [100 * record[field] for record in records]
+                shown += values
                 panel.plot(values, [name] * len(values), linestyle="", ms=7, alpha=0.7, **style)
             errors = np.mean([record["curve"]["errors"] for record in records], axis=0)
             label = f"{name} ({'a flow' if is_flow else 'no flow'})"
@@ -33,6 +35,8 @@ def draw_divergence(results: dict[str, Any], path: Path) -> None:
         for panel in (state, displacement):
             panel.set_xscale("log")
             panel.set_title("circles: flows; crosses: no flows", fontsize=9)
+            panel.set_xlim(min(shown) / 2, max(shown) * 2)
+            panel.xaxis.set_minor_formatter("")
             panel.invert_yaxis()
         curves.set_xscale("log", base=2)
         curves.set_yscale("log")

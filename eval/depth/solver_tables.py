@@ -14,6 +14,8 @@ PASSES = 0.01  # ours: the paper gives no threshold
 SUBJECTS = {  # name: what it is, and whether it is a flow
     "hybrid": ("the trained flow", True),
     "random": ("the flow with random weights", True),
+    "steered_plus": ("the flow trained to steer, at u = +1", True),
+    "steered_minus": ("the flow trained to steer, at u = -1", True),
     "alpha_one": ("a flow trained with alpha = 1", True),
     "hybrid_at_one": ("the trained flow with alpha set to 1 afterwards", True),
     "twin": ("as many different discrete MLP blocks as Euler steps", False),

@@ -20,7 +20,9 @@ from .models import block_of, build
 from .pretraining import trained
 from .readings import Reading, accurate, held_out_texts, input_of, read_flow, read_layers, read_steps
 from .solver_tables import CRITERIA, PAPER, PASSES, PROBLEMS, SUBJECTS, values_of
+from .steered import steered
 
+CONTROLS = {"steered_plus": 1.0, "steered_minus": -1.0}
 NUM_TEXTS = 16
 REFERENCE_STEPS, SMALL_REFERENCE_STEPS = 4096, 512  # of rk4, for the trained field
 NUM_TOKENS = 32  # of the trained field, whose order is measured
@@ -75,11 +77,14 @@ class Solvers(Experiment[Measurement]):
 
     def _subject(self, name: str, seed: int) -> tuple[nn.Module, nn.Module, nn.Module, Reading]:
         """A float64 model, the first and the last module of what is read as a flow, and how it is read."""
-        arm = {"hybrid_at_one": "hybrid", "layers": "baseline"}.get(name, name)
         if name == "random":
-            model = accurate(build("hybrid", self.size, seed))
+            model = build("hybrid", self.size, seed)
+        elif name in CONTROLS:
+            model = steered(seed, self.setup, self.output)
         else:
-            model = accurate(trained(arm, seed, self.setup, self.output))
+            arm = {"hybrid_at_one": "hybrid", "layers": "baseline"}.get(name, name)
+            model = trained(arm, seed, self.setup, self.output)
+        model = accurate(model)
         if name == "layers":
             layers = model.transformer.h[slice(*self.size.replaced)]
             return model, layers[0], layers[-1], read_layers(layers, self.size.width)
@@ -87,7 +92,8 @@ class Solvers(Experiment[Measurement]):
         assert block is not None
         if name == "hybrid_at_one":
             block.alpha.data.fill_(1)
-        return model, block, block, read_steps(block) if name == "twin" else read_flow(block)
+        reading = read_steps(block) if name == "twin" else read_flow(block, CONTROLS.get(name, 0.0))
+        return model, block, block, reading
 
     def summarise(self, measured: Sequence[tuple[Measurement, Record]]) -> dict[str, Any]:
         parts: dict[str, list[dict[str, Any]]] = {"divergence": [], "order": []}

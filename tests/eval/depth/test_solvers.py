@@ -82,6 +82,16 @@ def test_own_steps_are_the_model(arm, texts):
             assert not torch.allclose(model(texts).logits, wanted_BTV, rtol=1e-3)
 
 
+def test_a_control_steers_what_is_read():
+    block = block_of(accurate(build("hybrid", SMALL, seed=1)))
+    start_BTD = torch.randn(2, 3, SMALL.width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(block.field.control_proj.weight, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ends = [read_flow(block, control).fixed(start_BTD, "euler", 4) for control in (-1.0, 1.0)]
+        torch.testing.assert_close(ends[0], block(start_BTD, control=torch.tensor([[-1.0]])))
+        assert not torch.allclose(ends[0], ends[1])
+
+
 def test_difference_of_logits():
     own, exact = torch.randn(2, 2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = logits_difference(own + 5, exact)
@@ -159,6 +169,7 @@ def test_the_small_experiment(measured):
         record = found[name]
         assert (record["one_more_step"] < 1) is is_flow, name
         assert record["to_displacement"] == pytest.approx(record["to_state"] / record["displacement"])
+    assert len({record["to_state"] for record in found.values()}) == len(SUBJECTS)  # no two are the same by mistake
     assert found["hybrid_at_one"]["displacement"] > 2 * found["hybrid"]["displacement"]
     trained = next(record for record in results["order"] if record["name"] == "hybrid")
     assert {solver: trained[solver]["order"] for solver in ("euler", "midpoint")} == pytest.approx(

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import GPT2LMHeadModel
 
 from condense.files import atomic_folder
+from condense.training.output_lock import output_lock
 
 from .data import Corpus
 from .models import Size, block_of, build
@@ -37,18 +38,18 @@ def trained(arm: str, seed: int, setup: Setup, folder: Path) -> GPT2LMHeadModel:
     """The trained model, in eval mode; trained now and stored in `folder`/models/ARM-SEED where it is not there.
 
     The block's control is zero during this training. Raises `ValueError` where the folder holds models of another size
-    or text.
+    or text, and where another process trains this one there.
     """
     path, model = model_folder(arm, seed, folder), build(arm, setup.size, seed)
     if path.exists():
         log_of(arm, seed, setup, folder)
         model.load_state_dict(load_file(path / "model.safetensors"))
         return model.eval()
-    log = train(model, setup, seed, f"training {arm}-{seed}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_folder(path) as made:
-        save_file(model.state_dict(), made / "model.safetensors")
-        (made / "steps.json").write_text(json.dumps({"setup": setup.describe(), "log": log}), encoding="utf-8")
+    with output_lock(path.parent, path.name):
+        log = train(model, setup, seed, f"training {arm}-{seed}")
+        with atomic_folder(path) as made:
+            save_file(model.state_dict(), made / "model.safetensors")
+            (made / "steps.json").write_text(json.dumps({"setup": setup.describe(), "log": log}), encoding="utf-8")
     return model.eval()
 
 

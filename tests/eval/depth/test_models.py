@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from condense.depth import set_solver
 from condense.eval.depth.models import ARMS, PAPER, SMALL, block_of, build, num_parameters
 from condense.eval.depth.pretraining import log_of, model_folder, train, trained
+from condense.training.output_lock import output_lock
 
 
 def test_the_sizes_of_the_paper():
@@ -63,6 +64,12 @@ def test_trained_models_are_stored(setup, tmp_path):
     for weight, stored in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(weight, stored)
     with pytest.raises(ValueError, match="another size or text"):
+        trained("hybrid", 0, setup, tmp_path)
+
+
+def test_one_process_trains_a_model(setup, tmp_path, monkeypatch):
+    monkeypatch.setattr("condense.training.output_lock.PATIENCE_S", 0.0)
+    with output_lock(tmp_path / "models", "hybrid-0"), pytest.raises(ValueError, match="is in use by process"):
         trained("hybrid", 0, setup, tmp_path)
 
 

@@ -22,6 +22,7 @@ STEPS = {"euler": (1, 2, 3, 4, 6, 8, 12, 16, 24), "midpoint": (1, 2, 3, 4, 6, 8,
 TOLERANCES = {"dopri5": (1e-1, 1e-2, 1e-3, 1e-4, 1e-5), "adaptive_heun": (1e-1, 1e-2, 1e-3, 1e-4)}
 TRAINED_WITH = ("euler", TWIN_STEPS)
 NUM_TEXTS = 16
+MOST_SHOWN = 5  # shares in a cell
 WORTH = 1e-3  # nats; ours
 
 
@@ -210,7 +211,6 @@ def _effort(results: dict[str, Any]) -> Table:
             for point in points:
                 for nfe, count in point["counts"].items():
                     counts[int(nfe)] = counts.get(int(nfe), 0) + count
-            total = sum(counts.values())
             known = [point["correlation"] for point in points if point["correlation"] is not None]
             lows, highs = ([found[side] for found in known] for side in ("shuffled_low", "shuffled_high"))
             rows.append(
@@ -218,13 +218,20 @@ def _effort(results: dict[str, Any]) -> Table:
                     model,
                     solver,
                     f"{tolerance:.0e}",
-                    ", ".join(f"{nfe}: {counts[nfe] / total:.1%}" for nfe in sorted(counts)),
+                    _shares(counts),
                     shown([found["correlation"] for found in known]),
                     f"{min(lows):.3f} to {max(highs):.3f}" if known else "-",
                 ]
             )
     columns = ["model", "solver", "tolerance", "NFE: share of tokens", "correlation with loss", "shuffled, 95 %"]
     return Table("evaluations by token; no correlation where all tokens take the same", columns, rows)
+
+
+def _shares(counts: dict[int, int]) -> str:
+    """The share of tokens by evaluations, or their range where there are many."""
+    if len(counts) > MOST_SHOWN:
+        return f"{min(counts)} to {max(counts)}"
+    return ", ".join(f"{nfe}: {counts[nfe] / sum(counts.values()):.1%}" for nfe in sorted(counts))
 
 
 def _fixed_steps(results: dict[str, Any]) -> Table:
@@ -264,15 +271,12 @@ def _draw_curves(
 
 
 def _draw_counts(record: dict[str, Any], panel: Any) -> None:
-    """How many evaluations tokens take, of the first seed: bars by tolerance beside each other."""
-    chosen = [point for point in record["adaptive"] if len(point["counts"]) > 1] or record["adaptive"]
-    ticks = sorted({int(nfe) for point in chosen for nfe in point["counts"]})
-    width = 0.8 / len(chosen)
-    for number, point in enumerate(chosen):
-        total = sum(point["counts"].values())
-        shares = [100 * point["counts"].get(str(nfe), 0) / total for nfe in ticks]
-        places = np.arange(len(ticks)) + (number - (len(chosen) - 1) / 2) * width
-        panel.bar(places, shares, width, label=f"{point['solver']} {point['tolerance']:.0e}")
-    panel.set_xticks(range(len(ticks)), [str(nfe) for nfe in ticks])
+    """The share of tokens by evaluations, of the first seed; tolerances at which all tokens take the same are left out,
+    unless they are all."""
+    for point in [point for point in record["adaptive"] if len(point["counts"]) > 1] or record["adaptive"]:
+        counts = {int(nfe): count for nfe, count in point["counts"].items()}
+        shares = [100 * counts[nfe] / sum(counts.values()) for nfe in sorted(counts)]
+        panel.plot(sorted(counts), shares, marker=".", lw=1, label=f"{point['solver']} {point['tolerance']:.0e}")
+    panel.set_xscale("log", base=2)
     panel.set_xlabel("evaluations of a token, seed 0")
     panel.set_ylabel("share of tokens [%]")

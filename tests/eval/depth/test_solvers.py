@@ -88,7 +88,7 @@ def test_a_control_steers_what_is_read():
     torch.nn.init.normal_(block.field.control_proj.weight, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ends = [read_flow(block, control).fixed(start_BTD, "euler", 4) for control in (-1.0, 1.0)]
-        torch.testing.assert_close(ends[0], block(start_BTD, control=torch.tensor([[-1.0]])))
+        torch.testing.assert_close(ends[0], block(start_BTD, control=torch.tensor([[-1.0], [-1.0]])))
         assert not torch.allclose(ends[0], ends[1])
 
 

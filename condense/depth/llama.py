@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from ..configuration import DEPTH_LLAMA
-from ..control import check_control, control_of_columns, zero_control
+from ..control import check_control, check_control_of_prompt, control_of_columns, zero_control
 from ..conversion import with_weights_of
 from ..modeling import CondenseForCausalLM
 from .block import build_field
@@ -118,6 +118,10 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
             real_BN = attention_mask[:, -shape[1] :].to(evaluations_BN.device, torch.bool)
             evaluations_BN[~real_BN] = 0
         return evaluations_BN
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+        check_control_of_prompt(model_kwargs)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)

@@ -9,7 +9,7 @@ import torch
 
 import condense.control
 from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
-from condense.depth import DepthFlow, DepthSettings, convert_to_depth, set_solver
+from condense.depth import DepthFlow, DepthSettings, convert_to_depth, set_solver, to_depth_llama
 
 from ..models import random_ids, tiny_config, tiny_model
 from .models import depth_model, random_control
@@ -130,8 +130,9 @@ def test_a_control_that_does_not_fit(control, message):
 
 
 def test_a_control_that_ends_before_the_prompt():
-    with pytest.raises(ValueError, match="control has 4 columns and the prompt 6: pass one for each token"):
-        depth_model().generate(random_ids(2, 6), control=torch.zeros(2, 4, 2), max_new_tokens=2)
+    for model in (depth_model(), to_depth_llama(depth_model())):
+        with pytest.raises(ValueError, match="control has 4 columns and the prompt 6: pass one for each token"):
+            model.generate(random_ids(2, 6), control=torch.zeros(2, 4, 2), max_new_tokens=2)
 
 
 def test_a_control_for_a_model_that_takes_none():

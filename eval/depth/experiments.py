@@ -44,5 +44,10 @@ def depth(name: str, output: Path, options: DepthOptions) -> "Results":
 
 
 def depth_all(output: Path, options: DepthOptions) -> "dict[str, Results]":
-    """Every experiment in turn, by name."""
-    return {name: depth(name, output, options) for name in EXPERIMENTS}
+    """Every experiment in turn, by name. Raises `ValueError` as `depth`, before the first of them begins."""
+    from ..runner import run
+
+    experiments = {name: find_experiment(name)(options, output) for name in EXPERIMENTS}
+    for experiment in experiments.values():
+        experiment.settings()  # loads its texts and models, and keeps them
+    return {name: run(experiment, output) for name, experiment in experiments.items()}

@@ -35,9 +35,14 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
 
 
 def check_control_of_prompt(arguments: Mapping[str, Any]) -> None:
-    """Raises `ValueError` where the control of tokens ends before the prompt does; `arguments` are those that
-    `generate` has prepared. It drops a mask without padding and keeps the positions.
+    """Raises `ValueError` for a control that is no tensor of texts or of tokens, and where that of tokens ends before
+    the prompt does; `arguments` are those that `generate` has prepared. It drops a mask without padding and keeps the
+    positions.
     """
+    control = arguments.get("control")
+    if control is not None and not (isinstance(control, torch.Tensor) and control.dim() in (2, 3)):
+        found = f"shape {tuple(control.shape)}" if isinstance(control, torch.Tensor) else type(control).__name__
+        raise ValueError(f"control is of {found}: pass a tensor [texts, components] or [texts, tokens, components].")
     control, mask, positions = (arguments.get(name) for name in ("control", "attention_mask", "position_ids"))
     columns = positions if mask is None else mask
     if control is None or columns is None or control.dim() != 3 or control.shape[1] >= columns.shape[1]:

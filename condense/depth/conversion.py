@@ -68,7 +68,8 @@ def check_range(config: Any, first: int, end: int) -> None:
     if (depth := getattr(config, "depth", None)) is not None:
         raise ValueError(f"the model has a depth block at position {depth['position']}: a model has one.")
     num_layers = config.num_hidden_layers
-    if not 0 <= first < end <= num_layers:
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (first, end))
+    if not whole or not 0 <= first < end <= num_layers:
         raise ValueError(f"depth {first}:{end}: choose FIRST:END with 0 <= FIRST < END <= {num_layers}, the layers.")
 
 
@@ -83,6 +84,8 @@ def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) 
 
 def _initialized(model: Any, make: Callable[[], DepthFlow], seed: int) -> DepthFlow:
     """A block with the random weights that the model's class gives, of a seed of its own."""
+    if not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}: pass a whole number.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         block = make()

@@ -91,10 +91,17 @@ def solve_adaptive(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The state [n, D] of each sample at tau = 1, with steps chosen by its own error, and its evaluations [n].
 
-    Raises `ValueError` where a sample needs more than `max_evaluations`.
+    Raises `ValueError` where a sample needs more than `max_evaluations`, and for tolerances below the rounding of the
+    states.
     """
     import torchode
 
+    rounding = torch.finfo(start_nD.dtype).eps
+    if max(settings.rtol, settings.atol) < rounding:
+        raise ValueError(
+            f"rtol={settings.rtol:g} and atol={settings.atol:g} are below the rounding of {start_nD.dtype}, "
+            f"{rounding:.1g}: raise one of them, or compute in float64."
+        )
     term = torchode.ODETerm(_of_samples(derivative), with_stats=False)
     method = {"dopri5": torchode.Dopri5, "adaptive_heun": torchode.Heun}[settings.solver](term)
     controller = torchode.IntegralController(atol=settings.atol, rtol=settings.rtol, term=term)

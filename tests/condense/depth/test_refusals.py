@@ -19,7 +19,7 @@ def settings(**changes):
     return DepthSettings(**{"position": 0, "num_replaced": 1, **changes})
 
 
-@pytest.mark.parametrize(("first", "end"), [(1, 1), (2, 1), (-1, 2), (1, 4), (3, 4)])
+@pytest.mark.parametrize(("first", "end"), [(1, 1), (2, 1), (-1, 2), (1, 4), (3, 4), (1.0, 2)])
 def test_ranges_that_are_empty_reversed_or_outside(first, end):
     model = tiny_model()
     with pytest.raises(ValueError, match=rf"depth {first}:{end}: choose FIRST:END with 0 <= FIRST < END <= 3, the"):
@@ -135,6 +135,12 @@ def test_a_control_that_ends_before_the_prompt():
             model.generate(random_ids(2, 6), control=torch.zeros(2, 4, 2), max_new_tokens=2)
 
 
+@pytest.mark.parametrize("control", [torch.zeros(2), [1.0, -1.0], 1.0])
+def test_generate_refuses_what_is_no_control(control):
+    with pytest.raises(ValueError, match=r"pass a tensor \[texts, components\] or"):
+        depth_model().generate(random_ids(2, 5), control=control, max_new_tokens=2)
+
+
 def test_a_control_for_a_model_that_takes_none():
     for model in (tiny_model(), depth_model(depth={"control_size": 0})):
         with pytest.raises(ValueError, match="the model has no depth block that takes one: leave it out"):
@@ -218,6 +224,13 @@ def test_too_many_evaluations_name_tolerance_and_field():
         match=r"dopri5 needs more than max_evaluations=20 .* 'mlp_tau' at rtol=1e-06, atol=1e-07 for \d+ of 10 tokens",
     ):
         model(random_ids(2, 6), control=random_control(2, 2))
+
+
+def test_tolerances_below_the_rounding_of_the_states():
+    model, ids = depth_model(solver="dopri5").float(), random_ids(1, 3)
+    set_solver(model, "dopri5", rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"rtol=1e-12 and atol=1e-12 are below the rounding of torch.float32"):
+        model(ids)
 
 
 def test_pipelines_and_devices():

@@ -55,7 +55,13 @@ def _written_by_deepspeed() -> list:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    def stage(enum: object, name: str) -> ZeroStageEnum:
+        """Stands for `getattr`, by which Python before 3.11.4 writes the member of an enumeration."""
+        if enum is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+            raise pickle.UnpicklingError(f"Unsupported use of getattr: {name} of {enum}")
+        return ZeroStageEnum[name]
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
 
 
 def _cause(error: Exception) -> str:

@@ -46,6 +46,29 @@ def test_code_in_any_file_is_refused_and_not_run(name, checkpoint, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
+class Attribute:
+    """Is written as `getattr(owner, name)`, as Python before 3.11.4 writes the member of an enumeration."""
+
+    def __init__(self, owner: object, name: str):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_the_stage_as_an_earlier_python_writes_it(checkpoint):
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    path = checkpoint / "global_step4" / "other.pt"
+    torch.save({"zero_stage": Attribute(ZeroStageEnum, "gradients")}, path)
+    check_pickles(checkpoint)
+    for owner, name in ((ZeroStageEnum, "mro"), (LossScaler, "backward")):
+        torch.save({"zero_stage": Attribute(owner, name)}, path)
+        with pytest.raises(ValueError, match=f"holds more than tensors .*Unsupported use of getattr: {name}"):
+            check_pickles(checkpoint)
+
+
 def test_a_plain_pickle_is_refused(checkpoint, tmp_path):
     path = checkpoint / "global_step4" / "mp_rank_00_model_states.pt"
     path.write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))

@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,12 +51,12 @@ def _pickles(checkpoint: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(".pt"))
 
 
-def _written_by_deepspeed() -> list:
+def _written_by_deepspeed() -> list[Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    def stage(enum: object, name: str) -> ZeroStageEnum:
+    def stage(enum: object, name: str) -> Any:
         """Stands for `getattr`, by which Python before 3.11.4 writes the member of an enumeration."""
         if enum is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
             raise pickle.UnpicklingError(f"Unsupported use of getattr: {name} of {enum}")

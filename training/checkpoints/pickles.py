@@ -56,11 +56,11 @@ def _written_by_deepspeed() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    def stage(enum: object, name: str) -> Any:
+    def stage(enum: Any, name: str) -> Any:
         """Stands for `getattr`, by which Python before 3.11.4 writes the member of an enumeration."""
-        if enum is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        if enum is not ZeroStageEnum or name not in enum.__members__:
             raise pickle.UnpicklingError(f"Unsupported use of getattr: {name} of {enum}")
-        return ZeroStageEnum[name]
+        return enum[name]
 
     return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr")]
 

@@ -26,6 +26,10 @@ REMEDY = "lower the learning rate, or take an earlier checkpoint or more steps"
 BoundField = Callable[[Tau, torch.Tensor], torch.Tensor]  # a field whose control is given
 
 
+class NotFiniteError(ValueError):
+    """A flow meets or gives values that are not finite."""
+
+
 class DepthFlow(nn.Module):
     """The flow of a field that works on each token by itself; it takes the place of layers in any decoder stack."""
 
@@ -44,8 +48,8 @@ class DepthFlow(nn.Module):
     def flow(self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> Solution:
         """The state at tau = 1 [R, T, D], and the number of evaluations, [R, T] where it differs by token.
 
-        `control_RTC` may have one row or one token for all. Raises `ValueError` where the field gives values that are
-        not finite, and where an adaptive solver needs too many evaluations.
+        `control_RTC` may have one row or one token for all. Raises `NotFiniteError` where the field gives values
+        that are not finite, and `ValueError` where an adaptive solver needs too many evaluations.
         """
         if not self.settings.is_adaptive:
             return self.integrate(lambda tau, hidden: self.field(tau, hidden, control_RTC), start_RTD, control_RTC)
@@ -69,7 +73,7 @@ class DepthFlow(nn.Module):
         if not torch.compiler.is_compiling() and not _is_capturing(end) and not bool(torch.isfinite(end).all()):
             with torch.no_grad():  # once more, to find the step
                 solve_fixed(self._checked(derivative), start, settings.solver, settings.steps)
-            raise ValueError(f"the flow of the field {settings.field!r} overflows: {REMEDY}.")
+            raise NotFiniteError(f"the flow of the field {settings.field!r} overflows: {REMEDY}.")
         return Solution(end.to(start_RTD.dtype), num_fixed_evaluations(settings))
 
     def _derivative(self, field: BoundField, dtype: torch.dtype) -> BoundField:
@@ -84,7 +88,7 @@ class DepthFlow(nn.Module):
             evaluations += 1
             slope = derivative(tau, state)
             if not bool(torch.isfinite(slope).all()):
-                raise ValueError(self._not_finite(tau, state, slope, evaluations))
+                raise NotFiniteError(self._not_finite(tau, state, slope, evaluations))
             return slope
 
         return checked

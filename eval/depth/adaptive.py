@@ -10,12 +10,12 @@ from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
 from ..results import Table, picture
 from ..results_store import Key, Record
-from .experiment import Experiment, interval, shown
+from .experiment import FISHER, LOG, Experiment, interval, shown
 from .models import TWIN_STEPS, block_of
 from .pretraining import trained
 from .readings import held_out_texts
 from .solver_tables import scientific
-from .tokens import Tokens, equal_steps, rank_correlation
+from .tokens import Tokens, equal_steps, rank_correlation, shuffled_middle
 
 MODELS = {"hybrid": "the trained flow", "alpha_one": "a flow trained with alpha = 1"}
 STEPS = {"euler": (1, 2, 3, 4, 6, 8, 12, 16, 24), "midpoint": (1, 2, 3, 4, 6, 8, 12), "rk4": (1, 2, 3, 4, 6)}
@@ -39,9 +39,11 @@ class Adaptive(Experiment[Measurement]):
         "text against the mean number of evaluations of the field by token (NFE), for adaptive solvers over "
         "tolerances and for fixed steps, which are the same for all tokens. At each tolerance the adaptive solver "
         "is compared with each fixed one that has as many steps as its evaluations pay for, rounded down. The error "
-        "is the distance of the end of the flow from the exact one, against the displacement. Correlations are "
-        "Spearman's, between a token's evaluations and its loss, beside the middle 95 % of those with shuffled "
-        f"losses. Intervals are 95 % t intervals over seeds; the text is {NUM_TEXTS} windows."
+        "is the distance of the end of the flow from the exact one, against the displacement, in float64. Correlations "
+        "are Spearman's, between a token's evaluations and its loss, beside the middle 95 % of those where the losses "
+        "of each position are shuffled over the texts, so that the position's own share stays. Intervals are 95 % t "
+        "intervals over seeds, those of errors on a log scale and those of correlations of Fisher's z, as are their "
+        f"means; the text is {NUM_TEXTS} windows."
     )
 
     def items(self) -> list[Measurement]:
@@ -71,8 +73,12 @@ class Adaptive(Experiment[Measurement]):
         for record in results["records"]:
             for point in (*record["fixed"], *record["adaptive"]):
                 flat = {name: value for name, value in point.items() if not isinstance(value, dict)}
-                correlation, at_equal = point.get("correlation") or {}, point.get("minus_fixed") or {}
-                flat |= correlation | {f"loss_minus_{solver}": at_equal[solver]["loss"] for solver in at_equal}
+                at_equal = point.get("minus_fixed") or {}
+                if point.get("correlation"):
+                    low, high = shuffled_middle([point["correlation"]["shuffled"]])
+                    flat |= {"correlation": point["correlation"]["correlation"]}
+                    flat |= {"shuffled_low": low, "shuffled_high": high}
+                flat |= {f"loss_minus_{solver}": at_equal[solver]["loss"] for solver in at_equal}
                 lines.append({"model": record["model"], "seed": record["seed"]} | flat)
         return lines
 
@@ -115,7 +121,7 @@ def _adaptive(tokens: Tokens, solver: str, tolerance: float) -> dict[str, Any]:
     """`minus_fixed`: by fixed solver with as many evaluations, the difference of the loss and the ratio of the error;
     `minus_trained`: the difference of the loss to the solver of the training."""
     run = tokens.run(solver, tolerance)
-    loss, taken = float(run.losses_BT.mean()), run.evaluations_BT.flatten().numpy()
+    loss, taken = float(run.losses_BT.mean()), run.evaluations_BT.numpy()
     against = {}
     for fixed in FIXED_SOLVERS:
         point = _fixed(tokens, fixed, equal_steps(fixed, taken.mean()))
@@ -130,7 +136,7 @@ def _adaptive(tokens: Tokens, solver: str, tolerance: float) -> dict[str, Any]:
         "minus_fixed": against,
         "minus_trained": loss - float(tokens.run(*TRAINED_WITH).losses_BT.mean()),
         "counts": {str(number): count for number, count in counts.items()},
-        "correlation": rank_correlation(taken, run.losses_BT.flatten().numpy()),
+        "correlation": rank_correlation(taken, run.losses_BT.numpy()),
     }
 
 
@@ -181,7 +187,7 @@ def _verdicts(results: dict[str, Any]) -> Table:
                 shown([point["nfe"] for point in points], 1),
                 f"{best}, {shown([point['minus_fixed'][best]['nfe'] for point in points], 1)}",
                 scientific(difference),
-                scientific(error),
+                scientific(error, LOG),
                 scientific([point["minus_trained"] for point in points]),
                 {True: "yes", False: "no", None: "needs 2 seeds"}[verdict["worth_it"]],
             ]
@@ -212,19 +218,28 @@ def _effort(results: dict[str, Any]) -> Table:
                 for nfe, count in point["counts"].items():
                     counts[int(nfe)] = counts.get(int(nfe), 0) + count
             known = [point["correlation"] for point in points if point["correlation"] is not None]
-            lows, highs = ([found[side] for found in known] for side in ("shuffled_low", "shuffled_high"))
+            low, high = shuffled_middle([found["shuffled"] for found in known]) if known else (None, None)
             rows.append(
                 [
                     model,
                     solver,
                     f"{tolerance:.0e}",
                     _shares(counts),
-                    shown([found["correlation"] for found in known]),
-                    f"{min(lows):.3f} to {max(highs):.3f}" if known else "-",
+                    shown([found["correlation"] for found in known], scale=FISHER),
+                    f"{low:.3f} to {high:.3f}" if known else "-",
+                    f"{len(known)} of {len(points)}",
                 ]
             )
-    columns = ["model", "solver", "tolerance", "NFE: share of tokens", "correlation with loss", "shuffled, 95 %"]
-    return Table("evaluations by token; no correlation where all tokens take the same", columns, rows)
+    columns = [
+        "model",
+        "solver",
+        "tolerance",
+        "NFE: share of tokens",
+        "correlation with loss",
+        "shuffled within positions, 95 %",
+        "of seeds",
+    ]
+    return Table("evaluations by token; a seed has no correlation where all tokens take the same", columns, rows)
 
 
 def _shares(counts: dict[int, int]) -> str:
@@ -241,7 +256,7 @@ def _fixed_steps(results: dict[str, Any]) -> Table:
         for number, point in enumerate(records[0]["fixed"]):
             losses, errors = ([record["fixed"][number][field] for record in records] for field in ("loss", "error"))
             rows.append(
-                [model, point["solver"], point["steps"], f"{point['nfe']:g}", shown(losses, 5), scientific(errors)]
+                [model, point["solver"], point["steps"], f"{point['nfe']:g}", shown(losses, 5), scientific(errors, LOG)]
             )
     columns = ["model", "solver", "steps", "NFE", "held-out loss [nats]", "error / displacement"]
     return Table("fixed steps", columns, rows)

@@ -1,6 +1,6 @@
 """What a flow costs beside layers: time of inference and training, memory, and how wrong the adjoint's gradient is.
 
-The paper's table 3, beside the discrete twin, the model without the replaced layers, and a count of operations.
+The paper's table 3, beside the discrete twins, the model without the replaced layers, and a count of operations.
 """
 
 import time
@@ -25,7 +25,7 @@ from .pretraining import held_out_windows, trained
 
 FIXED = (("euler", 1), ("euler", 2), ("euler", 4), ("euler", 8), ("midpoint", 4), ("rk4", 4))
 ADAPTIVE = tuple((solver, tolerance) for solver in ("dopri5", "adaptive_heun") for tolerance in (1e-2, 1e-3, 1e-5))
-TRAINED = ("baseline", "hybrid", "twin", "shorter")
+TRAINED = ("baseline", "hybrid", "twin", "wide_twin", "shorter")
 STEPS = (4, 16, 64, 256)
 REFERENCE = ("rk4", 256)
 GRADIENT_TOKENS = 16
@@ -218,7 +218,7 @@ def measure_training(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, s
     """Seconds of a training step, and what autograd keeps for its backward pass. The models' weights change."""
     calls: Calls = {}
     found: Record = {}
-    for name in ("baseline", "hybrid", "hybrid, adjoint", "twin", "shorter"):
+    for name in ("baseline", "hybrid", "hybrid, adjoint", "twin", "wide_twin", "shorter"):
         arm, _, gradient = name.partition(", ")
         model = models[arm]
         solver = {} if block_of(model) is None else {"solver": "euler", "gradient": gradient or "direct"}
@@ -245,7 +245,7 @@ def _step(model: GPT2LMHeadModel, optimizer: torch.optim.Optimizer, ids_BN: torc
 def _predicted_training(name: str, size: Size) -> float:
     """Against the baseline: the backward pass counts two forward passes, and the adjoint evaluates once more."""
     arm = name.partition(",")[0]
-    evaluations = {"hybrid": 4.0, "twin": 1.0}.get(arm, 0.0)
+    evaluations = {"hybrid": 4.0, "twin": 1.0, "wide_twin": 4.0}.get(arm, 0.0)
     head, baseline = head_operations(size), operations("baseline", size, 0)
     counted = 3 * (operations(arm, size, evaluations) + head)
     if "adjoint" in name:

@@ -17,7 +17,8 @@ from condense.depth.stock import StockDepthBlock
 
 from .options import DepthOptions
 
-ARMS = ("baseline", "hybrid", "twin", "shorter", "alpha_fixed", "alpha_one")
+ARMS = ("baseline", "hybrid", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
+TWINS = ("twin", "wide_twin")
 TWIN_STEPS = 4
 PAPER_FIELD_PARAMETERS = 857_344
 
@@ -59,7 +60,7 @@ def size_of(options: DepthOptions) -> Size:
 class StepsField(nn.Module):
     """A field that is constant in tau between S depths: its Euler steps are residual layers with weights of their own.
 
-    The field of `twin`, the discrete model beside the flow.
+    The field of `twin` and `wide_twin`, the discrete models beside the flow.
     """
 
     def __init__(self, fields: Sequence[nn.Module]):
@@ -83,7 +84,8 @@ def build(arm: str, size: Size, seed: int) -> GPT2LMHeadModel:
 
     `hybrid` has a flow in the place of the replaced layers, `alpha_fixed` and `alpha_one` one whose scale stays at 0.1
     and at 1. `twin` has as many residual MLP steps as the flow has evaluations, with weights of their own and together
-    as many as the flow's. `shorter` has neither the layers nor a block. Raises `ValueError` for an unknown arm.
+    as many as the flow's; in `wide_twin` each step is as wide as the flow's field. `shorter` has neither the layers nor
+    a block. Raises `ValueError` for an unknown arm.
     """
     if arm not in ARMS:
         raise ValueError(f"there is no model {arm!r}: choose one of {', '.join(ARMS)}.")
@@ -112,9 +114,9 @@ def _block(arm: str, size: Size) -> StockDepthBlock:
         alpha=1.0 if arm == "alpha_one" else 0.1, learn_alpha=not arm.startswith("alpha_"), steps=TWIN_STEPS,
     )  # fmt: skip
     field = _field(size, size.field_size)
-    if arm != "twin":
+    if arm not in TWINS:
         return StockDepthBlock(field, settings)
-    share = num_parameters(field) // TWIN_STEPS
+    share = num_parameters(field) // (TWIN_STEPS if arm == "twin" else 1)
     width = field_size_for(share, size.width, size.width + size.control_size, norm_parameters=2 * size.width)
     return StockDepthBlock(StepsField([_field(size, width) for _ in range(TWIN_STEPS)]), settings)
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import GPT2LMHeadModel
 
+from condense.depth.block import NotFiniteError
 from condense.files import atomic_folder
 from condense.training.output_lock import output_lock
 
@@ -69,8 +70,8 @@ def log_of(arm: str, seed: int, setup: Setup, folder: Path) -> dict[str, list[An
 def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[str, list[Any]]:
     """AdamW with a constant rate. Returns by step the loss, the norms of the gradient before clipping, and alpha.
 
-    A step whose loss or gradient is not finite changes no weights; its figures are None. `block_gradient_norm` and
-    `alpha` are None in a model without a block.
+    A step whose loss or gradient is not finite changes no weights; its figures are None. One whose flow is not finite
+    has no loss and no gradient. `block_gradient_norm` and `alpha` are None in a model without a block.
     """
     block = block_of(model)
     log: dict[str, list[Any]] = {key: [] for key in ("loss", "gradient_norm", "block_gradient_norm", "alpha")}
@@ -80,20 +81,30 @@ def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[st
     with tqdm(range(setup.size.steps), desc=name, unit="step", leave=False) as bar:
         for _ in bar:
             alpha = None if block is None else block.alpha.item()
-            ids_BN = next(batches)
-            loss = model(ids_BN, labels=ids_BN).loss
-            loss.backward()
-            block_norm = None if block is None else _norm(block.parameters())
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_NORM).item()
-            if math.isfinite(norm) and math.isfinite(loss.item()):
+            loss, norm, block_norm = _gradients(model, next(batches))
+            if math.isfinite(norm) and math.isfinite(loss):
                 optimizer.step()
             optimizer.zero_grad()
-            for key, value in zip(log, (loss.item(), norm, block_norm, alpha), strict=True):
+            for key, value in zip(log, (loss, norm, block_norm, alpha), strict=True):
                 log[key].append(value if value is not None and math.isfinite(value) else None)
-            bar.set_postfix_str(f"loss {loss.item():.3f}")
+            bar.set_postfix_str(f"loss {loss:.3f}")
     if block is not None:
         log["alpha"].append(block.alpha.item())
     return log
+
+
+def _gradients(model: GPT2LMHeadModel, ids_BN: torch.Tensor) -> tuple[float, float, float | None]:
+    """Computes and clips the gradient. Returns the loss and the norms of all weights and of the block's, not a number
+    where the flow is not finite."""
+    block = block_of(model)
+    try:
+        loss = model(ids_BN, labels=ids_BN).loss
+    except NotFiniteError:
+        return math.nan, math.nan, math.nan
+    loss.backward()
+    block_norm = None if block is None else _norm(block.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_NORM).item()
+    return loss.item(), norm, block_norm
 
 
 def _norm(parameters: Iterator[torch.nn.Parameter]) -> float:
@@ -123,8 +134,12 @@ def held_out_windows(setup: Setup) -> torch.Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(model: GPT2LMHeadModel, setup: Setup) -> float:
-    """The mean loss of a token over `held_out_windows`."""
+def held_out_loss(model: GPT2LMHeadModel, setup: Setup) -> float | None:
+    """The mean loss of a token over `held_out_windows`; None where it is not finite."""
     batches = held_out_windows(setup).split(setup.size.batch)
-    losses = [(model(ids_BN, labels=ids_BN).loss.item(), len(ids_BN)) for ids_BN in batches]
-    return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
+    try:
+        losses = [(model(ids_BN, labels=ids_BN).loss.item(), len(ids_BN)) for ids_BN in batches]
+    except NotFiniteError:
+        return None
+    mean = sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
+    return mean if math.isfinite(mean) else None

@@ -78,7 +78,7 @@ def read_flow(block: StockDepthBlock, control: float = 0.0) -> Reading:
 
 
 def read_steps(block: StockDepthBlock) -> Reading:
-    """The residual steps of the arm `twin`, each with weights of its own, each one a piece."""
+    """The residual steps of the arms `twin` and `wide_twin`, each with weights of its own, each one a piece."""
     assert isinstance(block.field, StepsField)
     fields = list(block.field.fields)
     control_1C = torch.zeros(1, block.settings.control_size).to(block.alpha)

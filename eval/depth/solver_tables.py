@@ -7,7 +7,8 @@ from condense.depth.settings import ADAPTIVE_SOLVERS
 
 from ..results import Table
 from .convergence import ORDERS
-from .experiment import interval, shown
+from .experiment import LINEAR, LOG, Scale, interval, shown
+from .models import TWINS
 
 PAPER = 0.00068  # its divergence relative to |H(1)|
 PASSES = 0.01  # ours: the paper gives no threshold
@@ -18,7 +19,8 @@ SUBJECTS = {  # name: what it is, and whether it is a flow
     "steered_minus": ("the flow trained to steer, at u = -1", True),
     "alpha_one": ("a flow trained with alpha = 1", True),
     "hybrid_at_one": ("the trained flow with alpha set to 1 afterwards", True),
-    "twin": ("as many different discrete MLP blocks as Euler steps", False),
+    "twin": ("as many different discrete MLP blocks as Euler steps, each a quarter as wide as the field", False),
+    "wide_twin": ("the same with blocks as wide as the field", False),
     "layers": ("two layers of the trained baseline", False),
 }
 CRITERIA = {
@@ -38,25 +40,23 @@ def values_of(records: Sequence[dict[str, Any]], name: str, field: str) -> list[
 
 
 def _percent(values: Sequence[float]) -> str:
-    """The mean and its interval over seeds, of shares."""
-    mean, low, high = interval(values)
-    return f"{mean:.3%}" if low is None else f"{mean:.3%} [{low:.3%}, {high:.3%}]"
+    """The geometric mean and its interval over seeds, of ratios of norms."""
+    return shown(values, scale=LOG, form="%")
 
 
-def scientific(values: Sequence[float]) -> str:
+def scientific(values: Sequence[float], scale: Scale = LINEAR) -> str:
     """The mean and its interval over seeds, of values that may be very small."""
-    mean, low, high = interval(values)
-    return f"{mean:.2e}" if low is None else f"{mean:.2e} [{low:.2e}, {high:.2e}]"
+    return shown(values, 2, scale, form="e")
 
 
 def _divergences(results: dict[str, Any]) -> Table:
     rows: list[list[Any]] = [["paper", "a trained flow", f"{PAPER:.3%}", *["-"] * 4]]
     for name, (what, is_flow) in SUBJECTS.items():
         values = {field: values_of(results["divergence"], name, field) for field in ("displacement", *CRITERIA)}
-        passes = interval(values["to_state"])[0] < PASSES
+        passes = interval(values["to_state"], LOG)[0] < PASSES
         verdict = ("passes" if passes else "fails") + (", and is " + ("a flow" if is_flow else "no flow"))
         cells = [_percent(values[field]) for field in ("to_state", "to_displacement", "displacement")]
-        rows.append([name, what, *cells, shown(values["one_more_step"]), verdict])
+        rows.append([name, what, *cells, shown(values["one_more_step"], scale=LOG), verdict])
     columns = [
         "model",
         "what it is",
@@ -79,7 +79,7 @@ def _effects(results: dict[str, Any]) -> Table:
             [
                 name,
                 _percent(values["logits"]),
-                scientific(values["kl"]),
+                scientific(values["kl"], LOG),
                 shown(values["loss"]),
                 scientific(values["loss_change"]),
             ]
@@ -95,11 +95,12 @@ def _criteria(results: dict[str, Any]) -> Table:
             f"{found['highest_flow']:.3g}",
             f"{found['lowest_other']:.3g}",
             _yes(found["separates"]),
-            _yes(found["pair_separates"]),
+            *(_yes(found["pair_separates"][twin]) for twin in TWINS),
         ]
         for found in results["criteria"]
     ]
-    columns = ["criterion", "highest of a flow", "lowest of no flow", "separates all", "separates hybrid from twin"]
+    pairs = [f"separates hybrid from {twin}" for twin in TWINS]
+    columns = ["criterion", "highest of a flow", "lowest of no flow", "separates all", *pairs]
     return Table("does the criterion separate flows from networks that are no flow?", columns, rows)
 
 
@@ -126,6 +127,6 @@ def _adaptive(results: dict[str, Any]) -> Table:
                 evaluations, errors = (
                     [record[solver][field][number] for record in records] for field in ("evaluations", "errors")
                 )
-                rows.append([what, solver, f"{tolerance:.0e}", shown(evaluations, 1), scientific(errors)])
+                rows.append([what, solver, f"{tolerance:.0e}", shown(evaluations, 1), scientific(errors, LOG)])
     columns = ["problem", "solver", "tolerance", "evaluations", "error / displacement"]
     return Table("adaptive solvers", columns, rows)

@@ -1,7 +1,7 @@
 """Does a model with a flow in its middle train as steadily as one with layers, and is it the flow that matters?
 
-The paper's table 1 and figure 1, with four controls: the same block with weights of its own in each step, the two
-layers simply left out, and a scale that is not learned.
+The paper's table 1 and figure 1, with controls: discrete steps with weights of their own, of equal parameters and of
+equal compute, the two layers simply left out, and a scale that is not learned.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
-from .experiment import Experiment, interval, shown
+from .experiment import LOG, Experiment, interval, shown
 from .models import ARMS, block_of, num_parameters
 from .pretraining import CLIPPED_NORM, held_out_loss, log_of, trained
 
 LAST_STEPS = 50
 VANISHING, EXPLODING = 1e-6, 100.0  # norms of the gradient; the paper names no thresholds
-FIRST = ("hybrid", "baseline", "shorter", "twin")  # measured in this order, and the others after them
-COMPARED = ("baseline", "twin", "shorter", "alpha_fixed", "alpha_one")
+FIRST = ("hybrid", "baseline", "shorter", "twin", "wide_twin")  # measured in this order, and the others after them
+COMPARED = ("baseline", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
 PAPER_ROWS = [
     ["paper: baseline", "30,503,424", "-", "6.471", "-", "0.521 +- 0.140", "-", "-", "0", "0", "-"],
     ["paper: hybrid", "29,781,249", "857,345", "6.449", "-", "0.509 +- 0.142", "0.033 +- 0.021", "0.1 to 0.065", "0",
@@ -39,11 +39,12 @@ class Stability(Experiment[Run]):
     about = (
         "Models trained from random weights on the same batches. baseline: all layers; hybrid: a flow of four Euler "
         "steps in the place of two of them; twin: four residual MLP steps with weights of their own, together as many "
-        "as the flow's; shorter: the two layers left out; alpha_fixed and alpha_one: a flow whose scale stays at 0.1 "
-        f"and at 1. Norms of the gradient are those before clipping at {CLIPPED_NORM:g}; a step is vanishing where the "
+        "as the flow's, each a quarter as wide; wide_twin: the same with steps as wide as the flow's field; shorter: "
+        "the two layers left out; alpha_fixed and alpha_one: a flow whose scale stays at 0.1 and at 1. "
+        f"Norms of the gradient are those before clipping at {CLIPPED_NORM:g}; a step is vanishing where the "
         f"norm of all weights or of the block's is below {VANISHING:g}, exploding where that of all is above "
         f"{EXPLODING:g}. "
-        "Intervals are 95 % t intervals over seeds."
+        "Intervals are 95 % t intervals over seeds, those of norms on a log scale."
     )
 
     def items(self) -> list[Run]:
@@ -107,8 +108,9 @@ class Stability(Experiment[Run]):
 
 
 def figures(log: dict[str, list[Any]]) -> dict[str, Any]:
-    """The figures of the paper's table 1, of the log of a run."""
-    found: dict[str, Any] = {"loss": fmean(_finite(log["loss"][-LAST_STEPS:]))}
+    """The figures of the paper's table 1, of the log of a run; means over finite values, None where there is none."""
+    losses = _finite(log["loss"][-LAST_STEPS:])
+    found: dict[str, Any] = {"loss": fmean(losses) if losses else None}
     for name in ("gradient_norm", "block_gradient_norm"):
         norms = _finite(log[name])
         found |= {name: fmean(norms), f"{name}_std": pstdev(norms)} if norms else {name: None, f"{name}_std": None}
@@ -127,15 +129,20 @@ def _finite(values: Sequence[float | None]) -> list[float]:
 
 
 def differences(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By other arm and figure: the hybrid's minus the other's by seed, their mean and its interval."""
+    """By other arm and figure: the hybrid's minus the other's by seed, their mean and its interval.
+
+    A seed without a finite figure of both has None.
+    """
     by_run = {(record["arm"], record["seed"]): record for record in records}
     seeds = sorted({record["seed"] for record in records})
     found: dict[str, Any] = {}
     for other in COMPARED:
         found[other] = {}
         for figure in ("loss", "held_out_loss"):
-            values = [by_run["hybrid", seed][figure] - by_run[other, seed][figure] for seed in seeds]
-            mean, low, high = interval(values)
+            pairs = [(by_run["hybrid", seed][figure], by_run[other, seed][figure]) for seed in seeds]
+            values = [None if None in pair else pair[0] - pair[1] for pair in pairs]
+            known = _finite(values)
+            mean, low, high = interval(known) if known else (None, None, None)
             found[other][figure] = {"values": values, "mean": mean, "low": low, "high": high}
     return found
 
@@ -149,7 +156,7 @@ def _main(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
         "model",
         "parameters",
         "of the block",
-        f"loss, last {LAST_STEPS} steps",
+        _last_loss(results),
         "held-out loss",
         "gradient norm",
         "block's",
@@ -171,10 +178,8 @@ def _main(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
                 "-" if block is None else f"{block:,}",
                 shown(values["loss"]),
                 shown(values["held_out_loss"]),
-                f"{shown(values['gradient_norm'])} +- {shown([fmean(values['gradient_norm_std'])])}",
-                "-"
-                if block is None
-                else f"{shown(values['block_gradient_norm'])} +- {shown([fmean(values['block_gradient_norm_std'])])}",
+                _norm(values, "gradient_norm"),
+                _norm(values, "block_gradient_norm"),
                 f"{values['alpha_start'][0]:.3g} to {shown(values['alpha_end'])}" if has_alpha else "-",
                 *(sum(values[f"{name}_steps"]) for name in ("vanishing", "exploding", "not_finite")),
             ]
@@ -182,9 +187,19 @@ def _main(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     return columns, PAPER_ROWS + rows
 
 
+def _last_loss(results: dict[str, Any]) -> str:
+    return f"loss, last {min(LAST_STEPS, results['size']['steps'])} steps"
+
+
+def _norm(values: dict[str, list[Any]], name: str) -> str:
+    """The mean over seeds with its interval, and the mean standard deviation over steps."""
+    deviations = _finite(values[f"{name}_std"])
+    return f"{shown(values[name], scale=LOG)} +- {fmean(deviations):,.3f}" if deviations else "-"
+
+
 def _compared(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     rows = [
         [other, shown(found["loss"]["values"], 4), shown(found["held_out_loss"]["values"], 4)]
         for other, found in results["differences"].items()
     ]
-    return ["hybrid minus", f"loss, last {LAST_STEPS} steps", "held-out loss"], rows
+    return ["hybrid minus", _last_loss(results), "held-out loss"], rows

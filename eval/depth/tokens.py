@@ -3,6 +3,7 @@
 Axes: B texts, T tokens, D hidden size.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,14 +13,18 @@ from condense.depth import set_solver
 from condense.depth.solvers import TABLEAUS
 from condense.depth.stock import StockDepthBlock
 
+from .divergence import distances
 from .readings import accurate, batches, input_of, next_token_losses, read_flow
 
 SHUFFLES = 200
+EXACT = 1e-12  # rtol and atol of dopri5, in float64: the best points come within 1e-9 of the exact end
 
 
 class Run(NamedTuple):
-    """A solver at its steps or tolerance. `error` is the distance of the end from the exact one, against the
-    displacement."""
+    """A solver at its steps or tolerance, in the model's dtype; `error` is in float64.
+
+    It is the distance of the end of the flow from the exact one, against the displacement.
+    """
 
     losses_BT: torch.Tensor  # entry t is the loss of the token after t; float64
     evaluations_BT: torch.Tensor  # of token t
@@ -32,9 +37,10 @@ class Tokens:
     def __init__(self, model: Any, block: StockDepthBlock, ids_BT: torch.Tensor):
         self.model, self.block, self.ids_BT = model, block, ids_BT
         self.done: dict[tuple[str, float], Run] = {}
-        self.start_BTD = input_of(model, block, ids_BT)
+        self.start_BTD = input_of(model, block, ids_BT).double()
+        self.reading = read_flow(accurate(block))
         with torch.no_grad():
-            self.exact_BTD = read_flow(accurate(block)).exact(self.start_BTD.double())
+            self.exact_BTD, _ = self.reading.adaptive(self.start_BTD, "dopri5", EXACT)
 
     def run(self, solver: str, amount: float) -> Run:
         """`amount` is the number of equal steps, or the tolerance of an adaptive solver."""
@@ -42,24 +48,27 @@ class Tokens:
             is_fixed = solver in TABLEAUS
             settings: dict[str, Any] = {"steps": int(amount)} if is_fixed else {"rtol": amount, "atol": amount}
             set_solver(self.model, solver, **settings)
-            self.done[solver, amount] = self._run()
+            self.done[solver, amount] = Run(*self._predict(), self._error(solver, amount))
         return self.done[solver, amount]
 
     @torch.no_grad()
-    def _run(self) -> Run:
-        losses, evaluations, ends = [], [], []
-        hook = self.block.register_forward_hook(lambda block, given, end: ends.append(end))
-        try:
-            for part in batches(self.ids_BT, self.model.config.vocab_size):
-                ids_BT = self.ids_BT[part]
-                logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
-                losses.append(next_token_losses(logits_BTV, ids_BT).double())
-                taken = torch.as_tensor(self.block.function_evaluations).expand(ids_BT.shape)
-                evaluations.append(taken[:, :-1])
-        finally:
-            hook.remove()
-        error_BTD, moved_BTD = torch.cat(ends) - self.exact_BTD, self.exact_BTD - self.start_BTD
-        return Run(torch.cat(losses), torch.cat(evaluations), float(error_BTD.norm() / moved_BTD.norm()))
+    def _predict(self) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, evaluations = [], []
+        for part in batches(self.ids_BT, self.model.config.vocab_size):
+            ids_BT = self.ids_BT[part]
+            logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
+            losses.append(next_token_losses(logits_BTV, ids_BT).double())
+            taken = torch.as_tensor(self.block.function_evaluations).expand(ids_BT.shape)
+            evaluations.append(taken[:, :-1])
+        return torch.cat(losses), torch.cat(evaluations)
+
+    @torch.no_grad()
+    def _error(self, solver: str, amount: float) -> float:
+        if solver in TABLEAUS:
+            end_BTD = self.reading.fixed(self.start_BTD, solver, int(amount))
+        else:
+            end_BTD, _ = self.reading.adaptive(self.start_BTD, solver, amount)
+        return distances(end_BTD, self.exact_BTD, self.start_BTD)["to_displacement"]
 
 
 def equal_steps(solver: str, evaluations: float) -> int:
@@ -67,17 +76,24 @@ def equal_steps(solver: str, evaluations: float) -> int:
     return max(1, int(evaluations) // len(TABLEAUS[solver].c))
 
 
-def rank_correlation(first: np.ndarray, second: np.ndarray, seed: int = 0) -> dict[str, float] | None:
-    """Spearman's correlation, and its 2.5 % and 97.5 % quantiles with the second one shuffled; None where one of them
-    is constant."""
+def rank_correlation(taken_BT: np.ndarray, losses_BT: np.ndarray, seed: int = 0) -> dict[str, Any] | None:
+    """Spearman's correlation over all tokens, and `shuffled`: the same with the losses of each position shuffled over
+    the texts, so that what the position alone explains stays. None where one of them is constant."""
     from scipy.stats import rankdata
 
-    ranks, others = (rankdata(values) for values in (first, second))
-    ranks, others = ranks - ranks.mean(), others - others.mean()
-    size = float(np.linalg.norm(ranks) * np.linalg.norm(others))
+    ranks_BT, others_BT = (rankdata(values).reshape(values.shape) for values in (taken_BT, losses_BT))
+    ranks_BT, others_BT = ranks_BT - ranks_BT.mean(), others_BT - others_BT.mean()
+    size = float(np.linalg.norm(ranks_BT) * np.linalg.norm(others_BT))
     if not size:
         return None
     generator = np.random.default_rng(seed)
-    shuffled = [ranks @ generator.permutation(others) / size for _ in range(SHUFFLES)]
-    low, high = np.quantile(shuffled, (0.025, 0.975))
-    return {"correlation": float(ranks @ others / size), "shuffled_low": float(low), "shuffled_high": float(high)}
+    shuffled = [float((ranks_BT * generator.permuted(others_BT, axis=0)).sum() / size) for _ in range(SHUFFLES)]
+    return {"correlation": float((ranks_BT * others_BT).sum() / size), "shuffled": shuffled}
+
+
+def shuffled_middle(shuffled: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The 2.5 % and 97.5 % quantiles of the mean over seeds, of which each has its own shuffles; the mean is that of
+    Fisher's z."""
+    means = np.tanh(np.arctanh(np.asarray(shuffled)).mean(axis=0))
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)

@@ -10,6 +10,7 @@ import torch
 import condense.control
 from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
 from condense.depth import DepthFlow, DepthSettings, convert_to_depth, set_solver, to_depth_llama
+from condense.depth.block import NotFiniteError
 
 from ..models import random_ids, tiny_config, tiny_model
 from .models import depth_model, random_control
@@ -188,7 +189,7 @@ def test_a_field_that_is_not_finite_stops_the_flow(solver, message):
     """With the depth and the step, also where only one token of a text has it; no solver tries for ever."""
     block = DepthFlow(BreaksAt(0.5), settings(solver=solver, control_size=0, alpha=1.0))
     with pytest.raises(
-        ValueError, match=f"field 'mlp' of the depth block gives values that are not finite at {message}: low"
+        NotFiniteError, match=f"field 'mlp' of the depth block gives values that are not finite at {message}: low"
     ):
         block.flow(torch.randn(2, 3, 4), None)
 
@@ -212,7 +213,7 @@ def test_finite_slopes_whose_sum_is_not():
             return torch.full_like(hidden, 2e38)
 
     block = DepthFlow(Steep(), settings(control_size=0, alpha=1.0))
-    with pytest.raises(ValueError, match="the flow of the field 'mlp' overflows: lower the learning rate"):
+    with pytest.raises(NotFiniteError, match="the flow of the field 'mlp' overflows: lower the learning rate"):
         block.flow(torch.full((1, 2, 4), 3e38), None)
 
 

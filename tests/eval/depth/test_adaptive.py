@@ -15,7 +15,7 @@ from condense.eval.depth.adaptive import MODELS, WORTH, Adaptive, verdicts
 from condense.eval.depth.models import SMALL, block_of
 from condense.eval.depth.options import DepthOptions
 from condense.eval.depth.readings import Reading, held_out_texts
-from condense.eval.depth.tokens import equal_steps, rank_correlation
+from condense.eval.depth.tokens import equal_steps, rank_correlation, shuffled_middle
 from condense.eval.runner import run
 
 TEXTS = 3
@@ -114,12 +114,66 @@ def test_steps_that_evaluations_pay_for():
 
 def test_rank_correlation():
     generator = np.random.default_rng(0)
-    taken = generator.integers(2, 5, 400)
-    losses = taken + generator.normal(size=400)
+    taken = generator.integers(2, 5, (40, 50))
+    losses = taken + generator.normal(size=(40, 50))
     found = rank_correlation(taken, losses)
-    assert found["correlation"] == pytest.approx(spearmanr(taken, losses).statistic)
-    assert found["shuffled_low"] < 0 < found["shuffled_high"] < 0.15 < found["correlation"]
-    assert rank_correlation(np.full(400, 14), losses) is None
+    assert found["correlation"] == pytest.approx(spearmanr(taken.flatten(), losses.flatten()).statistic)
+    low, high = shuffled_middle([found["shuffled"]])
+    assert low < 0 < high < 0.15 < found["correlation"]
+    assert rank_correlation(np.full((8, 50), 14), losses) is None
+
+
+def test_what_the_position_explains_stays_when_shuffled():
+    """Both follow the position and nothing else: the correlation lies within the shuffled ones."""
+    generator = np.random.default_rng(0)
+    taken, losses = (np.arange(50) + 10 * generator.normal(size=(8, 50)) for _ in range(2))
+    found = rank_correlation(taken, losses)
+    low, high = shuffled_middle([found["shuffled"]])
+    assert 0.5 < low < found["correlation"] < high
+
+
+def test_the_middle_of_shuffled_means():
+    """Of the mean over seeds, which spreads less than that of a seed by the root of their number."""
+    one, *others = np.random.default_rng(0).normal(scale=0.1, size=(4, 5000)).tolist()
+    assert shuffled_middle([one]) == pytest.approx((-0.196, 0.196), abs=0.01)
+    assert shuffled_middle([one, *others]) == pytest.approx((-0.098, 0.098), abs=0.005)
+
+
+def test_a_correlation_says_of_how_many_seeds(measured):
+    _, results, _, text = measured
+    records = [record | {"seed": seed} for record in results["records"] for seed in (0, 1)]
+    changed = [json.loads(json.dumps(record)) for record in records]
+    for record in changed:
+        for point in record["adaptive"]:
+            if record["seed"]:
+                point["correlation"] = None
+    effort = Adaptive.tables(results | {"records": changed, "verdicts": verdicts(changed)})[1]
+    heun = [row for row in effort.rows if row[1] == "adaptive_heun" and row[2] == "1e-05"]
+    assert [row[-1] for row in heun] == ["1 of 2"] * len(MODELS) and all(row[4] != "-" for row in heun)
+    dopri5 = effort.rows[0]
+    assert dopri5[4:] == ["-", "-", "0 of 2"] and "0 of 1" in text
+
+
+def test_errors_are_in_float64(measured):
+    """Below what float32 rounds to, as torchdiffeq finds them."""
+    from torchdiffeq import odeint
+
+    folder, results, experiment, _ = measured
+    model = adaptive.trained("hybrid", 0, experiment.setup, folder)
+    block, ids_BT = block_of(model), held_out_texts(experiment.setup, TEXTS)
+    with torch.no_grad():
+        start = model(ids_BT, output_hidden_states=True).hidden_states[SMALL.replaced[0]].double()
+        block = block.double()
+        control = torch.zeros(1, 1, dtype=torch.float64)
+
+        def end(steps):
+            taus, field = torch.linspace(0, 1, steps + 1).double(), block.field
+            return odeint(lambda tau, h: block.alpha * field(tau, h, control), start, taus, method="rk4")[-1]
+
+        exact, own = end(128), end(4)
+    (point,) = (at for at in results["records"][0]["fixed"] if (at["solver"], at["steps"]) == ("rk4", 4))
+    assert results["records"][0]["model"] == "hybrid" and point["error"] < 2e-8
+    assert point["error"] == pytest.approx(((own - exact).norm() / (exact - start).norm()).item(), rel=0.02)
 
 
 def test_a_constant_field_takes_14():

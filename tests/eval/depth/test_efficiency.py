@@ -28,7 +28,7 @@ def results(tmp_path_factory):
 def test_operations_are_those_that_torch_counts(arm):
     model = build(arm, SMALL, 0)
     model.set_attn_implementation("eager")
-    evaluations = {"hybrid": 8, "twin": 1}.get(arm, 0)  # four evaluations of a quarter of the field
+    evaluations = {"hybrid": 8, "twin": 1, "wide_twin": 4}.get(arm, 0)  # four evaluations of a quarter of the field
     if arm == "hybrid":
         set_solver(model, "midpoint")
     with FlopCounterMode(display=False) as counter:
@@ -63,7 +63,10 @@ def test_calls_take_turns():
 
 def test_evaluations_of_the_solvers(results):
     found = {name: figures["most_evaluations"] for name, figures in results["inference"].items()}
-    assert found["baseline"] == found["shorter"] == 0 and found["twin"] == 4
+    assert found["baseline"] == found["shorter"] == 0 and found["twin"] == found["wide_twin"] == 4
+    predicted = {name: figures["body_predicted"] for name, figures in results["inference"].items()}
+    assert predicted["wide_twin"] == predicted["hybrid, euler 4"] > predicted["twin"]
+    assert results["training"]["wide_twin"]["predicted"] == results["training"]["hybrid"]["predicted"]
     fixed = {"euler 1": 1, "euler 2": 2, "euler 4": 4, "euler 8": 8, "midpoint 4": 8, "rk4 4": 16}
     assert {name: found[f"hybrid, {name}"] for name in fixed} == fixed
     for solver in ("dopri5", "adaptive_heun"):

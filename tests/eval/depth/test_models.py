@@ -1,12 +1,14 @@
 """The models of the experiments: sizes of the paper, the twin against a plain loop, stored weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from condense.depth import set_solver
 from condense.eval.depth.models import ARMS, PAPER, SMALL, block_of, build, num_parameters
-from condense.eval.depth.pretraining import log_of, model_folder, train, trained
+from condense.eval.depth.pretraining import held_out_loss, log_of, model_folder, train, trained
 from condense.training.output_lock import output_lock
 
 
@@ -36,10 +38,13 @@ def test_arms_share_their_other_layers(arm):
         assert block.alpha.item() == pytest.approx(1.0 if arm == "alpha_one" else 0.1)
 
 
-def test_the_twin_is_residual_steps_of_its_own_weights():
-    model, hybrid = build("twin", SMALL, 0), build("hybrid", SMALL, 0)
-    block = block_of(model)
-    assert abs(num_parameters(block) / num_parameters(block_of(hybrid)) - 1) < 0.02
+@pytest.mark.parametrize(("arm", "times"), [("twin", 1), ("wide_twin", 4)])
+def test_the_twins_are_residual_steps_of_their_own_weights(arm, times):
+    model, hybrid = build(arm, SMALL, 0), build("hybrid", SMALL, 0)
+    block, field = block_of(model), block_of(hybrid).field
+    assert num_parameters(block.field) == pytest.approx(times * num_parameters(field), rel=0.02)
+    if arm == "wide_twin":
+        assert all(step.up_proj.weight.shape == field.up_proj.weight.shape for step in block.field.fields)
     hidden, control = torch.randn(2, 5, SMALL.width), torch.randn(2, 1, 1)
     expected = hidden
     for step in block.field.fields:
@@ -81,6 +86,31 @@ def test_a_step_that_is_not_finite_changes_nothing(setup):
     log = train(model, setup._replace(size=SMALL.__class__(**{**vars(SMALL), "steps": 2})), 0, "broken")
     assert log["gradient_norm"] == [None, None]
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("arm", ["hybrid", "wide_twin", "baseline"])
+def test_a_rate_that_overflows_is_counted(setup, arm):
+    """A flow that is not finite is a step that is not finite, as it is in a model without a flow."""
+    given = setup._replace(size=replace(SMALL, steps=4, learning_rate=1e20))
+    model = build(arm, given.size, 0)
+    log = train(model, given, 0, "overflows")
+    for name in ("loss", "gradient_norm"):
+        assert log[name][0] is not None and log[name][1:] == [None] * 3
+    assert (log["block_gradient_norm"][0] is None) == (arm == "baseline") and log["block_gradient_norm"][1:] == [
+        None
+    ] * 3
+    assert held_out_loss(model, given) is None
+
+
+def test_other_errors_end_a_training(setup, monkeypatch):
+    model = build("hybrid", SMALL, 0)
+
+    def fails(*given, **named):
+        raise ValueError("something else")
+
+    monkeypatch.setattr(block_of(model).field, "forward", fails)
+    with pytest.raises(ValueError, match="something else"):
+        train(model, setup, 0, "fails")
 
 
 def test_the_log_is_that_of_a_plain_loop(setup):

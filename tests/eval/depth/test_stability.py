@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from statistics import fmean
 
 import pytest
@@ -9,9 +10,9 @@ from typer.testing import CliRunner
 
 from condense import cli
 from condense.eval.depth import stability
-from condense.eval.depth.experiment import interval
+from condense.eval.depth.experiment import FISHER, LOG, interval, shown
 from condense.eval.depth.experiments import EXPERIMENTS, depth, find_experiment
-from condense.eval.depth.models import ARMS
+from condense.eval.depth.models import ARMS, SMALL
 from condense.eval.depth.options import DepthOptions
 from condense.eval.report import write_report
 
@@ -41,16 +42,20 @@ def test_every_model_is_measured(measured):
     assert [float(line["held_out_loss"]) for line in lines] == [r["held_out_loss"] for r in results["records"]]
     assert all((folder / f"depth_stability.{kind}").exists() for kind in ("png", "svg"))
     assert "6.471" in shown and "paired by seed" in shown
+    assert f"loss, last {SMALL.steps} steps" in shown and "last 50 steps" not in shown
+    arms = [record["arm"] for record in results["records"]][: len(ARMS)]
+    assert arms[:5] == ["hybrid", "baseline", "shorter", "twin", "wide_twin"]
     assert "depth_stability" in write_report(folder).read_text()
 
 
 def test_differences_are_paired(measured):
     _, results, _ = measured
     loss = {(record["arm"], record["seed"]): record["held_out_loss"] for record in results["records"]}
-    found = results["differences"]["twin"]["held_out_loss"]
-    assert found["values"] == [loss["hybrid", seed] - loss["twin", seed] for seed in (0, 1)]
-    mean, low, high = interval(found["values"])
-    assert found["mean"] == mean and found["low"] == low and found["high"] == high
+    for twin in ("twin", "wide_twin"):
+        found = results["differences"][twin]["held_out_loss"]
+        assert found["values"] == [loss["hybrid", seed] - loss[twin, seed] for seed in (0, 1)]
+        mean, low, high = interval(found["values"])
+        assert found["mean"] == mean and found["low"] == low and found["high"] == high
 
 
 def test_more_seeds_go_on(measured, monkeypatch):
@@ -74,6 +79,53 @@ def test_figures_of_a_log():
     assert (found["vanishing_steps"], found["exploding_steps"], found["not_finite_steps"]) == (2, 1, 1)
     assert (found["alpha_start"], found["alpha_end"]) == (0.1, 0.08)
     assert found["gradient_norm"] == pytest.approx((1 + 200 + 3 * 47) / 50)
+
+
+def test_a_run_without_finite_values():
+    """A run whose every loss and gradient overflows has a row of dashes, and does not enter the differences."""
+    log = {"loss": [None] * 3, "gradient_norm": [None] * 3, "block_gradient_norm": [None] * 3, "alpha": [0.1] * 4}
+    broken = stability.figures(log)
+    assert broken["loss"] is None and broken["gradient_norm"] is None and broken["not_finite_steps"] == 3
+    whole = stability.figures(
+        log | {"loss": [2.0] * 3} | dict.fromkeys(("gradient_norm", "block_gradient_norm"), [1.0] * 3)
+    )
+    common = {"parameters": 9, "block_parameters": 4, "log": log}
+    records = [
+        {"arm": arm, "seed": seed, "held_out_loss": None if breaks else 3.0, **common, **(broken if breaks else whole)}
+        for arm in ARMS
+        for seed in (0, 1)
+        for breaks in [(arm == "hybrid" and seed == 0) or arm == "twin"]
+    ]
+    found = stability.differences(records)
+    assert found["shorter"]["loss"] == {"values": [None, 0.0], "mean": 0.0, "low": None, "high": None}
+    assert found["twin"]["held_out_loss"] == {"values": [None, None], "mean": None, "low": None, "high": None}
+    corpus = {
+        "text": "a",
+        "train_tokens": 1,
+        "held_out": "b",
+        "held_out_tokens": 1,
+        "tokenizer": "c",
+        "tokens_in_use": 1,
+    }
+    size = {"steps": 3, "batch": 1, "positions": 1, "vocab_size": 1}
+    main, compared = stability.Stability.tables(
+        {"corpus": corpus, "size": size, "records": records, "differences": found}
+    )
+    rows = {row[0]: row for row in main.rows}
+    assert rows["twin"][3:7] == ["-"] * 4 and rows["hybrid"][3] == "2.000" and rows["twin"][-1] == 6
+    assert ["twin", "-", "-"] in compared.rows
+
+
+def test_intervals_stay_within_bounds():
+    """Those of ratios are the interval of the logarithm, those of correlations that of Fisher's z."""
+    mean, low, high = interval([1e-4, 1e-3], LOG)
+    assert mean == pytest.approx(10**-3.5) and 0 < low < mean < high
+    assert [math.log(value) for value in (mean, low, high)] == pytest.approx(interval([math.log(1e-4), math.log(1e-3)]))
+    mean, low, high = interval([0.9, 0.99], FISHER)
+    z = [math.atanh(0.9), math.atanh(0.99)]
+    assert (mean, low, high) == pytest.approx([math.tanh(value) for value in interval(z)]) and -1 < low < high < 1
+    assert interval([0.0, 2.0], LOG) == (1.0, None, None)  # no logarithm of 0
+    assert shown([0.001, 0.002, None], 1, LOG, "%").startswith("0.1% [0.0%, ")
 
 
 def test_interval():

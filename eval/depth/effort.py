@@ -25,13 +25,18 @@ from .experiment import Experiment, shown
 from .lexicon import PAPER_PAIR, PAPER_PROMPT
 from .pretraining import Setup, trained
 from .probe import probe_accuracy
-from .steered import Labels, Prompts, lexicon_of, num_steps, parts_of, steered, steered_block
+from .steered import TRAINED_ON, Labels, Prompts, lexicon_of, num_steps, parts_of, steered, steered_block
 from .steering import CONTROLS, FEW_CONTROLS, band, pair_log_probs
 from .words import Ids, encode_prompt, encode_word
 
 SOLVERS = ("dopri5", "adaptive_heun")
 TOLERANCES, FEW_TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6), (1e-3, 1e-4)  # relative; the absolute one is a tenth
-COMMON_EVALUATIONS_PER_STEP = {"dopri5": 6, "adaptive_heun": 1}
+# torchdiffeq's adaptive_heun begins a step with the last slope of the one before, torchode's (by token) with a new one.
+EVALUATIONS_PER_STEP = {
+    "common": {"dopri5": 6, "adaptive_heun": 1},
+    "mean": {"dopri5": 6, "adaptive_heun": 2},
+}
+PAPER_STEPS = (2, 4)  # of 14 and 26 evaluations: at the loosest tolerance and at one 1000 times tighter
 EVALUATIONS = 100_000  # at most
 BOUNDARY = 0.3  # of u, between the paper's two regimes
 TAUS = (0.0, 0.5, 0.67, 1.0)
@@ -59,8 +64,10 @@ class Effort(Experiment[Run]):
     about = (
         "NFE: evaluations of the field until tau = 1, solved in float64. common: one step size for all tokens, as in "
         "torchdiffeq and in the paper; by token: each token has steps of its own (torchode). The absolute tolerance is "
-        "a tenth of the relative one. A step of dopri5 takes 6 evaluations, so NFE is 8, 14, 20, 26 ...: the paper's "
-        "14 and 20 differ by one step. own: trained as in the experiment steering; swapped: with the negative word at "
+        "a tenth of the relative one. Two evaluations choose the first step. A step of dopri5 takes 6, so NFE is 8, "
+        "14, 20, 26 ...: the paper's 14 and 20 differ by one step. A step of adaptive_heun takes 1 in torchdiffeq and "
+        "2 in torchode: its NFE with common steps and by token are not comparable, its steps are. "
+        "own: trained as in the experiment steering; swapped: with the negative word at "
         "u = +1. NFE is fitted by level + slope u + curvature |u|: a slope of the same sign for both labels is a "
         "property of the block, one that changes sign belongs to the words. Probes are logistic regressions on the "
         "last token's state at tau: of the sentiment of a text (prompt and word, u = 0), and of the sign of u (prompt "
@@ -141,7 +148,7 @@ class Effort(Experiment[Run]):
         return [
             Table(f'NFE below and above u = {BOUNDARY} on "{PAPER_PROMPT}": {data}', *_regimes(results)),
             Table("is it the word or the block: NFE = level + slope u + curvature |u|, dopri5", *_causes(results)),
-            Table("NFE against tolerance, mean over u", *_scaling(results)),
+            Table("NFE and steps against tolerance, mean over u", *_scaling(results)),
             Table("NFE of a prompt alone and among others, u = -1, 0, +1", *_neighbours(results)),
             Table("linear probes: right on prompts never trained on", *_probes(results)),
         ]
@@ -302,9 +309,9 @@ def fit_effort(controls: Sequence[float], counts: Sequence[float]) -> tuple[floa
     return float(level), float(slope), float(curvature)
 
 
-def num_steps_of(solver: str, evaluations: float) -> float:
-    """Steps, accepted or not, of torchdiffeq's solver: two evaluations choose the first."""
-    return (evaluations - 2) / COMMON_EVALUATIONS_PER_STEP[solver]
+def num_steps_of(way: str, solver: str, evaluations: float) -> float:
+    """Steps, accepted or not, with common steps or as a mean over tokens: two evaluations choose the first."""
+    return (evaluations - 2) / EVALUATIONS_PER_STEP[way][solver]
 
 
 def _of(results: dict[str, Any], prompts: str, labels: str, what: str) -> list[dict[str, Any]]:
@@ -313,7 +320,7 @@ def _of(results: dict[str, Any], prompts: str, labels: str, what: str) -> list[d
 
 
 def _regimes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["block", "labels", "solver", "tolerance", "steps", f"u < {BOUNDARY}", f"u > {BOUNDARY}"]
+    columns = ["trained on", "labels", "solver", "tolerance", "steps", f"u < {BOUNDARY}", f"u > {BOUNDARY}"]
     rows: list[list[Any]] = [["the paper", "own", "dopri5", "-", "common", "20", "14"]]
     ways = {"common": "common", "last": "last token's", "mean": "by token, mean"}
     for (prompts, labels), solver in product(BLOCKS, SOLVERS):
@@ -321,7 +328,9 @@ def _regimes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
             for way, name in ways.items():
                 curves = [record["sweep"][number][way] for record in _of(results, prompts, labels, solver)]
                 sides = [[_side(results["controls"], c, below) for c in curves] for below in (True, False)]
-                rows.append([prompts, labels, solver, f"{tolerance:g}", name, *(shown(side, 1) for side in sides)])
+                rows.append(
+                    [TRAINED_ON[prompts], labels, solver, f"{tolerance:g}", name, *(shown(side, 1) for side in sides)]
+                )
     return columns, rows
 
 
@@ -330,7 +339,7 @@ def _side(controls: Sequence[float], counts: Sequence[float], below: bool) -> fl
 
 
 def _causes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["block", "labels", "tolerance", "P(good) share before", "counted", "slope", "curvature"]
+    columns = ["trained on", "labels", "tolerance", "P(good) share before", "counted", "slope", "curvature"]
     rows = []
     for (prompts, labels), (number, tolerance) in product(BLOCKS, enumerate(results["tolerances"])):
         records = _of(results, prompts, labels, "dopri5")
@@ -338,37 +347,42 @@ def _causes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
             fits = [fit_effort(results["controls"], record["sweep"][number][way]) for record in records]
             prior = shown([record["prior"] for record in records])
             rows.append(
-                [prompts, labels, f"{tolerance:g}", prior, name, shown([f[1] for f in fits], 2),
+                [TRAINED_ON[prompts], labels, f"{tolerance:g}", prior, name, shown([f[1] for f in fits], 2),
                  shown([f[2] for f in fits], 2)]
             )  # fmt: skip
     return columns, rows
 
 
 def _scaling(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["block", "tolerance", "dopri5, common", "adaptive_heun, common", "heun / dopri5",
-               "steps: heun / dopri5", "dopri5, by token",
-               "adaptive_heun, by token"]  # fmt: skip
-    rows: list[list[Any]] = [["the paper", "loosest", "14", "within 15 %", "-", "0.85 to 1.15", "-", "-"]]
-    rows.append(["the paper", "1000 times tighter", "26", "-", "-", "-", "-", "-"])
-    for prompts, (number, tolerance) in product(("paper", "many"), enumerate(results["tolerances"])):
-        means = {
-            (solver, way): [fmean(record["sweep"][number][way]) for record in _of(results, prompts, "own", solver)]
-            for solver, way in product(SOLVERS, ("common", "mean"))
-        }
-        dopri5, heun = means["dopri5", "common"], means["adaptive_heun", "common"]
-        ratio = [second / first for first, second in zip(dopri5, heun, strict=True)]
-        cells = [shown(values, 1) for values in (dopri5, heun)]
-        steps = [
-            num_steps_of("adaptive_heun", b) / num_steps_of("dopri5", a) for a, b in zip(dopri5, heun, strict=True)
-        ]
-        by_token = [shown(means[solver, "mean"], 1) for solver in SOLVERS]
-        rows.append([prompts, f"{tolerance:g}", *cells, shown(ratio, 2), shown(steps, 2), *by_token])
+    columns = ["trained on", "tolerance", "solved", "NFE: dopri5", "NFE: adaptive_heun", "steps: dopri5",
+               "steps: adaptive_heun", "steps: heun / dopri5"]  # fmt: skip
+    rows: list[list[Any]] = [
+        ["the paper", "loosest", "common", "14", "-", str(PAPER_STEPS[0]), "-", "0.85 to 1.15"],
+        ["the paper", "1000 times tighter", "common", "26", "-", str(PAPER_STEPS[1]), "-", "-"],
+    ]
+    for prompts, (number, tolerance) in product(TRAINED_ON, enumerate(results["tolerances"])):
+        for way, name in {"common": "common", "mean": "by token, mean"}.items():
+            counts, steps = ([found(results, prompts, solver, way, number) for solver in SOLVERS]
+                             for found in (_mean_evaluations, _mean_steps))  # fmt: skip
+            ratio = [heun / dopri5 for dopri5, heun in zip(*steps, strict=True)]
+            cells = [shown(values, 1) for values in (*counts, *steps)]
+            rows.append([TRAINED_ON[prompts], f"{tolerance:g}", name, *cells, shown(ratio, 2)])
     return columns, rows
+
+
+def _mean_evaluations(results: dict[str, Any], prompts: str, solver: str, way: str, number: int) -> list[float]:
+    """By seed, at tolerance `number`, the mean over u."""
+    return [fmean(record["sweep"][number][way]) for record in _of(results, prompts, "own", solver)]
+
+
+def _mean_steps(results: dict[str, Any], prompts: str, solver: str, way: str, number: int) -> list[float]:
+    return [num_steps_of(way, solver, count) for count in _mean_evaluations(results, prompts, solver, way, number)]
 
 
 def _neighbours(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     columns = [
-        "block",
+        "trained on",
+        "labels",
         "solver",
         "tolerance",
         "common alone",
@@ -385,19 +399,19 @@ def _neighbours(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
             means = [
                 shown([fmean(values[name]) for values in found], 1) for name in ("common_alone", "common_together")
             ]
-            block = prompts if labels == "own" else f"{prompts}, swapped"
-            rows.append([block, solver, f"{tolerance:g}", *means, *(f"{count} of {total}" for count in changed)])
+            run = [TRAINED_ON[prompts], labels, solver]
+            rows.append([*run, f"{tolerance:g}", *means, *(f"{count} of {total}" for count in changed)])
     return columns, rows
 
 
 def _probes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["block", "labels", "probe of", "measured", *(f"tau = {tau:g}" for tau in TAUS)]
+    columns = ["trained on", "labels", "probe of", "measured", *(f"tau = {tau:g}" for tau in TAUS)]
     rows = []
     for (prompts, labels), reading, kind in product(BLOCKS, READINGS, ("accuracy", "shuffled")):
         by_seed = [record["probes"][reading] for record in _of(results, prompts, labels, "probes")]
         cells = [shown([lines[number][kind] for lines in by_seed]) for number in range(len(TAUS))]
         name = "right" if kind == "accuracy" else "right, shuffled labels"
-        rows.append([prompts, labels, reading, name, *cells])
+        rows.append([TRAINED_ON[prompts], labels, reading, name, *cells])
     return columns, rows
 
 
@@ -416,24 +430,24 @@ def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
 def _draw_labels(results: dict[str, Any], panel: Any) -> None:
     for color, (prompts, labels) in enumerate(BLOCKS):
         curves = [record["sweep"][-1]["others"] for record in _of(results, prompts, labels, "dopri5")]
-        band(panel, results["controls"], curves, f"{prompts}, {labels}", f"C{color}")
+        band(panel, results["controls"], curves, f"{TRAINED_ON[prompts]}, {labels} labels", f"C{color}")
     panel.set_title(f"dopri5, last tokens of new prompts, {results['tolerances'][-1]:g}", fontsize=10)
     _finish(panel, "u", "NFE, mean")
 
 
 def _draw_scaling(results: dict[str, Any], panel: Any) -> None:
+    tolerances = results["tolerances"]
     for color, solver in enumerate(SOLVERS):
         for way, style in (("common", "-"), ("mean", ":")):
-            records = _of(results, "paper", "own", solver)
-            curves = [[fmean(sweep[way]) for sweep in record["sweep"]] for record in records]
+            by_tolerance = [_mean_steps(results, "paper", solver, way, number) for number in range(len(tolerances))]
             label = f"{solver}, {'common' if way == 'common' else 'by token'}"
-            band(panel, results["tolerances"], curves, label, f"C{color}", style)
-    panel.plot([results["tolerances"][0], results["tolerances"][-1]], [14, 26], "kx", label="the paper")
+            band(panel, tolerances, list(zip(*by_tolerance, strict=True)), label, f"C{color}", style)
+    panel.plot([tolerances[0], tolerances[0] / 1000], PAPER_STEPS, "kx", label="the paper, dopri5")
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.invert_xaxis()
-    panel.set_title(f'NFE on "{PAPER_PROMPT}", mean over u', fontsize=10)
-    _finish(panel, "relative tolerance", "NFE")
+    panel.set_title(f'steps on "{PAPER_PROMPT}", mean over u', fontsize=10)
+    _finish(panel, "relative tolerance", "steps")
 
 
 def _draw_probes(results: dict[str, Any], panel: Any) -> None:

@@ -5,7 +5,7 @@ An example is a prompt, a control and a word; the loss is -log P(word | prompt).
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,10 +27,15 @@ from .words import Ids, encode_prompt, encode_word, paired_log_probs
 Labels = Literal["own", "swapped"]
 Prompts = Literal["paper", "many"]
 METHODS = ("flow", "step", "bias", "film", "activation")
+# Trained on the paper's prompt alone, to see whether the paper's figures need more than the block: all but embeddings
+# and head, as the paper's "Hybrid Unfreeze" can be read; and everything.
+UNFROZEN = {"unfrozen": ("transformer.wte.", "transformer.wpe.", "lm_head."), "everything": ()}  # what stays frozen
+PROMPTS_OF = {"paper": (*METHODS, *UNFROZEN), "many": METHODS}
+TRAINED_ON = {"paper": "one prompt", "many": "many prompts"}
 
 STEPS, BATCH = 300, 32
 # Few parameters need larger steps: a flow has a matrix where a bias has a vector.
-LEARNING_RATE = {"flow": 3e-3, "step": 3e-3, "bias": 1e-1, "film": 1e-1}
+LEARNING_RATE = {"flow": 3e-3, "step": 3e-3, "bias": 1e-1, "film": 1e-1, "unfrozen": 1e-3, "everything": 1e-3}
 CONTROL_STD = 0.02  # as GPT-2 initialises
 COEFFICIENTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # of activation steering
 
@@ -83,32 +88,42 @@ def parts_of(prompts: Prompts, seed: int, setup: Setup) -> Parts:
 def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", prompts: Prompts = "paper") -> Any:
     """The trained hybrid whose block alone was then trained on the paper's prompt and pair, or on many.
 
-    Trained once and kept in `folder`; in eval mode.
+    Trained once and kept in `folder`; in eval mode. Raises `ValueError` where the block there was trained in another
+    model, or on other examples.
     """
     parts, steps = parts_of(prompts, seed, setup), num_steps(setup)
     examples = sentiment_examples(parts.train_prompts, parts.train_pairs, setup.corpus.tokenizer, labels)
     model, path = trained("hybrid", seed, setup, folder), model_folder(f"steered-{prompts}-{labels}", seed, folder)
-    block, trained_on = steered_block(model), _fingerprint(examples, steps)
+    block, trained_on = steered_block(model), _fingerprint(model, setup, examples, steps)
     if path.exists():
         if (path / "examples.txt").read_text() != trained_on:
-            raise ValueError(f"{path} was steered by other prompts or steps: pass another --output, or delete it.")
+            raise ValueError(
+                f"{path} was trained in another model, or by other prompts or steps: pass another --output, or delete "
+                "it."
+            )
         block.load_state_dict(load_file(path / "block.safetensors"))
         return model.requires_grad_(False).eval()
-    fit(model, block, examples, steps, LEARNING_RATE["flow"], seed, f"steering {prompts}-{labels}-{seed}")
+    fit(model, block.parameters(), examples, steps, LEARNING_RATE["flow"], seed, f"steering {prompts}-{labels}-{seed}")
     with atomic_folder(path) as made:
         save_file(block.state_dict(), made / "block.safetensors")
         (made / "examples.txt").write_text(trained_on)
     return model
 
 
-def _fingerprint(examples: Sequence[Example], steps: int) -> str:
-    return hashlib.sha256(repr((list(map(tuple, examples)), steps, BATCH, LEARNING_RATE["flow"])).encode()).hexdigest()
+def _fingerprint(model: Any, setup: Setup, examples: Sequence[Example], steps: int) -> str:
+    """Of all that a steered block depends on: the model before it, its size and text, the examples, the training."""
+    settings = (setup.describe(), list(map(tuple, examples)), steps, BATCH, LEARNING_RATE["flow"])
+    digest = hashlib.sha256(repr(settings).encode())
+    for weight in model.state_dict().values():
+        digest.update(weight.numpy())
+    return digest.hexdigest()
 
 
 def steered_by(method: str, seed: int, setup: Setup, folder: Path, prompts: Prompts) -> Any:
     """As `steered`, by one of `METHODS`: step, the block as one discrete step; bias, a vector times u added to the
     block's output; film, scale and shift after the last layer of the baseline that a hybrid replaces; activation, the
-    difference of mean activations added to the block's output, with the best coefficient on the examples.
+    difference of mean activations added to the block's output, with the best coefficient on the examples. Or by one of
+    `UNFROZEN`: the hybrid of which more than the block is trained.
     """
     if method == "flow":
         return steered(seed, setup, folder, prompts=prompts)
@@ -132,12 +147,16 @@ def _fitted(method: str, model: Any, control_size: int, examples, seed: int, set
     size, position = setup.size, setup.size.replaced[0]
     learned: Any
     if method in ("flow", "step"):
-        learned = steered_block(model)
+        block = steered_block(model)
         if method == "step":
-            learned.settings = replace(learned.settings, solver="euler", steps=1)
+            block.settings = replace(block.settings, solver="euler", steps=1)
+        learned = block.parameters()
+    elif method in UNFROZEN:
+        learned = [parameter for name, parameter in model.named_parameters() if not name.startswith(UNFROZEN[method])]
     else:
-        learned = Intervention(size.width, control_size, scales=method == "film")
-        intervene(model, size.replaced[1] - 1 if method == "film" else position, learned)
+        intervention = Intervention(size.width, control_size, scales=method == "film")
+        intervene(model, size.replaced[1] - 1 if method == "film" else position, intervention)
+        learned = intervention.parameters()
     fit(model, learned, examples, num_steps(setup), LEARNING_RATE[method], seed, description)
     return model
 
@@ -172,14 +191,20 @@ def widen_control(block: Any, control_size: int, seed: int) -> None:
 
 
 def fit(
-    model: Any, learned: nn.Module, examples: Sequence[Example], steps: int, rate: float, seed: int, description: str
+    model: Any,
+    learned: Iterable[nn.Parameter],
+    examples: Sequence[Example],
+    steps: int,
+    rate: float,
+    seed: int,
+    description: str,
 ) -> list[float]:
-    """Trains the parameters of `learned` alone with Adam, on batches drawn without repetition until all were seen.
+    """Trains the parameters `learned` alone with Adam, on batches drawn without repetition until all were seen.
 
     Returns the loss of each step. The model is in eval mode, and takes no gradients, afterwards.
     """
     model.requires_grad_(False).eval()
-    trainable = [parameter for name, parameter in learned.named_parameters() if name != "alpha" or _learns(learned)]
+    trainable = list(learned)
     for parameter in trainable:
         parameter.requires_grad_(True)
     optimizer, losses = torch.optim.Adam(trainable, lr=rate), list[float]()
@@ -193,10 +218,6 @@ def fit(
         losses.append(float(loss.detach()))
     model.requires_grad_(False)
     return losses
-
-
-def _learns(learned: Any) -> bool:
-    return learned.settings.learn_alpha
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Does a control steer the next word, also after prompts and to words that it was not trained on?
 
 The paper's table 2 and the sweep of figure 2, with what it lacks: held-out prompts and words, four other ways to steer
-at the same depth, three dimensions at once, and the loss on ordinary text.
+at the same depth, the same with more than the block trained, three dimensions at once, and the loss on ordinary text.
 
 Axes: U values of the control, P prompts, N pairs of words, W words.
 """
@@ -27,6 +27,8 @@ from .steered import (
     COEFFICIENTS,
     LEARNING_RATE,
     METHODS,
+    PROMPTS_OF,
+    TRAINED_ON,
     joint_examples,
     jointly_steered,
     lexicon_of,
@@ -48,7 +50,10 @@ NAMES = {
     "bias": "bias vector",
     "film": "FiLM",
     "activation": "activation steering",
+    "unfrozen": "all but embeddings and head",
+    "everything": "everything",
 }
+KINDS = [(method, prompts) for prompts, methods in PROMPTS_OF.items() for method in methods]
 
 
 class Run(NamedTuple):
@@ -65,10 +70,13 @@ class Steering(Experiment[Run]):
     about = (
         "A trained model is frozen, and what stands at the place of its middle layers learns to choose the next word "
         "by a control u: the positive word at +1, the negative one at -1; 0 is never trained. flow: the block's "
-        "weights; one discrete step: the same block with a single Euler step; bias vector: u times a vector added to "
-        "the block's output; FiLM: scale and shift of the same layer's output in the model without a flow; activation "
-        "steering: u times the difference of mean activations of positive and negative texts, with the coefficient of "
-        "least loss on the trained prompts. P is the probability of a whole word over the whole vocabulary: the "
+        "weights; one discrete step: the same block with a single Euler step, though it was trained with four before; "
+        "bias vector: u times a vector added to the block's output; FiLM: scale and shift of the same layer's output "
+        "in the baseline, the model without a flow; activation steering: u times the difference of mean activations "
+        "of positive and negative texts, with the coefficient of least loss on the trained prompts. Two more are "
+        "trained on the paper's prompt only, since the paper can be read so: all but embeddings and head, and "
+        "everything; the ceiling below does not hold for them. "
+        "P is the probability of a whole word over the whole vocabulary: the "
         "product of the probabilities of its tokens, and the last norm and the head, which stay frozen, set its "
         "ceiling for any hidden state. Share: P(positive) / (P(positive) + P(negative)). Right: the word "
         "that u asks for is the likelier of its pair; a model without control is right in 50 %. Held-out prompts are "
@@ -89,7 +97,7 @@ class Steering(Experiment[Run]):
         return FEW_CONTROLS if self.options.small else CONTROLS
 
     def items(self) -> list[Run]:
-        kinds = [*product(METHODS, ("paper", "many")), *product(JOINT_METHODS, ("joint",))]
+        kinds = [*KINDS, *product(JOINT_METHODS, ("joint",))]
         return [Run(seed, method, prompts) for seed in self.seeds for method, prompts in kinds]
 
     def key(self, item: Run) -> Key:
@@ -278,27 +286,26 @@ def _paper_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
         ["the paper", "flow", f"{u:+g}", good, bad, f"{good / (good + bad):.3f}"] for u, (good, bad) in PAPER.items()
     ]
     records = _of(results, "flow", "paper")
-    for name, field in (("not trained", "before"), ("the most that the frozen head allows", "ceiling")):
+    for name, field in (("not trained", "before"), ("the most that a frozen last norm and head allow", "ceiling")):
         good, bad = ([record[field][side] for record in records] for side in (0, 1))
         share = [g / (g + b) for g, b in zip(good, bad, strict=True)] if field == "before" else []
         rows.append([name, "-", "0" if field == "before" else "any", shown(good, 4), shown(bad, 4), shown(share)])
-    for prompts, method, u in product(("paper", "many"), METHODS, PAPER):
+    for (method, prompts), u in product(KINDS, PAPER):
         records, at = _of(results, method, prompts), results["controls"].index(u)
         good, bad = ([record[word][at] for record in records] for word in ("good", "bad"))
         share = [g / (g + b) for g, b in zip(good, bad, strict=True)]
-        name = {"paper": "this prompt", "many": "many prompts"}[prompts]
-        rows.append([name, NAMES[method], f"{u:+g}", shown(good, 4), shown(bad, 4), shown(share)])
+        rows.append([TRAINED_ON[prompts], NAMES[method], f"{u:+g}", shown(good, 4), shown(bad, 4), shown(share)])
     return columns, rows
 
 
 def _accuracy_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     rows = [
         [
-            {"paper": "one prompt", "many": "many prompts"}[prompts],
+            TRAINED_ON[prompts],
             NAMES[method],
             *(shown([record["groups"][g]["accuracy"] for record in _of(results, method, prompts)]) for g in GROUPS),
         ]
-        for prompts, method in product(("paper", "many"), METHODS)
+        for method, prompts in KINDS
     ]
     return ["trained on", "method", *GROUPS], rows
 
@@ -316,14 +323,15 @@ def _held_out_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]
 def _cost_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     columns = ["trained on", "method", "before", "u = 0", "u = +1", "u = -1"]
     rows = []
-    for prompts, method in product(("paper", "many"), METHODS):
+    for method, prompts in KINDS:
         records = _of(results, method, prompts)
         costs = [
             shown([record["text_loss"][u] - record["text_loss_before"] for record in records])
             for u in ("0.0", "1.0", "-1.0")
         ]
-        name = {"paper": "one prompt", "many": "many prompts"}[prompts]
-        rows.append([name, NAMES[method], shown([record["text_loss_before"] for record in records]), *costs])
+        rows.append(
+            [TRAINED_ON[prompts], NAMES[method], shown([record["text_loss_before"] for record in records]), *costs]
+        )
     return columns, rows
 
 
@@ -357,12 +365,13 @@ def band(
 
 
 def _draw_paper(results: dict[str, Any], panel: Any) -> None:
-    records = _of(results, "flow", "paper")
     for number, (name, color) in enumerate((("good", "tab:green"), ("bad", "tab:red"))):
-        band(panel, results["controls"], [record[name] for record in records], f"P({name})", color)
+        for method, style in (("flow", "-"), ("unfrozen", ":")):
+            curves = [record[name] for record in _of(results, method, "paper")]
+            band(panel, results["controls"], curves, f"P({name}), {NAMES[method]}", color, style)
         values = [paper[number] for paper in PAPER.values()]
         panel.plot(list(PAPER), values, "x", color=color, label=f"P({name}), the paper")
-    panel.set_title(f'flow trained on "{PAPER_PROMPT}"', fontsize=10)
+    panel.set_title(f'trained on "{PAPER_PROMPT}"', fontsize=10)
     panel.set_xlabel("u")
     panel.set_ylabel("probability of the word")
     panel.set_ylim(-0.03, 1.03)

@@ -1,15 +1,19 @@
 """Prompts, words and ways to steer: no leak, plain loops, formulas, and what is trained."""
 
+import shutil
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from condense.eval.depth import steered
 from condense.eval.depth.interventions import Intervention, difference_of_means, intervene
 from condense.eval.depth.lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, lexicon
 from condense.eval.depth.models import SMALL, block_of, build
+from condense.eval.depth.pretraining import trained
 from condense.eval.depth.words import encode_prompt, encode_word, paired_log_probs, word_log_probs
 
 PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7, 8, 9)]
@@ -164,7 +168,7 @@ def test_the_block_alone_learns_to_steer(labels, setup):
     for each in (model, before):
         each.lm_head.weight.data.mul_(50)  # a random head, but one that can give large probabilities
     examples = steered.sentiment_examples([PAPER_PROMPT], [PAPER_PAIR], tokenizer, labels)
-    losses = steered.fit(model, block, examples, steps=60, rate=3e-2, seed=0, description="")
+    losses = steered.fit(model, block.parameters(), examples, steps=60, rate=3e-2, seed=0, description="")
     assert losses[-1] < 0.2 * losses[0]
     words = [encode_word(tokenizer, word) for word in PAPER_PAIR]
     prompt = encode_prompt(tokenizer, PAPER_PROMPT)
@@ -198,3 +202,35 @@ def test_a_steered_block_is_kept(setup, tmp_path, monkeypatch):
     monkeypatch.setattr(steered, "STEPS", 3)
     with pytest.raises(ValueError, match="other prompts or steps"):
         steered.steered(0, setup, tmp_path, prompts="many")
+
+
+@pytest.mark.parametrize("change", ["size", "weights"])
+def test_a_block_of_another_model_is_refused(change, setup, tmp_path, monkeypatch):
+    """The model below the block is another one, and its examples are the same."""
+    monkeypatch.setattr(steered, "STEPS", 2)
+    setup = setup._replace(size=replace(setup.size, steps=2))
+    steered.steered(0, setup, tmp_path)
+    if change == "weights":  # as if the folder held the model of another machine
+        path = tmp_path / "models" / "hybrid-0" / "model.safetensors"
+        weights = load_file(path)
+        weights["transformer.ln_f.bias"] += 1e-3
+        save_file(weights, path)
+    else:
+        shutil.rmtree(tmp_path / "models" / "hybrid-0")
+        setup = setup._replace(size=replace(setup.size, learning_rate=1e-3))
+    with pytest.raises(ValueError, match="trained in another model"):
+        steered.steered(0, setup, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "frozen"),
+    [("unfrozen", {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}), ("everything", set())],
+)
+def test_more_than_the_block_is_trained(method, frozen, setup, tmp_path, monkeypatch):
+    setup = setup._replace(size=replace(setup.size, steps=2))
+    before = dict(trained("hybrid", 0, setup, tmp_path).named_parameters())
+    monkeypatch.setitem(steered.LEARNING_RATE, method, 1e-2)
+    model = steered.steered_by(method, 0, setup, tmp_path, "paper")
+    same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    # A key's bias adds the same to all scores of a query: its gradient is zero up to rounding, and Adam may move it.
+    assert {name for name in same if "c_attn.bias" not in name} == frozen

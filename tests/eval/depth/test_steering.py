@@ -66,8 +66,36 @@ def test_steps_by_token_ignore_the_neighbours(lively, solver, tolerance):
     assert found["common_changed"] > 0
     loose, tight = (counted.common(starts[0], 1.0, each) for each in (tolerance, tolerance / 10))
     assert tight > loose
-    steps = effort.num_steps_of(solver, loose)
+    steps = effort.num_steps_of("common", solver, loose)
     assert steps == int(steps) > 1
+
+
+@pytest.mark.parametrize(("solver", "tolerance"), [("dopri5", 1e-6), ("adaptive_heun", 1e-4)])
+def test_steps_mean_the_same_in_both_libraries(lively, solver, tolerance):
+    """One token is the same problem with common steps and by token; what a library evaluates for a step may differ."""
+    counted = effort.Evaluations(lively, solver)
+    (start,) = effort.states_before(lively, [(1,)])
+    common = effort.num_steps_of("common", solver, counted.common(start, 1.0, tolerance))
+    by_token = effort.num_steps_of("mean", solver, counted.by_token(start, 1.0, tolerance)[0])
+    assert common == int(common) and by_token == int(by_token)
+    assert by_token > 5 and common == pytest.approx(by_token, rel=0.2)
+
+
+def test_the_agreement_of_the_solvers_is_one_of_steps():
+    """14 and 19 evaluations are 2 and 17 common steps; 14 and 38 are 2 and 18 by token."""
+    sweeps = {"dopri5": {"common": [14], "mean": [14]}, "adaptive_heun": {"common": [19], "mean": [38]}}
+    records = [
+        {"prompts": prompts, "labels": "own", "what": solver, "sweep": [sweep]}
+        for prompts, (solver, sweep) in product(steered.TRAINED_ON, sweeps.items())
+    ]
+    columns, rows = effort._scaling({"tolerances": [1e-3], "records": records})
+    assert [row[:3] for row in rows[2:]] == [
+        [name, "0.001", way] for name in ("one prompt", "many prompts") for way in ("common", "by token, mean")
+    ]
+    assert rows[2][3:] == rows[4][3:] == ["14.0", "19.0", "2.0", "17.0", "8.50"]
+    assert rows[3][3:] == rows[5][3:] == ["14.0", "38.0", "2.0", "18.0", "9.00"]
+    paper = dict(zip(columns, rows[0], strict=True))
+    assert paper["steps: heun / dopri5"] == "0.85 to 1.15" and paper["NFE: adaptive_heun"] == "-"
 
 
 def test_states_on_the_way(lively):
@@ -167,7 +195,8 @@ def test_small_runs(name, small):
 def test_small_steering_measures_every_method(small):
     results = json.loads((small[0] / "depth_steering.json").read_text())
     found = {(record["method"], record["prompts"]) for record in results["records"]}
-    assert found == {*product(steered.METHODS, ("paper", "many")), *product(("flow", "bias", "film"), ["joint"])}
+    expected = {*product(steered.METHODS, ("paper", "many")), *product(("flow", "bias", "film"), ["joint"])}
+    assert found == expected | {("unfrozen", "paper"), ("everything", "paper")}
     assert (small[0] / "depth_steering-dimensions.svg").exists()
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .block import DepthBlock, DepthFlow
 from .conversion import convert_to_depth, set_solver
 from .fields import MLPField, VectorField
-from .initialization import fit_field
+from .initialization import fit_field, missed_share
 from .llama import DepthLlamaConfig, DepthLlamaForCausalLM, DepthLlamaModel, to_depth_llama
 from .settings import DepthSettings
 
@@ -27,6 +27,7 @@ __all__ = [
     "VectorField",
     "convert_to_depth",
     "fit_field",
+    "missed_share",
     "set_solver",
     "to_depth_llama",
 ]

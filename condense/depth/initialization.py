@@ -1,8 +1,9 @@
-"""Initialisation: a field fitted to the hidden states of the layers that its block replaces.
+"""Initialisation: a field fitted to the hidden states of the layers that its block replaces; how near it comes.
 
 Axes: B rows, N tokens of a row, n points (tokens), M width of an MLP field, D hidden size, L layers.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -26,14 +27,14 @@ class LinearFit:
     def add(self, features_nM: torch.Tensor, targets_nD: torch.Tensor) -> None:
         features, targets = features_nM.double(), targets_nD.double()
         new = {
-            "features": features.sum(0), "targets": targets.sum(0), "squares": targets.square().sum(),
+            "features": features.sum(0), "targets": targets.sum(0),
             "gram": features.T @ features, "products": features.T @ targets,
         }  # fmt: skip
         self.count += len(features)
         self.sums = {name: value + self.sums.get(name, 0) for name, value in new.items()}
 
-    def solve(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Weights [M, D], constant [D], and the share of the targets' variance that is left.
+    def solve(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [M, D] and constant [D].
 
         `ridge` times the mean variance of a feature is added to the square of each weight's size; the constant is free.
         """
@@ -45,9 +46,7 @@ class LinearFit:
         # Singular where a feature is constant, or where there are fewer points than features.
         penalised_MM = gram_MM + penalty * torch.eye(len(gram_MM), dtype=gram_MM.dtype)
         weights_MD = torch.linalg.lstsq(penalised_MM, products_MD, driver="gelsd").solution
-        variance = float(sums["squares"] / n - mean_D.square().sum())
-        explained = float((2 * products_MD - gram_MM @ weights_MD).mul(weights_MD).sum())
-        return weights_MD, mean_D - mean_M @ weights_MD, (variance - explained) / variance if variance > 0 else 0.0
+        return weights_MD, mean_D - mean_M @ weights_MD
 
 
 @torch.no_grad()
@@ -59,7 +58,7 @@ def fit_field(
     gain: float | None = 1.0,
     ridge: float = 1e-6,
     seed: int = 0,
-) -> float:
+) -> None:
     """Fits the MLP field of `model`'s depth block to the layers of `original` that the block replaces.
 
     `ids_BN` are texts without padding. `original` reads them; its hidden states H_0 ... H_k before and after the k
@@ -71,13 +70,11 @@ def fit_field(
     `gain` is the standard deviation of what softplus receives, by which W1 and b1 are drawn anew from `seed`; None
     keeps them. `ridge` is relative to the mean variance of a feature.
 
-    Changes the block's field, and returns the share of the slopes' variance that the fit leaves: 1 is no better than
-    the mean slope. A field of single tokens can't give what the layers' attention brings from other tokens. Raises
-    `ValueError` for a model without a block with an MLP field, for an `original` of other layers, and for values
-    outside their range.
+    Changes the block's field; `missed_share` says how near the flow comes. Raises `ValueError` for a model that is not
+    folded or has no block with an MLP field, for an `original` of other layers, and for values outside their range.
     """
-    block, field = _check(model, original, path, ridge)
-    settings = block.settings
+    block = _check_models(model, original)
+    field, settings = _check_settings(block, path, gain, ridge), block.settings
     if gain is not None:
         _draw_features(field, gain, seed)
     first, fit = settings.position, LinearFit()
@@ -90,10 +87,34 @@ def fit_field(
             points = zip(state_nD.split(POINTS_PER_CALL), slope_nD.split(POINTS_PER_CALL), strict=True)
             for some_nD, slopes_nD in points:
                 fit.add(_features(field, tau, some_nD), slopes_nD / block.alpha)
-    weights_MD, constant_D, left = fit.solve(ridge)
+    weights_MD, constant_D = fit.solve(ridge)
     field.down_proj.weight.copy_(weights_MD.T)
     field.down_proj.bias.copy_(constant_D)
-    return left
+
+
+@torch.no_grad()
+def missed_share(model: CondenseForCausalLM, original: CondenseForCausalLM, ids_BN: torch.Tensor) -> float:
+    """How much of what the replaced layers of `original` do is missed by the flow of `model`'s depth block.
+
+    Both models read `ids_BN`, texts without padding, which should be others than those of a fit. The result is the mean
+    square of H(1) - H_k, divided by the variance of the layers' change H_k - H_0 over tokens: 0 is the layers' output,
+    1 is no better than the mean change. It is the same question for every field, solver and path. Raises `ValueError`
+    for models that are not folded, for a model without a depth block, and for an `original` of other layers.
+    """
+    settings = _check_models(model, original).settings
+    first, last = settings.position, settings.position + settings.num_replaced
+    count, errors, squares, sum_D = 0, 0.0, 0.0, torch.zeros(())
+    for rows_BN in ids_BN.split(ROWS_PER_CALL):
+        start_nD, *_, expected_nD = layer_states(original, rows_BN, first, last).double()
+        _, end_nD = layer_states(model, rows_BN, first, first + 1).double()
+        change_nD = expected_nD - start_nD
+        errors += float((end_nD - expected_nD).square().sum())
+        squares += float(change_nD.square().sum())
+        count, sum_D = count + len(change_nD), sum_D + change_nD.sum(0).cpu()
+    variance = squares - float(sum_D.square().sum()) / count
+    if not variance > 0:
+        raise ValueError("the replaced layers change all tokens alike, so there is no variance: pass more texts.")
+    return errors / variance
 
 
 @torch.no_grad()
@@ -148,28 +169,40 @@ def _draw_features(field: MLPField, gain: float, seed: int) -> None:
         field.tau_proj.weight.copy_(normal(field.tau_proj.weight.shape, gain))
 
 
-def _check(
-    model: CondenseForCausalLM, original: CondenseForCausalLM, path: str, ridge: float
-) -> tuple[DepthBlock, MLPField]:
+def _check_models(model: CondenseForCausalLM, original: CondenseForCausalLM) -> DepthBlock:
+    """The model's block; `original` has the layers that it replaces."""
+    for name, given in (("model", model), ("original", original)):
+        if not isinstance(given, CondenseForCausalLM):
+            raise ValueError(
+                f"{name}: a {type(given).__name__}: pass folded models: load its checkpoint with "
+                "CondenseForCausalLM.from_pretrained."
+            )
     blocks = [layer for layer in model.model.layers if isinstance(layer, DepthBlock)]
     if not blocks:
         raise ValueError("the model has no depth block, whose field could be fitted: make one with convert_to_depth.")
     (block,) = blocks
-    if not isinstance(block.field, MLPField):
-        raise ValueError(
-            f"the field {block.settings.field!r} is not linear in its last weights: fit one with field='mlp'; a field "
-            "'layer' begins with the weights of the first replaced layer."
-        )
     expected = len(model.model.layers) - 1 + block.settings.num_replaced
     if original.config.depth is not None or len(original.model.layers) != expected:
         raise ValueError(
             f"original: a model of {len(original.model.layers)} layers: pass the one of {expected} layers that "
             "convert_to_depth changed, a copy made before."
         )
+    return block
+
+
+def _check_settings(block: DepthBlock, path: str, gain: float | None, ridge: float) -> MLPField:
+    """The block's field, if these settings can fit it."""
+    if not isinstance(block.field, MLPField):
+        raise ValueError(
+            f"the field {block.settings.field!r} is not linear in its last weights: fit one with field='mlp'; a field "
+            "'layer' begins with the weights of the first replaced layer."
+        )
     if path not in ("straight", "layers"):
         raise ValueError(f"path={path!r}: choose 'straight' or 'layers'.")
-    if not ridge >= 0:
-        raise ValueError(f"ridge={ridge!r}: pass 0 or more, such as 1e-6.")
+    if gain is not None and not 0 < gain < math.inf:
+        raise ValueError(f"gain={gain!r}: pass a finite number above 0, such as 1, or None to keep W1 and b1.")
+    if not 0 <= ridge < math.inf:
+        raise ValueError(f"ridge={ridge!r}: pass a finite number, 0 or more, such as 1e-6.")
     if not float(block.alpha.abs()):
         raise ValueError("alpha=0: the flow stands still whatever its field is: pass alpha=0.1 to convert_to_depth.")
-    return block, block.field
+    return block.field

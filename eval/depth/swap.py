@@ -16,9 +16,9 @@ from torch import nn
 from tqdm import tqdm
 
 from condense import CondenseForCausalLM
-from condense.depth import convert_to_depth, fit_field
+from condense.depth import convert_to_depth, fit_field, missed_share
 from condense.files import read_text
-from condense.loading import load_model, load_tokenizer
+from condense.loading import load_config, load_model, load_tokenizer
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
 from ..models import EvaluatedModel, generate
@@ -28,6 +28,7 @@ from ..runner import Results
 from .experiment import Experiment, interval, shown
 from .options import DepthOptions
 
+FITTED = ("shuffled", "layers_path", "fitted", "one_step")
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 REPLACED = 2  # layers
 RANGES = {"middle": "in the middle", "next": "one layer later", "worst": "the costliest to leave out"}
@@ -38,8 +39,10 @@ ARMS = {
     "shuffled": "MLP field, fitted on shuffled tokens",
     "layers_path": "MLP field, fitted to each layer's output",
     "fitted": "MLP field, fitted to the last layer's output",
+    "one_step": "MLP field as one discrete step, fitted",
     "layer": "first replaced layer as field, twice",
 }
+COST_TICKS = (0, 0.25, 0.5, 0.75, 1, 2, 4)  # nats
 TUNED = {"block": "the block alone", "all": "everything"}
 
 
@@ -78,7 +81,9 @@ class Swap(Experiment[Start]):
         "Two layers of a trained Llama are replaced by a depth block that begins in different ways, and the model, or "
         "the block alone, is finetuned on next tokens. The cost is the held-out loss less that of the untouched "
         "original. A fitted field is the least squares of the replaced layers' change on random features, of training "
-        "rows as they are or with shuffled tokens. For the original, the block is the two layers themselves. The texts "
+        "rows as they are or with shuffled tokens; a block takes 4 Euler steps, and one_step is the same field fitted "
+        "and used as one discrete step. missed is the share of the layers' change on held-out rows (its variance over "
+        "tokens) that the end of the block misses. For the original, the block is the two layers themselves. The texts "
         "are the model's own (sampled at temperature 1) unless files are given. Seeds differ in random weights, "
         "features and batches; intervals are 95 % t intervals over seeds."
     )
@@ -98,10 +103,13 @@ class Swap(Experiment[Start]):
             model.load_state_dict(llama.state_dict())
             return EvaluatedModel("random", "random", model.eval(), tokenizer)
         source = self.options.model or MODEL
+        config = load_config(CondenseForCausalLM.config_class, source)
+        if config.depth is not None:
+            raise ValueError(f"{source} has a depth block already: pass a Llama with all of its layers.")
+        if config.num_hidden_layers < REPLACED + 2:
+            raise ValueError(f"{source} has {config.num_hidden_layers} layers: pass a model of {REPLACED + 2} or more.")
         dtype = {"dtype": torch.float32, "segment_length": self.scale.tokens}
         model = load_model(CondenseForCausalLM, source, **dtype).eval()
-        if len(model.model.layers) < REPLACED + 2:
-            raise ValueError(f"{source} has {len(model.model.layers)} layers: pass a model of {REPLACED + 2} or more.")
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         return EvaluatedModel(Path(source).name, source, model, load_tokenizer(source, model.config))
 
@@ -140,12 +148,12 @@ class Swap(Experiment[Start]):
 
     def settings(self) -> dict[str, Any]:
         """The model by its weights and the texts by their content; own texts follow from the weights."""
-        described = self.evaluated.describe()
         files = {name: getattr(self.options, name) for name in ("text", "held_out")}
         contents = {
-            name: None if path is None else [path.name, hashlib.sha256(path.read_bytes()).hexdigest()]
+            name: None if path is None else [path.name, hashlib.sha256(read_text(path).encode()).hexdigest()]
             for name, path in files.items()
         }
+        described = self.evaluated.describe()
         model = {name: described[name] for name in ("name", "parameters", "weights")}
         return {"small": self.options.small, "model": model, "scale": self.scale._asdict()} | contents
 
@@ -157,33 +165,36 @@ class Swap(Experiment[Start]):
 
     def measure(self, item: Start) -> Record:
         first, end = self.ranges[item.where]
-        model, left = self.begin(item.arm, first, end, item.seed)
-        layers = model.model.layers
+        model, original = self.begin(item.arm, first, end, item.seed), self.evaluated.model
+        layers, missed = model.model.layers, None
+        if item.arm not in ("original", "left_out"):
+            missed = missed_share(model, original, self.texts.held_out_BN)
         losses = {"all": self.finetuned(copy.deepcopy(model), model.model.embed_tokens, item.seed, everything=True)}
         if item.arm != "left_out":
             block = layers[first:end] if item.arm == "original" else layers[first]
             losses["block"] = self.finetuned(model, block, item.seed, everything=False)
         count = sum(p.numel() for p in model.parameters())
-        return {"layers": [first, end], "parameters": count, "fit_leaves": left, "losses": losses}
+        return {"layers": [first, end], "parameters": count, "missed": missed, "losses": losses}
 
-    def begin(self, arm: str, first: int, end: int, seed: int) -> tuple[CondenseForCausalLM, float | None]:
-        """A model of an arm, and what its fit leaves of the slopes' variance."""
+    def begin(self, arm: str, first: int, end: int, seed: int) -> CondenseForCausalLM:
+        """The model of an arm, before any training."""
         original = self.evaluated.model
         if arm == "left_out":
-            return without(original, first, end), None
+            return without(original, first, end)
         model = copy.deepcopy(original)
         if arm == "original":
-            return model, None
+            return model
         if arm == "layer":
-            return convert_to_depth(model, first, end, field="layer", control_size=0, steps=end - first), None
-        convert_to_depth(model, first, end, seed=seed, control_size=0)
-        if arm == "random":
-            return model, None
+            return convert_to_depth(model, first, end, field="layer", control_size=0, steps=end - first)
+        convert_to_depth(model, first, end, seed=seed, control_size=0, steps=1 if arm == "one_step" else 4)
+        if arm not in FITTED:
+            return model
         ids_BN = self.texts.train_BN[: self.scale.fit_rows]
         if arm == "shuffled":
             ids_BN = shuffled(ids_BN, seed)
         path: Any = "layers" if arm == "layers_path" else "straight"
-        return model, fit_field(model, original, ids_BN, path=path, seed=seed)
+        fit_field(model, original, ids_BN, path=path, seed=seed)
+        return model
 
     def finetuned(self, model: CondenseForCausalLM, block: nn.Module, seed: int, everything: bool) -> list[float]:
         """Trains the block or everything, and returns the held-out loss at each of the scale's steps."""
@@ -224,7 +235,7 @@ class Swap(Experiment[Start]):
         lines = []
         for record in results["records"]:
             first, end = record["layers"]
-            named = {name: record[name] for name in ("where", "arm", "seed", "parameters", "fit_leaves")}
+            named = {name: record[name] for name in ("where", "arm", "seed", "parameters", "missed")}
             for tuned, losses in record["losses"].items():
                 for step, loss in zip(results["scale"]["steps"], losses, strict=True):
                     cost = loss - _untouched(results)
@@ -239,13 +250,13 @@ class Swap(Experiment[Start]):
         asked = [step for step in steps if step in (0, 50, steps[-1])]
         tables = []
         for where, described in RANGES.items():
-            columns = ["start", "parameters", "fit leaves [%]", "0 steps"]
+            columns = ["start", "parameters", "missed [%]", "0 steps"]
             columns += [f"{step} steps, {what}" for what in TUNED.values() for step in asked[1:]]
             rows = []
             for arm in ARMS:
                 records = _select(results, where, arm)
-                left = shown([None if r["fit_leaves"] is None else 100 * r["fit_leaves"] for r in records], 1)
-                row = [ARMS[arm], f"{records[0]['parameters']:,}", left, _cost(records, "all", 0, untouched)]
+                missed = shown([None if r["missed"] is None else 100 * r["missed"] for r in records], 1)
+                row = [ARMS[arm], f"{records[0]['parameters']:,}", missed, _cost(records, "all", 0, untouched)]
                 cells = [(tuned, steps.index(step)) for tuned in TUNED for step in asked[1:]]
                 rows.append(row + [_cost(records, tuned, number, untouched) for tuned, number in cells])
             first, end = _select(results, where, "original")[0]["layers"]
@@ -267,7 +278,7 @@ class Swap(Experiment[Start]):
                         if not known:
                             continue
                         costs = [interval([losses[n] - untouched for losses in known]) for n in range(len(steps))]
-                        style = {"color": f"C{number}", "marker": "osD^v<>"[number], "markersize": 4}
+                        style = {"color": f"C{number}", "marker": "osD^v<>P"[number], "markersize": 4}
                         axes.plot(steps, [mean for mean, _, _ in costs], label=ARMS[arm], linewidth=1.2, **style)
                         lows = [mean if low is None else low for mean, low, _ in costs]
                         highs = [mean if high is None else high for mean, _, high in costs]
@@ -275,10 +286,13 @@ class Swap(Experiment[Start]):
                     first, end = _select(results, where, "original")[0]["layers"]
                     axes.set_title(f"layers {first}:{end} ({described})\ntrained: {trained}", fontsize=9)
                     axes.axhline(0, color="grey", linewidth=0.8)
+                    axes.set_yscale("symlog", linthresh=1, linscale=3)  # from 0 of the original to above 5
+                    axes.set_yticks(COST_TICKS, labels=list(map(str, COST_TICKS)))
                 line[0].set_ylabel("cost [nats a token]")
             for axes in panels[-1]:
                 axes.set_xlabel("finetuning step")
-            panels[-1, -1].legend(fontsize=7)  # all starts are in this panel
+            handles, labels = panels[-1, -1].get_legend_handles_labels()  # all starts are in this panel
+            panels[-1, -1].figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
 
 
 def without(model: CondenseForCausalLM, first: int, end: int) -> CondenseForCausalLM:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from condense import CondenseForCausalLM, to_llama
+from condense.depth import convert_to_depth, missed_share
 from condense.depth.initialization import layer_states
 from condense.eval.depth.options import DepthOptions
 from condense.eval.depth.swap import ARMS, RANGES, Swap, shuffled, without
@@ -48,16 +49,18 @@ def test_starts(swap):
     model, ids = swap.evaluated.model, swap.texts.held_out_BN
     llama = to_llama(copy.deepcopy(model))
     llama.model.layers[2].load_state_dict(llama.model.layers[1].state_dict())
-    assert swap.loss(swap.begin("layer", 1, 3, 0)[0]) == pytest.approx(cross_entropy(llama, ids), abs=1e-5)
+    assert swap.loss(swap.begin("layer", 1, 3, 0)) == pytest.approx(cross_entropy(llama, ids), abs=1e-5)
     start, _, end = layer_states(model, swap.texts.train_BN[: swap.scale.fit_rows], 1, 3)
     errors = {}
-    for arm in ("left_out", "random", "shuffled", "fitted"):
-        begun, left = swap.begin(arm, 1, 3, 0)
-        assert (left is not None) == (arm in ("shuffled", "fitted"))
+    for arm in ("left_out", "random", "shuffled", "fitted", "one_step"):
+        begun = swap.begin(arm, 1, 3, 0)
         with torch.no_grad():
             reached = start if arm == "left_out" else begun.model.layers[1].flow(start, None).end_xD
         errors[arm] = float((reached - end).square().mean())
-    assert errors["fitted"] < min(errors[arm] for arm in ("left_out", "random", "shuffled"))
+        if arm != "left_out":
+            assert begun.config.depth["steps"] == (1 if arm == "one_step" else 4)
+    for arm in ("fitted", "one_step"):
+        assert errors[arm] < min(errors[other] for other in ("left_out", "random", "shuffled"))
 
 
 def test_the_costliest_range(swap):
@@ -67,7 +70,7 @@ def test_the_costliest_range(swap):
 
 
 def test_finetuning_changes_the_block_alone(swap):
-    model, _ = swap.begin("random", 1, 3, 0)
+    model = swap.begin("random", 1, 3, 0)
     before = copy.deepcopy(model.state_dict())
     losses = swap.finetuned(model, model.model.layers[1], seed=0, everything=False)
     changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
@@ -86,6 +89,7 @@ def test_shuffled_rows_have_the_same_tokens(swap):
 def test_records_and_files(results, swap, output):
     assert len(results["records"]) == len(RANGES) * len(ARMS)
     for record in results["records"]:
+        assert (record["missed"] is None) == (record["arm"] in ("original", "left_out"))
         assert set(record["losses"]) == ({"all"} if record["arm"] == "left_out" else {"all", "block"})
         assert all(len(losses) == 2 and losses[0] == record["losses"]["all"][0] for losses in record["losses"].values())
     tables = Swap.tables(results)
@@ -93,7 +97,11 @@ def test_records_and_files(results, swap, output):
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
     for ending in ("json", "csv", "png", "svg"):
         assert (output / f"depth_swap.{ending}").stat().st_size > 100
-    assert len((output / "depth_swap.csv").read_text().splitlines()) == 1 + 3 * (7 * 2 - 1) * 2
+    assert len((output / "depth_swap.csv").read_text().splitlines()) == 1 + 3 * (8 * 2 - 1) * 2
+    first, end = swap.ranges["next"]
+    begun = swap.begin("fitted", first, end, 0)
+    record = next(r for r in results["records"] if (r["where"], r["arm"]) == ("next", "fitted"))
+    assert record["missed"] == missed_share(begun, swap.evaluated.model, swap.texts.held_out_BN)
     assert isinstance(swap.evaluated.model, CondenseForCausalLM)
 
 
@@ -109,3 +117,16 @@ def test_files_as_texts(stories, tmp_path):
     texts[1].write_text("short")
     with pytest.raises(ValueError, match="held_out.txt has .* tokens and 8192 are needed: pass more text"):
         _ = Swap(DepthOptions(text=texts[0], held_out=texts[1], model=str(stories)), tmp_path).texts
+
+
+def test_refused_before_any_work(swap, tmp_path):
+    """A hybrid before its weights are read, and texts before the model."""
+    hybrid = tmp_path / "hybrid"
+    convert_to_depth(copy.deepcopy(swap.evaluated.model), 1, 3).save_pretrained(hybrid)
+    (hybrid / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="hybrid has a depth block already: pass a Llama with all of its layers"):
+        run(Swap(DepthOptions(model=str(hybrid)), tmp_path), tmp_path)
+    for missing in ({"text": tmp_path / "missing.txt", "held_out": hybrid / "config.json"},
+                    {"text": hybrid / "config.json", "held_out": tmp_path / "missing.txt"}):  # fmt: skip
+        with pytest.raises(ValueError, match="missing.txt can't be read: No such file or directory. Pass"):
+            run(Swap(DepthOptions(model=str(hybrid), **missing), tmp_path), tmp_path)

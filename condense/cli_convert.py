@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from condense.eval.cli import quiet
-from condense.eval.options import DTYPE_HELP, Option, Options, from_command_line, parameters
+from condense.eval.options import DTYPE_HELP, Option, Options, parameters
 
 
 class ModelFormat(StrEnum):
@@ -93,7 +93,7 @@ def convert(
     if stock and fields:
         raise ValueError(f"a stock Llama has no {' or '.join(fields)}: leave the option out with --to llama.")
     quiet()
-    plan = from_command_line(DepthOptions, depth).plan()
+    plan = DepthOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.checks import check_dtype
     from condense.files import check_new_folder

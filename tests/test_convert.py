@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM
-from condense.cli import app, main
+from condense.cli import app, convert, main
 from condense.depth import DepthLlamaForCausalLM
 from condense.training.small_llama import save_small_llama
 
@@ -33,6 +33,13 @@ def hybrid(llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid") / "made"
     options = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
     return folder, printed("convert", llama, folder, "--segment-length", 64, "--depth", "0:1", *options)
+
+
+def test_the_function_needs_no_options_of_a_block(llama, tmp_path, capsys):
+    """As the quickstart calls it."""
+    convert(str(llama), tmp_path / "folded", segment_length=40, memory_source=None)
+    assert "segments of 40 tokens" in capsys.readouterr().out
+    assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.depth is None
 
 
 @torch.no_grad()

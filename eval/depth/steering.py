@@ -40,7 +40,7 @@ from .words import Ids, encode_prompt, encode_word, word_log_probs
 
 CONTROLS, FEW_CONTROLS = np.linspace(-2, 2, 17).tolist(), [-2.0, -1.0, 0.0, 1.0, 2.0]
 WINDOWS_BETWEEN = 8  # of the held-out windows every eighth is enough for a difference on the same text
-CEILING_STEPS, CEILING_RATE = 200, 0.03
+CEILING_ITERATIONS = 200
 JOINT_METHODS = ("flow", "bias", "film")
 GROUPS = ("trained", "new prompts", "new words", "both new")
 PAPER = {1.0: (0.98, 0.002), -1.0: (0.002, 0.881), 0.0: (0.914, 0.033)}  # P(good), P(bad)
@@ -207,17 +207,24 @@ def ceiling(model: Any, word: Ids) -> float:
 
     No change of the layers before them can exceed it.
     """
-    log_prob = 0.0
-    for token in word:
-        state_D = model.lm_head.weight[token].detach().clone().requires_grad_(True)
-        optimizer = torch.optim.Adam([state_D], lr=CEILING_RATE * float(state_D.detach().norm()) / len(state_D) ** 0.5)
-        for _ in range(CEILING_STEPS):
-            loss = -model.lm_head(model.transformer.ln_f(state_D)).log_softmax(-1)[token]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        log_prob -= float(loss.detach())
-    return exp(log_prob)
+    return exp(sum(_highest_log_prob(model, token) for token in word))
+
+
+def _highest_log_prob(model: Any, token: int) -> float:
+    row_D = model.lm_head.weight[token].detach()
+    state_D = (row_D / row_D.std()).requires_grad_(True)
+    optimizer = torch.optim.LBFGS(
+        [state_D], max_iter=CEILING_ITERATIONS, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = -model.lm_head(model.transformer.ln_f(state_D)).log_softmax(-1)[token]
+        value.backward(inputs=[state_D])
+        return value
+
+    optimizer.step(loss)
+    return -float(loss().detach())
 
 
 @torch.no_grad()

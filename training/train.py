@@ -104,14 +104,15 @@ def run(
     arguments = training_arguments(recipe, process.num_ranks, deepspeed)
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
-    model = recipe.model.load(recipe.attention, recipe.attention_dropout)
+    base = recipe.model.load(recipe.attention, recipe.attention_dropout)
+    model = recipe.objective.prepare_model(base)
     if process.is_first:
         begin_output(recipe, checkpoint)
     if recipe.record_memory_history:
         record_history()
     snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"
     reporting = wandb_run(recipe) if recipe.report_to == "wandb" and process.is_first else nullcontext()
-    with run_configuration(recipe, model), snapshot_when_full(snapshot, smaller_passes(recipe)), reporting:
+    with run_configuration(recipe, base), snapshot_when_full(snapshot, smaller_passes(recipe)), reporting:
         batches = make_batches(recipe, data, model, process, checkpoint, equal_lengths=zero_stage == 3)
         trainer = make_trainer(recipe, model, arguments, data, batches)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)

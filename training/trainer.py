@@ -196,7 +196,7 @@ class RecipeTrainer(Trainer):
             # Parameters divided among ranks need all ranks in every pass, also a rank whose sequences have ended.
             batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():
-                output = self.objective.losses(model, batch, num_targets=1)
+                output = self.objective.evaluation_losses(model, batch)
                 now = 0 if self.passkey_background is None else num_found(model, batch, self.passkey_background)
             if n < len(numbers):
                 losses.add(output.sums_S, output.targets_S)

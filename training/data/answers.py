@@ -7,7 +7,7 @@ import numpy as np
 
 from .documents import Document
 from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example
+from .examples import IGNORE_INDEX, Example, places_of
 from .store import Store, Tokens
 
 
@@ -43,6 +43,7 @@ class AnswerExamples:
     def __init__(self, store: Store, first: int, last: int, seed: int | None):
         self.store, self.first, self.last = store, first, last
         self.epochs = Epochs(seed)
+        self.places = places_of(store.lengths)
         self.fitting = lru_cache(maxsize=4)(self._fitting)
 
     def _fitting(self, total_length: int) -> np.ndarray:
@@ -71,8 +72,9 @@ class AnswerExamples:
         return self.first + int(fitting[self.epochs.index(number, len(fitting))])
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
-        tokens = self.store[self._document(number, total_length)]
+        document = self._document(number, total_length)
+        tokens = self.store[document]
         input_ids = tokens.input_ids.astype(np.int64)
         labels = input_ids.copy()
         labels[: tokens.num_given] = IGNORE_INDEX
-        return [Example(input_ids, labels)]
+        return [Example(input_ids, labels, int(self.places[document]))]

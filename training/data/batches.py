@@ -70,7 +70,8 @@ class StageBatches(Dataset):
         numbers = range(first, first + self.recipe.micro_batch)
         sequences = [self.examples.sequence(number, total_length) for number in numbers]
         examples = [example for sequence in sequences for example in sequence]
-        batch = collate(examples, extend_to=total_length if self.equal_lengths else 0)
+        extend_to = total_length if self.equal_lengths else 0
+        batch = collate(examples, extend_to, self.recipe.objective.needs_places)
         return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]} of length {total_length}"}
 
     def _stage_at(self, step: int) -> tuple[int, int]:

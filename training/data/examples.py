@@ -18,11 +18,18 @@ from condense.configuration import IGNORE_INDEX
 class Example(NamedTuple):
     """Tokens of one document and, of the same length, the labels: `IGNORE_INDEX` where no loss is taken.
 
-    The first token has no label, since nothing predicts it.
+    The first token has no label, since nothing predicts it. `place` is that of the first token among all tokens of the
+    prepared documents; None for generated texts.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
+    place: int | None = None
+
+
+def places_of(lengths: np.ndarray) -> np.ndarray:
+    """The place of each document's first token, from the numbers of tokens of all documents."""
+    return np.cumsum(lengths) - lengths
 
 
 class Examples(Protocol):
@@ -39,11 +46,12 @@ class Examples(Protocol):
         ...
 
 
-def collate(examples: Sequence[Example], extend_to: int = 0) -> dict[str, torch.Tensor]:
+def collate(examples: Sequence[Example], extend_to: int = 0, with_places: bool = False) -> dict[str, torch.Tensor]:
     """`input_ids`, `labels` and, where lengths differ, `attention_mask` [B, N], padded on the right.
 
     Each document is a row of its own, also those packed into one sequence: rows share no memory. With
-    `extend_to`, the longest row is extended to that number of tokens, with tokens that have no labels.
+    `extend_to`, the longest row is extended to that number of tokens, with tokens that have no labels. `with_places`
+    adds `places` [B].
     """
     lengths = [len(example.input_ids) for example in examples]
     longest = max(*lengths, extend_to)
@@ -58,4 +66,6 @@ def collate(examples: Sequence[Example], extend_to: int = 0) -> dict[str, torch.
         mask[row, :length] = 1
     mask[lengths.index(max(lengths)), :extend_to] = 1
     batch = {"input_ids": input_ids, "labels": labels}
+    if with_places:
+        batch["places"] = torch.tensor([example.place for example in examples])
     return batch if bool(mask.all()) else batch | {"attention_mask": mask}

@@ -14,7 +14,7 @@ import numpy as np
 
 from .documents import Document
 from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example
+from .examples import IGNORE_INDEX, Example, places_of
 from .store import Store, Tokens
 
 
@@ -49,6 +49,7 @@ class TextExamples:
     def __init__(self, store: Store, first: int, last: int, fit: Literal["cut", "pack"], seed: int | None):
         self.store, self.first, self.last, self.fit = store, first, last, fit
         self.epochs = Epochs(seed)
+        self.places = places_of(store.lengths)
         self.plan = lru_cache(maxsize=4)(self._plan)
 
     def num_sequences(self, total_length: int) -> int:
@@ -73,11 +74,11 @@ class TextExamples:
         return [self._example(plan, n) for n in range(plan.firsts[index], plan.firsts[index + 1])]
 
     def _example(self, plan: Plan, n: int) -> Example:
-        tokens = self.store[self.first + int(plan.document[n])]
-        input_ids = tokens.input_ids[plan.start[n] : plan.start[n] + plan.length[n]].astype(np.int64)
+        document = self.first + int(plan.document[n])
+        input_ids = self.store[document].input_ids[plan.start[n] : plan.start[n] + plan.length[n]].astype(np.int64)
         labels = input_ids.copy()
         labels[0] = IGNORE_INDEX
-        return Example(input_ids, labels)
+        return Example(input_ids, labels, int(self.places[document]) + int(plan.start[n]))
 
     def _plan(self, total_length: int) -> Plan:
         lengths = self.store.lengths[self.first : self.last]

@@ -6,7 +6,7 @@ Axes: B rows, N tokens, S segments.
 """
 
 from abc import abstractmethod
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -26,12 +26,24 @@ class Losses(NamedTuple):
 class ObjectiveKind(Section):
     kind: str
 
+    # Whether batches have `places` [B]: the place in the data of each row's first token, the same in every epoch, on
+    # every rank and after a resume. Only documents have places.
+    needs_places: ClassVar[bool] = False
+
+    def prepare_model(self, model: Any) -> Any:
+        """The model to train, made of the recipe's before a checkpoint is loaded."""
+        return model
+
     @abstractmethod
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         """The loss of a micro-batch whose optimizer step has `num_targets` targets over all micro-batches and ranks.
 
         `batch` has `input_ids` and `labels` [B, N], and an `attention_mask` where rows are padded.
         """
+
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        """The losses of a validation batch: those of training, unless runs with other objectives are to compare."""
+        return self.losses(model, batch, 1)
 
 
 OBJECTIVES = Registry[ObjectiveKind](default="next_token")
@@ -44,8 +56,13 @@ class NextToken(ObjectiveKind):
     kind: Literal["next_token"] = "next_token"
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        output = model(**batch, num_items_in_batch=num_targets, use_cache=False)
-        if getattr(output, "segment_losses", None) is not None:
-            return Losses(output.loss, output.segment_losses, output.segment_targets)
-        num_own = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return Losses(output.loss, (output.loss.detach() * num_targets)[None], num_own[None])
+        return next_token_losses(model, batch, num_targets)
+
+
+def next_token_losses(model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+    """As `ObjectiveKind.losses`, of a causal language model."""
+    output = model(**batch, num_items_in_batch=num_targets, use_cache=False)
+    if getattr(output, "segment_losses", None) is not None:
+        return Losses(output.loss, output.segment_losses, output.segment_targets)
+    num_own = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+    return Losses(output.loss, (output.loss.detach() * num_targets)[None], num_own[None])

@@ -306,6 +306,11 @@ def _check_data(recipe: Recipe) -> None:
     data = recipe.data
     if recipe.evaluation and recipe.evaluation.sources and data.task == "passkey":
         raise ValueError("evaluation.sources: passkeys are generated, not read; leave the sources out")
+    if recipe.objective.needs_places and data.task == "passkey":
+        raise ValueError(
+            f"objective.kind={recipe.objective.kind!r} draws once for each place in the data, and passkeys are "
+            "generated anew: choose a task that reads documents"
+        )
     if data.task == "text" and data.fit == "pack" and recipe.micro_batch > 1:
         raise ValueError(
             f"data.fit=pack goes with micro_batch=1, not {recipe.micro_batch}: a packed sequence already is several "

@@ -188,3 +188,22 @@ def test_a_novel_in_whole_pieces(tmp_path, stories, novel):
     parts = [tuple(sequence[0].input_ids.tolist()) for sequence in sequences(training, 512)]
     assert set(parts) == expected and len(parts) == len(expected) == len(ids) // 512
     assert [part[0] for part in parts].count(1) == 1
+
+
+@pytest.mark.parametrize("fit", ["cut", "pack"])
+def test_a_place_is_the_same_in_every_epoch_and_at_every_length(fit):
+    lengths = [3, 10, 25, 9, 1, 2, 21]
+    examples = TextExamples(Documents(lengths), 1, 7, fit, seed=0)
+    token_at = [100 * document + n for document, length in enumerate(lengths) for n in range(length)]
+    for total_length in (10, 5):
+        for epoch in (0, 1):
+            for example in (row for sequence in sequences(examples, total_length, epoch) for row in sequence):
+                places = range(example.place, example.place + len(example.input_ids))
+                assert [token_at[place] for place in places] == example.input_ids.tolist()
+
+
+def test_batches_have_places_where_asked():
+    examples = TextExamples(Documents([3, 10, 25]), 0, 3, "cut", seed=None)
+    rows = [example for sequence in sequences(examples, 10) for example in sequence]
+    assert collate(rows, with_places=True)["places"].tolist() == [3, 13, 23]
+    assert "places" not in collate(rows)

@@ -1,0 +1,1 @@
+"""Objectives that ablate the five properties which causal language models and diffusion models share."""

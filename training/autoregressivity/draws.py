@@ -1,0 +1,35 @@
+"""Random numbers by their indices, without a state: the same in every epoch, on every rank and after a resume."""
+
+import torch
+
+# The constants of SplitMix64, as signed numbers: int64 wraps as unsigned numbers of 64 bits do.
+INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+def uniform(seed: int, *indices: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float64, one for each element of the integer `indices`, which are broadcast.
+
+    The number at index n is output n of the generator SplitMix64 with that seed. A further index is the number of an
+    output of a generator whose seed is the output before.
+    """
+    assert indices
+    state = torch.tensor(_signed(seed), device=indices[0].device)
+    for index in indices:
+        state = _mix(state + (index.long() + 1) * INCREMENT)
+    return _shift_right(state, 11).double() * 2.0**-53
+
+
+def _mix(value: torch.Tensor) -> torch.Tensor:
+    value = (value ^ _shift_right(value, 30)) * FACTORS[0]
+    value = (value ^ _shift_right(value, 27)) * FACTORS[1]
+    return value ^ _shift_right(value, 31)
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """As for unsigned numbers: zeros come in."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63

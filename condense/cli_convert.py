@@ -19,7 +19,7 @@ class ModelFormat(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DepthOptions(Options):
+class BlockOptions(Options):
     """The depth block of the model that is written; None is the default of `DepthSettings`."""
 
     depth: Annotated[
@@ -93,7 +93,7 @@ def convert(
     if stock and fields:
         raise ValueError(f"a stock Llama has no {' or '.join(fields)}: leave the option out with --to llama.")
     quiet()
-    plan = DepthOptions(**depth).plan()
+    plan = BlockOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.checks import check_dtype
     from condense.files import check_new_folder
@@ -163,5 +163,5 @@ def _described_block(model: Any) -> str:
 
 
 _own = [parameter for name, parameter in inspect.signature(convert).parameters.items() if name != "depth"]
-convert.__signature__ = inspect.Signature([*_own, *parameters(DepthOptions)])  # type: ignore[attr-defined]
+convert.__signature__ = inspect.Signature([*_own, *parameters(BlockOptions)])  # type: ignore[attr-defined]
 convert.__annotations__ = {}  # typer reads the types of the signature

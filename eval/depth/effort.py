@@ -21,7 +21,7 @@ import torch
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
-from .experiment import Experiment, shown
+from .experiment import LOGIT, Experiment, shown
 from .lexicon import PAPER_PAIR, PAPER_PROMPT
 from .pretraining import Setup, trained
 from .probe import probe_accuracy
@@ -345,7 +345,7 @@ def _causes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
         records = _of(results, prompts, labels, "dopri5")
         for way, name in {"common": "paper's prompt, common", "others": "new prompts' last tokens"}.items():
             fits = [fit_effort(results["controls"], record["sweep"][number][way]) for record in records]
-            prior = shown([record["prior"] for record in records])
+            prior = shown([record["prior"] for record in records], scale=LOGIT)
             rows.append(
                 [TRAINED_ON[prompts], labels, f"{tolerance:g}", prior, name, shown([f[1] for f in fits], 2),
                  shown([f[2] for f in fits], 2)]
@@ -409,7 +409,7 @@ def _probes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for (prompts, labels), reading, kind in product(BLOCKS, READINGS, ("accuracy", "shuffled")):
         by_seed = [record["probes"][reading] for record in _of(results, prompts, labels, "probes")]
-        cells = [shown([lines[number][kind] for lines in by_seed]) for number in range(len(TAUS))]
+        cells = [shown([lines[number][kind] for lines in by_seed], scale=LOGIT) for number in range(len(TAUS))]
         name = "right" if kind == "accuracy" else "right, shuffled labels"
         rows.append([TRAINED_ON[prompts], labels, reading, name, *cells])
     return columns, rows

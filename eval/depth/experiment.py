@@ -63,6 +63,9 @@ class Scale(NamedTuple):
 
 LINEAR = Scale(float, float, -math.inf, math.inf)
 LOG = Scale(math.log, math.exp, 0.0, math.inf)  # of ratios and errors: the geometric mean, and no interval below 0
+LOGIT = Scale(
+    lambda share: math.log(share / (1 - share)), lambda odds: 1 / (1 + math.exp(-odds)), 0.0, 1.0
+)  # of shares
 FISHER = Scale(math.atanh, math.tanh, -1.0, 1.0)  # of correlations: no interval beyond 1
 
 

@@ -23,7 +23,7 @@ from ..runner import Results, measure
 from ..statistics import wilson
 from ..tasks.options import PasskeyOptions
 from ..tasks.passkey import Passkey
-from .experiment import Experiment, interval
+from .experiment import LOGIT, Experiment, interval
 from .options import DepthOptions
 
 RECIPE = "passkey_quickstart"
@@ -245,12 +245,11 @@ class Fold(Experiment[Trained]):
 
 
 def _share(counts: Sequence[dict[str, int]]) -> str:
-    """The share found [%] and its interval: over prompts for one seed, else over seeds."""
-    shares = [count["correct"] / count["total"] for count in counts]
-    mean, low, high = interval(shares)
+    """The share found [%] and its interval: over seeds, or over prompts for one seed and where a seed finds all."""
+    mean, low, high = interval([count["correct"] / count["total"] for count in counts], LOGIT)
     if low is None or high is None:
-        low, high = wilson(counts[0]["correct"], counts[0]["total"])
-    return f"{100 * mean:.0f} ({100 * max(low, 0):.0f} to {100 * min(high, 1):.0f})"
+        low, high = wilson(sum(count["correct"] for count in counts), sum(count["total"] for count in counts))
+    return f"{100 * mean:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def _span(values: Sequence[int]) -> str:

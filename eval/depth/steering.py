@@ -19,7 +19,7 @@ import torch
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
-from .experiment import Experiment, interval, shown
+from .experiment import LINEAR, LOGIT, Experiment, interval, shown
 from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Signs
 from .pretraining import Setup, held_out_windows, trained
 from .steered import (
@@ -296,12 +296,30 @@ def _paper_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     for name, field in (("not trained", "before"), ("the most that a frozen last norm and head allow", "ceiling")):
         good, bad = ([record[field][side] for record in records] for side in (0, 1))
         share = [g / (g + b) for g, b in zip(good, bad, strict=True)] if field == "before" else []
-        rows.append([name, "-", "0" if field == "before" else "any", shown(good, 4), shown(bad, 4), shown(share)])
+        rows.append(
+            [
+                name,
+                "-",
+                "0" if field == "before" else "any",
+                shown(good, 4, LOGIT),
+                shown(bad, 4, LOGIT),
+                shown(share, scale=LOGIT),
+            ]
+        )
     for (method, prompts), u in product(KINDS, PAPER):
         records, at = _of(results, method, prompts), results["controls"].index(u)
         good, bad = ([record[word][at] for record in records] for word in ("good", "bad"))
         share = [g / (g + b) for g, b in zip(good, bad, strict=True)]
-        rows.append([TRAINED_ON[prompts], NAMES[method], f"{u:+g}", shown(good, 4), shown(bad, 4), shown(share)])
+        rows.append(
+            [
+                TRAINED_ON[prompts],
+                NAMES[method],
+                f"{u:+g}",
+                shown(good, 4, LOGIT),
+                shown(bad, 4, LOGIT),
+                shown(share, scale=LOGIT),
+            ]
+        )
     return columns, rows
 
 
@@ -310,7 +328,10 @@ def _accuracy_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]
         [
             TRAINED_ON[prompts],
             NAMES[method],
-            *(shown([record["groups"][g]["accuracy"] for record in _of(results, method, prompts)]) for g in GROUPS),
+            *(
+                shown([record["groups"][group]["accuracy"] for record in _of(results, method, prompts)], scale=LOGIT)
+                for group in GROUPS
+            ),
         ]
         for method, prompts in KINDS
     ]
@@ -322,7 +343,8 @@ def _held_out_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]
     rows = []
     for method, group in product(METHODS, GROUPS):
         values = [record["groups"][group] for record in _of(results, method, "many")]
-        cells = [shown([value[name] for value in values]) for name in ("accuracy", "asked", "shift")]
+        scales = {"accuracy": LOGIT, "asked": LOGIT, "shift": LINEAR}
+        cells = [shown([value[name] for value in values], scale=scale) for name, scale in scales.items()]
         rows.append([NAMES[method], group, *cells])
     return columns, rows
 
@@ -347,8 +369,8 @@ def _joint_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for method, group in product(JOINT_METHODS, GROUPS):
         values = [record["groups"][group]["accuracy"] for record in _of(results, method, "joint")]
-        cells = [shown([fmean(value[number]) for value in values]) for number in range(len(DIMENSIONS))]
-        rows.append([NAMES[method], group, *cells, shown([min(map(min, value)) for value in values])])
+        cells = [shown([fmean(value[number]) for value in values], scale=LOGIT) for number in range(len(DIMENSIONS))]
+        rows.append([NAMES[method], group, *cells, shown([min(map(min, value)) for value in values], scale=LOGIT)])
     return columns, rows
 
 
@@ -364,11 +386,12 @@ def _effect_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
 def band(
     panel: Any, controls: Sequence[float], curves: Sequence[Sequence[float]], label: str, color: str, style: str = "-"
 ) -> None:
-    """The mean of the curves and its interval at each control."""
-    found = [interval(values) for values in zip(*curves, strict=True)]
+    """The mean of curves of shares and its interval at each control; none where a share is 0 or 1."""
+    found = [interval(values, LOGIT) for values in zip(*curves, strict=True)]
     panel.plot(controls, [mean for mean, _, _ in found], label=label, color=color, ls=style, marker=".", ms=3, lw=1.2)
     if len(curves) > 1:
-        panel.fill_between(controls, [v[1] for v in found], [v[2] for v in found], color=color, alpha=0.15, lw=0)
+        low, high = (np.array([values[side] for values in found], dtype=float) for side in (1, 2))
+        panel.fill_between(controls, low, high, color=color, alpha=0.15, lw=0)
 
 
 def _draw_paper(results: dict[str, Any], panel: Any) -> None:
@@ -402,12 +425,12 @@ def _draw_accuracy(results: dict[str, Any], panel: Any) -> None:
     width = 0.8 / len(METHODS)
     for number, method in enumerate(METHODS):
         records = _of(results, method, "many")
-        found = [interval([record["groups"][group]["accuracy"] for record in records]) for group in GROUPS]
+        found = [interval([record["groups"][group]["accuracy"] for record in records], LOGIT) for group in GROUPS]
         places = [at + (number - (len(METHODS) - 1) / 2) * width for at in range(len(GROUPS))]
         panel.bar(places, [mean for mean, _, _ in found], width, label=NAMES[method], color=f"C{number}")
         for at, (_, low, high) in zip(places, found, strict=True):
             if low is not None:
-                panel.plot([at, at], [max(0, low), min(1, high)], color="black", lw=0.8)  # type: ignore[type-var]
+                panel.plot([at, at], [low, high], color="black", lw=0.8)
     panel.axhline(0.5, color="grey", ls="--", lw=0.8)
     panel.set_xticks(range(len(GROUPS)), GROUPS)
     panel.set_ylim(0, 1.3)

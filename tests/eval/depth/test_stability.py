@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from condense import cli
 from condense.eval.depth import stability
-from condense.eval.depth.experiment import FISHER, LOG, interval, shown
+from condense.eval.depth.experiment import FISHER, LOG, LOGIT, interval, shown
 from condense.eval.depth.experiments import EXPERIMENTS, depth, find_experiment
 from condense.eval.depth.models import ARMS, SMALL
 from condense.eval.depth.options import DepthOptions
@@ -117,13 +117,17 @@ def test_a_run_without_finite_values():
 
 
 def test_intervals_stay_within_bounds():
-    """Those of ratios are the interval of the logarithm, those of correlations that of Fisher's z."""
+    """Those of ratios are the logarithm's, those of shares the log odds', those of correlations Fisher's z's."""
     mean, low, high = interval([1e-4, 1e-3], LOG)
     assert mean == pytest.approx(10**-3.5) and 0 < low < mean < high
     assert [math.log(value) for value in (mean, low, high)] == pytest.approx(interval([math.log(1e-4), math.log(1e-3)]))
     mean, low, high = interval([0.9, 0.99], FISHER)
     z = [math.atanh(0.9), math.atanh(0.99)]
     assert (mean, low, high) == pytest.approx([math.tanh(value) for value in interval(z)]) and -1 < low < high < 1
+    mean, low, high = interval([0.9, 0.99], LOGIT)
+    odds = [math.log(9), math.log(99)]
+    assert [math.log(p / (1 - p)) for p in (mean, low, high)] == pytest.approx(interval(odds)) and 0 < low < high < 1
+    assert interval([0.5, 1.0], LOGIT) == (0.75, None, None)
     assert interval([0.0, 2.0], LOG) == (1.0, None, None)  # no logarithm of 0
     assert shown([0.001, 0.002, None], 1, LOG, "%").startswith("0.1% [0.0%, ")
 

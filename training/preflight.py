@@ -72,3 +72,4 @@ def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
     tokens = recipe.micro_batch * max(stage.total_length for stage in recipe.stages)
     equal_lengths = recipe.data.task == "text" and recipe.data.fit == "cut"
     recipe.model.check_zero_3(tokens, vocab_size, equal_lengths)
+    recipe.objective.check_zero_3()

@@ -105,7 +105,7 @@ def run(
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
     base = recipe.model.load(recipe.attention, recipe.attention_dropout)
-    model = recipe.objective.prepare_model(base)
+    model = recipe.objective.prepare_model(base, recipe)
     if process.is_first:
         begin_output(recipe, checkpoint)
     if recipe.record_memory_history:
@@ -113,7 +113,7 @@ def run(
     snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"
     reporting = wandb_run(recipe) if recipe.report_to == "wandb" and process.is_first else nullcontext()
     with run_configuration(recipe, base), snapshot_when_full(snapshot, smaller_passes(recipe)), reporting:
-        batches = make_batches(recipe, data, model, process, checkpoint, equal_lengths=zero_stage == 3)
+        batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
         trainer = make_trainer(recipe, model, arguments, data, batches)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)
         trainer.add_callback(stop)
@@ -217,11 +217,11 @@ def run_configuration(recipe: Recipe, model: Any) -> Iterator[None]:
 
 
 def make_batches(
-    recipe: Recipe, data: TrainingData, model: Any, process: Process, checkpoint: Path | None, equal_lengths: bool
+    recipe: Recipe, data: TrainingData, config: Any, process: Process, checkpoint: Path | None, equal_lengths: bool
 ) -> Batches:
     """The micro-batches of a curriculum or of stages; `equal_lengths` extends them to the full length, for ZeRO-3."""
     if data.examples is None:
-        return curriculum_batches(recipe, data.tokenizer, model.config, process.num_ranks, checkpoint)
+        return curriculum_batches(recipe, data.tokenizer, config, process.num_ranks, checkpoint)
     if process.launched:
         check_same_documents(data.examples, process.num_ranks)
     training = StageBatches(recipe, data.examples, process.num_ranks, equal_lengths)

@@ -118,6 +118,13 @@ class RecipeTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """The targets of a step's micro-batches, as the objective counts them, over all ranks: a collective call."""
+        if not batch_samples:
+            return None
+        own = torch.stack([self.objective.num_targets(batch) for batch in batch_samples]).sum()
+        return self.accelerator.gather(own.to(device)).sum()
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The objective's loss; one that is not finite ends the run before its gradients are computed."""
         assert not return_outputs and num_items_in_batch is not None
@@ -181,13 +188,14 @@ class RecipeTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """The mean loss over all targets of the validation sequences, which are divided among the ranks.
 
-        Where they come from several sources, the mean of each source too; of passkeys also the accuracy: the share of
-        sequences whose whole answer the model gives.
+        Where they come from several sources, the mean of each source too; further losses of the objective; of passkeys
+        also the accuracy: the share of sequences whose whole answer the model gives.
         """
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
         losses, by_source, found = SegmentLosses(self.args.device), SegmentLosses(self.args.device), 0
+        further: dict[str, SegmentLosses] = {}
         names = self.validation.source_names
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
@@ -198,7 +206,11 @@ class RecipeTrainer(Trainer):
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
                 now = 0 if self.passkey_background is None else num_found(model, batch, self.passkey_background)
+            for name in output.further:  # on all ranks, for the sums over them
+                further.setdefault(name, SegmentLosses(self.args.device))
             if n < len(numbers):
+                for name, other in output.further.items():
+                    further[name].add(other.sums_S, other.targets_S)
                 losses.add(output.sums_S, output.targets_S)
                 found += now
                 if names:
@@ -207,6 +219,9 @@ class RecipeTrainer(Trainer):
         model.train()
         losses_S, targets_S = losses.over_ranks()
         metrics = {"loss": (losses_S.sum() / targets_S.sum()).item()}
+        for name, sums in further.items():
+            other_S, targets_of_other_S = sums.over_ranks()
+            metrics[f"loss_{name}"] = (other_S.sum() / targets_of_other_S.sum()).item()
         for name, loss, targets in zip(names, *by_source.over_ranks(), strict=False) if names else ():
             if targets:
                 metrics[f"loss_{name}"] = (loss / targets).item()

@@ -12,6 +12,7 @@ from condense.loss import MAX_LOGITS
 
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
+from ..recipe.objectives import NextToken
 from .depth import Stack, stack_of
 from .passes import FLOAT32, Pass, element_size
 
@@ -20,10 +21,14 @@ LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, a
 
 
 def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
-    """The parts `memories`, `activations` and `loss`. Raises `ValueError` for a kind of model that is not counted."""
+    """The parts `memories`, `activations` and `loss`. Raises `ValueError` for a kind of model or of objective that is not counted."""
     count = KEPT_BY_KIND.get(recipe.model.kind)
     if count is None:
         raise ValueError(f"the memory of model.kind={recipe.model.kind!r} is not estimated: start the run to see it.")
+    if not isinstance(recipe.objective, NextToken):
+        raise ValueError(
+            f"the memory of objective.kind={recipe.objective.kind!r} is not estimated: start the run to see it."
+        )
     return count(config, recipe, a_pass)
 
 

@@ -6,6 +6,8 @@ Axes: B rows, N tokens, S segments.
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -16,11 +18,15 @@ from .section import Registry, Section
 
 
 class Losses(NamedTuple):
-    """The loss to minimise, and its sums and numbers of targets by segment (S = 1 for a model without segments)."""
+    """The loss to minimise, and its sums and numbers of targets by segment (S = 1 for a model without segments).
+
+    `further` has other losses of a validation batch by name: `NAME` is logged as `eval_loss_NAME`.
+    """
 
     loss: torch.Tensor  # summed over targets, divided by `num_targets`
     sums_S: torch.Tensor
     targets_S: torch.Tensor
+    further: "Mapping[str, Losses]" = MappingProxyType({})
 
 
 class ObjectiveKind(Section):
@@ -30,9 +36,19 @@ class ObjectiveKind(Section):
     # every rank and after a resume. Only documents have places.
     needs_places: ClassVar[bool] = False
 
-    def prepare_model(self, model: Any) -> Any:
+    def check(self, recipe: Any) -> None:
+        """Raises `ValueError` for other keys of the recipe that do not fit this objective."""
+
+    def check_zero_3(self) -> None:
+        """Raises `ValueError` where `prepare_model` can't use weights that ZeRO-3 has divided among ranks."""
+
+    def prepare_model(self, model: Any, recipe: Any) -> Any:
         """The model to train, made of the recipe's before a checkpoint is loaded."""
         return model
+
+    def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The targets of a micro-batch; their sum over all micro-batches and ranks divides the loss."""
+        return batch["labels"].ne(IGNORE_INDEX).sum()
 
     @abstractmethod
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:

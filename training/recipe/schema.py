@@ -271,7 +271,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_combinations(self):
         checks: tuple[Callable[[Recipe], None], ...] = (
-            _check_length, _check_model, _check_data, _check_resume, _check_steps,
+            _check_length, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
         )  # fmt: skip
         for check in checks:
             check(self)
@@ -344,3 +344,7 @@ def _check_steps(recipe: Recipe) -> None:
     for name, value in multiples.items():
         if value % recipe.log_every:
             raise ValueError(f"{name}={value} is no multiple of log_every={recipe.log_every}: change one of them")
+
+
+def _check_objective(recipe: Recipe) -> None:
+    recipe.objective.check(recipe)

@@ -40,7 +40,7 @@ class ObjectiveKind(Section):
         """Raises `ValueError` for other keys of the recipe that do not fit this objective."""
 
     def check_zero_3(self) -> None:
-        """Raises `ValueError` where `prepare_model` can't use weights that ZeRO-3 has divided among ranks."""
+        """Raises `ValueError` for what this objective can't do with weights that ZeRO-3 has divided among ranks."""
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         """The model to train, made of the recipe's before a checkpoint is loaded."""

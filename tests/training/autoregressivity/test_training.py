@@ -1,0 +1,112 @@
+"""Switches of language models through real training, in one process: neutral values, other values, a resume."""
+
+import json
+import shutil
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import save_small_llama
+from condense.training.train import train
+
+from ..runs import log_lines
+
+RECIPE = """
+model: {{kind: llama, source: {folder}/start}}
+output: {folder}/unused
+data: {{task: text, fit: pack, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
+stages: [{{total_length: 24, steps: 4}}]
+global_batch: 4
+optimizer: {{learning_rate: 1.0e-2, warmup_steps: 1}}
+dtype: float32
+log_every: 1
+checkpoints: {{every: 2, keep: 3}}
+evaluation: {{sequences: 2, every: 4}}
+report_to: none
+"""
+FOLDED = "model={{kind: condense, segment_length: 10, source: {folder}/start}}"
+NEUTRAL = {
+    "free_running": "{kind: free_running, steps: 1, feedback: sample}",
+    "missing_targets": "{kind: missing_targets, rate: 0, unknown: free_run}",
+    "partial_logits": "{kind: partial_logits, rate: 0}",
+}
+SWITCHED = {
+    "branch": "{kind: free_running, steps: 5, feedback: branch, samples: 2, width: 3}",
+    "expected": "{kind: free_running, steps: 100, feedback: expected}",
+    "free_run": "{kind: missing_targets, rate: 0.5, unknown: free_run}",
+    "partial_logits": "{kind: partial_logits, rate: 0.5}",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Trains a model with an objective, once: its output, weights and log."""
+    folder = tmp_path_factory.mktemp("runs")
+    save_small_llama(folder / "start", width=16)
+    texts = [" ".join(Random(n).choices("0123456789", k=20 + 7 * n)) for n in range(8)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=folder))
+    done = {}
+
+    def run(kind: str, objective: str, *overrides, output=None):
+        key = (kind, objective, overrides)
+        if key not in done or output is not None:
+            output = output or folder / str(len(done))
+            given = [FOLDED.format(folder=folder)] if kind == "condense" else []
+            train(load_recipe(path, [*given, f"objective={objective}", f"output={output}", *overrides]))
+            weights = load_file(output / "model.safetensors")
+            done[key] = output, weights, [line["loss"] for line in log_lines(output)]
+        return done[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
+        yield run
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["llama", "condense"])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_neutral_value_trains_as_the_next_token(trained, kind, name):
+    output, weights, losses = trained(kind, NEUTRAL[name])
+    plain, plain_weights, plain_losses = trained(kind, "{kind: next_token}")
+    assert same(weights, plain_weights) and losses == plain_losses
+    assert [line["eval_loss"] for line in log_lines(output, "eval_loss")] == [
+        line["eval_loss"] for line in log_lines(plain, "eval_loss")
+    ]
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_other_values_train_otherwise_and_are_validated_alike(trained, name):
+    output, weights, losses = trained("condense", SWITCHED[name])
+    plain, plain_weights, plain_losses = trained("condense", "{kind: next_token}")
+    assert losses[0] != plain_losses[0] and not same(weights, plain_weights)
+    before, after = ([line["eval_loss"] for line in log_lines(folder, "eval_loss")] for folder in (output, plain))
+    assert before[0] == after[0] and before[-1] != after[-1]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["branch", "free_run"])
+def test_a_resumed_run_is_the_same(trained, name, tmp_path):
+    """Also where it draws random numbers: Trainer restores the generator."""
+    output, weights, losses = trained("condense", SWITCHED[name])
+    shutil.copytree(output / "checkpoint-2", tmp_path / "checkpoint-2")
+    lines = (output / "log.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 2))
+    _, resumed, resumed_losses = trained("condense", SWITCHED[name], output=tmp_path)
+    assert resumed_losses == losses and same(resumed, weights)
+
+
+def test_the_same_training_at_another_micro_batch(trained):
+    options = ["data.fit=cut", "stages=[{total_length: 10, steps: 4}]"]
+    one, other = (trained("llama", SWITCHED["free_run"], *options, f"micro_batch={number}")[1:] for number in (1, 4))
+    assert one[1] == pytest.approx(other[1], abs=1e-5)
+    for tensor in one[0]:
+        torch.testing.assert_close(one[0][tensor], other[0][tensor], atol=1e-4, rtol=1e-3)

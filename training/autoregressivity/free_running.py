@@ -1,0 +1,59 @@
+"""The ablation of teacher forcing: free running for `steps` - 1 steps after each given token."""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from condense.configuration import IGNORE_INDEX
+
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from .feedback import free_running_losses
+
+
+@OBJECTIVES.register
+class FreeRunning(ObjectiveKind):
+    """The input at position t of a text is the text's where t is a multiple of `steps`, elsewhere the model's own.
+
+    Tokens without a label are always given: a prompt, for instance. The loss is that of all targets.
+    """
+
+    kind: Literal["free_running"] = "free_running"
+    steps: int = Field(1, ge=1, description="1: teacher forcing; the length of the texts or more: none at all")
+    feedback: Literal["argmax", "sample", "branch", "expected"] = Field(
+        "argmax", description="what the model reads of its own output"
+    )
+    samples: int | None = Field(None, ge=1, description="branch: tokens that every leaf of the tree goes on with")
+    width: int | None = Field(None, ge=1, description="branch: leaves of a text that remain")
+
+    @model_validator(mode="after")
+    def _check_tree(self):
+        given = {name: getattr(self, name) for name in ("samples", "width")}
+        for name, value in given.items():
+            if self.feedback == "branch" and value is None:
+                raise ValueError(f"feedback=branch needs samples and width: set objective.{name}")
+            if self.feedback != "branch" and value is not None:
+                raise ValueError(
+                    f"{name}={value} belongs to feedback=branch, not to feedback={self.feedback}: leave it out"
+                )
+        return self
+
+    def check_zero_3(self) -> None:
+        if self.steps > 1:
+            raise ValueError(
+                f"objective.steps={self.steps} reads texts token by token, and ZeRO-3 gathers all weights for each: "
+                "use ZeRO-2."
+            )
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        if self.steps == 1:
+            return next_token_losses(model, batch, num_targets)
+        labels_BN = batch["labels"]
+        given_N = torch.arange(labels_BN.shape[1], device=labels_BN.device) % self.steps == 0
+        known_BN = given_N | (labels_BN == IGNORE_INDEX)
+        return free_running_losses(
+            model, batch, num_targets, known_BN, self.feedback, self.samples or 1, self.width or 1
+        )
+
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        return next_token_losses(model, batch, 1)

@@ -1,0 +1,59 @@
+"""The ablation of frequent supervision: some targets are missing, the same ones throughout the training.
+
+Axes: B rows, N tokens.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from condense.configuration import IGNORE_INDEX
+
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from .draws import uniform
+from .feedback import free_running_losses
+
+
+@OBJECTIVES.register
+class MissingTargets(ObjectiveKind):
+    """The target at a place in the data is missing with probability `rate`; the loss is the mean over the others."""
+
+    kind: Literal["missing_targets"] = "missing_targets"
+    rate: float = Field(0.0, ge=0, lt=1, description="share of targets that are missing; 0: none")
+    unknown: Literal["ignore", "free_run"] = Field(
+        "ignore", description="ignore: a missing target is still read; free_run: the likeliest token is read instead"
+    )
+    seed: int = Field(0, ge=0, description="of the choice of the missing targets")
+
+    needs_places: ClassVar[bool] = True
+
+    def check_zero_3(self) -> None:
+        if self.rate and self.unknown == "free_run":
+            raise ValueError(
+                "objective.unknown=free_run reads texts token by token, and ZeRO-3 gathers all weights for each: use "
+                "ZeRO-2."
+            )
+
+    def missing(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """True [B, N] at the labels that are missing."""
+        labels_BN = batch["labels"]
+        places_BN = batch["places"][:, None] + torch.arange(labels_BN.shape[1], device=labels_BN.device)
+        return (uniform(self.seed, places_BN) < self.rate) & (labels_BN != IGNORE_INDEX)
+
+    def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().num_targets(batch) - self.missing(batch).sum()
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        missing_BN = self.missing(batch)
+        batch = {name: tensor for name, tensor in batch.items() if name != "places"}
+        if not self.rate:
+            return next_token_losses(model, batch, num_targets)
+        batch["labels"] = batch["labels"].masked_fill(missing_BN, IGNORE_INDEX)
+        num_targets = max(num_targets, 1)  # a step may be left without targets
+        if self.unknown == "ignore":
+            return next_token_losses(model, batch, num_targets)
+        return free_running_losses(model, batch, num_targets, ~missing_BN, "argmax")
+
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        return next_token_losses(model, batch, 1)

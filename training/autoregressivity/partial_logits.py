@@ -1,0 +1,68 @@
+"""The ablation of complete supervision: the softmax of each target leaves out some of the other logits.
+
+Axes: B rows, N tokens, n targets, V vocabulary, S segments.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import extract_model_from_parallel
+from pydantic import Field
+
+from condense.configuration import IGNORE_INDEX
+
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from .draws import uniform
+
+LOGITS_AT_ONCE = 2**22  # a draw takes some tens of bytes
+
+
+@OBJECTIVES.register
+class PartialLogits(ObjectiveKind):
+    """Each logit except the label's is left out with probability `rate`, the same ones at a place in the data."""
+
+    kind: Literal["partial_logits"] = "partial_logits"
+    rate: float = Field(0.0, ge=0, lt=1, description="share of logits that a target's softmax leaves out; 0: none")
+    seed: int = Field(0, ge=0, description="of the choice of the logits")
+
+    needs_places: ClassVar[bool] = True
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        batch = dict(batch)
+        places_B = batch.pop("places")
+        if not self.rate:
+            return next_token_losses(model, batch, num_targets)
+        labels_BN = batch.pop("labels")[:, 1:]
+        logits_BNV = model(**batch, use_cache=False).logits[:, :-1]
+        columns_N = torch.arange(labels_BN.shape[1], device=labels_BN.device)  # that predict; the target is one later
+        counted_BN = labels_BN != IGNORE_INDEX
+        places_n = (places_B[:, None] + columns_N + 1)[counted_BN]
+        losses_n = self.cross_entropy(logits_BNV[counted_BN], labels_BN[counted_BN], places_n)
+        config = extract_model_from_parallel(model).config
+        segment_N = columns_N // getattr(config, "segment_length", len(columns_N) + 1)
+        segment_n = segment_N.expand_as(labels_BN)[counted_BN]
+        targets_S = torch.bincount(segment_n, minlength=int(segment_N[-1]) + 1)
+        sums_S = torch.zeros_like(targets_S, dtype=losses_n.dtype).index_add(0, segment_n, losses_n.detach())
+        return Losses(losses_n.sum() / num_targets, sums_S, targets_S)
+
+    def cross_entropy(self, logits_nV: torch.Tensor, target_n: torch.Tensor, places_n: torch.Tensor) -> torch.Tensor:
+        """The loss [n] of each target, in float32 (float64 for float64 models)."""
+        dtype = torch.promote_types(logits_nV.dtype, torch.float32)
+        at_once = max(1, LOGITS_AT_ONCE // logits_nV.shape[-1])
+        losses = []
+        for logits, target, places in zip(*(t.split(at_once) for t in (logits_nV, target_n, places_n)), strict=True):
+            hidden = self.hidden_logits(places, target, logits.shape[-1])
+            losses.append(F.cross_entropy(logits.to(dtype).masked_fill(hidden, -torch.inf), target, reduction="none"))
+        return torch.cat(losses)
+
+    def hidden_logits(self, places_n: torch.Tensor, target_n: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """True [n, V] at the logits that are left out of the softmax of the target at each place; never at its own."""
+        tokens_V = torch.arange(vocab_size, device=places_n.device)
+        hidden_nV = uniform(self.seed, places_n[:, None], tokens_V) < self.rate
+        hidden_nV &= tokens_V != target_n[:, None]
+        assert not bool(hidden_nV.gather(1, target_n[:, None]).any())
+        return hidden_nV
+
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        return next_token_losses(model, batch, 1)

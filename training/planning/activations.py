@@ -21,7 +21,7 @@ LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, a
 
 
 def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
-    """The parts `memories`, `activations` and `loss`. Raises `ValueError` for a kind of model or of objective that is not counted."""
+    """The parts `memories`, `activations` and `loss`. Raises `ValueError` for models and objectives not counted."""
     count = KEPT_BY_KIND.get(recipe.model.kind)
     if count is None:
         raise ValueError(f"the memory of model.kind={recipe.model.kind!r} is not estimated: start the run to see it.")

@@ -1,0 +1,291 @@
+"""A folded Llama that writes a block of tokens at a time: masked diffusion within a block, recurrence over segments.
+
+Segments are divided into blocks of `block_length` tokens. There are two streams with the same weights:
+
+- The clean stream is the folded Llama: causal within the segment. Its keys and values are what blocks see of the text
+  before them, and its outputs are the memory of the next segment.
+- The noisy stream has the tokens of each block, some of them replaced by a mask. A noisy token sees the memory, the
+  clean tokens of the segment's earlier blocks, and all noisy tokens of its own block.
+
+As in the Llama that the weights come from, a token's output predicts the token after it. So a block predicts the
+tokens after each of its own; the first of its own is always known, and the last that it predicts is no input of it.
+With blocks of one token nothing is masked, and the model is the autoregressive one.
+
+The objective is the bound of absorbing diffusion on the log likelihood of a block of n tokens (MDLM), with its time
+integrated out: k of the n targets, k uniform in 1..n, are masked, and each masked target has the weight n / k.
+
+Axes: B rows of a batch, N columns of an input, T tokens of a chunk, K keys, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..attention import AttentionMask
+from ..configuration import IGNORE_INDEX, CondenseConfig
+from ..execution.executor import run_layers
+from ..memory import KeyValueState, Memory, TransientState
+from ..modeling import CondenseForCausalLM
+from ..outputs import CondenseOutput
+from ..segmentation import Chunk, UnpaddedBatch, on_device
+from .block_generation import generate_blocks
+
+ATTENTION = ("eager", "sdpa")  # those that take any mask
+
+
+class BlockDiffusionConfig(CondenseConfig):
+    """A `CondenseConfig` with `block_length`, the number of tokens that are written at a time.
+
+    Raises `ValueError` for a block that does not divide the segment, and for a model with a depth block.
+    """
+
+    model_type = "condense_block_diffusion"
+
+    block_length: int = 16
+
+    def check(self) -> None:
+        super().check()
+        if self.block_length < 1 or self.segment_length % self.block_length:
+            raise ValueError(
+                f"block_length={self.block_length} does not divide segment_length={self.segment_length}: choose a "
+                "divisor of it."
+            )
+        if self.depth is not None:
+            raise ValueError("a model with a depth block has no block diffusion: convert the model with all layers.")
+
+
+class Corruption(NamedTuple):
+    """Which inputs of the noisy stream are masked, and the weight of each token's target in the bound."""
+
+    masked_BN: torch.Tensor
+    weight_BN: torch.Tensor
+
+    @classmethod
+    def draw(
+        cls, target_BN: torch.Tensor, segment_length: int, block_length: int, generator: torch.Generator | None = None
+    ) -> "Corruption":
+        """One draw for each block: of its n targets, k are masked, k uniform in 1..n; others have the weight 0.
+
+        `target_BN` is the token after each one, `IGNORE_INDEX` where there is none or where it is given: such a token
+        is never masked. Draws are made on the host.
+        """
+        batch_size, num_columns = target_BN.shape
+        block_N = block_of(torch.arange(num_columns), segment_length, block_length)
+        num_blocks = int(block_N[-1]) + 1
+        is_target_BN = (target_BN != IGNORE_INDEX).cpu()
+        count_BJ = torch.zeros(batch_size, num_blocks).index_add_(1, block_N, is_target_BN.float())
+        number_BJ = (torch.rand(batch_size, num_blocks, generator=generator) * count_BJ).floor() + 1
+        order_BN = torch.rand(batch_size, num_columns, generator=generator).masked_fill(~is_target_BN, 2.0)
+        # The place of each target in a random order of its block: 0 for the first.
+        before_BNN = (order_BN[:, None] < order_BN[:, :, None]) & (block_N[None, :] == block_N[:, None])
+        hidden_BN = is_target_BN & (before_BNN.sum(2) < number_BJ[:, block_N])
+        weight_BN = torch.where(hidden_BN, (count_BJ / number_BJ)[:, block_N], 0.0)
+        masked_BN = torch.zeros_like(hidden_BN)
+        masked_BN[:, 1:] = hidden_BN[:, :-1] & (block_N[1:] == block_N[:-1])
+        device = target_BN.device
+        return cls(on_device(masked_BN, device), on_device(weight_BN, device))
+
+
+def block_of(index_N: torch.Tensor, segment_length: int, block_length: int) -> torch.Tensor:
+    """The number of the block that each token of a text belongs to."""
+    per_segment = segment_length // block_length
+    return index_N // segment_length * per_segment + index_N % segment_length // block_length
+
+
+@dataclass(frozen=True)
+class VisibleKeys(AttentionMask):
+    """A mask that is given: [T, K], true where a query sees a key."""
+
+    visible_TK: torch.Tensor | None = None
+
+    @property
+    def lower_right(self) -> bool:
+        return False
+
+    def boolean(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+        assert self.visible_TK is not None and self.visible_TK.shape == (num_queries, num_keys)
+        return on_device(self.visible_TK, device)
+
+
+class RecordedKeyValues:
+    """A layer's memory, which records the keys and values of the chunk that is added to it."""
+
+    def __init__(self, memory: KeyValueState | None):
+        self.memory_of_layer = memory
+        self.seen: Memory | None = None
+
+    def extend(self, key_RGTE, value_RGTE, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = self.memory_of_layer
+        self.seen = Memory(*((key_RGTE, value_RGTE) if memory is None else memory.extend(key_RGTE, value_RGTE, chunk)))
+        return self.seen
+
+
+class BlockDiffusionForCausalLM(CondenseForCausalLM):
+    """`model(ids)` is the clean stream, the autoregressive model; `model(ids, masked=...)` is the noisy one.
+
+    Made by `to_block_diffusion`. `generate` writes block by block.
+    """
+
+    config: BlockDiffusionConfig
+
+    def __init__(self, config: BlockDiffusionConfig):
+        super().__init__(config)
+        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The implementation to use; raises `ValueError` for one that takes no masks but its own."""
+        if requested_attention in (None, "auto"):
+            return "sdpa"
+        if requested_attention not in ATTENTION:
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} has no mask for blocks: choose one of "
+                f"{', '.join(ATTENTION)}."
+            )
+        return requested_attention
+
+    def forward(self, input_ids=None, masked: torch.Tensor | None = None, **arguments: Any) -> CondenseOutput:
+        """As `CondenseForCausalLM.forward`. With `masked` [B, N], boolean, the noisy stream over whole texts without
+        padding: `logits` [B, N, V] of the token after each one, where the inputs at `masked` are replaced by a mask.
+
+        Raises `ValueError` for a mask at the first token of a block, and for arguments that the noisy stream has not.
+        """
+        if masked is None:
+            return super().forward(input_ids, **arguments)
+        mask = arguments.pop("attention_mask", None)
+        given = [
+            name for name, value in arguments.items() if value is not None and name not in ("use_cache", "return_dict")
+        ]
+        if given or (mask is not None and not bool(mask.all())):
+            raise ValueError(
+                f"{', '.join(given) or 'padding'}: the noisy stream takes input_ids of texts of one length, and masked."
+            )
+        self._check_masked(input_ids, masked)
+        return CondenseOutput(logits=self.lm_head(self.noisy_hidden(input_ids, masked)))
+
+    def _check_masked(self, input_ids: torch.Tensor, masked_BN: torch.Tensor) -> None:
+        if masked_BN.shape != input_ids.shape or masked_BN.dtype != torch.bool:
+            raise ValueError(
+                f"masked has shape {tuple(masked_BN.shape)} and dtype {masked_BN.dtype}: pass booleans of shape "
+                f"{tuple(input_ids.shape)}."
+            )
+        first_N = torch.arange(input_ids.shape[1]) % self.config.segment_length % self.config.block_length == 0
+        if bool(masked_BN[:, first_N.to(masked_BN.device)].any()):
+            raise ValueError("masked is true at the first token of a block, which is always known: set it to false.")
+        if self.model.gradient_checkpointing and self.training:
+            raise ValueError("block diffusion has no gradient checkpointing: set gradient_checkpointing=false.")
+
+    def noisy_hidden(self, input_ids_BN: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
+        """The final hidden states [B, N, D] of the noisy stream."""
+        model, (batch_size, num_columns) = self.model, input_ids_BN.shape
+        clean_BND = model.embed_tokens(input_ids_BN)
+        noisy_BND = torch.where(masked_BN[..., None], self.mask_embedding.to(clean_BND), clean_BND)
+        batch, state = UnpaddedBatch(batch_size, num_columns, None), TransientState(batch_size, self.config)
+        builder = model.metadata_builder(clean_BND, batch, state)
+        outputs = []
+        for chunk in state.positions.chunks(batch.lengths):
+            metadata = builder.build(chunk)
+            key_values = [RecordedKeyValues(memory) for memory in state.key_values(chunk)]
+            _, memories = run_layers(model.layers, batch.gather(clean_BND, chunk), key_values, metadata)
+            if metadata.writes_memory:
+                state.write_memory(memories, chunk)
+            mask = VisibleKeys(chunk, visible_TK=visible_to_blocks(chunk, self.config.block_length))
+            noisy_RTD, _ = run_layers(
+                model.layers,
+                batch.gather(noisy_BND, chunk),
+                [seen_by_layer.seen for seen_by_layer in key_values],
+                replace(metadata, mask=mask, writes_memory=False),
+            )
+            outputs.append(noisy_RTD)
+        return model.norm(torch.cat(outputs, dim=1))
+
+    def look_ahead(
+        self, token_BT: torch.Tensor, masked_BT: torch.Tensor, offset: int, seen: Sequence[Memory | None]
+    ) -> torch.Tensor:
+        """Logits [B, T, V] of one block after the keys and values `seen` by each layer; nothing is stored.
+
+        `offset` is the place of the first token in its segment. A segment whose layers see more keys than `offset` has
+        a memory.
+        """
+        model, (batch_size, width) = self.model, token_BT.shape
+        num_seen = 0 if seen[0] is None else seen[0].key_RGKE.shape[2]
+        chunk = Chunk(
+            batch_size=batch_size,
+            segment_length=self.config.segment_length,
+            rows=list(range(batch_size)),
+            starts=[0] * batch_size,
+            counts=[width] * batch_size,
+            offsets=[offset] * batch_size,
+            segments=[int(num_seen > offset)] * batch_size,
+        )
+        clean_BTD = model.embed_tokens(token_BT)
+        noisy_BTD = torch.where(masked_BT[..., None], self.mask_embedding.to(clean_BTD), clean_BTD)
+        batch = UnpaddedBatch(batch_size, width, None)
+        builder = model.metadata_builder(clean_BTD, batch, TransientState(batch_size, self.config))
+        mask = VisibleKeys(chunk, visible_TK=torch.ones(width, num_seen + width, dtype=torch.bool))
+        metadata = replace(builder.build(chunk), mask=mask, writes_memory=False)
+        hidden_BTD, _ = run_layers(model.layers, noisy_BTD, seen, metadata)
+        return self.lm_head(model.norm(hidden_BTD))
+
+    def bound(
+        self, input_ids_BN: torch.Tensor, labels_BN: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """An unbiased estimate [B] of the bound on the negative log likelihood of each row's targets, in nats.
+
+        With blocks of one token it is the negative log likelihood itself.
+        """
+        target_BN = next_labels(labels_BN)
+        corruption = Corruption.draw(target_BN, self.config.segment_length, self.config.block_length, generator)
+        logits_BNV = self(input_ids=input_ids_BN, masked=corruption.masked_BN).logits
+        accurate = torch.promote_types(logits_BNV.dtype, torch.float32)
+        loss_BN = F.cross_entropy(
+            logits_BNV.to(accurate).transpose(1, 2), target_BN, reduction="none", ignore_index=IGNORE_INDEX
+        )
+        return (loss_BN * corruption.weight_BN).sum(1)
+
+    def generate(self, inputs=None, generation_config=None, **options: Any):
+        """As transformers' `generate`, block by block: see `generate_blocks`."""
+        return generate_blocks(self, inputs, generation_config, **options)
+
+
+def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:
+    """[B, N]: the label of the token after each one; none for the last."""
+    return F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def visible_to_blocks(chunk: Chunk, block_length: int) -> torch.Tensor:
+    """[T, M + 2 T] for the keys [memory M ; clean T ; noisy T] of a chunk that begins its segment.
+
+    A noisy token sees the memory, the clean tokens of earlier blocks, and the noisy tokens of its own.
+    """
+    assert chunk.uniform and chunk.offsets[0] == 0
+    block_T = torch.arange(chunk.width) // block_length
+    memory = torch.ones(chunk.width, chunk.memory_lengths[0], dtype=torch.bool)
+    return torch.cat([memory, block_T < block_T[:, None], block_T == block_T[:, None]], dim=1)
+
+
+def to_block_diffusion(model: CondenseForCausalLM, block_length: int | None = None) -> BlockDiffusionForCausalLM:
+    """A block diffusion model with the weights (shared, not copied) of a folded Llama; the mask starts as the mean
+    embedding. `block_length` is the segment by default.
+
+    Raises `ValueError` for a block that does not divide the segment, and for a model that can't have blocks.
+    """
+    if isinstance(model, BlockDiffusionForCausalLM) or not isinstance(model, CondenseForCausalLM):
+        raise ValueError(f"{type(model).__name__} can't be converted: pass a CondenseForCausalLM.")
+    fields = model.config.to_dict()
+    for name in ("model_type", "architectures"):
+        fields.pop(name, None)
+    length = model.config.segment_length if block_length is None else block_length
+    made = BlockDiffusionForCausalLM(BlockDiffusionConfig(**fields, block_length=length))
+    made.load_state_dict(model.state_dict(), strict=False, assign=True)
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        made.tie_weights()
+    made = made.to(model.device)
+    with torch.no_grad():
+        embedding_VD = model.model.embed_tokens.weight
+        made.mask_embedding = nn.Parameter(embedding_VD.mean(0).to(embedding_VD))
+    made.generation_config = model.generation_config
+    return made.train(model.training)

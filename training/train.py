@@ -112,7 +112,11 @@ def run(
         record_history()
     snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"
     reporting = wandb_run(recipe) if recipe.report_to == "wandb" and process.is_first else nullcontext()
-    with run_configuration(recipe, base), snapshot_when_full(snapshot, smaller_passes(recipe)), reporting:
+    with (
+        run_configuration(recipe, base.config, model.config),
+        snapshot_when_full(snapshot, smaller_passes(recipe)),
+        reporting,
+    ):
         batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
         trainer = make_trainer(recipe, model, arguments, data, batches)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)
@@ -206,14 +210,20 @@ def smaller_passes(recipe: Recipe) -> str:
 
 
 @contextmanager
-def run_configuration(recipe: Recipe, model: Any) -> Iterator[None]:
-    """Gives the model's configuration the values of this run; after it, those that a saved model should have."""
-    values = recipe.model.run_configuration()
-    own = {name: getattr(model.config, name) for name in values}
-    model.config.update(values)
+def run_configuration(recipe: Recipe, *configs: Any) -> Iterator[None]:
+    """Gives the configurations the values of this run; after it, those that a saved model should have.
+
+    They are those of the recipe's model and of the model that the objective has made of it, which may be the same.
+    """
+    values, own = recipe.model.run_configuration(), []
+    for config in configs:
+        changed = {name: value for name, value in values.items() if hasattr(config, name)}
+        # Trainer switches the cache off, and dropout is the run's.
+        own.append({name: getattr(config, name) for name in changed} | {"use_cache": True, "attention_dropout": 0.0})
+        config.update(changed)
     yield
-    # Trainer switches the cache off, and dropout is the run's.
-    model.config.update(own | {"use_cache": True, "attention_dropout": 0.0})
+    for config, saved in zip(reversed(configs), reversed(own), strict=True):
+        config.update(saved)
 
 
 def make_batches(

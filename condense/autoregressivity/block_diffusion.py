@@ -181,6 +181,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
     def noisy_hidden(self, input_ids_BN: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
         """The final hidden states [B, N, D] of the noisy stream."""
         model, (batch_size, num_columns) = self.model, input_ids_BN.shape
+        layers: Any = model.layers
         clean_BND = model.embed_tokens(input_ids_BN)
         noisy_BND = torch.where(masked_BN[..., None], self.mask_embedding.to(clean_BND), clean_BND)
         batch, state = UnpaddedBatch(batch_size, num_columns, None), TransientState(batch_size, self.config)
@@ -188,13 +189,13 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         outputs = []
         for chunk in state.positions.chunks(batch.lengths):
             metadata = builder.build(chunk)
-            key_values = [RecordedKeyValues(memory) for memory in state.key_values(chunk)]
-            _, memories = run_layers(model.layers, batch.gather(clean_BND, chunk), key_values, metadata)
+            key_values: list[Any] = [RecordedKeyValues(memory) for memory in state.key_values(chunk)]
+            _, memories = run_layers(layers, batch.gather(clean_BND, chunk), key_values, metadata)
             if metadata.writes_memory:
                 state.write_memory(memories, chunk)
             mask = VisibleKeys(chunk, visible_TK=visible_to_blocks(chunk, self.config.block_length))
             noisy_RTD, _ = run_layers(
-                model.layers,
+                layers,
                 batch.gather(noisy_BND, chunk),
                 [seen_by_layer.seen for seen_by_layer in key_values],
                 replace(metadata, mask=mask, writes_memory=False),
@@ -211,6 +212,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         a memory.
         """
         model, (batch_size, width) = self.model, token_BT.shape
+        layers: Any = model.layers
         num_seen = 0 if seen[0] is None else seen[0].key_RGKE.shape[2]
         chunk = Chunk(
             batch_size=batch_size,
@@ -227,28 +229,31 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         builder = model.metadata_builder(clean_BTD, batch, TransientState(batch_size, self.config))
         mask = VisibleKeys(chunk, visible_TK=torch.ones(width, num_seen + width, dtype=torch.bool))
         metadata = replace(builder.build(chunk), mask=mask, writes_memory=False)
-        hidden_BTD, _ = run_layers(model.layers, noisy_BTD, seen, metadata)
+        hidden_BTD, _ = run_layers(layers, noisy_BTD, seen, metadata)
         return self.lm_head(model.norm(hidden_BTD))
-
-    def bound(
-        self, input_ids_BN: torch.Tensor, labels_BN: torch.Tensor, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
-        """An unbiased estimate [B] of the bound on the negative log likelihood of each row's targets, in nats.
-
-        With blocks of one token it is the negative log likelihood itself.
-        """
-        target_BN = next_labels(labels_BN)
-        corruption = Corruption.draw(target_BN, self.config.segment_length, self.config.block_length, generator)
-        logits_BNV = self(input_ids=input_ids_BN, masked=corruption.masked_BN).logits
-        accurate = torch.promote_types(logits_BNV.dtype, torch.float32)
-        loss_BN = F.cross_entropy(
-            logits_BNV.to(accurate).transpose(1, 2), target_BN, reduction="none", ignore_index=IGNORE_INDEX
-        )
-        return (loss_BN * corruption.weight_BN).sum(1)
 
     def generate(self, inputs=None, generation_config=None, **options: Any):
         """As transformers' `generate`, block by block: see `generate_blocks`."""
         return generate_blocks(self, inputs, generation_config, **options)
+
+
+def likelihood_bound(
+    model: Any, input_ids_BN: torch.Tensor, labels_BN: torch.Tensor, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """An unbiased estimate [B, N] of the bound on the negative log likelihood of the token after each one, in nats.
+
+    `model` is a `BlockDiffusionForCausalLM`, or what trains one and calls it. The estimate of a single token is noisy:
+    it is 0 where the draw shows the token. With blocks of one token it is the negative log likelihood itself.
+    """
+    config = getattr(model, "module", model).config
+    target_BN = next_labels(labels_BN)
+    corruption = Corruption.draw(target_BN, config.segment_length, config.block_length, generator)
+    logits_BNV = model(input_ids=input_ids_BN, masked=corruption.masked_BN).logits
+    accurate = torch.promote_types(logits_BNV.dtype, torch.float32)
+    loss_BN = F.cross_entropy(
+        logits_BNV.to(accurate).transpose(1, 2), target_BN, reduction="none", ignore_index=IGNORE_INDEX
+    )
+    return loss_BN * corruption.weight_BN
 
 
 def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,13 @@ Axes: B rows, N tokens of a prompt, T tokens of a block, V vocabulary.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from ..cache import FoldedCache
 from ..memory import Memory
-
-if TYPE_CHECKING:
-    from .block_diffusion import BlockDiffusionForCausalLM
 
 ORDERS = ("confidence", "random")
 # Options of transformers' generate that would change what is written, and that blocks do not have.
@@ -23,7 +20,7 @@ REFUSED = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens"
 
 @torch.no_grad()
 def generate_blocks(
-    model: "BlockDiffusionForCausalLM",
+    model: Any,
     inputs: torch.Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     *,
@@ -35,7 +32,7 @@ def generate_blocks(
     streamer: Any = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The prompts [B, N] and after each the new tokens, in constant memory.
+    """The prompts [B, N] and after each the new tokens of a `BlockDiffusionForCausalLM`, in constant memory.
 
     `max_denoising_steps` is the number of evaluations of a block; by default one for each of its tokens. Each makes an
     equal share of the block's tokens known: those with the highest probability (`order="confidence"`) or any

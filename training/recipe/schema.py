@@ -10,7 +10,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
-from ..autoregressivity import free_running, missing_targets, partial_logits  # noqa: F401  register their kinds
+from ..autoregressivity import block_diffusion, free_running, missing_targets, partial_logits  # noqa: F401  their kinds
 from ..presets import find_deepspeed_config
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind

@@ -1,0 +1,94 @@
+"""Block diffusion as the objective of a recipe, in the real trainer."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from condense.autoregressivity import BlockDiffusionForCausalLM, likelihood_bound
+from condense.training.recipe import load_recipe
+from condense.training.small_llama import word_tokenizer
+from condense.training.train import train
+
+from ...condense.models import tiny_model
+from ..runs import log_lines
+
+RECIPE = """
+model: {folder}/start
+objective: {{kind: block_diffusion, block_length: 4}}
+output: {folder}/trained
+data: {{task: text, sources: [{{files: {folder}/text.jsonl}}], fit: cut, prepared: {folder}/prepared}}
+stages: [{{total_length: 20, steps: 4}}]
+global_batch: 4
+micro_batch: 2
+optimizer: {{learning_rate: 0.01, warmup_steps: 1}}
+dtype: float32
+log_every: 1
+checkpoints: {{every: 2, keep: 1}}
+evaluation: {{sequences: 3, every: 2}}
+report_to: none
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blocks")
+    words = [f"word{n}" for n in range(40)]
+    tokenizer = word_tokenizer(words)
+    generator = torch.Generator().manual_seed(0)
+    texts = [" ".join(words[n] for n in torch.randint(40, (60,), generator=generator)) for _ in range(12)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    fields = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, "initializer_range": 0.02}
+    tiny_model(torch.float32, segment_length=8, **fields).save_pretrained(folder / "start")
+    tokenizer.save_pretrained(folder / "start")
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
+
+
+def trained(path, name, *overrides):
+    recipe = load_recipe(path, [f"output={path.parent / name}", *overrides])
+    train(recipe)
+    return recipe
+
+
+def test_blocks_of_one_train_as_next_token_prediction(path):
+    ordinary = trained(path, "ordinary", "objective={kind: next_token}")
+    blocks = trained(path, "ones", "objective.block_length=1")
+    for name in ("loss", "grad_norm", "eval_loss"):
+        found, expected = ([line[name] for line in log_lines(recipe.output, name)] for recipe in (blocks, ordinary))
+        assert found == pytest.approx(expected, rel=1e-4) and len(found) >= 3
+
+
+def test_a_run_saves_a_model_that_writes_blocks(path):
+    recipe = trained(path, "fours")
+    assert trained(path, "halved", "micro_batch=4").steps == 4  # other draws, but it runs
+    model = AutoModelForCausalLM.from_pretrained(recipe.output)
+    assert isinstance(model, BlockDiffusionForCausalLM) and model.config.block_length == 4
+    assert model.config.use_cache and model.config.attention_dropout == 0
+    lines = [line["eval_loss"] for line in log_lines(recipe.output, "eval_loss")]
+    assert len(lines) == 3 and lines[-1] < lines[0]
+    prompt = AutoTokenizer.from_pretrained(recipe.output)("word1 word2 word3", return_tensors="pt").input_ids
+    assert model.generate(prompt, max_new_tokens=9, eos_token_id=None).shape[1] == prompt.shape[1] + 9
+    ids = torch.randint(1, 40, (2, 20))
+    assert likelihood_bound(model, ids, ids).sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.kind=llama"], "needs the memory of a folded model, and model.kind='llama' has none"),
+        (["model.segment_length=6"], "block_length=4 does not divide model.segment_length=6: choose a divisor"),
+        (["gradient_checkpointing=true"], "has no gradient checkpointing: set it to false"),
+        (["attention=flex_attention"], "has no attention=flex_attention: choose one of auto, eager, sdpa"),
+        (["objective.block_length=0"], "greater than or equal to 1"),
+    ],
+)
+def test_refusals(path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(path, overrides)

@@ -1,0 +1,70 @@
+"""Masked diffusion within blocks of a folded Llama's segments.
+
+Axes: B rows, N tokens.
+"""
+
+import zlib
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from condense.autoregressivity import likelihood_bound, to_block_diffusion
+from condense.autoregressivity.block_diffusion import ATTENTION
+
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
+
+
+@OBJECTIVES.register
+class BlockDiffusion(ObjectiveKind):
+    """The bound on the negative log likelihood of texts that are written a block at a time, one draw for each block.
+
+    Blocks of one token are next-token prediction. The trained model is a `BlockDiffusionForCausalLM`.
+    """
+
+    kind: Literal["block_diffusion"] = "block_diffusion"
+    block_length: int | None = Field(None, ge=1, description="tokens that are written at a time; None: a segment")
+
+    def check(self, recipe: Any) -> None:
+        if recipe.model.kind != "condense":
+            raise ValueError(
+                f"objective.kind='block_diffusion' needs the memory of a folded model, and model.kind="
+                f"{recipe.model.kind!r} has none: set model.kind=condense, with a segment as long as the texts for one "
+                "without memory"
+            )
+        length = recipe.model.segment_length
+        if length is not None and self.block_length is not None and length % self.block_length:
+            raise ValueError(
+                f"objective.block_length={self.block_length} does not divide model.segment_length={length}: choose a "
+                "divisor of it"
+            )
+        if recipe.gradient_checkpointing:
+            raise ValueError("objective.kind='block_diffusion' has no gradient checkpointing: set it to false")
+        if recipe.attention not in ("auto", *ATTENTION):
+            raise ValueError(
+                f"objective.kind='block_diffusion' has no attention={recipe.attention}: choose one of auto, "
+                f"{', '.join(ATTENTION)}"
+            )
+
+    def check_zero_3(self) -> None:
+        raise ValueError("objective.kind='block_diffusion' makes its model of whole weights: use ZeRO-2")
+
+    def prepare_model(self, model: Any, recipe: Any) -> Any:
+        return to_block_diffusion(model, self.block_length)
+
+    def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().num_targets({"labels": batch["labels"][:, 1:]})
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        return self._losses(model, batch, num_targets, None)
+
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        """The bound, by draws that depend on the text alone, so that all steps are measured with the same ones."""
+        seed = zlib.crc32(batch["input_ids"].cpu().numpy().tobytes())
+        return self._losses(model, batch, 1, torch.Generator().manual_seed(seed))
+
+    def _losses(self, model, batch, num_targets, generator: torch.Generator | None) -> Losses:
+        if "attention_mask" in batch:
+            raise ValueError("objective.kind='block_diffusion' takes texts of one length: set data.fit=cut")
+        loss = likelihood_bound(model, batch["input_ids"], batch["labels"], generator).sum()
+        return Losses(loss / num_targets, loss.detach()[None], self.num_targets(batch)[None])

@@ -44,6 +44,7 @@ from condense.training.data.passkey import PasskeyTask
 from condense.training.data.tasks import make_examples
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
+from condense.training.planning.operations import uncounted
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
 from condense.training.recipe import PasskeyData, Recipe, load_recipe
@@ -197,6 +198,8 @@ def begin_output(recipe: Recipe, checkpoint: Path | None) -> None:
     """Cleans up after a killed run, and writes the recipe."""
     if checkpoint is not None:
         print(f"resuming from {checkpoint}", flush=True)
+    if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
+        print(f"{not_counted}, so that no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
     (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from ..recipe import Recipe
 from .fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves
 from .memory import estimate
-from .operations import count_operations
+from .operations import count_operations, uncounted
 from .speed import hours, parse_rate
 
 
@@ -48,6 +48,9 @@ def dry_run(
         f"{duration_in_words}",
     ]
     plan: dict[str, Any] = {"recipe": resolved, "plan": figures, "memory": memory}
+    if (not_counted := uncounted(recipe)) is not None:
+        figures["uncounted"] = not_counted
+        lines.append(not_counted)
     if recipe.model.has_segments:
         figures["without_waves"] = reasons_without_waves(config, recipe, deepspeed, ranks)
         lines.append(f"on GPUs, {waves_in_words(figures['without_waves'])}")

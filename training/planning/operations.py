@@ -6,6 +6,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from ..recipe import Recipe
+from ..recipe.objectives import NextToken
 from .depth import repeated_weights, stack_of
 from .passes import parameter_shapes, passes, segments_of
 
@@ -39,6 +40,16 @@ def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[st
         "tokens": sum(stage["steps"] * stage["sequences_per_step"] * stage["total_length"] for stage in stages),
         "flops": flops,
     }
+
+
+def uncounted(recipe: Recipe) -> str | None:
+    """Says where the numbers of a run are those of another objective."""
+    if isinstance(recipe.objective, NextToken):
+        return None
+    return (
+        f"objective.kind={recipe.objective.kind!r}: parameters, operations, hours and MFU are counted for "
+        "objective.kind='next_token', one pass of the recipe's model over each batch; what this objective adds is not"
+    )
 
 
 def text_flops(config: LlamaConfig, tokens_per_segment: int | None) -> Callable[[int], int]:

@@ -58,6 +58,16 @@ def test_ranks_of_a_plan_divide_the_batch(plan):
     assert plan("global_batch=24", "micro_batch=8")[1]["plan"]["ranks"] == 3
 
 
+def test_a_plan_says_that_it_does_not_count_another_objective(plan):
+    printed, figures = plan("objective={kind: free_running, steps: 4}")
+    assert "objective.kind='free_running'" in figures["plan"]["uncounted"] in printed
+    assert all(
+        "the memory of objective.kind='free_running' is not estimated" in row["error"] for row in figures["memory"]
+    )
+    printed, figures = plan("objective={kind: next_token}")
+    assert "uncounted" not in figures["plan"] and "is counted for" not in printed
+
+
 @pytest.mark.parametrize("memory", ["0", "-1", "nan", "inf"])
 def test_a_memory_that_is_none(plan, memory):
     with pytest.raises(ValueError, match="--gpu-memory .*a finite number above 0"):

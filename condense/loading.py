@@ -4,6 +4,7 @@ transformers loads incomplete checkpoints too: it initialises missing weights at
 treats a folder without `config.json` as a default Llama. Here each of these is an error of one sentence.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -34,6 +35,13 @@ WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 LLAMAS = (LlamaConfig.model_type, CondenseConfig.model_type, DEPTH_LLAMA)
+# The packages that register other models of this project with the Auto classes, by model type.
+REGISTERED_BY = {
+    DEPTH_LLAMA: "condense.depth",
+    "condense_block_diffusion": "condense.autoregressivity",
+    "condense_multi_token": "condense.autoregressivity",
+    "condense_position_experts": "condense.autoregressivity",
+}
 HUB_TIMEOUT_S = 5
 NAMES_SHOWN = 3
 
@@ -158,6 +166,8 @@ def _check_folder(folder: Path) -> None:
     model_type = found["config.json"].get("model_type")
     if model_type is None:
         raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
+    if model_type in REGISTERED_BY:
+        importlib.import_module(REGISTERED_BY[model_type])
     if model_type in LLAMAS:
         check_llama_fields(found["config.json"], f"{folder / 'config.json'}: ")
 

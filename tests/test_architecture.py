@@ -17,7 +17,7 @@ FLOORS = {
     "condense.cli_convert": 3,
     "condense.__main__": 3,
 }
-LABORATORIES = ("condense.continuity", "condense.depth")
+LABORATORIES = ("condense.autoregressivity", "condense.continuity", "condense.depth")
 
 
 def module_name(path: Path) -> str:

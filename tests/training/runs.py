@@ -76,12 +76,13 @@ def train_with(arguments: list[str]) -> None:
 def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms and weights of one process without Trainer and DeepSpeed: a step's rows are one sum."""
     torch.manual_seed(recipe.seed)
-    model = CondenseForCausalLM.from_pretrained(recipe.model.source).train()
+    model = CondenseForCausalLM.from_pretrained(recipe.model.source)
+    model = recipe.objective.prepare_model(model, recipe).train()
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.source)
     curriculum = None
     if recipe.curriculum:
         curriculum = CurriculumState(recipe.curriculum)
-        segment_length = model.config.segment_length
+        segment_length = recipe.model.tokens_per_segment(model.config)
         batches = CurriculumBatches(recipe, curriculum, PasskeyTask(tokenizer), segment_length, ranks)
     else:
         batches = StageBatches(recipe, make_examples(recipe, tokenizer)[0], ranks)
@@ -103,7 +104,7 @@ def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], d
     losses, norms = [], []
     for step in range(recipe.steps):
         parts = [dict(batches[step * per_step + part]) for part in range(per_step)]
-        targets = sum(int((part["labels"] != -100).sum()) for part in parts)
+        targets = sum(int(recipe.objective.num_targets(part)) for part in parts)
         for part in parts:
             del part["name"]
         loss = sum(model(**part, num_items_in_batch=targets).loss for part in parts)

@@ -11,6 +11,7 @@ from pydantic import Field
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM, loading
+from condense.autoregressivity import WrapperConfig
 from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
 from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
 from condense.loss import MAX_LOGITS
@@ -69,6 +70,17 @@ class ModelKind(Section):
         """
 
 
+def check_not_prepared(source: str) -> None:
+    """Raises `ValueError` for a model that an objective has put around another one: objectives start from that one."""
+    config = loading.load_config(AutoConfig, source)
+    if isinstance(config, WrapperConfig):
+        raise ValueError(
+            f"model={source!r} is of type {config.model_type!r}, a model that an objective has made: start from the "
+            "checkpoint that it was trained from, or save a base model of it "
+            "(AutoModelForCausalLM.from_pretrained(FOLDER).bases[0].save_pretrained(OTHER))."
+        )
+
+
 def attention_option(attention: str) -> str | None:
     return None if attention == "auto" else attention
 
@@ -94,6 +106,7 @@ class CondenseModel(ModelKind):
     attention_implementations = ATTENTION_IMPLEMENTATIONS
 
     def load_config(self) -> CondenseConfig:
+        check_not_prepared(self.source)
         return loading.load_config(CondenseConfig, self.source, **self._given())
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> CondenseForCausalLM:
@@ -149,6 +162,7 @@ class LlamaModel(ModelKind):
     kind: Literal["llama"] = "llama"
 
     def load_config(self) -> LlamaConfig:
+        check_not_prepared(self.source)
         config = loading.load_config(AutoConfig, self.source)
         if not isinstance(config, LlamaConfig):
             raise ValueError(f"model={self.source!r} is of type {config.model_type!r}: model.kind=llama trains Llamas.")

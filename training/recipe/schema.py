@@ -10,7 +10,14 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
-from ..autoregressivity import block_diffusion, free_running, missing_targets, partial_logits  # noqa: F401  their kinds
+from ..autoregressivity import (  # noqa: F401  their kinds
+    block_diffusion,
+    free_running,
+    missing_targets,
+    multi_token,
+    partial_logits,
+    position_experts,
+)
 from ..presets import find_deepspeed_config
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind

@@ -1,0 +1,60 @@
+"""A cache for models that read a token later than it is given to them.
+
+Axes: B rows of a batch, N columns of an input (padding included), D hidden size.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+class LateCache(Cache):
+    """The state of one or more base models, and the tokens that some of them have not read yet.
+
+    A base model reads all of its unread tokens in one call, when its output is needed.
+    """
+
+    def __init__(self, num_bases: int):
+        super().__init__(layers=[])
+        self.caches: list[Cache | None] = [None] * num_bases  # made by the base models
+        self.num_read = [0] * num_bases  # columns
+        self.num_dropped = 0  # columns that all have read
+        self.kept_BN: torch.Tensor | None = None  # the columns after them
+        self.last_hidden_BD: torch.Tensor | None = None  # of a model with several heads: where its block starts
+
+    def add(self, ids_BN: torch.Tensor) -> None:
+        """Takes further tokens. Raises `ValueError` where the cache holds another number of texts."""
+        if self.kept_BN is None:
+            self.kept_BN = ids_BN[:, :0]
+        if len(self.kept_BN) != len(ids_BN):
+            raise ValueError(
+                f"the cache holds {len(self.kept_BN)} texts and the input {len(ids_BN)}: pass the same rows again, or "
+                "a new cache."
+            )
+        self.kept_BN = torch.cat([self.kept_BN, ids_BN], dim=1)
+
+    def num_unread(self, number: int) -> int:
+        """Columns that a base model has not read."""
+        return self.get_seq_length() - self.num_read[number]
+
+    def read(self, number: int, base: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Lets a base model read its unread tokens: the final hidden state [B, D] at the last column.
+
+        attention_mask [B, all columns so far].
+        """
+        assert self.kept_BN is not None
+        output = base.base_model(
+            input_ids=self.kept_BN[:, self.num_read[number] - self.num_dropped :],
+            attention_mask=attention_mask,
+            past_key_values=self.caches[number],
+            use_cache=True,
+        )
+        self.caches[number], self.num_read[number] = output.past_key_values, self.get_seq_length()
+        unneeded = min(self.num_read) - self.num_dropped
+        self.kept_BN, self.num_dropped = self.kept_BN[:, unneeded:], self.num_dropped + unneeded
+        return output.last_hidden_state[:, -1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of input given, padding included."""
+        return self.num_dropped + (0 if self.kept_BN is None else self.kept_BN.shape[1])

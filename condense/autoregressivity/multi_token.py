@@ -1,0 +1,151 @@
+"""Several output heads, one for each of the next k tokens: a text is written k tokens a step.
+
+Axes: B rows of a batch, N columns of an input (padding included), k heads, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ..configuration import IGNORE_INDEX
+from .late_cache import LateCache
+from .wrapper import SegmentSums, WrapperConfig, WrapperForCausalLM, WrapperOutput, positions_of, real_tokens
+
+Supervised = Literal["all_heads", "first_head", "as_generated"]
+
+
+class MultiTokenConfig(WrapperConfig):
+    """`num_tokens`: the heads, and the tokens that are written in a step."""
+
+    model_type = "condense_multi_token"
+
+    num_tokens: int = 1
+
+
+@dataclass
+class MultiTokenOutput(WrapperOutput):
+    """`future_logits` [B, N, k - 1, V] are those of heads 2 to k, where they are asked for."""
+
+    future_logits: torch.Tensor | None = None
+
+
+class MultiTokenForCausalLM(WrapperForCausalLM):
+    """A base model whose own head predicts the next token, and k - 1 further heads those after it.
+
+    All heads read the final hidden state of the same token, so tokens of one step do not know each other. `generate`
+    is that of transformers for greedy decoding and sampling; the base runs once in k tokens.
+    """
+
+    config_class = MultiTokenConfig
+
+    def __init__(self, config: MultiTokenConfig):
+        super().__init__(config)
+        self.base = AutoModelForCausalLM.from_config(config.base)
+        self.heads = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(config.num_tokens - 1)
+        )
+        self.post_init()
+
+    @classmethod
+    def from_base(cls, base: Any, num_tokens: int) -> "MultiTokenForCausalLM":
+        """The model around `base` (shared, not copied), with copies of its head as further heads.
+
+        A copy draws no random number, and a trained head knows the words that are frequent at any distance. Raises
+        `ValueError` for fewer than one token, and for a base that is no plain language model.
+        """
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens={num_tokens}: write at least 1 token a step.")
+        model = cls.around(base, num_tokens=num_tokens)
+        model.base, weight = base, base.get_output_embeddings().weight
+        for head in model.heads:
+            head.weight = nn.Parameter(weight.detach().clone())
+        return model
+
+    @property
+    def bases(self) -> list[Any]:
+        return [self.base]
+
+    @property
+    def all_heads(self) -> list[Any]:
+        return [self.base.get_output_embeddings(), *self.heads]
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: LateCache | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        future_logits: bool = False,
+        supervised: Supervised = "all_heads",
+        num_items_in_batch: int | torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **unused: Any,
+    ) -> MultiTokenOutput:
+        """input_ids [B, N] and attention_mask [B, N], 0 at padding, on either side.
+
+        labels [B, N]: `loss` is the mean cross-entropy over all pairs of a token that reads and a head whose target
+        lies in the text or, with `num_items_in_batch`, the sum divided by it. `supervised="first_head"` takes only next
+        tokens, `"as_generated"` only the heads of tokens 0, k, 2k, ... of each text: each target once, by the head
+        that writes it. No logits are returned with a loss.
+
+        Without labels: `logits` [B, N, V] of the first head, or of its last `logits_to_keep` columns; `future_logits`
+        asks for those of the other heads too.
+
+        With a cache: `logits` [B, 1, V] of the next token. A single further token belongs to the step, until k tokens
+        are written; several are a prompt, after which a step begins.
+
+        Raises `ValueError` for arguments that do not fit together, and for those that it does not take.
+        """
+        cache = self.prepare_call(past_key_values, use_cache, labels, unused)
+        if cache is not None:
+            if future_logits:
+                raise ValueError("future_logits=True: a call with a cache gives the logits of one token. Leave it out.")
+            output = MultiTokenOutput(logits=self._next_logits(input_ids, attention_mask, cache), past_key_values=cache)
+            return output if return_dict is not False else output.to_tuple()
+        read = self.base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        hidden_BND = read.last_hidden_state
+        if labels is None:
+            hidden_BND = hidden_BND[:, -logits_to_keep:]
+            output = MultiTokenOutput(logits=self.all_heads[0](hidden_BND))
+            if future_logits:
+                columns_BNV = [head(hidden_BND) for head in self.heads] or [output.logits[:, :, :0]]
+                output.future_logits = torch.stack(columns_BNV, dim=2)
+        else:
+            sums = SegmentSums(self.segments_of(positions_of(input_ids, attention_mask)))
+            targets_BNk = targets_of_heads(labels, attention_mask, self.config.num_tokens, supervised)
+            for head, targets_BN in zip(self.all_heads, targets_BNk.unbind(dim=2), strict=True):
+                sums.add(head, hidden_BND, targets_BN)
+            output = MultiTokenOutput(**sums.output(num_items_in_batch))
+        return output if return_dict is not False else output.to_tuple()
+
+    def _next_logits(self, input_ids, attention_mask, cache: LateCache) -> torch.Tensor:
+        """The logits [B, 1, V] of the token after `input_ids`."""
+        cache.add(input_ids)
+        prompt = input_ids.shape[1] > 1 or cache.last_hidden_BD is None
+        if prompt or cache.num_unread(0) == self.config.num_tokens:
+            cache.last_hidden_BD = cache.read(0, self.base, attention_mask)
+        return self.all_heads[cache.num_unread(0)](cache.last_hidden_BD)[:, None]
+
+
+def targets_of_heads(
+    labels_BN: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    num_tokens: int,
+    supervised: Supervised = "all_heads",
+) -> torch.Tensor:
+    """The label that each head of each token predicts, [B, N, k]; `IGNORE_INDEX` where there is none."""
+    targets_BNk = labels_BN.new_full((*labels_BN.shape, num_tokens), IGNORE_INDEX)
+    for ahead in range(1, min(num_tokens, labels_BN.shape[1] - 1) + 1):
+        targets_BNk[:, :-ahead, ahead - 1] = labels_BN[:, ahead:]
+    reads_BN = real_tokens(labels_BN, attention_mask)
+    if supervised == "as_generated":
+        reads_BN = reads_BN & (positions_of(labels_BN, attention_mask) % num_tokens == 0)
+    targets_BNk[~reads_BN] = IGNORE_INDEX
+    if supervised == "first_head":
+        targets_BNk[..., 1:] = IGNORE_INDEX
+    return targets_BNk

@@ -1,0 +1,204 @@
+"""What models around a base model share: configuration, gradient checkpointing, generation, losses by segment.
+
+A base model is a causal language model of transformers or a folded one, with its decoder as `base_model` and a head.
+
+Axes: B rows of a batch, N columns of an input (padding included), n target tokens, D hidden size, S segments.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..configuration import IGNORE_INDEX
+from ..files import use_default_mode
+from ..loss import MAX_LOGITS
+from .late_cache import LateCache
+
+
+class WrapperConfig(PreTrainedConfig):
+    """A configuration with `base`, that of the base model, or its fields."""
+
+    sub_configs = {"base": AutoConfig}
+
+    base: Any = None
+
+    def __post_init__(self, **kwargs):
+        if isinstance(self.base, dict):
+            self.base = AutoConfig.for_model(**self.base)
+        super().__post_init__(**kwargs)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.base.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.base.vocab_size
+
+    @property
+    def use_cache(self) -> bool:
+        return self.base.use_cache
+
+    @use_cache.setter
+    def use_cache(self, value: bool) -> None:  # Trainer switches it off for the run
+        self.base.use_cache = value
+
+
+@dataclass
+class WrapperOutput(CausalLMOutputWithPast):
+    """With labels, `segment_losses` [S] are the sums of the losses whose prediction is made in each segment, and
+    `segment_targets` [S] their numbers; S = 1 for a base without segments."""
+
+    segment_losses: torch.Tensor | None = None
+    segment_targets: torch.Tensor | None = None
+
+
+class WrapperForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = WrapperConfig
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
+    _no_split_modules = ["CondenseDecoderLayer", "DepthBlock", "LlamaDecoderLayer", "StockDepthBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _is_stateful = True
+    _supported_generation_modes = [GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE]
+
+    @property
+    def bases(self) -> list[Any]:
+        """The base models."""
+        raise NotImplementedError
+
+    @classmethod
+    def around(cls, base: Any, **fields: Any) -> Any:
+        """The model without weights, in the mode and with the configuration and generation settings of `base`."""
+        if isinstance(base, WrapperForCausalLM):
+            raise ValueError(f"the model is a {type(base).__name__} already: pass its base.")
+        config = cls.config_class(base=base.config.to_dict(), **fields)
+        with torch.device("meta"):
+            model = cls(config)
+        model.config.base = base.config  # the same object: what changes in one is changed in the other
+        model.generation_config = copy.deepcopy(base.generation_config)
+        return model.train(base.training)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        return requested_attention or "sdpa"  # the base models check and choose their own
+
+    def get_input_embeddings(self):
+        return self.bases[0].get_input_embeddings()
+
+    def _set_gradient_checkpointing(self, *arguments, **options) -> None:
+        for base in self.bases:  # a folded one checks the options, and has some of its own
+            base._set_gradient_checkpointing(*arguments, **options)
+
+    def save_pretrained(self, save_directory, *arguments, **options):
+        """As in transformers; others may read the files as far as the process's umask allows it."""
+        super().save_pretrained(save_directory, *arguments, **options)
+        use_default_mode(Path(save_directory))
+
+    def prepare_call(self, past_key_values, use_cache, labels, unused: dict[str, Any]) -> LateCache | None:
+        """The cache of a call. Raises `ValueError` for arguments that do not fit together, and for unknown ones."""
+        for name, value in unused.items():
+            if name != "tokenizer" and value is not None and value is not False:
+                raise ValueError(f"{name}={value!r}: a {type(self).__name__} does not take it. Leave it out.")
+        cache = LateCache(len(self.bases)) if use_cache and past_key_values is None else past_key_values
+        if cache is not None and not isinstance(cache, LateCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a LateCache({len(self.bases)}).")
+        if (
+            cache is not None
+            and self.training
+            and any(getattr(m, "gradient_checkpointing", False) for m in self.modules())
+        ):
+            raise ValueError(
+                "gradient checkpointing reads segments twice, a cache once: call eval() before generate()."
+            )
+        if cache is not None and labels is not None:
+            raise ValueError("the loss is taken without a cache: leave out labels, or past_key_values and use_cache.")
+        return cache
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+        for name in ("cache_implementation", "prefill_chunk_size"):
+            if (value := getattr(generation_config, name)) is not None:
+                raise ValueError(f"{name}={value!r}: a {type(self).__name__} reads its prompt at once. Leave it out.")
+        if generation_config.use_cache is False:
+            raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
+        if model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = LateCache(len(self.bases))
+
+    def segments_of(self, positions_BN: torch.Tensor) -> torch.Tensor:
+        """The number of each token's segment, [B, N]; 0 where the base has no segments."""
+        length = getattr(self.config.base, "segment_length", None)
+        return positions_BN // length if length else torch.zeros_like(positions_BN)
+
+
+def real_tokens(input_ids_BN: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """False at padding, [B, N]."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids_BN, dtype=torch.bool)
+    return attention_mask[:, -input_ids_BN.shape[1] :].bool()
+
+
+def positions_of(input_ids_BN: torch.Tensor, attention_mask: torch.Tensor | None, seen: int = 0) -> torch.Tensor:
+    """The position of each token in its text, [B, N], counted from 0 without padding, after `seen` columns."""
+    num_columns = input_ids_BN.shape[1]
+    if attention_mask is None:
+        return torch.arange(seen, seen + num_columns, device=input_ids_BN.device).expand(input_ids_BN.shape)
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -num_columns:]
+
+
+class SegmentSums:
+    """The loss of a call, and its parts by segment."""
+
+    def __init__(self, segments_BN: torch.Tensor):
+        self.segments_BN = segments_BN
+        self.sums_S = torch.zeros(int(segments_BN.max()) + 1, device=segments_BN.device)
+        self.targets_S = torch.zeros_like(self.sums_S, dtype=torch.long)
+        self.losses: list[torch.Tensor] = []
+
+    def add(self, head: Any, hidden_BND: torch.Tensor, targets_BN: torch.Tensor) -> None:
+        """Adds the cross-entropies of targets; hidden states may have fewer columns, which then hold all targets.
+
+        Without any target the head takes part nevertheless: ranks that add gradients must have the same ones.
+        """
+        targets_BN = targets_BN[:, : hidden_BND.shape[1]]
+        chosen_BN = targets_BN != IGNORE_INDEX
+        losses_n = cross_entropies(head, hidden_BND[chosen_BN], targets_BN[chosen_BN])
+        segments_n = self.segments_BN[:, : hidden_BND.shape[1]][chosen_BN]
+        self.sums_S.index_add_(0, segments_n, losses_n.detach().to(self.sums_S.dtype))
+        self.targets_S += torch.bincount(segments_n, minlength=len(self.targets_S))
+        self.losses.append(losses_n.sum())
+
+    def output(self, num_items: int | torch.Tensor | None) -> WrapperOutput:
+        """The mean over all targets, or the sum divided by `num_items`."""
+        number = self.targets_S.sum().clamp(min=1) if num_items is None else num_items
+        loss = torch.stack(self.losses).sum() / number
+        return WrapperOutput(loss=loss, segment_losses=self.sums_S, segment_targets=self.targets_S)
+
+
+def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
+    """-log p(target) [n] in float32 (float64 for float64 models), for a bounded number of logits at a time.
+
+    The backward pass computes logits again, unless the vocabulary is smaller than the hidden size.
+    """
+    vocab_size, size = head.weight.shape
+    block, losses = max(1, MAX_LOGITS // vocab_size), []
+    for part in zip(hidden_nD.split(block), target_n.split(block), strict=True):
+        if vocab_size > size:
+            losses.append(checkpoint(_block_losses, head, *part, use_reentrant=False, preserve_rng_state=False))
+        else:
+            losses.append(_block_losses(head, *part))
+    return torch.cat(losses)
+
+
+def _block_losses(head, hidden_nD, target_n):
+    dtype = torch.promote_types(hidden_nD.dtype, torch.float32)
+    return F.cross_entropy(head(hidden_nD).to(dtype), target_n, reduction="none")

@@ -1,0 +1,56 @@
+"""Task subdivision: a text is predicted in k times fewer steps, of k tokens each."""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from condense.autoregressivity.multi_token import MultiTokenForCausalLM, targets_of_heads
+from condense.configuration import IGNORE_INDEX
+
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+
+SUPERVISE_FIRST_HEAD: dict[str, Any] = {"supervised": "first_head"}
+SUPERVISE_AS_GENERATED: dict[str, Any] = {"supervised": "as_generated"}
+
+
+@OBJECTIVES.register
+class MultiToken(ObjectiveKind):
+    """Cross-entropy of the next k tokens by k heads, a mean over all pairs of a token that reads and a target.
+
+    The validation loss is that of next tokens, by the first head, as without this objective; further, `as_generated`
+    is the mean over the same targets, each by the head that writes it: blocks of k tokens, from the block's start.
+    """
+
+    kind: Literal["multi_token"] = "multi_token"
+    tokens: int = Field(ge=1, description="heads: tokens that are written in a step")
+
+    def check(self, recipe: Any) -> None:
+        shortest = min((stage.total_length for stage in recipe.stages or ()), default=None)
+        if shortest is not None and shortest <= self.tokens:
+            raise ValueError(
+                f"objective.tokens={self.tokens} heads in texts of total_length={shortest}: no text has a target for "
+                f"the last head. Choose at most {shortest - 1} tokens, or longer texts"
+            )
+
+    def check_zero_3(self) -> None:
+        if self.tokens > 1:
+            raise ValueError("objective.kind='multi_token' adds copies of the model's head: use ZeRO-2, not ZeRO-3.")
+
+    def prepare_model(self, model: Any, recipe: Any) -> Any:
+        return model if self.tokens == 1 else MultiTokenForCausalLM.from_base(model, self.tokens)
+
+    def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.tokens == 1:
+            return super().num_targets(batch)
+        targets_BNk = targets_of_heads(batch["labels"], batch.get("attention_mask"), self.tokens)
+        return targets_BNk.ne(IGNORE_INDEX).sum()
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        return next_token_losses(model, batch, num_targets)  # all heads of a model that has them
+
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        if self.tokens == 1:
+            return next_token_losses(model, batch, 1)
+        first = next_token_losses(model, batch | SUPERVISE_FIRST_HEAD, 1)
+        return first._replace(further={"as_generated": next_token_losses(model, batch | SUPERVISE_AS_GENERATED, 1)})

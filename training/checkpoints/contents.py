@@ -26,6 +26,8 @@ def contents(recipe: Recipe) -> Contents:
         found["data.sources"] = [
             None if source.files is None else [content(path) for path in source_files(source)] for source in sources
         ]
+    if not recipe.model.source:  # random weights
+        return found
     folder = Path(recipe.model.source)
     files = sorted(chain.from_iterable(map(folder.glob, MODEL_FILES)))
     found["model.source"] = [[f"{path.name} {content(path)}" for path in files] if folder.is_dir() else None]

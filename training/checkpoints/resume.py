@@ -67,7 +67,7 @@ def _may_change(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
 def _holds_out(recipe: dict[str, Any]) -> bool:
     """Whether validation takes documents from those to train on."""
     evaluation = recipe.get("evaluation")
-    return recipe["data"]["task"] != "passkey" and evaluation is not None and not evaluation["sources"]
+    return recipe["data"]["task"] not in ("passkey", "digits") and evaluation is not None and not evaluation["sources"]
 
 
 def _without_paths(value: Any, held: list[list[str] | None]) -> list[Any]:

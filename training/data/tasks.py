@@ -6,9 +6,10 @@ from functools import partial
 
 import numpy as np
 
-from ..recipe import PasskeyData, QuestionData, Recipe, Source, SummarizationData, TextData
+from ..recipe import DigitsData, PasskeyData, QuestionData, Recipe, Source, SummarizationData, TextData
 from .answers import AnswerExamples, question_encoder
 from .batches import evaluated_sources
+from .digits import DigitExamples, split
 from .examples import Examples
 from .passkey import PasskeyExamples
 from .preparation import prepare
@@ -28,6 +29,9 @@ def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Exam
         training = PasskeyExamples(tokenizer, recipe.data, recipe.seed)
         held_out = PasskeyExamples(tokenizer, recipe.data, recipe.seed + VALIDATION_SEED)
         return training, held_out if recipe.evaluation else None
+    if isinstance(recipe.data, DigitsData):
+        numbers, others = split()
+        return DigitExamples(numbers, recipe.seed), DigitExamples(others, None) if recipe.evaluation else None
     return DocumentTask(recipe, recipe.data, tokenizer, num_workers).examples()
 
 

@@ -12,12 +12,15 @@ from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
 from ..autoregressivity import (  # noqa: F401  their kinds
     block_diffusion,
+    denoiser_kind,
+    denoising,
     free_running,
     missing_targets,
     multi_token,
     partial_logits,
     position_experts,
 )
+from ..data.digits import NUM_HELD_OUT, NUM_PIXELS
 from ..presets import find_deepspeed_config
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
@@ -132,7 +135,13 @@ class PasskeyData(Section):
     num_digits: int = Field(4, ge=1, description="of each key")
 
 
-Data = Annotated[TextData | SummarizationData | QuestionData | PasskeyData, Field(discriminator="task")]
+class DigitsData(Section):
+    """Handwritten digits: images of 8 x 8 pixels, each a sequence of 64, which come with scikit-learn."""
+
+    task: Literal["digits"]
+
+
+Data = Annotated[TextData | SummarizationData | QuestionData | PasskeyData | DigitsData, Field(discriminator="task")]
 
 
 class Optimizer(Section):
@@ -279,7 +288,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_combinations(self):
         checks: tuple[Callable[[Recipe], None], ...] = (
-            _check_length, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
+            _check_length, _check_images, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
         )  # fmt: skip
         for check in checks:
             check(self)
@@ -328,6 +337,29 @@ def _check_data(recipe: Recipe) -> None:
         lengths = {stage.total_length for stage in recipe.stages or ()}
         if len(lengths) > 1:
             raise ValueError(f"data.too_long=cut cuts to one length, and the stages have {sorted(lengths)}")
+
+
+def _check_images(recipe: Recipe) -> None:
+    """Images, a model of images and an objective for them go together."""
+    parts = {
+        "data.task=digits": recipe.data.task == "digits",
+        "model.kind=denoiser": isinstance(recipe.model, denoiser_kind.DenoiserKind),
+        "objective.kind=denoising": isinstance(recipe.objective, denoising.Denoising),
+    }
+    present = [name for name, found in parts.items() if found]
+    if not present:
+        return
+    if absent := [name for name, found in parts.items() if not found]:
+        raise ValueError(f"{' and '.join(present)} goes with {' and '.join(absent)}: set all three, or none")
+    lengths = {stage.total_length for stage in recipe.stages or ()}
+    if lengths != {NUM_PIXELS}:
+        raise ValueError(f"an image has {NUM_PIXELS} pixels, and the stages have {sorted(lengths)}: set total_length")
+    if recipe.evaluation and recipe.evaluation.sources:
+        raise ValueError("evaluation.sources: the images to validate with are fixed; leave the sources out")
+    if recipe.evaluation and recipe.evaluation.sequences > NUM_HELD_OUT:
+        raise ValueError(
+            f"evaluation.sequences={recipe.evaluation.sequences}, and {NUM_HELD_OUT} images are held out: ask for fewer"
+        )
 
 
 def _check_resume(recipe: Recipe) -> None:

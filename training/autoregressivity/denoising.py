@@ -1,0 +1,210 @@
+"""The loss of a diffusion model, with a switch for each of the five properties of structured autoregressivity.
+
+A state of an image at time t is the image with noise; the target at t is the noise in it, which says what the state at
+t - 1 is. Each image of a micro-batch has one time and one noise, new ones each time that it is read.
+
+Axes: B images, P pixels, T steps.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, field_validator, model_validator
+
+from ..data.digits import NUM_PIXELS, SIDE
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
+from .denoiser import LONGEST, Split
+from .diffusion import free_run, noise_between, noise_schedule, to_images
+from .draws import uniform
+
+# Validation takes its losses at fractions n / 25 of the time, with a noise that depends on the image alone.
+FRACTIONS = 25
+VALIDATION_SEED = 2**40
+TIMES, MASKS = 0, 1  # two draws of one seed
+SMALLEST = 2.0**-54  # half of the smallest step between uniform numbers
+
+
+class Draw(NamedTuple):
+    """A noise [B, 1, 8, 8] and a time [B] of each image."""
+
+    noise: torch.Tensor
+    times: torch.Tensor
+
+
+def normal(seed: int, *indices: torch.Tensor) -> torch.Tensor:
+    """Numbers of the standard normal distribution, float32, by their indices."""
+    return torch.special.ndtri(uniform(seed, *indices).clamp_min(SMALLEST)).float()
+
+
+def pixel_numbers(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(NUM_PIXELS, device=like.device)
+
+
+def draw(places: torch.Tensor, steps: int) -> Draw:
+    """New noise and times of the images at these places [B].
+
+    They follow from torch's random generator, which a checkpoint keeps, and from the place: images on two ranks have
+    different ones although the generators of the ranks are in the same state.
+    """
+    seed = int(torch.randint(2**62, ()))
+    noise = normal(seed, places[:, None], pixel_numbers(places)).view(-1, 1, SIDE, SIDE)
+    times = (uniform(seed, places, torch.full_like(places, NUM_PIXELS)) * steps).long()
+    return Draw(noise, times)
+
+
+def hidden(seed: int, kind: int, places: torch.Tensor, number: int, rate: float) -> torch.Tensor:
+    """Which of `number` things of each image are unknown [B, number]: always the same ones, a share of `rate`.
+
+    As many of each image, rounded down, so at least one is known.
+    """
+    things = torch.arange(number, device=places.device)
+    chances = uniform(seed, torch.full_like(places, kind)[:, None], places[:, None], things)
+    return chances.argsort(dim=1, stable=True).argsort(dim=1) < int(rate * number)
+
+
+@OBJECTIVES.register
+class Denoising(ObjectiveKind):
+    """The mean squared error of the noise that the model predicts, as of DDPM; one switch may be off its neutral value.
+
+    The loss is a mean over the pixels of all images of a step. With missing targets or masks it is divided by the
+    number of pixels with a target that is expected over all times, which is the same in each step.
+    """
+
+    kind: Literal["denoising"] = "denoising"
+    steps: int = Field(LONGEST, description="task subdivision: steps of the diffusion")
+    experts: int = Field(1, ge=1, description="weight sharing: networks that divide the steps")
+    split: Split = Field("interval", description="how they divide them")
+    free_running: int = Field(1, ge=1, description="teacher forcing: of so many steps, the first has the true state")
+    missing: float = Field(
+        0.0, ge=0, lt=1, description="frequent supervision: share of an image's times with no target"
+    )
+    unknown: Literal["ignore", "free_run"] = Field(
+        "ignore", description="free_run: where the target is missing, the next state is the model's own"
+    )
+    mask: float = Field(0.0, ge=0, lt=1, description="complete supervision: share of an image's pixels with no target")
+    seed: int = Field(0, description="of missing targets and masks")
+
+    needs_places = True
+
+    @field_validator("steps")
+    @classmethod
+    def _check_steps(cls, steps: int) -> int:
+        possible = [number for number in range(FRACTIONS, LONGEST + 1, FRACTIONS) if LONGEST % number == 0]
+        if steps not in possible:
+            raise ValueError(f"choose one of {', '.join(map(str, possible))}, which all have the times of validation")
+        return steps
+
+    @model_validator(mode="after")
+    def _check_switches(self):
+        neutral = {"steps": LONGEST, "experts": 1, "free_running": 1, "missing": 0.0, "mask": 0.0}
+        changed = [f"{name}={getattr(self, name)}" for name, value in neutral.items() if getattr(self, name) != value]
+        if len(changed) > 1:
+            raise ValueError(f"{' and '.join(changed)}: an ablation changes one of them; leave the others out")
+        if self.steps % self.experts:
+            raise ValueError(f"experts={self.experts} does not divide {self.steps} steps: choose a divisor")
+        return self
+
+    def prepare_model(self, model: Any, recipe: Any) -> Any:
+        model.share_out(self.experts, self.split)
+        model.config.steps = self.steps
+        return model
+
+    def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The pixels of a micro-batch: unlike next tokens, the first one is predicted too."""
+        return torch.tensor(batch["input_ids"].numel())
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        images, places = to_images(batch["input_ids"]), batch["places"]
+        noise, times = draw(places, self.steps)
+        known, known_share = self._known(places, times)
+        states, target = self._states(model, images, places, known, noise, times)
+        predicted = model(states, times)
+        if known is None:
+            loss = F.mse_loss(predicted, target)
+        else:
+            loss = (known * F.mse_loss(predicted, target, reduction="none")).mean() / known_share
+        own = self.num_targets(batch)
+        loss = loss * (own / num_targets)
+        return Losses(loss, (loss.detach() * num_targets)[None], own[None])
+
+    def _known(self, places: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor | None, float]:
+        """What has a target, broadcast with [B, 1, 8, 8], and its share over all times; None where everything has."""
+        if self.missing:
+            missing = self._missing(places)
+            share = 1 - int(self.missing * self.steps) / self.steps
+            return ~missing.gather(1, times[:, None]).view(-1, 1, 1, 1), share
+        if self.mask:
+            masked = hidden(self.seed, MASKS, places, NUM_PIXELS, self.mask)
+            return ~masked.view(-1, 1, SIDE, SIDE), 1 - int(self.mask * NUM_PIXELS) / NUM_PIXELS
+        return None, 1.0
+
+    def _missing(self, places: torch.Tensor) -> torch.Tensor:
+        return hidden(self.seed, TIMES, places, self.steps, self.missing)
+
+    def _states(
+        self,
+        model: Any,
+        images: torch.Tensor,
+        places: torch.Tensor,
+        known: torch.Tensor | None,
+        noise: torch.Tensor,
+        times: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states at `times`, and the noise that leads from each of them to its image.
+
+        A free run begins with the true state at an earlier, noisier time, and keeps no gradients.
+        """
+        if self.free_running > 1:
+            first = self._group_start(times)
+        elif self.missing and self.unknown == "free_run":
+            assert known is not None
+            first = torch.where(known.flatten(), self._last_known_state(self._missing(places), times), times)
+        else:
+            first = times
+        states = noise_schedule(self.steps).add_noise(images, noise, first)
+        if first is times:
+            return states, noise
+        states = free_run(model, states, first, times, self.steps)
+        own = (first > times).view(-1, 1, 1, 1)
+        return states, torch.where(own, noise_between(self.steps, states, images, times), noise)
+
+    def _group_start(self, times: torch.Tensor) -> torch.Tensor:
+        """The first time of the group that a time belongs to: groups are counted from the noisy end."""
+        return times + (self.steps - 1 - times) % self.free_running
+
+    def _last_known_state(self, missing: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        """The nearest time, from `times` [B] up, whose state is known, by the missing targets [B, T].
+
+        The target at t + 1 says what the state at t is; noise alone, the state at T - 1, is always known.
+        """
+        every = torch.arange(self.steps, device=times.device)
+        above = torch.where(~missing & (every > times[:, None]), every, self.steps)
+        return above.min(dim=1).values - 1
+
+    @torch.no_grad()
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        """The error at fixed times with the true states and all targets: the same quantity for all values."""
+        images = to_images(batch["input_ids"])
+        states, noise, times = validation_states(batch["input_ids"], images, self.steps)
+        errors = F.mse_loss(model(states, times), noise, reduction="none")
+        return Losses(errors.mean(), errors.sum()[None], torch.tensor([errors.numel()]))
+
+
+def validation_states(
+    values: torch.Tensor, images: torch.Tensor, steps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """States, noises and times at all fractions of the time but 1, where nothing is left of an image.
+
+    The noise is the same for all numbers of steps, and so are the states, within rounding.
+    """
+    fractions = torch.arange(1, FRACTIONS, device=values.device)
+    keys = torch.zeros_like(values[:, 0])
+    for pixel in values.unbind(1):
+        keys = keys * (2**20 + 7) + pixel  # int64 wraps
+    noise = normal(VALIDATION_SEED, keys[:, None, None], fractions[:, None], pixel_numbers(values)).view(
+        -1, 1, SIDE, SIDE
+    )
+    times = (fractions * (steps // FRACTIONS) - 1).repeat(len(values))
+    images = images.repeat_interleave(len(fractions), dim=0)
+    return noise_schedule(steps).add_noise(images, noise, times), noise, times

@@ -123,9 +123,10 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
             if targets_BN is not None:
                 sums.add(head, hidden_BND, targets_BN.masked_fill(~own_BN, IGNORE_INDEX))
             else:
+                logits_nV = head(hidden_BND[own_BN[:, :end]])
                 if logits_BNV is None:
-                    logits_BNV = hidden_BND.new_zeros(*input_ids.shape, self.config.vocab_size)
-                logits_BNV[own_BN] = head(hidden_BND[own_BN[:, :end]])
+                    logits_BNV = logits_nV.new_zeros(*input_ids.shape, self.config.vocab_size)
+                logits_BNV[own_BN] = logits_nV
         if logits_BNV is None:
             output = sums.output(num_items_in_batch)
         else:
@@ -139,10 +140,8 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         logits_BV: torch.Tensor | None = None
         for number in owners_B.unique().tolist():  # rows differ where they are padded
             expert = self.bases[number]
-            hidden_BD = cache.read(number, expert, attention_mask)
-            if logits_BV is None:
-                logits_BV = hidden_BD.new_zeros(len(hidden_BD), self.config.vocab_size)
-            logits_BV[owners_B == number] = expert.get_output_embeddings()(hidden_BD[owners_B == number])
+            own_BV = expert.get_output_embeddings()(cache.read(number, expert, attention_mask))
+            logits_BV = own_BV if logits_BV is None else torch.where((owners_B == number)[:, None], own_BV, logits_BV)
         assert logits_BV is not None
         return logits_BV[:, None]
 

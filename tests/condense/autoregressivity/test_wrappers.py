@@ -119,6 +119,21 @@ def test_a_text_ends_at_its_end_token_and_the_others_go_on(models):
     assert alone[0, 3:].tolist() == free[0][:5]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("base", BASES)
+@torch.no_grad()
+def test_a_cache_continues_where_generation_ended(models, base, kind):
+    """Alone, as without the stop, also within a step; after further text, as after one prompt."""
+    model, ids = models[base, kind], random_ids(1, 4)
+    first = model.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    cache = first.past_key_values
+    written = model.generate(first.sequences, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert written[0, 4:].tolist() == naive_text(model, ids[0], 9, torch.argmax)
+    longer = torch.cat([written, random_ids(1, 3, seed=5)], dim=1)
+    after = model.generate(longer, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert after[0, longer.shape[1] :].tolist() == naive_text(model, longer[0], 4, torch.argmax)
+
+
 @torch.no_grad()
 def test_the_base_of_k_heads_runs_once_in_k_tokens(models):
     model, calls = models["folded", "heads"], []

@@ -191,9 +191,11 @@ def test_a_model_that_an_objective_has_made_is_refused(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_of_zero_2_train_k_heads_as_one_plain_process(recipe, tmp_path):
-    options = [HEADS % 4, "stages=[{total_length: 120, steps: 6}]", "global_batch=8"]
-    run(recipe, tmp_path, *options, "gradient_checkpointing=true", VALIDATED, launcher=True)
+@pytest.mark.parametrize("objective", [HEADS % 4, EXPERTS % (4, "interval"), EXPERTS % (4, "modulo")])
+def test_two_ranks_of_zero_2_train_as_one_plain_process(recipe, tmp_path, objective):
+    options = [objective, "stages=[{total_length: 120, steps: 6}]", "global_batch=8"]
+    heads = "multi_token" in objective  # by the launcher; the others by processes of this one
+    run(recipe, tmp_path, *options, "gradient_checkpointing=true", VALIDATED, launcher=heads)
     losses, norms, weights = expected(recipe, *options)
     lines = log_lines(tmp_path)
     assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-4) and losses[-1] < losses[0] - 0.3
@@ -202,4 +204,21 @@ def test_two_ranks_of_zero_2_train_k_heads_as_one_plain_process(recipe, tmp_path
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, weights[name], atol=2e-4, rtol=1e-3)
     evaluated = log_lines(tmp_path, "eval_loss")
-    assert evaluated[-1]["eval_loss_as_generated"] < evaluated[0]["eval_loss_as_generated"]
+    for name in ("eval_loss", *(["eval_loss_as_generated"] if heads else [])):
+        assert evaluated[-1][name] < evaluated[0][name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [HEADS % 2, EXPERTS % (2, "modulo")])
+def test_bfloat16_and_a_curriculum_train_too(recipe, tmp_path, objective):
+    options = [objective, "dtype=bfloat16", "gradient_checkpointing=true"]
+    losses, _ = run(recipe, tmp_path / "ranks", *options, "stages=[{total_length: 120, steps: 6}]", "global_batch=8")
+    assert losses[-1] < losses[0] - 0.2
+    trained(recipe, tmp_path / "alone", *options, VALIDATED)
+    curriculum = "{steps: 6, tokens_per_step: 320, last_segments: 3}"
+    text = recipe.read_text().replace("stages: [{total_length: 120, steps: 2}]", f"curriculum: {curriculum}")
+    lines = [line for line in text.splitlines() if not line.startswith(("global_batch", "micro_batch"))]
+    (tmp_path / "curriculum.yaml").write_text("\n".join(lines))
+    trained(tmp_path / "curriculum.yaml", tmp_path / "grown", objective, "optimizer.decay_steps=4", "log_every=2")
+    curve = [line["loss"] for line in log_lines(tmp_path / "grown")]
+    assert curve[-1] < curve[0]

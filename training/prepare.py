@@ -18,7 +18,7 @@ def prepare(recipe: Recipe, num_workers: int) -> None:
     A preparation that was stopped resumes. Raises `ValueError` for documents that can't be read, or are too few.
     """
     if not isinstance(recipe.data, DocumentData):
-        print(f"data.task={recipe.data.task} makes its texts during training: there is nothing to prepare", flush=True)
+        print(f"data.task={recipe.data.task} reads no documents: there is nothing to prepare", flush=True)
         return
     check_former_recipe(recipe.model.source)
     check_prepared(recipe)

@@ -29,6 +29,10 @@ def dry_run(
     if gpu_memory is not None and not (isfinite(gpu_memory) and gpu_memory > 0):
         raise ValueError(f"--gpu-memory {gpu_memory}: give the memory of a GPU in GiB, a finite number above 0.")
     config = recipe.model.load_config()
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(
+            f"a dry run counts Llamas, and model.kind={recipe.model.kind!r} is none: start the run to see its needs."
+        )
     ranks = ranks or default_ranks(config, recipe, gpus)
     rate = None if tokens_per_second is None else parse_rate(tokens_per_second, ranks)
     deepspeed = recipe.deepspeed_settings()

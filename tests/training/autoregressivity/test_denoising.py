@@ -1,7 +1,9 @@
 """The diffusion model and its switches against plain loops, with diffusers' network and schedulers as the reference."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from condense.training.autoregressivity.diffusion import free_run, noise_schedul
 from condense.training.data.batches import StageBatches
 from condense.training.data.digits import load_digits, split
 from condense.training.data.tasks import make_examples
+from condense.training.planning.dry_run import dry_run
 from condense.training.recipe import load_recipe
 from condense.training.train import train
 
@@ -73,7 +76,7 @@ def plain_training(recipe, draws, ranks=1):
     batches = StageBatches(recipe, make_examples(recipe, None)[0], ranks)
     settings = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        unet.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        unet.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), eps=settings.eps, weight_decay=0.0, fused=True
     )
     rates = get_wsd_schedule(optimizer, 1, recipe.decay_steps, num_training_steps=recipe.steps, min_lr_ratio=0.0)
     per_step = recipe.accumulation(ranks) * ranks
@@ -354,6 +357,18 @@ def test_what_does_not_fit_is_refused(recipe_file, override):
         load_recipe(recipe_file, [override])
 
 
+def test_a_dry_run_says_that_it_does_not_count_them(recipe_file):
+    with pytest.raises(ValueError, match="a dry run counts Llamas, and model.kind='denoiser' is none: start the run"):
+        dry_run(load_recipe(recipe_file))
+
+
+def test_other_recipes_load_without_the_packages():
+    """Each takes seconds: only functions import them."""
+    folder = Path(denoising.__file__).parents[1]
+    for path in (*folder.glob("autoregressivity/*.py"), folder / "data" / "digits.py"):
+        assert not re.search(r"^(from|import) (diffusers|sklearn)", path.read_text(), re.MULTILINE), path
+
+
 def test_the_missing_extra_is_named_before_anything_is_written(recipe_file, tmp_path, monkeypatch):
     extra = "diffusers>=999; extra == 'autoregressivity'"
     monkeypatch.setattr("condense.extras.requires", lambda name: [extra])
@@ -378,12 +393,14 @@ def test_another_model_than_the_objective_asks_for(recipe_file, model, tmp_path)
         loaded.model.load("auto", 0.1)
 
 
+# Biases before a normalisation have a gradient of nothing but rounding: Adam moves them by it unless eps is large.
+TWO_RANKS = ["global_batch=16", "micro_batch=4", "optimizer.eps=1e-4"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ablation", ["experts=4", "free_running=8"])
-def test_two_ranks_of_zero_2_by_the_launcher(recipe_file, tmp_path, ablation):
-    """Two micro-batches on each of two ranks against one plain process; then an ablation and its resume."""
-    options = ["global_batch=16", "micro_batch=4"]
-    recipe = load_recipe(recipe_file, ["output=o", *options])
+def test_two_ranks_of_zero_2_train_as_one_plain_process(recipe_file, tmp_path):
+    """By the launcher, with two micro-batches on each rank."""
+    recipe = load_recipe(recipe_file, ["output=o", *TWO_RANKS])
     torch.manual_seed(recipe.seed)
     torch.empty((), dtype=torch.int64).random_()  # the base seed that a DataLoader draws
     seeds = [int(torch.randint(2**62, ())) for _ in range(2 * recipe.steps)]  # of the micro-batches of each rank
@@ -394,13 +411,18 @@ def test_two_ranks_of_zero_2_by_the_launcher(recipe_file, tmp_path, ablation):
             return draw(places, 1000)
 
     losses, weights = plain_training(recipe, draws, ranks=2)
-    found, _ = run(recipe_file, tmp_path / "two", *options, launcher=True)
+    found, _ = run(recipe_file, tmp_path, *TWO_RANKS, launcher=True)
     assert found == pytest.approx(losses, abs=1e-5)
-    trained = DenoiserModel.from_pretrained(tmp_path / "two").state_dict()
+    trained = DenoiserModel.from_pretrained(tmp_path).state_dict()
     for name, tensor in weights.items():
-        torch.testing.assert_close(trained[f"experts.0.{name}"], tensor, atol=1e-3, rtol=0)  # of rate 1e-2
+        torch.testing.assert_close(trained[f"experts.0.{name}"], tensor, atol=2e-4, rtol=1e-3)
 
-    options.append(f"objective.{ablation}")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ablation", ["experts=4", "free_running=8"])
+def test_an_ablation_on_two_ranks_resumes(recipe_file, tmp_path, ablation):
+    """A micro-batch of 4 images leaves some of the 4 experts of a rank idle."""
+    options = [*TWO_RANKS, f"objective.{ablation}"]
     whole, _ = run(recipe_file, tmp_path / "whole", *options)
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     resumed, printed = run(recipe_file, tmp_path / "resumed", *options)

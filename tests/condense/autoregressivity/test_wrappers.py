@@ -46,14 +46,15 @@ def models():
     return {(base, kind): make_model(base, kind) for base in BASES for kind in KINDS}
 
 
-def naive_logits(model, text_N) -> torch.Tensor:
-    """What predicts each token after the first, [N, k, V] for heads and [N, 1, V] for experts; no cache, no mask."""
+def naive_logits(model, text_N, first=0) -> torch.Tensor:
+    """What predicts after columns `first`, ..., without cache and mask: [n, k, V] for heads, [n, 1, V] for experts."""
     if isinstance(model, MultiTokenForCausalLM):
         hidden_ND = model.base.model(text_N[None], use_cache=False).last_hidden_state[0]
         weights = [model.base.lm_head.weight, *(head.weight for head in model.heads)]
-        return torch.stack([hidden_ND @ weight.T for weight in weights], dim=1)
-    per_expert = [expert(text_N[None], use_cache=False, logits_to_keep=0).logits[0] for expert in model.experts]
-    return torch.stack([per_expert[owner(model, t)][t] for t in range(len(text_N))])[:, None]
+        return torch.stack([hidden_ND[first:] @ weight.T for weight in weights], dim=1)
+    owners = [owner(model, t) for t in range(first, len(text_N))]
+    logits = {n: model.experts[n](text_N[None], use_cache=False, logits_to_keep=0).logits[0] for n in set(owners)}
+    return torch.stack([logits[n][first + t] for t, n in enumerate(owners)])[:, None]
 
 
 def owner(model, position):
@@ -65,7 +66,7 @@ def naive_text(model, prompt_N, num_tokens, choose) -> list[int]:
     """Written by reading the whole text anew for each step."""
     text_N = prompt_N
     while len(text_N) < len(prompt_N) + num_tokens:
-        for logits_V in naive_logits(model, text_N)[-1]:
+        for logits_V in naive_logits(model, text_N, len(text_N) - 1)[0]:
             text_N = torch.cat([text_N, choose(logits_V)[None]])
     return text_N[len(prompt_N) : len(prompt_N) + num_tokens].tolist()
 
@@ -236,13 +237,14 @@ def test_all_parameters_have_a_gradient_in_a_short_text(models, kind):
 def test_models_start_as_copies():
     base, ids = make_base("stock"), random_ids(1, 12)
     heads = MultiTokenForCausalLM.from_base(base, 3)
+    assert heads.config.base is base.config  # what a run changes and restores in one is so in the other
     future = heads(ids, future_logits=True)
     assert torch.equal(future.future_logits, future.logits[:, :, None].expand(-1, -1, 2, -1))
     experts = PositionExpertsForCausalLM.from_base(base, 3, "modulo")
     torch.testing.assert_close(experts(ids).logits, base(ids).logits)
     with torch.no_grad():  # nothing but the configuration is shared
         experts.experts[1].lm_head.weight.zero_()
-    assert base.lm_head.weight.abs().max() > 0 and experts.experts[2].config is base.config
+    assert base.lm_head.weight.abs().max() > 0 and experts.experts[2].config is base.config is experts.config.base
 
 
 FRESH = """

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from condense import CondenseForCausalLM, to_llama
-from condense.loading import load_model
+from condense.loading import load_config, load_model
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.tasks import make_examples
 from condense.training.planning.dry_run import memory_by_ranks
@@ -214,7 +214,9 @@ def test_bfloat16_and_a_curriculum_train_too(recipe, tmp_path, objective):
     options = [objective, "dtype=bfloat16", "gradient_checkpointing=true"]
     losses, _ = run(recipe, tmp_path / "ranks", *options, "stages=[{total_length: 120, steps: 6}]", "global_batch=8")
     assert losses[-1] < losses[0] - 0.2
-    trained(recipe, tmp_path / "alone", *options, VALIDATED)
+    trained(recipe, tmp_path / "alone", *options, VALIDATED, "attention_dropout=0.1")
+    saved = load_config(AutoConfig, tmp_path / "alone")
+    assert saved.base.attention_dropout == 0 and saved.use_cache  # these held for the run alone
     curriculum = "{steps: 6, tokens_per_step: 320, last_segments: 3}"
     text = recipe.read_text().replace("stages: [{total_length: 120, steps: 2}]", f"curriculum: {curriculum}")
     lines = [line for line in text.splitlines() if not line.startswith(("global_batch", "micro_batch"))]

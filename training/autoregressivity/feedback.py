@@ -73,7 +73,6 @@ def inference(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-        torch.clear_autocast_cache()  # it may hold copies of weights that were made without gradients
 
 
 def read_inputs(model: Any, inputs: torch.Tensor, known_BN: torch.Tensor, feedback: Feedback) -> torch.Tensor:

@@ -99,6 +99,17 @@ def test_the_likeliest_tokens_are_those_of_a_loop(model, pattern):
     assert model.training and all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_decoded_without_dropout(kind):
+    model, ids, known = small_model(kind), ids_of(ROWS, LENGTH), random_known()
+    expected = read_inputs(model, ids, known, likeliest)
+    model.config.attention_dropout = 0.9
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.9  # where the stock model has it
+    assert not torch.equal(model(ids).logits, model(ids).logits)  # the control
+    assert torch.equal(read_inputs(model, ids, known, likeliest), expected)
+
+
 def test_expected_embeddings_are_those_of_a_loop(model):
     ids, known, weight = ids_of(ROWS, LENGTH), random_known(), model.get_input_embeddings().weight.detach()
     texts = naive_path(model, ids.tolist(), known.tolist(), lambda probabilities: probabilities @ weight)

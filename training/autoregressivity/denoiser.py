@@ -73,17 +73,17 @@ class DenoiserModel(PreTrainedModel):
         A network is given the fraction of time as a step out of 1,000: at any T, the same number for the same noise.
         """
         scaled = (times + 1) * (LONGEST // self.config.steps) - 1
-        images = images.to(self.dtype)
+        noise, images = torch.zeros_like(images, dtype=torch.float32), images.to(self.dtype)
         if len(self.experts) == 1:
             return self.experts[0](images, scaled).sample.float()
-        owners, noise = self.owners(times), torch.zeros_like(images)
+        owners = self.owners(times)
         for number, expert in enumerate(self.experts):
             rows = (owners == number).nonzero().flatten()
             # Ranks reduce gradients in the same order only if each uses all weights: an idle expert reads an image too.
             share = 1.0 if len(rows) else 0.0
             rows = rows if len(rows) else rows.new_zeros(1)
-            noise = noise.index_add(0, rows, share * expert(images[rows], scaled[rows]).sample)
-        return noise.float()
+            noise = noise.index_add(0, rows, share * expert(images[rows], scaled[rows]).sample.float())
+        return noise
 
 
 def make_unet(config: DenoiserConfig) -> Any:

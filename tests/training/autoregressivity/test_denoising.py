@@ -133,6 +133,15 @@ def test_a_resumed_run_has_the_same_noise(trained, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("ablation", ["experts=4", "free_running=4"])
+def test_bfloat16(recipe_file, tmp_path, ablation):
+    train(
+        load_recipe(recipe_file, [f"output={tmp_path}", "dtype=bfloat16", f"objective.{ablation}", "stages.0.steps=8"])
+    )
+    losses = [line["loss"] for line in log_lines(tmp_path)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
 def test_the_images(batch):
     images, _ = load_digits()
     training, held_out = split()

@@ -13,8 +13,9 @@ from .denoiser import GROUPS, MAX_LEVELS, DenoiserConfig, DenoiserModel
 
 
 def _channels(values: list[int]) -> list[int]:
-    if not 1 <= len(values) <= MAX_LEVELS or any(value < GROUPS or value % GROUPS for value in values):
-        raise ValueError(f"give 1 to {MAX_LEVELS} multiples of {GROUPS}, such as [24, 48]")
+    # With one channel in a group, the normalisation would remove what the time adds to a channel.
+    if not 1 <= len(values) <= MAX_LEVELS or any(value < 2 * GROUPS or value % GROUPS for value in values):
+        raise ValueError(f"give 1 to {MAX_LEVELS} multiples of {GROUPS} of at least {2 * GROUPS}, such as [24, 48]")
     return values
 
 

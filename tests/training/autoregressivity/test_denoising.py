@@ -25,7 +25,7 @@ from condense.training.train import train
 from ..runs import log_lines, run
 
 RECIPE = """
-model: {kind: denoiser, channels: [8]}
+model: {kind: denoiser, channels: [16]}
 objective: {kind: denoising}
 output: unused
 data: {task: digits}
@@ -51,7 +51,7 @@ def recipe_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return DenoiserModel(DenoiserConfig(channels=[8], steps=T)).eval()
+    return DenoiserModel(DenoiserConfig(channels=[16], steps=T)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_draws_differ_by_image_and_by_micro_batch(batch):
 def test_experts_divide_the_times(batch, split, tmp_path):
     """Each expert is a stock network that sees the images of its own times."""
     torch.manual_seed(0)
-    model = DenoiserModel(DenoiserConfig(channels=[8], steps=T))
+    model = DenoiserModel(DenoiserConfig(channels=[16], steps=T))
     start = {name: tensor.clone() for name, tensor in model.experts[0].state_dict().items()}
     model.share_out(5, split)
     for expert in model.experts:
@@ -291,6 +291,12 @@ def test_experts_divide_the_times(batch, split, tmp_path):
     found.sum().backward()  # all ranks reduce the gradients of all experts
     gradients = [expert.conv_in.weight.grad for expert in model.experts]
     assert [bool(gradient.any()) for gradient in gradients] == [number in owners for number in range(5)]
+
+
+def test_the_time_matters(model):
+    images = torch.randn(1, 1, 8, 8)
+    one, other = (model(images, torch.tensor([time])) for time in (0, 20))
+    assert (one - other).abs().max() > 1e-3
 
 
 def test_the_validation_loss_is_the_same_quantity_for_all_values(model, batch):
@@ -354,7 +360,8 @@ REFUSED = {
     "data={task: passkey}": "model.kind=denoiser and objective.kind=denoising goes with data.task=digits",
     "stages.0.total_length=128": r"an image has 64 pixels, and the stages have \[128\]",
     "evaluation={sequences: 361}": "evaluation.sequences=361, and 360 images are held out: ask for fewer",
-    "model.channels=[12]": r"model.channels=\[12\]: .*give 1 to 4 multiples of 8",
+    "model.channels=[20]": r"model.channels=\[20\]: .*give 1 to 4 multiples of 8 of at least 16",
+    "model.channels=[8]": r"model.channels=\[8\]: .*give 1 to 4 multiples of 8 of at least 16",
     "gradient_checkpointing=true": "model.kind='denoiser' has none; leave it out",
     "attention=sdpa": "model.kind='denoiser' has no attention=sdpa",
 }
@@ -389,8 +396,8 @@ def test_the_missing_extra_is_named_before_anything_is_written(recipe_file, tmp_
 def test_another_model_than_the_objective_asks_for(recipe_file, model, tmp_path):
     model.save_pretrained(tmp_path / "one")
     options = [f"output={tmp_path / 'o'}", f"model.source={tmp_path / 'one'}"]
-    with pytest.raises(ValueError, match=r"model.channels=\[16\], and the model in .* has \[8\]: leave it out"):
-        load_recipe(recipe_file, [*options, "model.channels=[16]"]).model.load_config()
+    with pytest.raises(ValueError, match=r"model.channels=\[24\], and the model in .* has \[16\]: leave it out"):
+        load_recipe(recipe_file, [*options, "model.channels=[24]"]).model.load_config()
     loaded = load_recipe(recipe_file, [*options, "objective.experts=2"])
     ready = loaded.objective.prepare_model(loaded.model.load("auto", 0.0), loaded)
     assert json.loads(ready.config.to_json_string())["num_experts"] == 2 and ready.config.steps == 1000
@@ -402,7 +409,7 @@ def test_another_model_than_the_objective_asks_for(recipe_file, model, tmp_path)
         loaded.model.load("auto", 0.1)
 
 
-# Biases before a normalisation have a gradient of nothing but rounding: Adam moves them by it unless eps is large.
+# Where a gradient is little more than rounding, Adam moves a weight by it unless eps is large.
 TWO_RANKS = ["global_batch=16", "micro_batch=4", "optimizer.eps=1e-4"]
 
 

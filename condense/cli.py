@@ -12,7 +12,7 @@ import typer
 
 from condense import __version__
 from condense.cli_convert import convert
-from condense.eval.cli import Attention, attention, depth, evaluations, probe, profile, quiet, report
+from condense.eval.cli import Attention, ablate, attention, depth, evaluations, probe, profile, quiet, report
 from condense.eval.options import DTYPE_HELP
 from condense.extras import check_installed
 from condense.training.presets import recipe_names
@@ -23,7 +23,7 @@ app = typer.Typer(
 
 
 app.add_typer(evaluations, name="eval")
-for command in (convert, profile, attention, probe, depth, report):
+for command in (convert, profile, attention, probe, depth, ablate, report):
     app.command()(command)
 
 PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses

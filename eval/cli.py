@@ -1,10 +1,11 @@
-"""`condense eval`, `profile`, `attention`, `probe`, `depth`, `report`: each prints tables and the names of its files.
+"""`condense eval`, `profile`, `attention`, `probe`, `depth`, `ablate`, `report`: tables, and the names of their files.
 
 The commands of the evaluations and of the experiments get their flags from the dataclasses of their options.
 """
 
 import inspect
 from collections.abc import Callable
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ import typer
 
 from condense.extras import check_installed
 
+from .autoregressivity.grid import PROPERTIES
+from .autoregressivity.options import AblationOptions
 from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
 from .depth.experiments import EXPERIMENTS
@@ -71,6 +74,9 @@ def command(
             check_installed(f"condense {name}", "harness")
         if options is DepthOptions:
             check_installed(f"condense {name}", "depth")
+        if options is AblationOptions:
+            for extra in ("train", "autoregressivity"):
+                check_installed(f"condense {name}", extra)
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
         chosen = from_command_line(options, given)
@@ -125,6 +131,21 @@ def run_depth(options: DepthOptions, output: Path, name: str) -> None:
     show(depth(name, output, options), find_experiment(name), output)
 
 
+def run_ablation(options: AblationOptions, output: Path, name: str) -> None:
+    """Ablates one property, or all of them and writes a page of their results."""
+    from .autoregressivity.ablation import Ablation, Summary, ablate, ablate_all
+
+    if name == "all":
+        for kind, results in ablate_all(output, options).items():
+            show(results, Summary if kind == "ablation" else Ablation, output)
+        from .report import write_report
+
+        print(write_report(output, "condense ablate all"))
+        return
+    if (found := ablate(name, output, options)) is not None:
+        show(found, Ablation, output)
+
+
 def run_profile(options: ProfileOptions, output: Path) -> None:
     """Measures a profile, a folded model's schedules or memory by module, and prints the results."""
     from .benchmark import modules, profile, schedules
@@ -152,6 +173,14 @@ DEPTH_NAME = inspect.Parameter(
     inspect.Parameter.KEYWORD_ONLY,
     annotation=Annotated[str, typer.Argument(help=f"{', '.join(EXPERIMENTS)}, or all of them.")],
 )
+ABLATION_NAME = inspect.Parameter(
+    "name",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        StrEnum("Property", {name: name for name in (*PROPERTIES, "all")}),  # type: ignore[misc]
+        typer.Argument(help="A property, or all of them.", metavar="PROPERTY"),
+    ],
+)
 
 passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
@@ -163,6 +192,7 @@ attention = command(
 profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
+ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
 for evaluation in (passkey, perplexity, summarization, suite):
     evaluations.command()(evaluation)
 

@@ -1,7 +1,8 @@
 """One HTML page with the tables and plots of all results in a folder.
 
-It finds the results of the other commands (`passkey.json`, `profile.json`, `probe_NAME.json`, `depth_NAME.json`, ...)
-and the logs of training runs, in the folder and below it, and writes FOLDER/report.html, which needs no other file.
+It finds the results of the other commands (`passkey.json`, `profile.json`, `probe_NAME.json`, `depth_NAME.json`,
+`ablation_NAME.json`, ...) and the logs of training runs, in the folder and below it, and writes FOLDER/report.html,
+which needs no other file.
 """
 
 import base64
@@ -20,10 +21,12 @@ from .results import Table, picture
 from .tasks import TASKS
 
 SHOWN_BY = TASKS | {
+    "ablation": "condense.eval.autoregressivity.ablation:Summary",
     "profile": "condense.eval.benchmark.profile_tables",
     "modules": "condense.eval.benchmark.module_tables",
     "schedules": "condense.eval.benchmark.schedule_tables",
 }  # these have `tables`
+ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
 PROBES = "condense.eval.continuity.probes:PROBES"
 METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
@@ -65,7 +68,11 @@ def write_report(folder: Path, title: str = "condense") -> Path:
         raise ValueError(f"there is no folder {folder}: pass one that holds results.")
     skipped: dict[str, str] = {}
     sections = []
-    for path in (path for kind in (*SHOWN_BY, "probe_*", "depth_*") for path in sorted(folder.rglob(f"{kind}.json"))):
+    for path in (
+        path
+        for kind in (*SHOWN_BY, "probe_*", "depth_*", "ablation_*")
+        for path in sorted(folder.rglob(f"{kind}.json"))
+    ):
         try:
             sections.append(_measured(path, folder))
         except Exception as error:  # a file of another program can be wrong in any way
@@ -73,7 +80,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     sections += _training(folder, skipped)
     left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
-        wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME", "depth_NAME"))
+        wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME", "depth_NAME", "ablation_NAME"))
         unreadable = f" that can be read: {left_out}" if skipped else ": measure something first"
         raise ValueError(f"{folder} holds no {wanted} or log.jsonl{unreadable}.")
     environment = jinja2.Environment(
@@ -108,6 +115,8 @@ def _measured(path: Path, folder: Path) -> Section:
         shown_by = resolve_name(PROBES)[name]
     elif family == "depth":
         shown_by = find_experiment(name)
+    elif family == "ablation" and name:
+        shown_by = resolve_name(ABLATION)
     else:
         shown_by = resolve_name(SHOWN_BY[kind])
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]

@@ -8,9 +8,10 @@ import numpy as np
 
 from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
+from ..intervals import FISHER, LOG, interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
-from .experiment import FISHER, LOG, Experiment, interval, shown
+from .experiment import Experiment
 from .models import TWIN_STEPS, block_of
 from .pretraining import trained
 from .readings import held_out_texts

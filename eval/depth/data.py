@@ -9,17 +9,15 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from condense.files import read_text
 from condense.training.sample_data import ATTRIBUTES, SCENERY, story
 
+from ..texts import HUB, hub_text, train_tokenizer
 from .models import Size
 from .options import DepthOptions
 
-END = "<|endoftext|>"
-HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 OFFLINE = "pass --text FILE --held-out FILE --tokenizer text to go without the hub"
 # Sentences of the generated text that say good or bad of something, so that a small model can be steered.
 OPINIONS = ("The {thing} was {word}.", "Everybody said that the {trade} was {word}.", "It was a {word} {weather}.")
@@ -51,9 +49,9 @@ def load_corpus(options: DepthOptions, size: Size) -> Corpus:
             (options.text.name, options.held_out.name),
         )
     else:
-        texts, names = (_hub_text("train"), _hub_text("test")), (f"{HUB[0]} train", f"{HUB[0]} test")
+        texts, names = (hub_text("train", OFFLINE), hub_text("test", OFFLINE)), (f"{HUB[0]} train", f"{HUB[0]} test")
     trained = options.small or options.tokenizer == "text"
-    tokenizer = _train_tokenizer(texts[0], size.vocab_size) if trained else _hub_tokenizer()
+    tokenizer = train_tokenizer(texts[0], size.vocab_size) if trained else _hub_tokenizer()
     train_ids, held_out_ids = (torch.tensor(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
     for name, ids in zip(names, (train_ids, held_out_ids), strict=True):
         if len(ids) < size.batch * size.positions:
@@ -70,31 +68,11 @@ def load_corpus(options: DepthOptions, size: Size) -> Corpus:
     return Corpus(train_ids, held_out_ids, tokenizer, described)
 
 
-def _train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=[END], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
-
-
 def _hub_tokenizer() -> Any:
     try:
         return AutoTokenizer.from_pretrained("gpt2")
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer gpt2 can't be loaded from the hub: {OFFLINE}.") from error
-
-
-def _hub_text(split: str) -> str:
-    from datasets import load_dataset
-
-    try:
-        return "".join(load_dataset(*HUB, split=split)["text"])
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{HUB[0]} can't be loaded from the hub: {OFFLINE}.") from error
 
 
 def _generated(seed: int, documents: int) -> str:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..intervals import LOGIT, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
-from .experiment import LOGIT, Experiment, shown
+from .experiment import Experiment
 from .lexicon import PAPER_PAIR, PAPER_PROMPT
 from .pretraining import Setup, trained
 from .probe import probe_accuracy

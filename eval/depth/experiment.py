@@ -1,12 +1,10 @@
 """What all experiments on depth have in common, as tasks of the runner."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..options import stored
 from ..results_store import Record
@@ -50,47 +48,3 @@ class Experiment(Task[Item]):
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
         found = {"about": self.about, "seeds": self.options.seeds}
         return found | super().results(settings, measured)
-
-
-class Scale(NamedTuple):
-    """A scale on which means and t intervals are computed, for values between two bounds, themselves left out."""
-
-    to: Callable[[float], float]
-    back: Callable[[float], float]
-    least: float
-    most: float
-
-
-LINEAR = Scale(float, float, -math.inf, math.inf)
-LOG = Scale(math.log, math.exp, 0.0, math.inf)  # of ratios and errors: the geometric mean, and no interval below 0
-LOGIT = Scale(
-    lambda share: math.log(share / (1 - share)), lambda odds: 1 / (1 + math.exp(-odds)), 0.0, 1.0
-)  # of shares
-FISHER = Scale(math.atanh, math.tanh, -1.0, 1.0)  # of correlations: no interval beyond 1
-
-
-def interval(values: Sequence[float], scale: Scale = LINEAR) -> tuple[float, float | None, float | None]:
-    """The mean and the 95 % t interval, low and high, on a scale.
-
-    The interval is None for a single value, and where a value lies at a bound of the scale, which then can't be used:
-    the mean is then the arithmetic one.
-    """
-    from scipy.stats import t
-
-    number = len(values)
-    if number < 2 or any(value <= scale.least or value >= scale.most for value in values):
-        return fmean(values), None, None
-    scaled = [scale.to(value) for value in values]
-    mean, half = fmean(scaled), float(t.ppf(0.975, number - 1)) * stdev(scaled) / number**0.5
-    return scale.back(mean), scale.back(mean - half), scale.back(mean + half)
-
-
-def shown(values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR, form: str = "f") -> str:
-    """The mean over seeds and its interval as text; a dash where there are no values."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    mean, low, high = interval(known, scale)
-    if low is None:
-        return f"{mean:,.{digits}{form}}"
-    return f"{mean:,.{digits}{form}} [{low:,.{digits}{form}}, {high:,.{digits}{form}}]"

@@ -16,6 +16,7 @@ from condense.training.launch import launch
 from condense.training.output_lock import was_finished
 from condense.training.small_llama import save_small_llama
 
+from ..intervals import LOGIT, interval
 from ..models import EvaluatedModel
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -23,7 +24,7 @@ from ..runner import Results, measure
 from ..statistics import wilson
 from ..tasks.options import PasskeyOptions
 from ..tasks.passkey import Passkey
-from .experiment import LOGIT, Experiment, interval
+from .experiment import Experiment
 from .options import DepthOptions
 
 RECIPE = "passkey_quickstart"

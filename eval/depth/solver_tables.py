@@ -5,9 +5,9 @@ from typing import Any
 
 from condense.depth.settings import ADAPTIVE_SOLVERS
 
+from ..intervals import LINEAR, LOG, Scale, interval, shown
 from ..results import Table
 from .convergence import ORDERS
-from .experiment import LINEAR, LOG, Scale, interval, shown
 from .models import TWINS
 
 PAPER = 0.00068  # its divergence relative to |H(1)|

@@ -9,12 +9,13 @@ from torch import nn
 
 from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
+from ..intervals import LOG, interval
 from ..results import Table
 from ..results_store import Key, Record
 from . import solver_pictures, solver_tables
 from .convergence import converge, linear_problem
 from .divergence import diverge
-from .experiment import LOG, Experiment, interval
+from .experiment import Experiment
 from .models import TWINS, block_of, build
 from .pretraining import trained
 from .readings import Reading, accurate, held_out_texts, input_of, read_flow, read_layers, read_steps

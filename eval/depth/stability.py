@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
+from ..intervals import LOG, interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
-from .experiment import LOG, Experiment, interval, shown
+from .experiment import Experiment
 from .models import ARMS, block_of, num_parameters
 from .pretraining import CLIPPED_NORM, held_out_loss, log_of, trained
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..intervals import LINEAR, LOGIT, interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
-from .experiment import LINEAR, LOGIT, Experiment, interval, shown
+from .experiment import Experiment
 from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Signs
 from .pretraining import Setup, held_out_windows, trained
 from .steered import (

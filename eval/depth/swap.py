@@ -21,11 +21,12 @@ from condense.files import read_text
 from condense.loading import load_config, load_model, load_tokenizer
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
+from ..intervals import interval, shown
 from ..models import EvaluatedModel, generate
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from .experiment import Experiment, interval, shown
+from .experiment import Experiment
 from .options import DepthOptions
 
 FITTED = ("shuffled", "layers_path", "fitted", "one_step")

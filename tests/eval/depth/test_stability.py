@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from condense import cli
 from condense.eval.depth import stability
-from condense.eval.depth.experiment import FISHER, LOG, LOGIT, interval, shown
 from condense.eval.depth.experiments import EXPERIMENTS, depth, find_experiment
 from condense.eval.depth.models import ARMS, SMALL
 from condense.eval.depth.options import DepthOptions
+from condense.eval.intervals import FISHER, LOG, LOGIT, interval, shown
 from condense.eval.report import write_report
 
 

@@ -1,0 +1,226 @@
+"""`condense ablate`: the five properties, each ablated by degrees, and what their loss costs.
+
+The cost is the relative change of the validation loss, which is the same quantity for all values of a switch: the
+next-token loss, or the loss of the predicted noise. It is paired by seed, at equal steps and at equal operations.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..intervals import interval, shown
+from ..options import stored
+from ..ranks import call_on_ranks, join
+from ..results import Table, run_metadata, write_results
+from ..results_store import Key, Record
+from ..runner import Results, Task, measure_share, run
+from .digit_quality import held_out_quality
+from .grid import IMAGES, LANGUAGE, MODELS, NEUTRAL, PROPERTIES, Cell, cells_of, is_halved, values_of
+from .options import AblationOptions
+from .pictures import draw_property, draw_summary
+from .setup import Setup
+from .text_quality import text_quality
+from .training import loss_at, trained_cell
+
+ABOUT = (
+    "One property of structured autoregressivity, ablated by degrees. The change is that of the validation loss "
+    "against the unablated model of the same seed, at equal steps, and at the step where a model has spent as many "
+    "operations as the unablated one in all of its steps. Mean over seeds and 95 % t interval."
+)
+SUMMARY_ABOUT = (
+    "What each property is worth: the relative change of the validation loss where it is halved, against the unablated "
+    "model of the same seed. The first rank has the largest cost."
+)
+TEXT_QUALITY = ("reference_loss", "entropy", "distinct_1", "distinct_2")
+IMAGE_QUALITY = ("frechet_distance", "confident", "confidence", "class_entropy")
+
+
+class Ablation(Task[Cell]):
+    """One property."""
+
+    unit = "model"
+
+    def __init__(self, name: str, options: AblationOptions, output: Path):
+        self.name, self.options, self.setup = name, options, Setup(options, output)
+        self.kind = f"ablation_{name}"  # type: ignore[misc]  # one class for all properties
+
+    def settings(self) -> dict[str, Any]:
+        self.setup.make()
+        return stored(self.options) | {"property": self.name} | self.setup.described()
+
+    def items(self) -> Sequence[Cell]:
+        return cells_of(self.name, range(self.options.seeds), self.options.small)
+
+    def key(self, item: Cell) -> Key:
+        return item._asdict()
+
+    def measure(self, item: Cell) -> Record:
+        return trained_cell(item, self.setup)
+
+    def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
+        records = dict(measured)
+        values = []
+        for model in MODELS:
+            for value in values_of(self.name, model, self.options.small):
+                pairs = [
+                    (records[Cell(NEUTRAL, model, "", 0, seed)], records[Cell(self.name, model, *value[:2], seed)])
+                    for seed in range(self.options.seeds)
+                ]
+                values.append({"model": model, "variant": value.variant, "level": value.level} | changes(pairs))
+        prompts, size = self.setup.prompts, self.setup.size
+        return {
+            "about": ABOUT,
+            "seeds": self.options.seeds,
+            "values": values,
+            "cells": [{**cell._asdict(), **record} for cell, record in measured],
+            "real_text": text_quality(self.setup.reference(), prompts, size.prompt_length),
+            "real_images": held_out_quality(),
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [
+            {name: value for name, value in cell.items() if name not in ("curve", "quality")} | cell["quality"]
+            for cell in results["cells"]
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        return [_cost_table(results), _quality_table(results, LANGUAGE), _quality_table(results, IMAGES)]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        draw_property(results, path)
+
+
+def changes(pairs: Sequence[tuple[Record, Record]]) -> dict[str, list[float]]:
+    """Relative changes of the loss by seed, from pairs of an unablated and an ablated model."""
+    found: dict[str, list[float]] = {"change": [], "change_at_equal_operations": [], "operations": []}
+    for neutral, ablated in pairs:
+        ratio = ablated["operations_per_step"] / neutral["operations_per_step"]
+        step = ablated["curve"][-1]["step"] / max(ratio, 1.0)  # no curve has steps beyond the last
+        found["change"].append(ablated["loss"] / neutral["loss"] - 1)
+        found["change_at_equal_operations"].append(loss_at(ablated["curve"], step) / neutral["loss"] - 1)
+        found["operations"].append(ratio)
+        if "loss_as_generated" in ablated["curve"][-1]:
+            as_generated = ablated["curve"][-1]["loss_as_generated"] / neutral["loss"] - 1
+            found.setdefault("change_as_generated", []).append(as_generated)
+    return found
+
+
+def _percent(values: Sequence[float]) -> str:
+    return shown([100 * value for value in values], 1)
+
+
+def _cost_table(results: Results) -> Table:
+    columns = ["model", "variant", "k or share", "validation loss", "change [%]", "at equal operations [%]",
+               "as generated [%]", "operations", "parameters"]  # fmt: skip
+    rows = []
+    for model in MODELS:
+        of_model = [cell for cell in results["cells"] if cell["model"] == model]
+        neutral = [cell for cell in of_model if cell["ablated"] == NEUTRAL]
+        rows.append([model, "unablated", "-", shown([c["loss"] for c in neutral]), 0, 0, "-", "1.00",
+                     f"{neutral[0]['parameters']:,}"])  # fmt: skip
+        for value in (value for value in results["values"] if value["model"] == model):
+            cells = [c for c in of_model if c["ablated"] != NEUTRAL
+                     and (c["variant"], c["level"]) == (value["variant"], value["level"])]  # fmt: skip
+            as_generated = value.get("change_as_generated")
+            rows.append(
+                [model, value["variant"] or "-", f"{value['level']:g}", shown([c["loss"] for c in cells]),
+                 _percent(value["change"]), _percent(value["change_at_equal_operations"]),
+                 "-" if as_generated is None else _percent(as_generated), shown(value["operations"], 2),
+                 f"{cells[0]['parameters']:,}"]
+            )  # fmt: skip
+    return Table(f"{results['property'].replace('_', ' ')}: {PROPERTIES[results['property']]}", columns, rows)
+
+
+def _quality_table(results: Results, models: Sequence[str]) -> Table:
+    names = IMAGE_QUALITY if models == IMAGES else TEXT_QUALITY
+    real = results["real_images" if models == IMAGES else "real_text"]
+    rows: list[list[Any]] = [["real", "-", "-", *(f"{real[name]:.3f}" for name in names)]]
+    groups: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    for cell in results["cells"]:
+        if cell["model"] in models:
+            groups.setdefault((cell["model"], cell["variant"], cell["level"]), []).append(cell["quality"])
+    for (model, variant, level), found in groups.items():
+        cells = [shown([quality[name] for quality in found]) for name in names]
+        rows.append([model, variant or ("-" if level else "unablated"), f"{level:g}" if level else "-", *cells])
+    what = "generated digits" if models == IMAGES else "generated texts"
+    return Table(what, ["model", "variant", "k or share", *(name.replace("_", " ") for name in names)], rows)
+
+
+class Summary:
+    """All five properties side by side, where each is halved."""
+
+    @classmethod
+    def of(cls, results: dict[str, Results]) -> Results:
+        """From the results of the properties by name."""
+        rows = []
+        for name, found in results.items():
+            for model in MODELS:
+                halved = [value for value in found["values"] if value["model"] == model and is_halved(value["level"])]
+                for value in halved:
+                    mean, low, high = interval(value["change"])
+                    at_equal, *_ = interval(value["change_at_equal_operations"])
+                    rows.append({"property": name, "model": model, "variant": value["variant"], "change": mean,
+                                 "low": low, "high": high, "change_at_equal_operations": at_equal,
+                                 "is_main": value is halved[0]})  # fmt: skip
+        for model in MODELS:
+            main = [row for row in rows if row["model"] == model and row["is_main"]]
+            for rank, row in enumerate(sorted(main, key=lambda row: -row["change"]), 1):
+                row["rank"] = rank
+        seeds = min(found["seeds"] for found in results.values())
+        return {"kind": "ablation", **run_metadata(), "about": SUMMARY_ABOUT, "seeds": seeds, "rows": rows}
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        columns = ["property, halved", *(text for model in MODELS for text in (f"{model}: rank", "change [%]"))]
+        by_place = {(row["property"], row["model"]): row for row in results["rows"] if row["is_main"]}
+        order = sorted(PROPERTIES, key=lambda name: sum(by_place[name, model]["rank"] for model in MODELS))
+        rows = [
+            [name.replace("_", " "), *(cell for model in MODELS for cell in _rank_cells(by_place[name, model]))]
+            for name in order
+        ]
+        others = [
+            [row["property"].replace("_", " "), row["model"], row["variant"] or "-", *_rank_cells(row)[1:],
+             f"{100 * row['change_at_equal_operations']:.1f}"]
+            for row in results["rows"]
+        ]  # fmt: skip
+        return [
+            Table("what each property is worth", columns, rows),
+            Table("every way to halve it", ["property", "model", "variant", "change [%]", "at equal operations [%]"],
+                  others),
+        ]  # fmt: skip
+
+
+def _rank_cells(row: dict[str, Any]) -> list[Any]:
+    change = f"{100 * row['change']:.1f}"
+    if row["low"] is not None:
+        change += f" [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+    return [row.get("rank", "-"), change]
+
+
+def ablate(name: str, output: Path, options: AblationOptions) -> Results | None:
+    """Ablates one property; returns what its JSON holds, or None in a process that is not the first of several.
+
+    Raises `ValueError` for texts and reference models that can't be used, before anything is trained.
+    """
+    if options.ranks > 1:
+        call_on_ranks(options.ranks, ablate, name, output, replace(options, ranks=1))
+        return json.loads((output / f"ablation_{name}.json").read_text(encoding="utf-8"))
+    ranks, task = join(), Ablation(name, options, output)
+    if ranks is None or ranks.is_first:
+        return run(task, output, ranks)
+    measure_share(task, ranks, ranks.pending(task.settings()))
+    return None
+
+
+def ablate_all(output: Path, options: AblationOptions) -> dict[str, Results]:
+    """Every property in turn, and their summary; results by the name of their files."""
+    results = {name: ablate(name, output, options) for name in PROPERTIES}
+    known = {name: found for name, found in results.items() if found is not None}
+    summary = Summary.of(known)
+    write_results(output / "ablation", summary, summary["rows"])
+    draw_summary(summary, output / "ablation")
+    return {f"ablation_{name}": found for name, found in known.items()} | {"ablation": summary}

@@ -1,0 +1,247 @@
+"""What the ablations share: sizes, texts, a tokenizer, the models that training starts from, the reference model.
+
+They are made once for an output folder, in its folder `inputs`.
+"""
+
+import hashlib
+import io
+import json
+import os
+import warnings
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from filelock import FileLock
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from condense import loading
+from condense.files import atomic_folder, read_text
+from condense.training.recipe import Recipe
+from condense.training.sample_data import story
+from condense.training.train import train
+
+from ..texts import HUB, hub_text, train_tokenizer
+from .options import AblationOptions
+
+OFFLINE = "pass --text FILE --held-out FILE to go without the hub"
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The models and their training; widths and lengths in tokens. The learning rate is constant after the warm-up, so
+    that the loss at any step is that of a shorter training."""
+
+    vocab_size: int = 512
+    hidden_size: int = 96
+    layers: int = 3
+    heads: int = 4
+    length: int = 128
+    segment_length: int = 32
+    batch: int = 16
+    steps: int = 400
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    validations: int = 8
+    sequences: int = 64
+    reference_hidden_size: int = 160
+    reference_layers: int = 4
+    reference_steps: int = 1200
+    prompts: int = 64
+    prompt_length: int = 32
+    channels: tuple[int, int] = (24, 48)
+    image_batch: int = 64
+    image_steps: int = 800
+    image_sequences: int = 120
+    images: int = 256
+    sampling_steps: int = 25
+
+
+SMALL = Size(
+    vocab_size=300, hidden_size=16, layers=1, heads=2, length=32, segment_length=8, batch=4, steps=4, warmup_steps=1,
+    validations=2, sequences=4, reference_hidden_size=16, reference_layers=1, reference_steps=4, prompts=4,
+    prompt_length=8, channels=(8, 16), image_batch=8, image_steps=4, image_sequences=8, images=32, sampling_steps=5,
+)  # fmt: skip
+
+
+class Setup:
+    """The inputs of the ablations in an output folder. Raises `ValueError` for texts that can't be read."""
+
+    def __init__(self, options: AblationOptions, output: Path):
+        self.options, self.output = options, output
+        self.size = SMALL if options.small else Size()
+        self.inputs = output / "inputs"
+
+    @cached_property
+    def texts(self) -> tuple[str, str]:
+        """To train on, and to validate with."""
+        if self.options.small:
+            return _generated(0, 30), _generated(1, 8)
+        if self.options.text is not None and self.options.held_out is not None:
+            return read_text(self.options.text), read_text(self.options.held_out)
+        return hub_text("train", OFFLINE), hub_text("test", OFFLINE)
+
+    def described(self) -> dict[str, Any]:
+        """All that trained models depend on."""
+        names = "generated" if self.options.small else f"{HUB[0]} train, test"
+        if self.options.text is not None and self.options.held_out is not None:
+            names = f"{self.options.text.name}, {self.options.held_out.name}"
+        fingerprint = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
+        return json.loads(json.dumps({"size": asdict(self.size), "texts": names, "fingerprint": fingerprint}))
+
+    def make(self) -> None:
+        """Writes the texts, and trains the tokenizer and the reference model. Raises `ValueError` where the folder has
+        those of other texts or sizes, and for a reference with another tokenizer."""
+        self.inputs.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.inputs / ".lock"):
+            if not (self.inputs / "texts").exists():
+                with atomic_folder(self.inputs / "texts") as folder:
+                    for name, text in zip(("train", "held_out"), self.texts, strict=True):
+                        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+                    train_tokenizer(self.texts[0], self.size.vocab_size).save_pretrained(folder / "tokenizer")
+                    (folder / "described.json").write_text(json.dumps(self.described()), encoding="utf-8")
+            if json.loads((self.inputs / "texts/described.json").read_text(encoding="utf-8")) != self.described():
+                raise ValueError(f"{self.output} has the models of other texts or sizes: pass another --output.")
+            self._check_reference()
+            if self.options.reference is None and not (self.inputs / "reference/model.safetensors").exists():
+                self._train_reference()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.inputs / "texts/tokenizer")
+
+    def start(self, seed: int, reference: bool = False) -> Path:
+        """The folder of a Llama with random weights and the tokenizer, from which folded and stock models start."""
+        path = self.inputs / (f"start-{'reference' if reference else seed}")
+        with FileLock(self.inputs / ".start-lock"):
+            if not path.exists():
+                with atomic_folder(path) as folder:
+                    torch.manual_seed(seed)
+                    LlamaForCausalLM(self._llama_config(reference)).save_pretrained(folder)
+                    self.tokenizer.save_pretrained(folder)
+        return path
+
+    def _llama_config(self, reference: bool) -> LlamaConfig:
+        size = self.size
+        hidden_size = size.reference_hidden_size if reference else size.hidden_size
+        return LlamaConfig(
+            vocab_size=len(self.tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=8 * hidden_size // 3 // 8 * 8,
+            num_hidden_layers=size.reference_layers if reference else size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.heads,
+            max_position_embeddings=4 * size.length,
+            bos_token_id=None,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def language_recipe(self, name: str, objective: dict[str, Any], seed: int, output: Path, **fields: Any) -> Recipe:
+        """The recipe of a language model, `folded` or `stock`."""
+        size, texts = self.size, self.inputs / "texts"
+        steps = fields.pop("steps", size.steps)
+        kind = {"kind": "condense", "segment_length": size.segment_length} if name == "folded" else {"kind": "llama"}
+        return Recipe.model_validate(
+            {
+                "model": {"source": str(self.start(seed)), **kind},
+                "objective": objective,
+                "output": output,
+                "data": {
+                    "task": "text", "sources": [{"files": str(texts / "train.txt")}], "fit": "cut",
+                    "prepared": self.inputs / "prepared",
+                },
+                "stages": [{"total_length": size.length, "steps": steps}],
+                "global_batch": size.batch,
+                "micro_batch": size.batch,
+                "evaluation": {
+                    "every": max(1, steps // size.validations), "sequences": size.sequences,
+                    "sources": [{"files": str(texts / "held_out.txt")}],
+                },
+                **self._common(seed, steps),
+                **fields,
+            }
+        )  # fmt: skip
+
+    def image_recipe(self, objective: dict[str, Any], seed: int, output: Path) -> Recipe:
+        """The recipe of the diffusion model."""
+        size = self.size
+        return Recipe.model_validate(
+            {
+                "model": {"kind": "denoiser", "channels": list(size.channels), "layers": 1},
+                "objective": objective,
+                "output": output,
+                "data": {"task": "digits"},
+                "stages": [{"total_length": 64, "steps": size.image_steps}],
+                "global_batch": size.image_batch,
+                "micro_batch": size.image_batch,
+                "evaluation": {
+                    "every": max(1, size.image_steps // size.validations),
+                    "sequences": size.image_sequences,
+                },
+                **self._common(seed, size.image_steps),
+            }
+        )
+
+    def _common(self, seed: int, steps: int) -> dict[str, Any]:
+        size = self.size
+        return {
+            "optimizer": {
+                "learning_rate": size.learning_rate, "final_learning_rate": size.learning_rate,
+                "warmup_steps": size.warmup_steps,
+            },
+            "dtype": "float32", "checkpoints": {"every": steps, "keep": 1}, "log_every": steps, "report_to": "none",
+            "seed": seed,
+        }  # fmt: skip
+
+    def reference(self) -> Any:
+        """The model that judges generated texts."""
+        source = self.options.reference or self.inputs / "reference"
+        return loading.load_model(LlamaForCausalLM, source).eval()
+
+    def _check_reference(self) -> None:
+        if self.options.reference is None:
+            return
+        tokenizer = loading.load_tokenizer(
+            self.options.reference, loading.load_config(LlamaConfig, self.options.reference)
+        )
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(
+                f"--reference {self.options.reference} has another tokenizer than the ablated models, whose tokens it "
+                f"is to judge: train one with {self.inputs / 'texts/tokenizer'}, or leave it out."
+            )
+
+    def _train_reference(self) -> None:
+        source = {"source": str(self.start(2**20, reference=True)), "kind": "llama"}
+        fields: dict[str, Any] = {"steps": self.size.reference_steps, "model": source}
+        recipe = self.language_recipe("stock", {"kind": "next_token"}, 0, self.inputs / "reference", **fields)
+        train_alone(recipe)
+
+    @cached_property
+    def prompts(self) -> torch.Tensor:
+        """Windows [B, N] of the held-out text: each begins with a prompt, and goes on as the text does."""
+        ids = torch.tensor(self.tokenizer(self.texts[1], verbose=False)["input_ids"])
+        windows_WN = ids[: len(ids) // self.size.length * self.size.length].view(-1, self.size.length)
+        number = min(self.size.prompts, len(windows_WN))
+        return windows_WN[torch.linspace(0, len(windows_WN) - 1, number).long()]
+
+
+def train_alone(recipe: Recipe) -> None:
+    """Trains in this process, also where it is one of several that share a measurement, and prints nothing."""
+    taken = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
+    try:
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of names that transformers changes
+            train(recipe)
+    finally:
+        os.environ.update(taken)
+
+
+def _generated(seed: int, documents: int) -> str:
+    random = Random(seed)
+    return " ".join(story(random, 120)[0] for _ in range(documents))

@@ -1,0 +1,29 @@
+"""Texts and tokenizers of experiments that train their own models."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+
+
+def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `vocab_size` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=[END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def hub_text(split: str, otherwise: str) -> str:
+    """A split of WikiText-2. Raises `ValueError` where the hub can't be reached: `otherwise` says what to do then."""
+    from datasets import load_dataset
+
+    try:
+        return "".join(load_dataset(*HUB, split=split)["text"])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{HUB[0]} can't be loaded from the hub: {otherwise}.") from error

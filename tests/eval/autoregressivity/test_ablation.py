@@ -1,0 +1,148 @@
+"""The grid of ablations: what is trained, how it is compared, and one property from end to end."""
+
+import json
+from math import log
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from condense.eval.autoregressivity.ablation import Ablation, Summary, ablate, ablate_all, changes
+from condense.eval.autoregressivity.grid import (
+    MODELS,
+    NEUTRAL,
+    PROPERTIES,
+    cells_of,
+    is_halved,
+    objective_of,
+    values_of,
+)
+from condense.eval.autoregressivity.options import AblationOptions
+from condense.eval.autoregressivity.setup import Setup
+from condense.eval.autoregressivity.text_quality import generate, text_quality
+from condense.eval.autoregressivity.training import loss_at
+from condense.eval.report import write_report
+from condense.training.recipe.objectives import OBJECTIVES
+
+SMALL = AblationOptions(small=True, seeds=1)
+
+
+def test_every_value_is_an_objective_and_every_property_can_be_halved():
+    for name in PROPERTIES:
+        cells = cells_of(name, range(2))
+        assert len({cell.folder for cell in cells}) == len(set(cells)) == len(cells)
+        for cell in cells:
+            OBJECTIVES.parse(objective_of(cell))
+        for model in MODELS:
+            values = values_of(name, model)
+            assert is_halved(values[0].level) or is_halved(values[1].level)
+            assert all(is_halved(value.level) for value in values_of(name, model, small=True))
+    assert objective_of(cells_of("weight_sharing", range(1))[0])["kind"] == "next_token"
+
+
+def test_changes_by_hand():
+    """An ablated model with twice the operations is read at half of the steps."""
+    neutral = {"loss": 2.0, "operations_per_step": 10.0}
+    curve = [{"step": 0, "loss": 5.0}, {"step": 4, "loss": 4.0}, {"step": 8, "loss": 3.0, "loss_as_generated": 3.5}]
+    ablated = {"loss": 3.0, "operations_per_step": 20.0, "curve": curve}
+    assert changes([(neutral, ablated)]) == {
+        "change": [0.5], "change_at_equal_operations": [1.0], "operations": [2.0], "change_as_generated": [0.75],
+    }  # fmt: skip
+    assert loss_at(curve, 6) == 3.5
+    cheaper = ablated | {"operations_per_step": 5.0}
+    assert changes([(neutral, cheaper)])["change_at_equal_operations"] == [0.5]
+
+
+def test_the_quality_of_texts_by_hand():
+    torch.manual_seed(0)
+    reference = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                             num_attention_heads=1)).eval()  # fmt: skip
+    text = torch.tensor([[1, 2, 3, 3, 3, 4], [1, 2, 3, 4, 3, 4]])
+    found = text_quality(reference, text, prompt_length=2)
+    log_probs = reference(text).logits.log_softmax(-1)
+    losses = [-log_probs[row, t - 1, text[row, t]].item() for row in range(2) for t in range(2, 6)]
+    assert found["reference_loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+    assert found["entropy"] == pytest.approx(-5 / 8 * log(5 / 8) - 3 / 8 * log(3 / 8))
+    assert found["distinct_1"] == 2 / 8 and found["distinct_2"] == 3 / 6
+    written = generate(reference, text[:, :2], 4, seed=1)
+    assert written.shape == (2, 6) and torch.equal(written, generate(reference, text[:, :2], 4, seed=1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ablation")
+    ablate("complete_supervision", folder, SMALL)
+    return folder
+
+
+def test_a_property_from_end_to_end(folder):
+    results = json.loads((folder / "ablation_complete_supervision.json").read_text())
+    assert [(value["model"], value["level"]) for value in results["values"]] == [(model, 0.5) for model in MODELS]
+    by_name = {(cell["ablated"], cell["model"]): cell for cell in results["cells"]}
+    assert len(by_name) == 6
+    for model in MODELS:
+        neutral, ablated = by_name[NEUTRAL, model], by_name["complete_supervision", model]
+        assert neutral["curve"][0]["loss"] == pytest.approx(ablated["curve"][0]["loss"])  # the same quantity
+        assert ablated["loss"] != neutral["loss"] and ablated["curve"][-1]["step"] == 4
+        assert ablated["parameters"] == neutral["parameters"]
+    assert (folder / "ablation_complete_supervision.png").exists()
+    assert not list((folder / "runs").iterdir())
+    costs, texts, digits = Ablation.tables(results)
+    assert len(costs.rows) == 6 and texts.rows[0][0] == digits.rows[0][0] == "real"
+    assert "complete supervision" in write_report(folder).read_text()
+
+
+def test_a_stopped_grid_goes_on(folder, monkeypatch):
+    """A model that was trained is not trained again, also for another property."""
+    monkeypatch.setattr("condense.eval.autoregressivity.training._train", lambda cell, setup: pytest.fail(cell.folder))
+    (folder / "ablation_complete_supervision.records.jsonl").unlink()
+    ablate("complete_supervision", folder, SMALL)
+    again = Ablation("task_subdivision", SMALL, folder)
+    neutral = [cell for cell in again.items() if cell.ablated == NEUTRAL]
+    assert len(neutral) == 3 and all(again.measure(cell)["loss"] for cell in neutral)
+
+
+def test_the_summary_ranks_by_cost():
+    def found(change):
+        value = {"variant": "", "level": 2, "change": [change, change], "change_at_equal_operations": [0.0, 0.0]}
+        return {"seeds": 2, "values": [value | {"model": model} for model in MODELS]}
+
+    changes_of = dict(zip(PROPERTIES, (0.1, 0.5, -0.1, 0.2, 0.0), strict=True))
+    results = Summary.of({name: found(change) for name, change in changes_of.items()})
+    first, every = Summary.tables(results)
+    assert [row[0] for row in first.rows] == [
+        "weight sharing", "frequent supervision", "task subdivision", "complete supervision", "teacher forcing",
+    ]  # fmt: skip
+    assert [row[1] for row in first.rows] == [1, 2, 3, 4, 5] and len(every.rows) == 15
+
+
+def test_refusals(folder, tmp_path):
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path in texts:
+        path.write_text("some words " * 2000)
+    with pytest.raises(ValueError, match="has the models of other texts or sizes: pass another --output"):
+        Setup(AblationOptions(text=texts[0], held_out=texts[1]), folder).make()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=301, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=1))  # fmt: skip
+    model.save_pretrained(tmp_path / "other")
+    tokenizer = Setup(SMALL, folder).tokenizer
+    tokenizer.add_tokens(["one more"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="has another tokenizer than the ablated models"):
+        Setup(AblationOptions(small=True, reference=str(tmp_path / "other")), folder).make()
+    with pytest.raises(ValueError, match="--text and --held-out belong together"):
+        AblationOptions(text=tmp_path)
+
+
+@pytest.mark.slow
+def test_all_of_it_small(tmp_path):
+    results = ablate_all(tmp_path, SMALL)
+    assert len(results) == 6 and len(Summary.tables(results["ablation"])[0].rows) == 5
+    assert "what each property is worth" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.slow
+def test_processes_share_the_models(tmp_path):
+    one = ablate("task_subdivision", tmp_path / "one", SMALL)
+    two = ablate("task_subdivision", tmp_path / "two", AblationOptions(small=True, seeds=1, ranks=2))
+    assert [cell["curve"] for cell in one["cells"]] == [cell["curve"] for cell in two["cells"]]

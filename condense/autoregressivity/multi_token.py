@@ -51,17 +51,18 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
 
     @classmethod
     def from_base(cls, base: Any, num_tokens: int) -> "MultiTokenForCausalLM":
-        """The model around `base` (shared, not copied), with copies of its head as further heads.
+        """The model around `base` (shared, not copied), whose further heads are zero: they predict all tokens equally.
 
-        A copy draws no random number, and a trained head knows the words that are frequent at any distance. Raises
-        `ValueError` for fewer than one token, and for a base that is no plain language model.
+        Zeros draw no random number and leave a trained base as it is, while heads that are confident of the wrong
+        tokens, such as copies of its own, would first change what it has learned. Raises `ValueError` for fewer than
+        one token, and for a model that is a wrapper already.
         """
         if num_tokens < 1:
             raise ValueError(f"num_tokens={num_tokens}: write at least 1 token a step.")
         model = cls.around(base, num_tokens=num_tokens)
         model.base, weight = base, base.get_output_embeddings().weight
         for head in model.heads:
-            head.weight = nn.Parameter(weight.detach().clone())
+            head.weight = nn.Parameter(torch.zeros_like(weight))
         return model
 
     @property

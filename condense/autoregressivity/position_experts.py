@@ -52,7 +52,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         """`base` itself as the first model, and copies of it: all of them start from its weights.
 
         Raises `ValueError` for fewer than one model, an unknown split, intervals without a length or of unequal length,
-        and for a base that is no plain language model.
+        and for a model that is a wrapper already.
         """
         check_split(num_experts, split, length)
         model = cls.around(base, num_experts=num_experts, split=split, length=length)

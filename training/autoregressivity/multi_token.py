@@ -35,7 +35,7 @@ class MultiToken(ObjectiveKind):
 
     def check_zero_3(self) -> None:
         if self.tokens > 1:
-            raise ValueError("objective.kind='multi_token' adds copies of the model's head: use ZeRO-2, not ZeRO-3.")
+            raise ValueError("objective.kind='multi_token' adds heads to the model: use ZeRO-2, not ZeRO-3.")
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         return model if self.tokens == 1 else MultiTokenForCausalLM.from_base(model, self.tokens)

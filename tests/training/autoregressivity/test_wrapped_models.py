@@ -84,14 +84,16 @@ def start(loaded):
 
 @torch.no_grad()
 def naive_losses(model, batch, k, pairs=lambda t, head: True):
-    """Of each labelled token, by each head; all heads of a model that begins are the base's own."""
-    logits_BNV, losses = model.base(batch["input_ids"], attention_mask=batch.get("attention_mask")).logits, []
-    for logits_NV, labels_N in zip(logits_BNV, batch["labels"], strict=True):
+    """Of each labelled token, by each head."""
+    hidden_BND = model.base.model(batch["input_ids"], batch.get("attention_mask"), use_cache=False).last_hidden_state
+    weights, losses = [model.base.lm_head.weight, *(head.weight for head in model.heads)], []
+    logits_BNkV = torch.stack([hidden_BND @ weight.T for weight in weights], dim=2)
+    for logits_NkV, labels_N in zip(logits_BNkV, batch["labels"], strict=True):
         for t in range(len(labels_N)):
             for head in range(k):
                 label = labels_N[t + 1 + head] if t + 1 + head < len(labels_N) else torch.tensor(-100)
                 if label != -100 and pairs(t, head):
-                    losses.append(F.cross_entropy(logits_NV[t], label).item())
+                    losses.append(F.cross_entropy(logits_NkV[t, head], label).item())
     return losses
 
 
@@ -107,10 +109,10 @@ def test_the_loss_of_k_heads_is_a_mean_over_all_micro_batches(recipe, tmp_path, 
     first = log_lines(tmp_path / "two")[0]
     assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
-    validation = ValidationBatches(loaded, held_out)
-    evaluated = log_lines(tmp_path / "two", "eval_loss")[0]
+    validation, model = ValidationBatches(loaded, held_out), load_model(AutoModelForCausalLM, tmp_path / "two")
+    evaluated = log_lines(tmp_path / "two", "eval_loss")[-1]
     for name, pairs in {"": lambda t, head: head == 0, "_as_generated": lambda t, head: t % 3 == 0}.items():
-        losses = [loss for n in range(3) for loss in naive_losses(started, validation[n], 3, pairs)]
+        losses = [loss for n in range(3) for loss in naive_losses(model, validation[n], 3, pairs)]
         assert evaluated[f"eval_loss{name}"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
     trained(recipe, tmp_path / "one", *chosen, "micro_batch=1")

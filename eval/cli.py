@@ -14,7 +14,7 @@ import typer
 
 from condense.extras import check_installed
 
-from .autoregressivity.grid import PROPERTIES
+from .autoregressivity.experiments import EXPERIMENTS as ABLATIONS
 from .autoregressivity.options import AblationOptions
 from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
@@ -132,18 +132,18 @@ def run_depth(options: DepthOptions, output: Path, name: str) -> None:
 
 
 def run_ablation(options: AblationOptions, output: Path, name: str) -> None:
-    """Ablates one property, or all of them and writes a page of their results."""
-    from .autoregressivity.ablation import Ablation, Summary, ablate, ablate_all
+    """Runs one ablation, or all of them and writes a page of their results."""
+    from .autoregressivity.experiments import ablate, ablate_all, shown_by
 
     if name == "all":
         for kind, results in ablate_all(output, options).items():
-            show(results, Summary if kind == "ablation" else Ablation, output)
+            show(results, shown_by(kind), output)
         from .report import write_report
 
         print(write_report(output, "condense ablate all"))
         return
     if (found := ablate(name, output, options)) is not None:
-        show(found, Ablation, output)
+        show(found, shown_by(f"ablation_{name}"), output)
 
 
 def run_profile(options: ProfileOptions, output: Path) -> None:
@@ -177,8 +177,8 @@ ABLATION_NAME = inspect.Parameter(
     "name",
     inspect.Parameter.KEYWORD_ONLY,
     annotation=Annotated[
-        StrEnum("Property", {name: name for name in (*PROPERTIES, "all")}),  # type: ignore[misc]
-        typer.Argument(help="A property, or all of them.", metavar="PROPERTY"),
+        StrEnum("Property", {name: name for name in (*ABLATIONS, "all")}),  # type: ignore[misc]
+        typer.Argument(help="A property or a design, or all of them.", metavar="NAME"),
     ],
 )
 

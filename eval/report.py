@@ -16,17 +16,16 @@ from typing import Any
 
 from condense.files import read_text
 
+from .autoregressivity.experiments import shown_by as shown_by_ablation
 from .depth.experiments import find_experiment
 from .results import Table, picture
 from .tasks import TASKS
 
 SHOWN_BY = TASKS | {
-    "ablation": "condense.eval.autoregressivity.ablation:Summary",
     "profile": "condense.eval.benchmark.profile_tables",
     "modules": "condense.eval.benchmark.module_tables",
     "schedules": "condense.eval.benchmark.schedule_tables",
 }  # these have `tables`
-ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
 PROBES = "condense.eval.continuity.probes:PROBES"
 METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
@@ -70,7 +69,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     sections = []
     for path in (
         path
-        for kind in (*SHOWN_BY, "probe_*", "depth_*", "ablation_*")
+        for kind in (*SHOWN_BY, "probe_*", "depth_*", "ablation", "ablation_*")
         for path in sorted(folder.rglob(f"{kind}.json"))
     ):
         try:
@@ -115,8 +114,8 @@ def _measured(path: Path, folder: Path) -> Section:
         shown_by = resolve_name(PROBES)[name]
     elif family == "depth":
         shown_by = find_experiment(name)
-    elif family == "ablation" and name:
-        shown_by = resolve_name(ABLATION)
+    elif family == "ablation":
+        shown_by = shown_by_ablation(kind)
     else:
         shown_by = resolve_name(SHOWN_BY[kind])
     pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]

@@ -1,25 +1,22 @@
-"""`condense ablate`: the five properties, each ablated by degrees, and what their loss costs.
+"""The five properties, each ablated by degrees, and what their loss costs.
 
 The cost is the relative change of the validation loss, which is the same quantity for all values of a switch: the
 next-token loss, or the loss of the predicted noise. It is paired by seed, at equal steps and at equal operations.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..intervals import interval, shown
 from ..options import stored
-from ..ranks import call_on_ranks, join
-from ..results import Table, run_metadata, write_results
+from ..results import Table, run_metadata
 from ..results_store import Key, Record
-from ..runner import Results, Task, measure_share, run
+from ..runner import Results, Task
 from .digit_quality import held_out_quality
 from .grid import IMAGES, LANGUAGE, MODELS, NEUTRAL, PROPERTIES, Cell, cells_of, is_halved, values_of
 from .options import AblationOptions
-from .pictures import draw_property, draw_summary
+from .pictures import draw_property
 from .setup import Setup
 from .text_quality import text_quality
 from .training import loss_at, trained_cell
@@ -199,28 +196,3 @@ def _rank_cells(row: dict[str, Any]) -> list[Any]:
     if row["low"] is not None:
         change += f" [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
     return [row.get("rank", "-"), change]
-
-
-def ablate(name: str, output: Path, options: AblationOptions) -> Results | None:
-    """Ablates one property; returns what its JSON holds, or None in a process that is not the first of several.
-
-    Raises `ValueError` for texts and reference models that can't be used, before anything is trained.
-    """
-    if options.ranks > 1:
-        call_on_ranks(options.ranks, ablate, name, output, replace(options, ranks=1))
-        return json.loads((output / f"ablation_{name}.json").read_text(encoding="utf-8"))
-    ranks, task = join(), Ablation(name, options, output)
-    if ranks is None or ranks.is_first:
-        return run(task, output, ranks)
-    measure_share(task, ranks, ranks.pending(task.settings()))
-    return None
-
-
-def ablate_all(output: Path, options: AblationOptions) -> dict[str, Results]:
-    """Every property in turn, and their summary; results by the name of their files."""
-    results = {name: ablate(name, output, options) for name in PROPERTIES}
-    known = {name: found for name, found in results.items() if found is not None}
-    summary = Summary.of(known)
-    write_results(output / "ablation", summary, summary["rows"])
-    draw_summary(summary, output / "ablation")
-    return {f"ablation_{name}": found for name, found in known.items()} | {"ablation": summary}

@@ -65,7 +65,7 @@ class Size:
 SMALL = Size(
     vocab_size=300, hidden_size=16, layers=1, heads=2, length=32, segment_length=8, batch=4, steps=4, warmup_steps=1,
     validations=2, sequences=4, reference_hidden_size=16, reference_layers=1, reference_steps=4, prompts=4,
-    prompt_length=8, channels=(8, 16), image_batch=8, image_steps=4, image_sequences=8, images=32, sampling_steps=5,
+    prompt_length=8, channels=(16, 16), image_batch=8, image_steps=4, image_sequences=8, images=32, sampling_steps=5,
 )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from condense.eval.autoregressivity.ablation import Ablation, Summary, ablate, ablate_all, changes
+from condense.eval.autoregressivity.ablation import Ablation, Summary, changes
+from condense.eval.autoregressivity.experiments import EXPERIMENTS, ablate, ablate_all
 from condense.eval.autoregressivity.grid import (
     MODELS,
     NEUTRAL,
@@ -137,7 +138,7 @@ def test_refusals(folder, tmp_path):
 @pytest.mark.slow
 def test_all_of_it_small(tmp_path):
     results = ablate_all(tmp_path, SMALL)
-    assert len(results) == 6 and len(Summary.tables(results["ablation"])[0].rows) == 5
+    assert len(results) == len(EXPERIMENTS) + 1 and len(Summary.tables(results["ablation"])[0].rows) == 5
     assert "what each property is worth" in write_report(tmp_path).read_text()
 
 

@@ -1,0 +1,67 @@
+"""`condense ablate`: the ablations of the five properties, and the experiments on designs that follow from them.
+
+A name leads to its class without importing it, since that loads torch.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from .grid import PROPERTIES
+from .options import AblationOptions
+
+if TYPE_CHECKING:
+    from ..runner import Results, Task
+
+ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
+# Each is a task with the arguments (options, output), whose kind is `ablation_NAME`.
+DESIGNS: dict[str, str] = {}
+EXPERIMENTS = (*PROPERTIES, *DESIGNS)
+
+
+def shown_by(kind: str) -> Any:
+    """The class that has the tables of a result, by the name of its file."""
+    if kind == "ablation":
+        return resolve_name("condense.eval.autoregressivity.ablation:Summary")
+    return resolve_name(DESIGNS.get(kind.removeprefix("ablation_"), ABLATION))
+
+
+def make_task(name: str, output: Path, options: AblationOptions) -> "Task":
+    """The ablation of a property, or the experiment on a design."""
+    if name in DESIGNS:
+        return resolve_name(DESIGNS[name])(options, output)
+    return resolve_name(ABLATION)(name, options, output)
+
+
+def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None":
+    """Runs one experiment; returns what its JSON holds, or None in a process that is not the first of several.
+
+    Raises `ValueError` for texts and reference models that can't be used, before anything is trained.
+    """
+    from ..ranks import call_on_ranks, join
+    from ..runner import measure_share, run
+
+    if options.ranks > 1:
+        call_on_ranks(options.ranks, ablate, name, output, replace(options, ranks=1))
+        return json.loads((output / f"ablation_{name}.json").read_text(encoding="utf-8"))
+    ranks, task = join(), make_task(name, output, options)
+    if ranks is None or ranks.is_first:
+        return run(task, output, ranks)
+    measure_share(task, ranks, ranks.pending(task.settings()))
+    return None
+
+
+def ablate_all(output: Path, options: AblationOptions) -> "dict[str, Results]":
+    """Every experiment in turn, and the summary of the properties; results by the name of their files."""
+    from ..results import write_results
+    from .ablation import Summary
+    from .pictures import draw_summary
+
+    found = {name: ablate(name, output, options) for name in EXPERIMENTS}
+    known = {name: results for name, results in found.items() if results is not None}
+    summary = Summary.of({name: known[name] for name in PROPERTIES})
+    write_results(output / "ablation", summary, summary["rows"])
+    draw_summary(summary, output / "ablation")
+    return {f"ablation_{name}": results for name, results in known.items()} | {"ablation": summary}

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
 # Each is a task with the arguments (options, output), whose kind is `ablation_NAME`.
-DESIGNS: dict[str, str] = {}
+DESIGNS: dict[str, str] = {
+    "blocks": "condense.eval.autoregressivity.blocks:Blocks",
+}
 EXPERIMENTS = (*PROPERTIES, *DESIGNS)
 
 

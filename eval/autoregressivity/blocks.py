@@ -1,0 +1,184 @@
+"""Folded block diffusion against the autoregressive model: the likelihood bound, and quality against evaluations.
+
+A folded Llama is trained to write blocks of 1, 4, 16 tokens or a whole segment, and once to predict next tokens, from
+the same weights, with the same batches and as many steps.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import rmtree
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from condense.autoregressivity import BlockDiffusionForCausalLM, likelihood_bound
+
+from ..intervals import interval, shown
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from .options import AblationOptions
+from .setup import Setup, train_alone
+from .text_quality import generate, text_quality
+
+ABOUT = (
+    "Folded block diffusion: the bound on the negative log likelihood of a token of held-out text, and sampled texts, "
+    "against the autoregressive model from the same weights after as many steps. A block of one token is that model. "
+    "The Monte-Carlo error is that of the draws of masks; intervals are over seeds."
+)
+DRAWS = 16  # of masks, for the bound
+QUALITY = ("reference_loss", "entropy", "distinct_2")
+
+
+class Item(NamedTuple):
+    """`block_length` 0 is the autoregressive model."""
+
+    block_length: int
+    seed: int
+
+
+class Blocks(Task[Item]):
+    kind = "ablation_blocks"
+    unit = "model"
+
+    def __init__(self, options: AblationOptions, output: Path):
+        self.options, self.setup = options, Setup(options, output)
+
+    def settings(self) -> dict[str, Any]:
+        self.setup.make()
+        return stored(self.options) | self.setup.described() | {"draws": DRAWS}
+
+    @property
+    def block_lengths(self) -> list[int]:
+        length = self.setup.size.segment_length
+        return sorted({block for block in (1, 4, 16, length) if block <= length})
+
+    def items(self) -> Sequence[Item]:
+        return [Item(block, seed) for block in (0, *self.block_lengths) for seed in range(self.options.seeds)]
+
+    def key(self, item: Item) -> Key:
+        return item._asdict()
+
+    def measure(self, item: Item) -> Record:
+        output = self.setup.output / "runs" / f"blocks-{item.block_length}-{item.seed}"
+        objective: dict[str, Any] = {"kind": "next_token"}
+        if item.block_length:
+            objective = {"kind": "block_diffusion", "block_length": item.block_length}
+        train_alone(self.setup.language_recipe("folded", objective, item.seed, output))
+        model = AutoModelForCausalLM.from_pretrained(output).eval()
+        record = {"bound": bounds(model, self.setup.prompts), "quality": self._qualities(model, item)}
+        rmtree(output)
+        return record
+
+    def _qualities(self, model: Any, item: Item) -> list[dict[str, float]]:
+        """Of texts that are sampled with fewer and fewer evaluations of a block."""
+        prompt_length = self.setup.size.prompt_length
+        prompts, num_tokens = self.setup.prompts[:, :prompt_length], self.setup.size.length - prompt_length
+        found = []
+        steps = item.block_length or 1
+        while steps:
+            further = {"max_denoising_steps": steps, "order": "random"} if item.block_length else {}
+            text_BN = generate(model, prompts, num_tokens, item.seed, **further)
+            evaluations = steps / max(item.block_length, 1)  # of a token
+            found.append({"evaluations": evaluations} | text_quality(self.setup.reference(), text_BN, prompt_length))
+            steps //= 2
+        return found
+
+    def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
+        prompts = self.setup.prompts
+        return {
+            "about": ABOUT,
+            "seeds": self.options.seeds,
+            "block_lengths": self.block_lengths,
+            "records": [{**item._asdict(), **record} for item, record in measured],
+            "real_text": text_quality(self.setup.reference(), prompts, self.setup.size.prompt_length),
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [
+            {"block_length": record["block_length"], "seed": record["seed"], **record["bound"], **quality}
+            for record in results["records"]
+            for quality in record["quality"]
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        autoregressive = _of(results, 0)
+        bounds_rows, quality_rows = [], []
+        for block in (0, *results["block_lengths"]):
+            records = _of(results, block)
+            gaps = [r["bound"]["mean"] - a["bound"]["mean"] for r, a in zip(records, autoregressive, strict=True)]
+            error = max(record["bound"]["monte_carlo_error"] for record in records)
+            bounds_rows.append(
+                [_name(block), shown([r["bound"]["mean"] for r in records], 4), f"{error:.4f}" if block else "exact",
+                 shown(gaps, 4)]
+            )  # fmt: skip
+            for number, quality in enumerate(records[0]["quality"]):
+                cells = [shown([record["quality"][number][name] for record in records]) for name in QUALITY]
+                quality_rows.append([_name(block), f"{quality['evaluations']:.3g}", *cells])
+        real = ["real text", "-", *(f"{results['real_text'][name]:.3f}" for name in QUALITY)]
+        return [
+            Table(
+                "negative log likelihood of a token [nats]: the bound",
+                ["model", "bound", "Monte-Carlo error", "minus the autoregressive model's"],
+                bounds_rows,
+            ),
+            Table(
+                "sampled texts by evaluations of a token",
+                ["model", "evaluations", *(name.replace("_", " ") for name in QUALITY)],
+                [real, *quality_rows],
+            ),
+        ]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        with picture(path, columns=2, figsize=(10, 3.8)) as (left, right):
+            blocks = results["block_lengths"]
+            found = [interval([record["bound"]["mean"] for record in _of(results, block)]) for block in blocks]
+            left.plot(blocks, [mean for mean, _, _ in found], marker="o", ms=4, label="bound")
+            if found[0][1] is not None:
+                left.fill_between(blocks, [low for _, low, _ in found], [high for *_, high in found], alpha=0.15, lw=0)
+            exact = fmean(record["bound"]["mean"] for record in _of(results, 0))
+            left.axhline(exact, color="grey", ls="--", lw=1, label="autoregressive, exact")
+            left.set_xscale("log", base=2)
+            left.set_xticks(blocks, [str(block) for block in blocks])
+            left.set(xlabel="tokens of a block", ylabel="negative log likelihood of a token [nats]")
+            for block in (0, *blocks):
+                records = _of(results, block)
+                evaluations = [quality["evaluations"] for quality in records[0]["quality"]]
+                losses = [
+                    fmean(record["quality"][number]["reference_loss"] for record in records)
+                    for number in range(len(evaluations))
+                ]
+                right.plot(evaluations, losses, marker="o" if block else "x", ms=4, label=_name(block))
+            right.axhline(results["real_text"]["reference_loss"], color="grey", ls="--", lw=1, label="real text")
+            right.set_xscale("log", base=2)
+            right.set(xlabel="evaluations of a token", ylabel="loss of the reference model [nats]")
+            for panel in (left, right):
+                panel.grid(alpha=0.3)
+                panel.legend(fontsize=7)
+
+
+@torch.no_grad()
+def bounds(model: Any, text_BN: torch.Tensor) -> dict[str, float]:
+    """The mean bound of a token over all texts and draws of masks, and the standard error over draws.
+
+    Of an autoregressive model, the negative log likelihood itself.
+    """
+    if not isinstance(model, BlockDiffusionForCausalLM):
+        return {"mean": float(model(text_BN, labels=text_BN).loss), "monte_carlo_error": 0.0}
+    generator = torch.Generator().manual_seed(0)
+    number = text_BN.shape[0] * (text_BN.shape[1] - 1)
+    draws = [float(likelihood_bound(model, text_BN, text_BN, generator).sum()) / number for _ in range(DRAWS)]
+    return {"mean": fmean(draws), "monte_carlo_error": stdev(draws) / DRAWS**0.5}
+
+
+def _of(results: Results, block_length: int) -> list[dict[str, Any]]:
+    return [record for record in results["records"] if record["block_length"] == block_length]
+
+
+def _name(block_length: int) -> str:
+    return f"block of {block_length}" if block_length else "autoregressive"

@@ -62,8 +62,8 @@ def _language(name: str) -> list[Value]:
                 for feedback in ("argmax", "expected")
                 for k in (2, 4)
             ]
-            tree = {"feedback": "branch", "samples": 2, "width": 4}
-            return [*sampled, *others, *(Value("branch", k, free | {"steps": k} | tree) for k in (2, 4))]
+            tree = {"feedback": "branch", "samples": 2, "width": 4}  # the costliest: one value of it
+            return [*sampled, *others, Value("branch", 2, free | {"steps": 2} | tree)]
         case "frequent_supervision":
             return [
                 Value(unknown, rate, {"kind": "missing_targets", "rate": rate, "unknown": unknown})

@@ -38,13 +38,13 @@ class Size:
     that the loss at any step is that of a shorter training."""
 
     vocab_size: int = 512
-    hidden_size: int = 96
+    hidden_size: int = 64
     layers: int = 3
     heads: int = 4
     length: int = 128
     segment_length: int = 32
     batch: int = 16
-    steps: int = 400
+    steps: int = 320
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     validations: int = 8
@@ -54,9 +54,9 @@ class Size:
     reference_steps: int = 1200
     prompts: int = 64
     prompt_length: int = 32
-    channels: tuple[int, int] = (24, 48)
+    channels: tuple[int, int] = (16, 32)
     image_batch: int = 64
-    image_steps: int = 800
+    image_steps: int = 600
     image_sequences: int = 120
     images: int = 256
     sampling_steps: int = 25

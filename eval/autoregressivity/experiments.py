@@ -19,6 +19,7 @@ ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
 # Each is a task with the arguments (options, output), whose kind is `ablation_NAME`.
 DESIGNS: dict[str, str] = {
     "blocks": "condense.eval.autoregressivity.blocks:Blocks",
+    "classification": "condense.eval.autoregressivity.classification:Classification",
 }
 EXPERIMENTS = (*PROPERTIES, *DESIGNS)
 

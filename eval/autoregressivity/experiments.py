@@ -20,6 +20,7 @@ ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
 DESIGNS: dict[str, str] = {
     "blocks": "condense.eval.autoregressivity.blocks:Blocks",
     "classification": "condense.eval.autoregressivity.classification:Classification",
+    "sampling": "condense.eval.autoregressivity.sampling:Sampling",
 }
 EXPERIMENTS = (*PROPERTIES, *DESIGNS)
 

@@ -1,0 +1,176 @@
+"""Beam search for DDPM sampling against plain DDPM and DDIM, at equal numbers of evaluations of the network.
+
+The diffusion model of the ablations is trained once for each seed, and samples its digits in every way. Where
+candidates rival, there are fewer steps. The control draws those that go on at random.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from condense.training.autoregressivity.beam_search import beam_search, num_evaluations
+from condense.training.autoregressivity.denoiser import DenoiserModel
+from condense.training.autoregressivity.diffusion import sample, to_values
+
+from ..intervals import LINEAR, LOG, LOGIT, Scale, interval, shown
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from .digit_quality import digit_quality, held_out_quality
+from .options import AblationOptions
+from .setup import Setup, train_alone
+
+ABOUT = (
+    "Digits of one diffusion model for each seed, sampled with equal numbers of evaluations of the network for an "
+    "image. The error is that of the noise predicted on the way to an image, which beam search makes small; random "
+    "choice among as many candidates is its control. Fréchet distances and their ratios, paired by seed, have "
+    "geometric means; 95 % t intervals over seeds."
+)
+QUALITY = ("frechet_distance", "confident", "class_entropy")
+EVALUATIONS, SMALL_EVALUATIONS = (5, 25, 125), (5, 25)  # all of them are exact for each sampler
+
+
+class Sampler(NamedTuple):
+    """`candidates` of a step, of which `width` go on; 0 for the samplers that have none."""
+
+    name: Any
+    candidates: int = 0
+    width: int = 0
+
+    @property
+    def label(self) -> str:
+        if not self.candidates:
+            return self.name.upper()
+        return f"{self.name}, {self.width} of {self.candidates}"
+
+    def steps(self, evaluations: int) -> int:
+        """The steps that take this number of evaluations, which must be exact."""
+        if not self.candidates:
+            return evaluations
+        steps = 1 + (evaluations - 1) // self.candidates
+        assert num_evaluations(steps, self.candidates) == evaluations
+        return steps
+
+
+DDPM, DDIM = Sampler("ddpm"), Sampler("ddim")
+BEAMS = [Sampler("likeliest", 2, 1), Sampler("likeliest", 4, 1), Sampler("likeliest", 4, 2)]
+CONTROLS = [Sampler("random", 2, 1), Sampler("random", 4, 1)]  # at any width, the same distribution
+SAMPLERS = [DDPM, DDIM, *BEAMS, *CONTROLS]
+
+
+class Sampling(Task[int]):
+    """An item is a seed: a model, and all that it samples."""
+
+    kind = "ablation_sampling"
+    unit = "model"
+
+    def __init__(self, options: AblationOptions, output: Path):
+        self.options, self.setup = options, Setup(options, output)
+        self.evaluations = SMALL_EVALUATIONS if options.small else EVALUATIONS
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {"evaluations": list(self.evaluations), "size": asdict(self.setup.size)}
+
+    def items(self) -> Sequence[int]:
+        return range(self.options.seeds)
+
+    def key(self, item: int) -> Key:
+        return {"seed": item}
+
+    def measure(self, item: int) -> Record:
+        output = self.setup.output / "runs" / f"sampling-{item}"
+        train_alone(self.setup.image_recipe({"kind": "denoising"}, item, output))
+        model: Any = DenoiserModel.from_pretrained(output).eval()
+        ways = [(sampler, evaluations) for sampler in SAMPLERS for evaluations in self.evaluations]
+        with tqdm(ways, desc="sampling", unit="way", leave=False) as bar:
+            samples = [self._sampled(model, *way, item) for way in bar]
+        rmtree(output)
+        return {"samples": samples}
+
+    def _sampled(self, model: Any, sampler: Sampler, evaluations: int, seed: int) -> dict[str, Any]:
+        """All samplers begin with the same noise."""
+        generator, number = torch.Generator().manual_seed(seed), self.setup.size.images
+        steps, error = sampler.steps(evaluations), {}
+        if sampler.candidates:
+            found = beam_search(model, number, steps, sampler.candidates, sampler.width, sampler.name, generator)
+            images, error = found.images, {"error": float(found.errors.mean())}
+        else:
+            images = sample(model, number, steps, sampler.name, generator)
+        quality = digit_quality(to_values(images).numpy())
+        return {"sampler": sampler.label, "evaluations": evaluations, "steps": steps, **error, **quality}
+
+    def summarise(self, measured: Sequence[tuple[int, Record]]) -> dict[str, Any]:
+        return {
+            "about": ABOUT,
+            "seeds": self.options.seeds,
+            "samples": [{"seed": seed, **found} for seed, record in measured for found in record["samples"]],
+            "real_images": held_out_quality(),
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return results["samples"]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        names = [name.replace("_", " ") for name in QUALITY]
+        columns = ["evaluations", "sampler", "steps", *names, "Fréchet / DDPM's", "/ random's", "error"]
+        real = ["-", "held-out images", "-", *(f"{results['real_images'][name]:.3f}" for name in QUALITY), *"---"]
+        rows = [_row(results, sampler, evaluations) for evaluations in results["evaluations"] for sampler in SAMPLERS]
+        return [Table("sampled digits at equal evaluations", columns, [real, *rows])]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        evaluations = results["evaluations"]
+        with picture(path, columns=len(QUALITY), figsize=(13, 4)) as panels:
+            for panel, name in zip(panels, QUALITY, strict=True):
+                for number, sampler in enumerate(SAMPLERS):
+                    found = [interval(_values(results, sampler, count, name), _scale(name)) for count in evaluations]
+                    places = [at + (number - len(SAMPLERS) // 2) / 12 for at in range(len(evaluations))]
+                    style = {"ddpm": "-", "ddim": "-", "likeliest": "--", "random": ":"}[sampler.name]
+                    means = [mean for mean, *_ in found]
+                    panel.plot(places, means, style, color=f"C{number}", marker="o", ms=4, lw=1, label=sampler.label)
+                    for place, (_, low, high) in zip(places, found, strict=True):
+                        if low is not None:
+                            panel.plot([place, place], [low, high], color=f"C{number}", lw=1.5, alpha=0.5)
+                panel.axhline(results["real_images"][name], color="grey", ls="-.", lw=1, label="held-out images")
+                panel.set_xticks(range(len(evaluations)), [str(count) for count in evaluations])
+                panel.set(xlabel="evaluations of the network for an image", ylabel=name.replace("_", " "))
+                panel.grid(alpha=0.3)
+            panels[0].set_yscale("log")
+            panels[0].legend(fontsize=7)
+
+
+def _scale(name: str) -> Scale:
+    return {"frechet_distance": LOG, "confident": LOGIT}.get(name, LINEAR)
+
+
+def _values(results: Results, sampler: Sampler, evaluations: int, name: str) -> list[float]:
+    """By seed."""
+    return [
+        found[name]
+        for found in results["samples"]
+        if (found["sampler"], found["evaluations"]) == (sampler.label, evaluations) and name in found
+    ]
+
+
+def _row(results: Results, sampler: Sampler, evaluations: int) -> list[Any]:
+    distances = _values(results, sampler, evaluations, "frechet_distance")
+
+    def over(other: Sampler) -> str:
+        others = _values(results, other, evaluations, "frechet_distance")
+        return shown([one / two for one, two in zip(distances, others, strict=True)], 3, LOG)
+
+    control = next((one for one in CONTROLS if one.candidates == sampler.candidates), None)
+    return [
+        evaluations, sampler.label, sampler.steps(evaluations),
+        *(shown(_values(results, sampler, evaluations, name), 3, _scale(name)) for name in QUALITY),
+        "-" if sampler == DDPM else over(DDPM),
+        "-" if control is None or control == sampler else over(control),
+        shown(_values(results, sampler, evaluations, "error"), 4),
+    ]  # fmt: skip

@@ -27,11 +27,14 @@ from .lexicon import PAPER_PAIR, PAPER_PROMPT
 from .pretraining import Setup, trained
 from .probe import probe_accuracy
 from .steered import TRAINED_ON, Labels, Prompts, lexicon_of, num_steps, parts_of, steered, steered_block
-from .steering import CONTROLS, FEW_CONTROLS, band, pair_log_probs
+from .steering import FEW_CONTROLS, band, pair_log_probs
 from .words import Ids, encode_prompt, encode_word
 
 SOLVERS = ("dopri5", "adaptive_heun")
+CONTROLS = np.linspace(-2, 2, 9).tolist()
 TOLERANCES, FEW_TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6), (1e-3, 1e-4)  # relative; the absolute one is a tenth
+# adaptive_heun takes thousands of steps at smaller ones.
+TOLERANCES_OF_NEIGHBOURS = (1e-3, 1e-4)
 # torchdiffeq's adaptive_heun begins a step with the last slope of the one before, torchode's (by token) with a new one.
 EVALUATIONS_PER_STEP = {
     "common": {"dopri5": 6, "adaptive_heun": 1},
@@ -90,6 +93,7 @@ class Effort(Experiment[Run]):
             "steps_of_steering": num_steps(self.setup),
             "controls": self.controls,
             "tolerances": list(self.tolerances),
+            "tolerances_of_neighbours": list(TOLERANCES_OF_NEIGHBOURS),
             "lexicon": lexicon_of(self.setup).fingerprint(),
         }
 
@@ -109,7 +113,7 @@ class Effort(Experiment[Run]):
         effort = Evaluations(model, item.what)
         found = {
             "sweep": [self._sweep(effort, starts, tolerance) for tolerance in self.tolerances],
-            "neighbours": [neighbours(effort, starts, tolerance) for tolerance in self.tolerances],
+            "neighbours": [neighbours(effort, starts, tolerance) for tolerance in TOLERANCES_OF_NEIGHBOURS],
         }
         return found | {"prior": prior_share(trained("hybrid", item.seed, self.setup, self.output), self.setup)}
 
@@ -393,7 +397,7 @@ def _neighbours(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     ]
     rows = []
     for (prompts, labels), solver in product(BLOCKS, SOLVERS):
-        for number, tolerance in enumerate(results["tolerances"]):
+        for number, tolerance in enumerate(TOLERANCES_OF_NEIGHBOURS):
             found = [record["neighbours"][number] for record in _of(results, prompts, labels, solver)]
             total = sum(values["prompts"] for values in found)
             changed = [sum(values[f"{way}_changed"] for values in found) for way in ("common", "by_token")]

@@ -21,6 +21,7 @@ DESIGNS: dict[str, str] = {
     "blocks": "condense.eval.autoregressivity.blocks:Blocks",
     "classification": "condense.eval.autoregressivity.classification:Classification",
     "sampling": "condense.eval.autoregressivity.sampling:Sampling",
+    "synthetic_states": "condense.eval.autoregressivity.synthetic_states:SyntheticStates",
 }
 EXPERIMENTS = (*PROPERTIES, *DESIGNS)
 

@@ -72,9 +72,9 @@ SMALL = Size(
 class Setup:
     """The inputs of the ablations in an output folder. Raises `ValueError` for texts that can't be read."""
 
-    def __init__(self, options: AblationOptions, output: Path):
+    def __init__(self, options: AblationOptions, output: Path, size: Size | None = None):
         self.options, self.output = options, output
-        self.size = SMALL if options.small else Size()
+        self.size = size or (SMALL if options.small else Size())
         self.inputs = output / "inputs"
 
     @cached_property
@@ -94,7 +94,7 @@ class Setup:
         fingerprint = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
         return json.loads(json.dumps({"size": asdict(self.size), "texts": names, "fingerprint": fingerprint}))
 
-    def make(self) -> None:
+    def make(self, with_reference: bool = True) -> None:
         """Writes the texts, and trains the tokenizer and the reference model. Raises `ValueError` where the folder has
         those of other texts or sizes, and for a reference with another tokenizer."""
         self.inputs.mkdir(parents=True, exist_ok=True)
@@ -107,6 +107,8 @@ class Setup:
                     (folder / "described.json").write_text(json.dumps(self.described()), encoding="utf-8")
             if json.loads((self.inputs / "texts/described.json").read_text(encoding="utf-8")) != self.described():
                 raise ValueError(f"{self.output} has the models of other texts or sizes: pass another --output.")
+            if not with_reference:
+                return
             self._check_reference()
             if self.options.reference is None and not (self.inputs / "reference/model.safetensors").exists():
                 self._train_reference()
@@ -115,20 +117,21 @@ class Setup:
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.inputs / "texts/tokenizer")
 
-    def start(self, seed: int, reference: bool = False) -> Path:
+    def start(self, seed: int, reference: bool = False, hidden_size: int | None = None) -> Path:
         """The folder of a Llama with random weights and the tokenizer, from which folded and stock models start."""
-        path = self.inputs / (f"start-{'reference' if reference else seed}")
+        name = "reference" if reference else f"{seed}"
+        path = self.inputs / ("start-" + (name if hidden_size is None else f"{hidden_size}-{name}"))
         with FileLock(self.inputs / ".start-lock"):
             if not path.exists():
                 with atomic_folder(path) as folder:
                     torch.manual_seed(seed)
-                    LlamaForCausalLM(self._llama_config(reference)).save_pretrained(folder)
+                    LlamaForCausalLM(self._llama_config(reference, hidden_size)).save_pretrained(folder)
                     self.tokenizer.save_pretrained(folder)
         return path
 
-    def _llama_config(self, reference: bool) -> LlamaConfig:
+    def _llama_config(self, reference: bool, hidden_size: int | None) -> LlamaConfig:
         size = self.size
-        hidden_size = size.reference_hidden_size if reference else size.hidden_size
+        hidden_size = hidden_size or (size.reference_hidden_size if reference else size.hidden_size)
         return LlamaConfig(
             vocab_size=len(self.tokenizer),
             hidden_size=hidden_size,

@@ -55,11 +55,11 @@ def _train(cell: Cell, setup: Setup) -> Record:
         if is_image
         else setup.language_recipe(cell.model, objective, cell.seed, output)
     )
-    operations, parameters = _operations(recipe)
+    operations, parameters = count_operations(recipe)
     start = time.perf_counter()
     train_alone(recipe)
     seconds = time.perf_counter() - start
-    curve = _curve(output)
+    curve = read_curve(output)
     quality = _image_quality(output, cell.seed, setup) if is_image else _text_quality(output, cell.seed, setup)
     shutil.rmtree(output)  # the weights of a whole grid would fill a disk
     return {
@@ -72,7 +72,7 @@ def _train(cell: Cell, setup: Setup) -> Record:
     }
 
 
-def _operations(recipe: Recipe) -> tuple[float, int]:
+def count_operations(recipe: Recipe) -> tuple[float, int]:
     """Multiplications and additions of a training step, forward and backward, as torch counts them; the parameters."""
     torch.manual_seed(recipe.seed)
     config = recipe.model.load_config()
@@ -87,7 +87,7 @@ def _operations(recipe: Recipe) -> tuple[float, int]:
     return counter.get_total_flops() / COUNTED_BATCHES, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _curve(output: Path) -> list[dict[str, float]]:
+def read_curve(output: Path) -> list[dict[str, float]]:
     """The validation losses by step, as training has logged them."""
     lines = map(json.loads, (output / "log.jsonl").read_text(encoding="utf-8").splitlines())
     found = {

@@ -32,6 +32,7 @@ NEUTRAL = {
     "free_running": "{kind: free_running, steps: 1, feedback: sample}",
     "missing_targets": "{kind: missing_targets, rate: 0, unknown: free_run}",
     "partial_logits": "{kind: partial_logits, rate: 0}",
+    "synthetic_states": "{kind: synthetic_states, states: 0}",
 }
 SWITCHED = {
     "branch": "{kind: free_running, steps: 5, feedback: branch, samples: 2, width: 3}",

@@ -12,7 +12,8 @@ tokens after each of its own; the first of its own is always known, and the last
 With blocks of one token nothing is masked, and the model is the autoregressive one.
 
 The objective is the bound of absorbing diffusion on the log likelihood of a block of n tokens (MDLM), with its time
-integrated out: k of the n targets, k uniform in 1..n, are masked, and each masked target has the weight n / k.
+integrated out: k of the n targets, k uniform in 1..n, are masked, and each masked target has the weight n / k. Since
+the last token of a block is no input of it, the bound is looser than with all of the block's tokens as inputs.
 
 Axes: B rows of a batch, N columns of an input, T tokens of a chunk, K keys, D hidden size, V vocabulary.
 """
@@ -49,9 +50,9 @@ class BlockDiffusionConfig(CondenseConfig):
 
     def check(self) -> None:
         super().check()
-        if self.block_length < 1 or self.segment_length % self.block_length:
+        if type(self.block_length) is not int or self.block_length < 1 or self.segment_length % self.block_length:
             raise ValueError(
-                f"block_length={self.block_length} does not divide segment_length={self.segment_length}: choose a "
+                f"block_length={self.block_length!r} does not divide segment_length={self.segment_length}: choose a "
                 "divisor of it."
             )
         if self.depth is not None:
@@ -70,8 +71,8 @@ class Corruption(NamedTuple):
     ) -> "Corruption":
         """One draw for each block: of its n targets, k are masked, k uniform in 1..n; others have the weight 0.
 
-        `target_BN` is the token after each one, `IGNORE_INDEX` where there is none or where it is given: such a token
-        is never masked. Draws are made on the host.
+        `target_BN` is the token after each one, `IGNORE_INDEX` where there is none or where it is given, as in a
+        prompt: such a token is never masked. Draws are made on the host.
         """
         batch_size, num_columns = target_BN.shape
         block_N = block_of(torch.arange(num_columns), segment_length, block_length)
@@ -79,10 +80,11 @@ class Corruption(NamedTuple):
         is_target_BN = (target_BN != IGNORE_INDEX).cpu()
         count_BJ = torch.zeros(batch_size, num_blocks).index_add_(1, block_N, is_target_BN.float())
         number_BJ = (torch.rand(batch_size, num_blocks, generator=generator) * count_BJ).floor() + 1
-        order_BN = torch.rand(batch_size, num_columns, generator=generator).masked_fill(~is_target_BN, 2.0)
-        # The place of each target in a random order of its block: 0 for the first.
-        before_BNN = (order_BN[:, None] < order_BN[:, :, None]) & (block_N[None, :] == block_N[:, None])
-        hidden_BN = is_target_BN & (before_BNN.sum(2) < number_BJ[:, block_N])
+        # The place of each target in a random order of its block, from 0; other tokens come after the targets.
+        order_BN = torch.rand(batch_size, num_columns, generator=generator, dtype=torch.float64) / 2
+        order_BN = block_N + order_BN.masked_fill(~is_target_BN, 0.75)
+        place_BN = order_BN.argsort(dim=1).argsort(dim=1) - torch.searchsorted(block_N, block_N)
+        hidden_BN = is_target_BN & (place_BN < number_BJ[:, block_N])
         weight_BN = torch.where(hidden_BN, (count_BJ / number_BJ)[:, block_N], 0.0)
         masked_BN = torch.zeros_like(hidden_BN)
         masked_BN[:, 1:] = hidden_BN[:, :-1] & (block_N[1:] == block_N[:-1])
@@ -125,9 +127,10 @@ class RecordedKeyValues:
 
 
 class BlockDiffusionForCausalLM(CondenseForCausalLM):
-    """`model(ids)` is the clean stream, the autoregressive model; `model(ids, masked=...)` is the noisy one.
+    """`model(ids)` is the clean stream, a folded Llama; `model(ids, masked=...)` is the noisy one.
 
-    Made by `to_block_diffusion`. `generate` writes block by block.
+    Made by `to_block_diffusion`. `generate` writes block by block. Training with longer blocks than one token does not
+    train the clean stream to predict: it is what blocks see.
     """
 
     config: BlockDiffusionConfig
@@ -135,6 +138,24 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
     def __init__(self, config: BlockDiffusionConfig):
         super().__init__(config)
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, BlockDiffusionForCausalLM):
+            nn.init.normal_(module.mask_embedding, std=self.config.initializer_range)
+
+    @classmethod
+    def from_pretrained(cls, source, *model_args, **options):
+        """As `CondenseForCausalLM.from_pretrained`, of a model that was saved. Raises `ValueError` for a Llama."""
+        try:
+            return super().from_pretrained(source, *model_args, **options)
+        except ValueError as error:
+            if "mask_embedding" not in str(error):
+                raise
+            raise ValueError(
+                f"{source} has no embedding of a mask: load it with CondenseForCausalLM.from_pretrained, convert it "
+                "with to_block_diffusion, and train it."
+            ) from error
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The implementation to use; raises `ValueError` for one that takes no masks but its own."""
@@ -243,10 +264,19 @@ def likelihood_bound(
     """An unbiased estimate [B, N] of the bound on the negative log likelihood of the token after each one, in nats.
 
     `model` is a `BlockDiffusionForCausalLM`, or what trains one and calls it. The estimate of a single token is noisy:
-    it is 0 where the draw shows the token. With blocks of one token it is the negative log likelihood itself.
+    it is 0 where the draw shows the token. With blocks of one token it is the negative log likelihood itself. Tokens
+    before the first label, such as a prompt, are given.
+
+    Raises `ValueError` for tokens without a label after one that has one: targets before them would see them.
     """
     config = getattr(model, "module", model).config
     target_BN = next_labels(labels_BN)
+    is_target_BN = target_BN[:, :-1] != IGNORE_INDEX
+    if bool((is_target_BN[:, :-1] & ~is_target_BN[:, 1:]).any()):
+        raise ValueError(
+            "a token without a label (-100) follows one that has a label: within a block, targets would see it before "
+            "it is written. Label all tokens after the prompt."
+        )
     corruption = Corruption.draw(target_BN, config.segment_length, config.block_length, generator)
     logits_BNV = model(input_ids=input_ids_BN, masked=corruption.masked_BN).logits
     accurate = torch.promote_types(logits_BNV.dtype, torch.float32)

@@ -7,15 +7,20 @@ import math
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from ..cache import FoldedCache
 from ..memory import Memory
 
 ORDERS = ("confidence", "random")
-# Options of transformers' generate that would change what is written, and that blocks do not have.
-REFUSED = {"num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "use_cache": True,
-           "cache_implementation": None, "return_dict_in_generate": False}  # fmt: skip
+# Options of transformers' generate that would change what is written, and that blocks do not have, when neutral.
+REFUSED: dict[str, Any] = {
+    "num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "use_cache": True,
+    "cache_implementation": None, "return_dict_in_generate": False, "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "min_new_tokens": None, "min_length": 0, "stop_strings": None, "max_time": None,
+    "bad_words_ids": None, "sequence_bias": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -26,19 +31,21 @@ def generate_blocks(
     *,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
-    past_key_values: FoldedCache | None = None,
     max_denoising_steps: int | None = None,
-    order: str = "confidence",
+    order: str | None = None,
     streamer: Any = None,
     **options: Any,
 ) -> torch.Tensor:
     """The prompts [B, N] and after each the new tokens of a `BlockDiffusionForCausalLM`, in constant memory.
 
     `max_denoising_steps` is the number of evaluations of a block; by default one for each of its tokens. Each makes an
-    equal share of the block's tokens known: those with the highest probability (`order="confidence"`) or any
-    (`"random"`). `do_sample`, `temperature`, `top_k`, `top_p` and other processors of logits act on each place of the
-    block. A block begins where the prompt has ended and goes to the end of the block in its segment; what is written
-    after `max_new_tokens` or an end-of-sequence token is cut. `streamer.put` receives whole blocks.
+    equal share of the block's tokens known. `order` says which: any of them (`"random"`, the default with `do_sample`),
+    or those whose token has the highest probability (`"confidence"`, the default without). Sampled in that order, the
+    tokens do not follow the model's distribution: unlikely ones are drawn again. `temperature`, `top_k`, `top_p` and
+    the like act on each place of the block.
+
+    Where the prompt ends inside a block, the first block that is written is the rest of it. What is written after
+    `max_new_tokens` or an end-of-sequence token is cut. `streamer.put` receives whole blocks.
 
     Rows of a padded batch are generated one after the other. Raises `ValueError` for options that blocks do not have.
     """
@@ -46,6 +53,7 @@ def generate_blocks(
     if prompt_BN is None or prompt_BN.dim() != 2 or not prompt_BN.numel():
         raise ValueError("generate needs input_ids of shape [rows, tokens] with at least one token in each row.")
     config, others = model._prepare_generation_config(generation_config, **options)
+    order = order or ("random" if config.do_sample else "confidence")
     _check(config, others, max_denoising_steps, order, prompt_BN, streamer)
     model._prepare_special_tokens(config, attention_mask is not None, device=prompt_BN.device)
     num_new = config.max_new_tokens or (config.max_length or 0) - prompt_BN.shape[1]
@@ -53,16 +61,12 @@ def generate_blocks(
         raise ValueError(f"max_length={config.max_length} leaves no room after the prompt: set max_new_tokens.")
     settings = config, num_new, max_denoising_steps, order
     if attention_mask is None or bool(attention_mask.all()):
-        new_BA = _generate(model, prompt_BN, past_key_values, settings, streamer)
-        return torch.cat([prompt_BN, new_BA], dim=1)
-    if past_key_values is not None:
-        raise ValueError("past_key_values go with prompts of one length: leave the padding out.")
+        return torch.cat([prompt_BN, _generate(model, prompt_BN, settings, streamer)], dim=1)
     rows = [
-        _generate(model, row_N[mask_N.bool()][None], None, settings, streamer)[0]
+        _generate(model, row_N[mask_N.bool()][None], settings, streamer)[0]
         for row_N, mask_N in zip(prompt_BN, attention_mask, strict=True)
     ]
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
-    return torch.cat([prompt_BN, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)], dim=1)
+    return torch.cat([prompt_BN, pad_sequence(rows, batch_first=True, padding_value=_padding(config))], dim=1)
 
 
 def _check(config: GenerationConfig, others: dict, steps: int | None, order: str, prompt_BN, streamer) -> None:
@@ -80,27 +84,35 @@ def _check(config: GenerationConfig, others: dict, steps: int | None, order: str
         raise ValueError(f"a streamer takes one text, and the batch has {prompt_BN.shape[0]}: pass one row.")
 
 
-def _generate(model, prompt_BN, cache: FoldedCache | None, settings, streamer) -> torch.Tensor:
+def _padding(config: GenerationConfig) -> int:
+    """The token after the end of a text: as in transformers, the first end token where there is no other."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    ends = config.eos_token_id
+    return 0 if ends is None else ends if isinstance(ends, int) else ends[0]
+
+
+def _generate(model, prompt_BN, settings, streamer) -> torch.Tensor:
     config, num_new, max_steps, order = settings
-    cache = FoldedCache(model.config) if cache is None else cache
+    cache = FoldedCache(model.config)
     if streamer is not None:
         streamer.put(prompt_BN.cpu())
     if prompt_BN.shape[1] > 1:
         model(prompt_BN[:, :-1], past_key_values=cache, logits_to_keep=1)
     ends = torch.as_tensor([] if config.eos_token_id is None else config.eos_token_id, device=prompt_BN.device)
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
     written_BN, ended_B1 = prompt_BN, torch.zeros(len(prompt_BN), 1, dtype=torch.bool, device=prompt_BN.device)
     while (left := num_new - (written_BN.shape[1] - prompt_BN.shape[1])) > 0 and not bool(ended_B1.all()):
         last_B1 = written_BN[:, -1:]
-        block_BT = _denoise(model, cache, written_BN, config, max_steps, order)
+        block_BT = _denoise(model, cache, written_BN, prompt_BN.shape[1], config, max_steps, order)
         read_BT = torch.cat([last_B1, block_BT[:, :-1]], dim=1)
         model(read_BT, past_key_values=cache, logits_to_keep=1)  # the clean stream: the block is part of the text now
-        after_end_BT = torch.isin(block_BT, ends).cumsum(1).roll(1, dims=1).bool()
-        after_end_BT[:, 0] = False
-        kept_BT = block_BT.masked_fill(after_end_BT | ended_B1, pad)[:, :left]
-        ended_B1 = ended_B1 | torch.isin(kept_BT, ends).any(1, keepdim=True)
-        if bool(ended_B1.all()) and ends.numel():
-            kept_BT = kept_BT[:, : _last_end(kept_BT, ends)]
+        block_BT = block_BT[:, :left]
+        is_end_BT = torch.isin(block_BT, ends)
+        after_end_BT = (is_end_BT.cumsum(1) - is_end_BT.long() > 0) | ended_B1
+        kept_BT = block_BT.masked_fill(after_end_BT, _padding(config))
+        ended_B1 = ended_B1 | is_end_BT.any(1, keepdim=True)
+        if bool(ended_B1.all()):
+            kept_BT = kept_BT[:, : int((~after_end_BT).sum(1).max())]
         if streamer is not None:
             streamer.put(kept_BT[0].cpu())
         written_BN = torch.cat([written_BN, kept_BT], dim=1)
@@ -109,28 +121,35 @@ def _generate(model, prompt_BN, cache: FoldedCache | None, settings, streamer) -
     return written_BN[:, prompt_BN.shape[1] :]
 
 
-def _last_end(kept_BT: torch.Tensor, ends: torch.Tensor) -> int:
-    """The number of columns up to the last row's end-of-sequence token."""
-    columns = torch.isin(kept_BT, ends).any(0).nonzero()
-    return int(columns[-1]) + 1 if len(columns) else kept_BT.shape[1]
+def _denoise(
+    model,
+    cache: FoldedCache,
+    written_BN,
+    prompt_length: int,
+    config: GenerationConfig,
+    max_steps: int | None,
+    order: str,
+):
+    """The tokens [B, T] after the text `written_BN`, of which the cache has all but the last.
 
-
-def _denoise(model, cache: FoldedCache, written_BN, config: GenerationConfig, max_steps: int | None, order: str):
-    """The tokens [B, T] after the text `written_BN`, of which the cache has all but the last."""
+    The block is read from its start, as in training: its own tokens that the prompt has are known.
+    """
     offset = cache.positions.offsets[0] if cache.positions.offsets else 0
-    width = model.config.block_length - offset % model.config.block_length
-    seen = _seen(model, cache, offset)
+    num_known = offset % model.config.block_length + 1
+    start, width = offset + 1 - num_known, model.config.block_length + 1 - num_known
+    seen = _seen(model, cache, start)
     processors = model._get_logits_processor(
-        generation_config=config, input_ids_seq_length=written_BN.shape[1], device=written_BN.device, model_kwargs={}
+        generation_config=config, input_ids_seq_length=prompt_length, device=written_BN.device, model_kwargs={}
     )
+    repeated = written_BN.repeat_interleave(width, dim=0)
     token_BT = written_BN.new_zeros(len(written_BN), width)
     known_BT = torch.zeros_like(token_BT, dtype=torch.bool)
+    prefix_BT = written_BN[:, -num_known:]
     steps = min(max_steps or width, width)
     for step in range(steps):
-        read_BT = torch.cat([written_BN[:, -1:], token_BT[:, :-1]], dim=1)
-        masked_BT = torch.cat([torch.zeros_like(known_BT[:, :1]), ~known_BT[:, :-1]], dim=1)
-        logits_BTV = model.look_ahead(read_BT, masked_BT, offset, seen).float()
-        repeated = written_BN.repeat_interleave(width, dim=0)
+        read_BT = torch.cat([prefix_BT, token_BT[:, :-1]], dim=1)
+        masked_BT = torch.cat([torch.zeros_like(prefix_BT, dtype=torch.bool), ~known_BT[:, :-1]], dim=1)
+        logits_BTV = model.look_ahead(read_BT, masked_BT, start, seen)[:, num_known - 1 :].float()
         score_BTV = processors(repeated, logits_BTV.flatten(0, 1)).view_as(logits_BTV)
         probability_BTV = score_BTV.softmax(-1)
         if config.do_sample:
@@ -146,10 +165,10 @@ def _denoise(model, cache: FoldedCache, written_BN, config: GenerationConfig, ma
     return token_BT
 
 
-def _seen(model, cache: FoldedCache, offset: int) -> list[Memory | None]:
-    """What each layer sees of the text in the cache: its memory, and the current segment so far."""
+def _seen(model, cache: FoldedCache, start: int) -> list[Memory | None]:
+    """What each layer sees of the text in the cache: its memory, and the current segment up to a block's start."""
     length = model.config.segment_length
     first = 0 if cache.positions.segments and cache.positions.segments[0] else length
-    if first == length + offset:
+    if first == length + start:
         return [None] * len(cache.layers)
-    return [Memory(*(buffer[:, :, first : length + offset] for buffer in layer.buffers[:2])) for layer in cache.layers]
+    return [Memory(*(buffer[:, :, first : length + start] for buffer in layer.buffers[:2])) for layer in cache.layers]

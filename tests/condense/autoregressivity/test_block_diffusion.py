@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from condense import CondenseForCausalLM
+from condense import CondenseForCausalLM, FoldedCache
 from condense.autoregressivity import BlockDiffusionForCausalLM, Corruption, likelihood_bound, to_block_diffusion
 from condense.reference import decoder_layer, linear, rms_norm, rotate
 
@@ -128,17 +128,20 @@ def test_the_bound_is_the_mean_over_all_subsets():
 
 def test_draws_never_hide_what_is_given():
     target = random_ids(500, 17)
-    target[:, 3] = target[:, -1] = -100
+    target[:, :2] = target[:, -1] = -100
     drawn = Corruption.draw(target, SEGMENT, 3, torch.Generator().manual_seed(0))
     assert not drawn.masked_BN[:, [0, 3, 6, 9, 12, 15]].any()  # the first token of a block is known
-    assert not drawn.masked_BN[:, 4].any() and not drawn.weight_BN[:, [3, 16]].any()
+    assert not drawn.masked_BN[:, :3].any() and not drawn.weight_BN[:, [0, 1, 16]].any()
     is_target = (target != -100)[0]
     means, deviations = drawn.weight_BN.mean(0)[is_target], drawn.weight_BN.std(0)[is_target]
     assert ((means - 1).abs() < 4 * deviations / 500**0.5 + 1e-6).all()
     # A masked input is one whose target has a weight, in the token before.
-    for t in (1, 2, 4, 5, 7):
-        assert torch.equal(drawn.masked_BN[:, t], drawn.weight_BN[:, t - 1] > 0) or t == 4
-    assert set(drawn.weight_BN[:, 0:3].sum(1).round().tolist()) == {3.0}  # n / k, k times
+    for t in (4, 5, 7, 8):
+        assert torch.equal(drawn.masked_BN[:, t], drawn.weight_BN[:, t - 1] > 0)
+    assert set(drawn.weight_BN[:, 3:6].sum(1).round().tolist()) == {3.0}  # n / k, k times
+    assert set(drawn.weight_BN[:, :3].sum(1).tolist()) == {1.0}  # the only target of its block
+    hidden = (drawn.weight_BN[:, 3:6] > 0).sum(1)
+    assert (torch.bincount(hidden, minlength=4)[1:] - 500 / 3).abs().max() < 50  # k is uniform
 
 
 @pytest.mark.parametrize(("block_length", "steps"), [(3, 1), (3, 2), (3, None), (6, 2), (2, None)])
@@ -157,43 +160,14 @@ def test_generation_is_a_plain_loop_over_the_noisy_stream(block_length, steps):
                 ids = torch.tensor([text + [token or 0 for token in block[:-1]]])
                 masked = torch.zeros_like(ids, dtype=torch.bool)
                 masked[0, start + 1 :] = torch.tensor([token is None for token in block[:-1]], dtype=torch.bool)
-                # A prompt may end within a block: its own tokens are no part of the block that is written.
-                logits = noisy_after(model, ids, masked, start)
-                best = [(float(logits[i].detach().softmax(-1).max()), i) for i in range(width) if block[i] is None]
+                # The whole text through the noisy stream: also the prompt's tokens of the first block.
+                logits = model(ids, masked=masked).logits[0, start:].detach()
+                best = [(float(logits[i].softmax(-1).max()), i) for i in range(width) if block[i] is None]
                 best.sort(reverse=True)
                 for _, i in best[: -(-len(best) // (number_of_steps - step))]:
                     block[i] = int(logits[i].argmax())
             text += block
         assert written[row].tolist() == text[:21]
-
-
-def noisy_after(model, ids, masked, start):
-    """The logits of the tokens from `start` on, which see each other and, causally computed, all before them."""
-    weights, config = model.state_dict(), model.config
-    first = start // SEGMENT * SEGMENT
-    hidden = model(ids[:, :start], output_hidden_states=True).hidden_states if start else None
-    x = torch.where(
-        masked[0, start:, None], model.mask_embedding.detach(), model.model.embed_tokens.weight[ids[0, start:]]
-    )
-    positions = torch.arange(max(first - SEGMENT, 0), ids.shape[1]).double()
-    for n in range(config.num_hidden_layers):
-        w = {name.split(f"layers.{n}.")[1]: tensor for name, tensor in weights.items() if f"layers.{n}." in name}
-        before = []
-        if first:  # the memory: the layer's own outputs; the model returns the last ones after the norm
-            outputs = clean_outputs(model, ids[:, :start], n)
-            before.append(outputs[first - SEGMENT : first])
-        if start > first:
-            before.append(hidden[n][0, first:start])
-        x = bidirectional_layer(w, config, x, torch.cat([*before, x]), positions)
-    return rms_norm(x, weights["model.norm.weight"], config) @ weights["lm_head.weight"].T
-
-
-def clean_outputs(model, ids, n):
-    outputs = []
-    handle = model.model.layers[n].register_forward_hook(lambda module, given, output: outputs.append(output[0][0]))
-    model(ids)
-    handle.remove()
-    return torch.cat(outputs)
 
 
 def test_padded_prompts_equal_prompts_alone():
@@ -234,11 +208,35 @@ def test_sampling_follows_the_distribution():
     model, prompt = block_model(3), random_ids(1, 7)
     torch.manual_seed(0)
     drawn = model.generate(prompt.expand(3000, -1), max_new_tokens=1, do_sample=True, max_denoising_steps=1, top_k=0)
-    masked = torch.tensor([[False, True, True]])
-    expected = noisy_after(model, torch.cat([prompt, torch.zeros(1, 2, dtype=torch.long)], 1),
-                           torch.cat([torch.zeros(1, 6, dtype=torch.bool), masked], 1), 6)[0].softmax(-1)  # fmt: skip
+    ids = torch.cat([prompt, torch.zeros(1, 2, dtype=torch.long)], dim=1)
+    expected = model(ids, masked=torch.arange(9)[None] > 6).logits[0, 6].softmax(-1)
     share = torch.bincount(drawn[:, -1], minlength=61) / 3000
     assert (share - expected).abs().max() < 4 * 0.5 / 3000**0.5
+
+
+@pytest.mark.parametrize(("order", "holds"), [(None, True), ("confidence", False)])
+def test_sampling_over_several_steps(monkeypatch, order, holds):
+    """Where tokens are independent, each has its probability; not so where unlikely draws are repeated."""
+    model, prompt = block_model(6), random_ids(1, 7)
+    logits = torch.zeros(61, dtype=torch.float64)
+    logits[7] = 4.0  # with a probability of 0.476
+    monkeypatch.setattr(type(model), "look_ahead", lambda self, tokens, *_: logits.expand(*tokens.shape, -1))
+    torch.manual_seed(0)
+    drawn = model.generate(prompt.expand(500, -1), max_new_tokens=6, do_sample=True, top_k=0, order=order)[:, 7:]
+    share, expected = float((drawn == 7).double().mean()), float(logits.softmax(0)[7])
+    assert (abs(share - expected) < 4 * (expected * (1 - expected) / 3000) ** 0.5) is holds
+
+
+def test_rows_end_as_in_transformers():
+    """Without a padding token, a text that has ended is filled with its end token; no column is left over."""
+    llama, model, ids = tiny_model(segment_length=SEGMENT), block_model(1), random_ids(4, 8)
+    written = llama.generate(ids, max_new_tokens=12, do_sample=False)
+    for end in {int(written[0, 10]), int(written[1, 9]), int(written[2, 14])}:
+        for pad in (None, 0, end):
+            for one in (llama, model):
+                one.generation_config.pad_token_id = pad
+            options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end}
+            assert torch.equal(model.generate(ids, **options), llama.generate(ids, **options))
 
 
 def test_the_auto_class_loads_it(tmp_path):
@@ -250,10 +248,27 @@ def test_the_auto_class_loads_it(tmp_path):
     assert torch.equal(loaded(ids, masked=masked).logits, model(ids, masked=masked).logits)
 
 
+def test_a_llama_is_no_block_diffusion_model(tmp_path):
+    tiny_model(torch.float32, segment_length=32).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("condense_llama", "llama"))
+    with pytest.raises(
+        ValueError, match="has no embedding of a mask: load it with CondenseForCausalLM.from_pretrained"
+    ):
+        BlockDiffusionForCausalLM.from_pretrained(tmp_path)
+
+
 def test_refusals():
     model, ids = block_model(3), random_ids(1, 9)
     with pytest.raises(ValueError, match="block_length=4 does not divide segment_length=6: choose a divisor"):
         to_block_diffusion(tiny_model(segment_length=SEGMENT), 4)
+    for wrong in (2.0, True, 0):
+        with pytest.raises(ValueError, match=f"block_length={wrong!r} does not divide"):
+            to_block_diffusion(tiny_model(segment_length=SEGMENT), wrong)
+    labels = ids.clone()
+    labels[0, 5] = -100
+    with pytest.raises(ValueError, match=r"a token without a label \(-100\) follows one that has a label"):
+        likelihood_bound(model, ids, labels)
     with pytest.raises(ValueError, match="BlockDiffusionForCausalLM can't be converted"):
         to_block_diffusion(model)
     with pytest.raises(ValueError, match="masked is true at the first token of a block"):
@@ -269,6 +284,9 @@ def test_refusals():
         ({"max_denoising_steps": 0}, "max_denoising_steps=0: pass at least 1"),
         ({"order": "left"}, "order='left': choose one of confidence, random"),
         ({"durations": ids}, "durations: generation by blocks has no such argument"),
+        ({"past_key_values": FoldedCache(model.config)}, "past_key_values: generation by blocks has no such argument"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3: generation by blocks has it not"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2: generation by blocks has it not"),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(ids, max_new_tokens=3, **options)

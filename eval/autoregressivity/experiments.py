@@ -22,6 +22,7 @@ DESIGNS: dict[str, str] = {
     "classification": "condense.eval.autoregressivity.classification:Classification",
     "sampling": "condense.eval.autoregressivity.sampling:Sampling",
     "synthetic_states": "condense.eval.autoregressivity.synthetic_states:SyntheticStates",
+    "speech_rate": "condense.eval.autoregressivity.speech_rate:SpeechRates",
 }
 EXPERIMENTS = (*PROPERTIES, *DESIGNS)
 

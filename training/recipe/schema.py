@@ -19,6 +19,7 @@ from ..autoregressivity import (  # noqa: F401  their kinds
     multi_token,
     partial_logits,
     position_experts,
+    speech_rate,
     synthetic_states,
 )
 from ..data.digits import NUM_HELD_OUT, NUM_PIXELS

@@ -15,6 +15,7 @@ def test_all_samplers_take_the_same_evaluations():
         assert all(sampler.steps(evaluations) > 1 for sampler in SAMPLERS)
 
 
+@pytest.mark.slow
 def test_sampling_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr("condense.eval.autoregressivity.sampling.SMALL_EVALUATIONS", (5,))
     results = ablate("sampling", tmp_path, AblationOptions(small=True, seeds=1))

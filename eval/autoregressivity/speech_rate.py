@@ -1,0 +1,229 @@
+"""Talking slower: the tokens of a text have durations by a schedule; does the next-token loss change?
+
+Folded models are trained without durations, and with those of each schedule. Each reads held-out text with durations of
+one, with those of a schedule, and with the control's, which say nothing of their tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, NamedTuple
+
+import torch
+from filelock import FileLock
+
+from condense import CondenseForCausalLM, loading
+from condense.files import atomic_folder
+from condense.training.autoregressivity.speech_rate import Difficulty, SpeechRate
+
+from ..intervals import interval, shown
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from .options import AblationOptions
+from .setup import Setup, train_alone
+from .text_quality import text_quality
+
+ABOUT = (
+    "The next-token loss of held-out text where tokens have durations by a schedule, in training, in reading, or in "
+    "both. Changes are against the model that is trained and read without durations, and against the control, whose "
+    "durations say nothing of their tokens; they are paired by seed. Mean and 95 % t interval."
+)
+QUALITY = ("reference_loss", "entropy", "distinct_2")
+
+
+class Speech(NamedTuple):
+    schedule: Any
+    shuffled: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.schedule.replace('_', ' ')}{', shuffled' if self.shuffled else ''}"
+
+    @property
+    def control(self) -> "Speech | None":
+        """Both ways by difficulty have one: their durations have the same distribution."""
+        if self.shuffled or self == EVEN:
+            return None
+        return Speech("cosine" if self.schedule == "cosine" else "hard_long", True)
+
+
+EVEN = Speech("even")
+SPEECHES = [
+    EVEN, Speech("cosine"), Speech("cosine", True), Speech("hard_long"), Speech("hard_short"), Speech("hard_long", True)
+]  # fmt: skip
+
+
+class Item(NamedTuple):
+    trained: Speech
+    seed: int
+
+
+class SpeechRates(Task[Item]):
+    kind = "ablation_speech_rate"
+    unit = "model"
+
+    def __init__(self, options: AblationOptions, output: Path):
+        self.options, self.setup = options, Setup(options, output)
+
+    def settings(self) -> dict[str, Any]:
+        self.setup.make()
+        return stored(self.options) | self.setup.described()
+
+    def items(self) -> Sequence[Item]:
+        return [Item(speech, seed) for speech in SPEECHES for seed in range(self.options.seeds)]
+
+    def key(self, item: Item) -> Key:
+        return {"trained": item.trained.label, "seed": item.seed}
+
+    def measure(self, item: Item) -> Record:
+        judge, windows_BN = self._judge(item.seed), self.setup.prompts
+        model, difficulty = self._trained(item, judge), Difficulty.load(str(judge))
+        reads = SPEECHES if item.trained == EVEN else [item.trained, EVEN]
+        losses = {read.label: self.loss(model, windows_BN, read, difficulty) for read in reads}
+        prompt_length = self.setup.size.prompt_length
+        rate = self._rate(item.trained, difficulty)
+        text_BN = talk(model, rate, windows_BN[:, :prompt_length], self.setup.size.length - prompt_length, item.seed)
+        return {"losses": losses, "quality": text_quality(self.setup.reference(), text_BN, prompt_length)}
+
+    def _judge(self, seed: int) -> Path:
+        """The model that is trained without durations, and the losses that it has on some of its texts."""
+        path = self.setup.inputs / f"judge-{seed}"
+        with FileLock(self.setup.inputs / f".judge-{seed}.lock"):
+            if not path.exists():
+                model = self._train(EVEN, seed)
+                ids = torch.tensor(self.setup.tokenizer(self.setup.texts[0], verbose=False)["input_ids"])
+                windows_WN = ids[: len(ids) // self.setup.size.length * self.setup.size.length]
+                windows_WN = windows_WN.view(-1, self.setup.size.length)
+                chosen = torch.linspace(0, len(windows_WN) - 1, min(len(windows_WN), self.setup.size.prompts)).long()
+                with atomic_folder(path) as folder:
+                    Difficulty.learn(model, windows_WN[chosen]).save(folder)
+        return path
+
+    def _trained(self, item: Item, judge: Path) -> Any:
+        if item.trained == EVEN:
+            return loading.load_model(CondenseForCausalLM, str(judge), dtype=torch.float32).eval()
+        return self._train(item.trained, item.seed, judge)
+
+    def _train(self, speech: Speech, seed: int, judge: Path | None = None) -> Any:
+        output = self.setup.output / "runs" / f"speech_rate-{speech.label}-{seed}"
+        objective: dict[str, Any] = {"kind": "speech_rate", "schedule": speech.schedule, "shuffled": speech.shuffled}
+        if speech.schedule.startswith("hard"):
+            objective["judge"] = str(judge)
+        train_alone(self.setup.language_recipe("folded", objective, seed, output))
+        model = loading.load_model(CondenseForCausalLM, str(output), dtype=torch.float32).eval()
+        rmtree(output)
+        return model
+
+    def _rate(self, speech: Speech, difficulty: Difficulty) -> SpeechRate | None:
+        """None for durations of one."""
+        if speech == EVEN:
+            return None
+        judged = difficulty if speech.schedule.startswith("hard") else None
+        return SpeechRate(speech.schedule, self.setup.size.length, judged, speech.shuffled)
+
+    @torch.no_grad()
+    def loss(self, model: Any, text_BN: torch.Tensor, speech: Speech, difficulty: Difficulty) -> float:
+        """The mean next-token loss of texts that are read with these durations."""
+        rate = self._rate(speech, difficulty)
+        durations_BN = None if rate is None else rate.read(text_BN)
+        return float(model(text_BN, labels=text_BN, durations=durations_BN).loss)
+
+    def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
+        prompts, prompt_length = self.setup.prompts, self.setup.size.prompt_length
+        return {
+            "about": ABOUT,
+            "seeds": self.options.seeds,
+            "records": [{**self.key(item), **record} for item, record in measured],
+            "real_text": text_quality(self.setup.reference(), prompts, prompt_length),
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [
+            {"trained": record["trained"], "read": read, "seed": record["seed"], "loss": loss}
+            for record in results["records"]
+            for read, loss in record["losses"].items()
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        rows, qualities = [], []
+        for trained, read in _pairs():
+            control = read.control if trained in (EVEN, read) else None
+            against = "-"
+            if control is not None:
+                against = _percent(results, (trained, read), (EVEN if trained == EVEN else control, control))
+            change = "-" if trained == read == EVEN else _percent(results, (trained, read), (EVEN, EVEN))
+            losses = shown(_losses(results, trained, read), 4)
+            rows.append([trained.label, read.label, losses, change, against])
+        for speech in SPEECHES:
+            found = [record["quality"] for record in results["records"] if record["trained"] == speech.label]
+            qualities.append([speech.label, *(shown([quality[name] for quality in found]) for name in QUALITY)])
+        real = ["real text", *(f"{results['real_text'][name]:.3f}" for name in QUALITY)]
+        return [
+            Table(
+                "next-token loss by durations",
+                ["trained with", "read with", "loss", "change [%]", "against the control [%]"],
+                rows,
+            ),
+            Table(
+                "texts written with the durations of training",
+                ["durations", *(name.replace("_", " ") for name in QUALITY)],
+                [real, *qualities],
+            ),
+        ]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        pairs = [pair for pair in _pairs() if pair != (EVEN, EVEN)]
+        with picture(path, figsize=(8, 4.2)) as panel:
+            for place, pair in enumerate(pairs):
+                mean, low, high = interval(_changes(results, pair, (EVEN, EVEN)))
+                color = "tab:grey" if any(speech.shuffled for speech in pair) else "tab:blue"
+                panel.plot([mean], [place], "o", color=color, ms=5)
+                if low is not None:
+                    panel.plot([low, high], [place, place], color=color, lw=1.5)
+            panel.axvline(0, color="black", lw=0.8)
+            panel.set_yticks(range(len(pairs)), [f"{one.label}  |  {other.label}" for one, other in pairs])
+            panel.invert_yaxis()
+            panel.set_ylabel("trained with  |  read with")
+            panel.set_xlabel("change of the next-token loss [%]; grey: controls")
+            panel.grid(alpha=0.3, axis="x")
+
+
+@torch.no_grad()
+def talk(
+    model: Any, rate: SpeechRate | None, prompt_BP: torch.Tensor, num_tokens: int, seed: int
+) -> torch.Tensor:  # fmt: skip
+    """The prompts and `num_tokens` sampled tokens after each, at temperature 1, each with its duration."""
+    generator, text_BN, cache = torch.Generator().manual_seed(seed), prompt_BP, None
+    for number in range(num_tokens):
+        part_BN = text_BN[:, -1:] if number else prompt_BP
+        durations_BN = None if rate is None else rate.read(part_BN)
+        output = model(part_BN, durations=durations_BN, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        drawn_B1 = torch.multinomial(output.logits[:, -1].float().softmax(dim=-1), 1, generator=generator)
+        text_BN = torch.cat([text_BN, drawn_B1], dim=1)
+    return text_BN
+
+
+def _pairs() -> list[tuple[Speech, Speech]]:
+    """The durations of training and of reading."""
+    others = [speech for speech in SPEECHES if speech != EVEN]
+    return [*((EVEN, read) for read in SPEECHES), *((one, read) for one in others for read in (one, EVEN))]
+
+
+def _losses(results: Results, trained: Speech, read: Speech) -> list[float]:
+    """By seed."""
+    return [record["losses"][read.label] for record in results["records"] if record["trained"] == trained.label]
+
+
+def _changes(results: Results, pair: tuple[Speech, Speech], other: tuple[Speech, Speech]) -> list[float]:
+    """In percent, by seed."""
+    losses, others = _losses(results, *pair), _losses(results, *other)
+    return [100 * (one / two - 1) for one, two in zip(losses, others, strict=True)]
+
+
+def _percent(results: Results, pair: tuple[Speech, Speech], other: tuple[Speech, Speech]) -> str:
+    return shown(_changes(results, pair, other), 2)

@@ -39,12 +39,18 @@ class SyntheticStates(ObjectiveKind):
                 f"objective.states={self.states}: the accuracy of passkeys is that of a model without synthetic "
                 "states; choose another data.task, or states=0"
             )
-        length = getattr(recipe.model, "segment_length", None)
+        self._check_segments(getattr(recipe.model, "segment_length", None))
+
+    def _check_segments(self, length: int | None) -> None:
         if length is not None and length % (self.states + 1):
             raise ValueError(
                 f"model.segment_length={length} counts states, {self.states + 1} for each token with objective.states="
                 f"{self.states}: choose a multiple of {self.states + 1}"
             )
+
+    def prepare_model(self, model: Any, recipe: Any) -> Any:
+        self._check_segments(getattr(model.config, "segment_length", None))  # also where the recipe leaves it
+        return model
 
     def check_zero_3(self) -> None:
         if self.states:

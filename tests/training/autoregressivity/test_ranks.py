@@ -26,6 +26,7 @@ log_every: 1
 report_to: none
 """
 MISSING = "objective={kind: missing_targets, rate: 0.5, unknown: free_run}"
+STATES = "objective={kind: synthetic_states, states: 1}"
 SAMPLE = "objective={kind: free_running, steps: 4, feedback: sample}"
 
 
@@ -46,12 +47,13 @@ def resumed(recipe, finished, output, *overrides) -> tuple[list[float], str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_with_missing_targets_train_as_one_process(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("objective", [MISSING, STATES], ids=["missing_targets", "synthetic_states"])
+def test_two_ranks_train_as_one_process(recipe, tmp_path, monkeypatch, objective):
     """By the launcher, with checkpointing and accumulation; then resumed."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
     ranks, one, again = tmp_path / "ranks", tmp_path / "one", tmp_path / "again"
-    losses, _ = run(recipe, ranks, MISSING, "gradient_checkpointing=true", launcher=True)
-    train(load_recipe(recipe, [MISSING, f"output={one}", "micro_batch=4"]))
+    losses, _ = run(recipe, ranks, objective, "gradient_checkpointing=true", launcher=True)
+    train(load_recipe(recipe, [objective, f"output={one}", "micro_batch=4"]))
     lines, own = log_lines(one), log_lines(ranks)
     assert losses == pytest.approx([line["loss"] for line in lines], abs=1e-4)
     assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in lines], rel=1e-3)
@@ -63,7 +65,7 @@ def test_two_ranks_with_missing_targets_train_as_one_process(recipe, tmp_path, m
     next_token, _ = run(recipe, tmp_path / "plain", "gradient_checkpointing=true")
     assert next_token != pytest.approx(losses, abs=1e-2)  # the control
 
-    again_losses, printed = resumed(recipe, ranks, again, MISSING, "gradient_checkpointing=true")
+    again_losses, printed = resumed(recipe, ranks, again, objective, "gradient_checkpointing=true")
     assert "resuming from" in printed and again_losses == losses and same_weights(ranks, again)
 
 

@@ -114,6 +114,8 @@ def test_refusals(tmp_path):
     load_recipe(path)
     with pytest.raises(ValueError, match="model.segment_length=10 counts states, 3 for each token"):
         load_recipe(path, ["objective.states=2"])
+    with pytest.raises(ValueError, match="model.segment_length=5 counts states"):
+        SyntheticStates(states=1).prepare_model(small_model("condense"), None)
     with pytest.raises(ValueError, match="passkeys is that of a model without synthetic states"):
         load_recipe(path, ["data={task: passkey}"])
     with pytest.raises(ValueError, match="greater than or equal to 0"):

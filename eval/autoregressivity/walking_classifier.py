@@ -31,7 +31,7 @@ class ClassifierSize:
     learning_rate: float = 2e-3
 
 
-SMALL = ClassifierSize(hidden_size=16, blocks=1, batch=32, steps=60)
+SMALL = ClassifierSize(hidden_size=16, blocks=1, batch=32, steps=40)
 
 
 class Block(nn.Module):

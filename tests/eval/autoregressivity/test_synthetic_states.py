@@ -37,8 +37,6 @@ def test_changes_by_hand(tmp_path):
         "-6.2 [-85.7, 73.2]",
         "50.0 [50.0, 50.0]",
     ]
-    task.draw(results, tmp_path / "picture")
-    assert (tmp_path / "picture.png").exists()
 
 
 @pytest.mark.slow

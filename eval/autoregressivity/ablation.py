@@ -1,7 +1,8 @@
 """The five properties, each ablated by degrees, and what their loss costs.
 
 The cost is the relative change of the validation loss, which is the same quantity for all values of a switch: the
-next-token loss, or the loss of the predicted noise. It is paired by seed, at equal steps and at equal operations.
+next-token loss, or the loss of the predicted noise. Of k heads it is the loss of writing k tokens at a time. It is
+paired by seed, at equal steps and at equal operations.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,14 @@ from .options import AblationOptions
 from .pictures import draw_property
 from .setup import Setup
 from .text_quality import text_quality
-from .training import loss_at, trained_cell
+from .training import compared_loss, loss_at, trained_cell
 
 ABOUT = (
     "One property of structured autoregressivity, ablated by degrees. The change is that of the validation loss "
     "against the unablated model of the same seed, at equal steps, and at the step where a model has spent as many "
-    "operations as the unablated one in all of its steps. Mean over seeds and 95 % t interval."
+    "operations as the unablated one in all of its steps; a model that spends fewer is read at equal steps. Of k heads "
+    "the loss is that of writing k tokens at a time; head 1 alone, as an ordinary model, stands beside it. Mean over "
+    "seeds and 95 % t interval."
 )
 SUMMARY_ABOUT = (
     "What each property is worth: the relative change of the validation loss where it is halved, against the unablated "
@@ -92,17 +95,20 @@ class Ablation(Task[Cell]):
 
 
 def changes(pairs: Sequence[tuple[Record, Record]]) -> dict[str, list[float]]:
-    """Relative changes of the loss by seed, from pairs of an unablated and an ablated model."""
+    """Relative changes of the loss by seed, from pairs of an unablated and an ablated model.
+
+    `change` is that of the loss as generated where there is one, and `change_of_head_1` that of the next-token loss.
+    """
     found: dict[str, list[float]] = {"change": [], "change_at_equal_operations": [], "operations": []}
     for neutral, ablated in pairs:
         ratio = ablated["operations_per_step"] / neutral["operations_per_step"]
-        step = ablated["curve"][-1]["step"] / max(ratio, 1.0)  # no curve has steps beyond the last
-        found["change"].append(ablated["loss"] / neutral["loss"] - 1)
-        found["change_at_equal_operations"].append(loss_at(ablated["curve"], step) / neutral["loss"] - 1)
+        curve, name = ablated["curve"], compared_loss(ablated["curve"])
+        step = curve[-1]["step"] / max(ratio, 1.0)  # no curve has steps beyond the last
+        found["change"].append(curve[-1][name] / neutral["loss"] - 1)
+        found["change_at_equal_operations"].append(loss_at(curve, step, name) / neutral["loss"] - 1)
         found["operations"].append(ratio)
-        if "loss_as_generated" in ablated["curve"][-1]:
-            as_generated = ablated["curve"][-1]["loss_as_generated"] / neutral["loss"] - 1
-            found.setdefault("change_as_generated", []).append(as_generated)
+        if name != "loss":
+            found.setdefault("change_of_head_1", []).append(ablated["loss"] / neutral["loss"] - 1)
     return found
 
 
@@ -110,9 +116,15 @@ def _percent(values: Sequence[float]) -> str:
     return shown([100 * value for value in values], 1)
 
 
+def _at_equal_operations(value: dict[str, Any]) -> str:
+    """A model with fewer operations than the unablated one would need more steps than it has."""
+    mark = " (at equal steps)" if min(value["operations"]) < 1 else ""
+    return _percent(value["change_at_equal_operations"]) + mark
+
+
 def _cost_table(results: Results) -> Table:
     columns = ["model", "variant", "k or share", "validation loss", "change [%]", "at equal operations [%]",
-               "as generated [%]", "operations", "parameters"]  # fmt: skip
+               "head 1 alone [%]", "operations", "parameters"]  # fmt: skip
     rows = []
     for model in MODELS:
         of_model = [cell for cell in results["cells"] if cell["model"] == model]
@@ -122,11 +134,12 @@ def _cost_table(results: Results) -> Table:
         for value in (value for value in results["values"] if value["model"] == model):
             cells = [c for c in of_model if c["ablated"] != NEUTRAL
                      and (c["variant"], c["level"]) == (value["variant"], value["level"])]  # fmt: skip
-            as_generated = value.get("change_as_generated")
+            head_1 = value.get("change_of_head_1")
+            losses = [c["curve"][-1][compared_loss(c["curve"])] for c in cells]
             rows.append(
-                [model, value["variant"] or "-", f"{value['level']:g}", shown([c["loss"] for c in cells]),
-                 _percent(value["change"]), _percent(value["change_at_equal_operations"]),
-                 "-" if as_generated is None else _percent(as_generated), shown(value["operations"], 2),
+                [model, value["variant"] or "-", f"{value['level']:g}", shown(losses),
+                 _percent(value["change"]), _at_equal_operations(value),
+                 "-" if head_1 is None else _percent(head_1), shown(value["operations"], 2),
                  f"{cells[0]['parameters']:,}"]
             )  # fmt: skip
     return Table(f"{results['property'].replace('_', ' ')}: {PROPERTIES[results['property']]}", columns, rows)

@@ -2,13 +2,15 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from filelock import FileLock
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 import condense.autoregressivity  # noqa: F401  registers its models
@@ -30,20 +32,25 @@ COUNTED_BATCHES = 2  # the operations of a step are a mean over these
 def trained_cell(cell: Cell, setup: Setup) -> Record:
     """What was measured of a model of the grid; trained now where the output folder does not have it.
 
-    The record holds the validation loss by step (`curve`), operations of a step, seconds, parameters and `quality`.
-    Raises `ValueError` where the folder has that of other texts or sizes.
+    The record holds the validation loss by step (`curve`), operations of a step, parameters and `quality`. Two commands
+    may share the folder: one waits for a model that the other trains. Raises `ValueError` where the folder has that of
+    other texts, sizes or another reference model.
     """
     path = setup.output / "cells" / f"{cell.folder}.json"
-    if path.exists():
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["described"] != setup.described():
-            raise ValueError(f"{path} is of other texts or sizes: pass another --output, or delete it.")
-        return stored["record"]
-    record = _train(cell, setup)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"described": setup.described(), "record": record}), encoding="utf-8")
-    partial.replace(path)
+    with FileLock(path.with_suffix(".lock")):
+        if path.exists():
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["described"] != setup.described():
+                raise ValueError(
+                    f"{path} is of other texts or sizes, or was judged by another reference model: pass another "
+                    "--output, or delete it."
+                )
+            return stored["record"]
+        record = _train(cell, setup)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"described": setup.described(), "record": record}), encoding="utf-8")
+        partial.replace(path)
     return record
 
 
@@ -56,9 +63,7 @@ def _train(cell: Cell, setup: Setup) -> Record:
         else setup.language_recipe(cell.model, objective, cell.seed, output)
     )
     operations, parameters = count_operations(recipe)
-    start = time.perf_counter()
     train_alone(recipe)
-    seconds = time.perf_counter() - start
     curve = read_curve(output)
     quality = _image_quality(output, cell.seed, setup) if is_image else _text_quality(output, cell.seed, setup)
     shutil.rmtree(output)  # the weights of a whole grid would fill a disk
@@ -67,24 +72,48 @@ def _train(cell: Cell, setup: Setup) -> Record:
         "loss": curve[-1]["loss"],
         "operations_per_step": operations,
         "parameters": parameters,
-        "seconds": seconds,
         "quality": quality,
     }
 
 
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations of the matrix products and convolutions of a forward pass and its backward pass.
+
+    A product that runs with gradients counts three times, since its backward pass is two products of its size; one
+    without gradients, such as those of decoding, counts once. What a backward pass computes again to save memory is
+    not counted, in no model: it could as well be stored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        count = flop_registry.get(func._overloadpacket)
+        if count is None and func is not torch.ops.prim.device.default:
+            with self:
+                if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return out
+        out = func(*args, **kwargs)
+        if count is not None:
+            self.total += count(*args, **kwargs, out_val=out) * (3 if torch.is_grad_enabled() else 1)
+        return out
+
+
 def count_operations(recipe: Recipe) -> tuple[float, int]:
-    """Multiplications and additions of a training step, forward and backward, as torch counts them; the parameters."""
+    """Multiplications and additions of a training step, forward and backward; the parameters."""
     torch.manual_seed(recipe.seed)
     config = recipe.model.load_config()
     model = recipe.objective.prepare_model(recipe.model.load("auto", 0.0), recipe).train()
     examples, _ = make_examples(recipe, recipe.model.load_tokenizer(config))
     batches = StageBatches(recipe, examples, ranks=1)
-    with FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), OperationCounter() as counter:  # torch knows no count of the CPU's fused kernel
         for number in range(COUNTED_BATCHES):
             batch = batches[number]
             del batch["name"]
-            recipe.objective.losses(model, batch, recipe.objective.num_targets(batch)).loss.backward()
-    return counter.get_total_flops() / COUNTED_BATCHES, sum(parameter.numel() for parameter in model.parameters())
+            recipe.objective.losses(model, batch, recipe.objective.num_targets(batch))
+    return counter.total / COUNTED_BATCHES, sum(parameter.numel() for parameter in model.parameters())
 
 
 def read_curve(output: Path) -> list[dict[str, float]]:
@@ -100,9 +129,20 @@ def read_curve(output: Path) -> list[dict[str, float]]:
     return [{"step": step, **{n: v for n, v in losses.items() if "segment" not in n}} for step, losses in found.items()]
 
 
-def loss_at(curve: list[dict[str, float]], step: float) -> float:
-    """The validation loss at a step between two validations."""
-    return float(np.interp(step, [point["step"] for point in curve], [point["loss"] for point in curve]))
+def compared_loss(curve: list[dict[str, float]]) -> str:
+    """The loss of a model that writes as it is trained to: of k heads, not that of head 1 alone."""
+    return "loss_as_generated" if "loss_as_generated" in curve[-1] else "loss"
+
+
+def loss_at(curve: list[dict[str, float]], step: float, name: str = "loss") -> float:
+    """A validation loss at a step between two validations, as a power law of the step.
+
+    Before the first validation after the start, where no power law holds, it is one of the step + 1.
+    """
+    shift = 0 if step >= curve[1]["step"] else 1
+    points = curve if shift else curve[1:]
+    steps, losses = zip(*((np.log(point["step"] + shift), np.log(point[name])) for point in points), strict=True)
+    return float(np.exp(np.interp(np.log(step + shift), steps, losses)))
 
 
 def _text_quality(output: Path, seed: int, setup: Setup) -> dict[str, float]:

@@ -1,12 +1,18 @@
 """The grid of ablations: what is trained, how it is compared, and one property from end to end."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from math import log
+from time import sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from condense.eval.autoregressivity import training
 from condense.eval.autoregressivity.ablation import Ablation, Summary, changes
 from condense.eval.autoregressivity.experiments import EXPERIMENTS, ablate, ablate_all
 from condense.eval.autoregressivity.grid import (
@@ -23,6 +29,8 @@ from condense.eval.autoregressivity.setup import Setup
 from condense.eval.autoregressivity.text_quality import generate, text_quality
 from condense.eval.autoregressivity.training import loss_at
 from condense.eval.report import write_report
+from condense.training.data.batches import StageBatches
+from condense.training.data.tasks import make_examples
 from condense.training.recipe.objectives import OBJECTIVES
 
 SMALL = AblationOptions(small=True, seeds=1)
@@ -42,16 +50,29 @@ def test_every_value_is_an_objective_and_every_property_can_be_halved():
 
 
 def test_changes_by_hand():
-    """An ablated model with twice the operations is read at half of the steps."""
+    """An ablated model with twice the operations is read at half of the steps; k heads by the loss as generated."""
     neutral = {"loss": 2.0, "operations_per_step": 10.0}
-    curve = [{"step": 0, "loss": 5.0}, {"step": 4, "loss": 4.0}, {"step": 8, "loss": 3.0, "loss_as_generated": 3.5}]
+    curve = [{"step": 0, "loss": 5.0}, {"step": 4, "loss": 4.0}, {"step": 8, "loss": 3.0}]
     ablated = {"loss": 3.0, "operations_per_step": 20.0, "curve": curve}
-    assert changes([(neutral, ablated)]) == {
-        "change": [0.5], "change_at_equal_operations": [1.0], "operations": [2.0], "change_as_generated": [0.75],
-    }  # fmt: skip
-    assert loss_at(curve, 6) == 3.5
+    expected = {"change": [0.5], "change_at_equal_operations": [1.0], "operations": [2.0]}
+    assert_close(changes([(neutral, ablated)]), expected)
     cheaper = ablated | {"operations_per_step": 5.0}
-    assert changes([(neutral, cheaper)])["change_at_equal_operations"] == [0.5]
+    assert changes([(neutral, cheaper)])["change_at_equal_operations"] == pytest.approx([0.5])
+    heads = ablated | {"curve": [point | {"loss_as_generated": point["loss"] + 1} for point in curve]}
+    as_generated = {"change": [1.0], "change_at_equal_operations": [1.5], "operations": [2.0]}
+    assert_close(changes([(neutral, heads)]), as_generated | {"change_of_head_1": [0.5]})
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(found[name] == pytest.approx(values) for name, values in expected.items())
+
+
+def test_losses_between_validations_follow_a_power_law():
+    curve = [{"step": 0, "loss": 7.0}, *({"step": step, "loss": 9 * step**-0.3} for step in (40, 80, 120, 320))]
+    for step in (40, 50, 107, 200, 320):
+        assert loss_at(curve, step) == pytest.approx(9 * step**-0.3)
+    assert loss_at(curve, 0) == pytest.approx(7) and curve[1]["loss"] < loss_at(curve, 30) < loss_at(curve, 3) < 7
 
 
 def test_the_quality_of_texts_by_hand():
@@ -91,6 +112,56 @@ def test_a_property_from_end_to_end(folder):
     costs, texts, digits = Ablation.tables(results)
     assert len(costs.rows) == 6 and texts.rows[0][0] == digits.rows[0][0] == "real"
     assert "complete supervision" in write_report(folder).read_text()
+
+
+def operations_of(folder, model, objective):
+    setup = Setup(SMALL, folder)
+    return training.count_operations(setup.language_recipe(model, objective, 0, folder / "unused"))[0]
+
+
+def test_operations_of_a_stock_llama_by_hand(folder):
+    size, vocab_size = Setup(SMALL, folder).size, len(Setup(SMALL, folder).tokenizer)
+    tokens, hidden, inner = size.batch * size.length, size.hidden_size, 40
+    weights = 4 * hidden * hidden + 3 * hidden * inner + hidden * vocab_size
+    attention = 2 * size.length * hidden  # scores and sums of values, of a token
+    expected = 3 * 2 * tokens * (weights + attention)
+    assert operations_of(folder, "stock", {"kind": "next_token"}) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("objective", [{"kind": "next_token"}, {"kind": "multi_token", "tokens": 2}])
+def test_operations_are_those_of_torch_without_what_is_computed_again(folder, objective, monkeypatch):
+    found = operations_of(folder, "folded", objective)
+    for module in ("condense.loss", "condense.autoregressivity.wrapper"):
+        monkeypatch.setattr(f"{module}.checkpoint", lambda function, *args, **options: function(*args))
+    recipe = Setup(SMALL, folder).language_recipe("folded", objective, 0, folder / "unused")
+    model = recipe.objective.prepare_model(recipe.model.load("auto", 0.0), recipe).train()
+    examples, _ = make_examples(recipe, recipe.model.load_tokenizer(recipe.model.load_config()))
+    batch = {name: value for name, value in StageBatches(recipe, examples, ranks=1)[0].items() if name != "name"}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        recipe.objective.losses(model, batch, 100).loss.backward()
+    assert found == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def test_decoding_without_gradients_counts_once(folder):
+    """One of two tokens is decoded in a forward pass of its own, beside the pass with gradients."""
+    plain = operations_of(folder, "stock", {"kind": "next_token"})
+    fed = operations_of(folder, "stock", {"kind": "free_running", "steps": 2, "feedback": "argmax"})
+    assert 1.2 * plain < fed < 1.4 * plain
+
+
+def test_two_commands_train_a_model_once(tmp_path, monkeypatch):
+    trained = []
+
+    def train(cell, setup):
+        sleep(0.2)
+        trained.append(cell)
+        return {"loss": 1.0}
+
+    monkeypatch.setattr(training, "_train", train)
+    cell, setup = cells_of("task_subdivision", range(1))[0], SimpleNamespace(output=tmp_path, described=dict)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: training.trained_cell(cell, setup), range(2)))
+    assert trained == [cell] and found == [{"loss": 1.0}] * 2
 
 
 def test_a_stopped_grid_goes_on(folder, monkeypatch):

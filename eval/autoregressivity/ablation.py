@@ -7,6 +7,7 @@ paired by seed, at equal steps and at equal operations.
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..intervals import interval, shown
@@ -15,7 +16,19 @@ from ..results import Table, run_metadata
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from .digit_quality import held_out_quality
-from .grid import IMAGES, LANGUAGE, MODELS, NEUTRAL, PROPERTIES, Cell, cells_of, is_halved, values_of
+from .grid import (
+    CONTROL,
+    IMAGES,
+    LANGUAGE,
+    MODELS,
+    NEUTRAL,
+    PROPERTIES,
+    Cell,
+    cells_of,
+    is_halved,
+    is_seen_by_loss,
+    values_of,
+)
 from .options import AblationOptions
 from .pictures import draw_property
 from .setup import Setup
@@ -30,11 +43,15 @@ ABOUT = (
     "seeds and 95 % t interval."
 )
 SUMMARY_ABOUT = (
-    "What each property is worth: the relative change of the validation loss where it is halved, against the unablated "
-    "model of the same seed. The first rank has the largest cost."
+    "The relative change of the validation loss where a property is halved, against the unablated model of the same "
+    "seed. Half of one thing has no common unit with half of another: the ranks say which of these ablations costs "
+    "more, not which property matters more. Rank 1 has the largest cost; properties whose 95 % intervals overlap share "
+    "a range of ranks. The loss of the diffusion model does not see its number of steps, which has no rank: the "
+    "Fréchet distance of its samples does. The variant `fresh` is a control: each time, other targets are missing."
 )
+BLIND = "the loss of the diffusion model has the same noise levels at any number of steps: see its samples"
 TEXT_QUALITY = ("reference_loss", "entropy", "distinct_1", "distinct_2")
-IMAGE_QUALITY = ("frechet_distance", "confident", "confidence", "class_entropy")
+IMAGE_QUALITY = ("evaluations", "frechet_distance", "confident", "confidence", "class_entropy")
 
 
 class Ablation(Task[Cell]):
@@ -48,7 +65,7 @@ class Ablation(Task[Cell]):
 
     def settings(self) -> dict[str, Any]:
         self.setup.make()
-        return stored(self.options) | {"property": self.name} | self.setup.described()
+        return stored(self.options) | {"property": self.name} | self.setup.described_with_judge()
 
     def items(self) -> Sequence[Cell]:
         return cells_of(self.name, range(self.options.seeds), self.options.small)
@@ -72,6 +89,7 @@ class Ablation(Task[Cell]):
         prompts, size = self.setup.prompts, self.setup.size
         return {
             "about": ABOUT,
+            "texts": self.setup.text_names,
             "seeds": self.options.seeds,
             "values": values,
             "cells": [{**cell._asdict(), **record} for cell, record in measured],
@@ -98,6 +116,7 @@ def changes(pairs: Sequence[tuple[Record, Record]]) -> dict[str, list[float]]:
     """Relative changes of the loss by seed, from pairs of an unablated and an ablated model.
 
     `change` is that of the loss as generated where there is one, and `change_of_head_1` that of the next-token loss.
+    `frechet_difference` is a difference, not a relative change.
     """
     found: dict[str, list[float]] = {"change": [], "change_at_equal_operations": [], "operations": []}
     for neutral, ablated in pairs:
@@ -107,6 +126,9 @@ def changes(pairs: Sequence[tuple[Record, Record]]) -> dict[str, list[float]]:
         found["change"].append(curve[-1][name] / neutral["loss"] - 1)
         found["change_at_equal_operations"].append(loss_at(curve, step, name) / neutral["loss"] - 1)
         found["operations"].append(ratio)
+        if "frechet_distance" in ablated.get("quality", {}):
+            difference = ablated["quality"]["frechet_distance"] - neutral["quality"]["frechet_distance"]
+            found.setdefault("frechet_difference", []).append(difference)
         if name != "loss":
             found.setdefault("change_of_head_1", []).append(ablated["loss"] / neutral["loss"] - 1)
     return found
@@ -142,19 +164,23 @@ def _cost_table(results: Results) -> Table:
                  "-" if head_1 is None else _percent(head_1), shown(value["operations"], 2),
                  f"{cells[0]['parameters']:,}"]
             )  # fmt: skip
-    return Table(f"{results['property'].replace('_', ' ')}: {PROPERTIES[results['property']]}", columns, rows)
+    name = results["property"]
+    title = f"{name.replace('_', ' ')}: {PROPERTIES[name]}"
+    if not all(is_seen_by_loss(name, model) for model in MODELS):
+        title += f"; {BLIND}"
+    return Table(title, columns, rows)
 
 
 def _quality_table(results: Results, models: Sequence[str]) -> Table:
     names = IMAGE_QUALITY if models == IMAGES else TEXT_QUALITY
     real = results["real_images" if models == IMAGES else "real_text"]
-    rows: list[list[Any]] = [["real", "-", "-", *(f"{real[name]:.3f}" for name in names)]]
+    rows: list[list[Any]] = [["real", "-", "-", *(f"{real[name]:.3f}" if name in real else "-" for name in names)]]
     groups: dict[tuple[Any, ...], list[dict[str, float]]] = {}
     for cell in results["cells"]:
         if cell["model"] in models:
             groups.setdefault((cell["model"], cell["variant"], cell["level"]), []).append(cell["quality"])
     for (model, variant, level), found in groups.items():
-        cells = [shown([quality[name] for quality in found]) for name in names]
+        cells = [shown([quality[name] for quality in found], 0 if name == "evaluations" else 3) for name in names]
         rows.append([model, variant or ("-" if level else "unablated"), f"{level:g}" if level else "-", *cells])
     what = "generated digits" if models == IMAGES else "generated texts"
     return Table(what, ["model", "variant", "k or share", *(name.replace("_", " ") for name in names)], rows)
@@ -173,39 +199,83 @@ class Summary:
                 for value in halved:
                     mean, low, high = interval(value["change"])
                     at_equal, *_ = interval(value["change_at_equal_operations"])
-                    rows.append({"property": name, "model": model, "variant": value["variant"], "change": mean,
-                                 "low": low, "high": high, "change_at_equal_operations": at_equal,
-                                 "is_main": value is halved[0]})  # fmt: skip
+                    row = {"property": name, "model": model, "variant": value["variant"], "change": mean,
+                           "low": low, "high": high, "change_at_equal_operations": at_equal,
+                           "is_main": value is halved[0]}  # fmt: skip
+                    if "frechet_difference" in value:
+                        row["frechet_difference"] = interval(value["frechet_difference"])
+                    rows.append(row)
         for model in MODELS:
-            main = [row for row in rows if row["model"] == model and row["is_main"]]
-            for rank, row in enumerate(sorted(main, key=lambda row: -row["change"]), 1):
-                row["rank"] = rank
+            main = [
+                row
+                for row in rows
+                if row["model"] == model and row["is_main"] and is_seen_by_loss(row["property"], model)
+            ]
+            for row in main:
+                row["ranks"] = _ranks(row, main)
         seeds = min(found["seeds"] for found in results.values())
         return {"kind": "ablation", **run_metadata(), "about": SUMMARY_ABOUT, "seeds": seeds, "rows": rows}
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        columns = ["property, halved", *(text for model in MODELS for text in (f"{model}: rank", "change [%]"))]
+        columns = ["property, halved"]
+        columns += [text for model in MODELS for text in (f"{model}: rank", "change [%]", "worst variant [%]")]
         by_place = {(row["property"], row["model"]): row for row in results["rows"] if row["is_main"]}
-        order = sorted(PROPERTIES, key=lambda name: sum(by_place[name, model]["rank"] for model in MODELS))
-        rows = [
-            [name.replace("_", " "), *(cell for model in MODELS for cell in _rank_cells(by_place[name, model]))]
-            for name in order
-        ]
+
+        def mean_rank(name: str) -> float:
+            ranks = [row["ranks"] for model in MODELS if "ranks" in (row := by_place[name, model])]
+            return fmean(sum(first_and_last) for first_and_last in ranks)
+
+        rows = []
+        for name in sorted(PROPERTIES, key=mean_rank):
+            cells = []
+            for model in MODELS:
+                row = by_place[name, model]
+                cells += [_rank(row), _change(row), _worst(row, results["rows"])] if "ranks" in row else ["-"] * 3
+            rows.append([name.replace("_", " "), *cells])
         others = [
-            [row["property"].replace("_", " "), row["model"], row["variant"] or "-", *_rank_cells(row)[1:],
-             f"{100 * row['change_at_equal_operations']:.1f}"]
+            [row["property"].replace("_", " "), row["model"], row["variant"] or "-", _change(row),
+             f"{100 * row['change_at_equal_operations']:.1f}",
+             _with_interval(row["frechet_difference"], 3) if "frechet_difference" in row else "-"]
             for row in results["rows"]
         ]  # fmt: skip
         return [
-            Table("what each property is worth", columns, rows),
-            Table("every way to halve it", ["property", "model", "variant", "change [%]", "at equal operations [%]"],
-                  others),
+            Table("what it costs to halve each property", columns, rows),
+            Table("every way to halve it", ["property", "model", "variant", "change [%]", "at equal operations [%]",
+                                            "Fréchet distance, difference"], others),
         ]  # fmt: skip
 
 
-def _rank_cells(row: dict[str, Any]) -> list[Any]:
-    change = f"{100 * row['change']:.1f}"
-    if row["low"] is not None:
-        change += f" [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
-    return [row.get("rank", "-"), change]
+def _ranks(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """The first and the last rank that the intervals leave open; of single values without intervals, one rank."""
+
+    def bounds(one: dict[str, Any]) -> tuple[float, float]:
+        return (one["change"], one["change"]) if one["low"] is None else (one["low"], one["high"])
+
+    low, high = bounds(row)
+    above = sum(bounds(other)[0] > high for other in rows)
+    below = sum(bounds(other)[1] < low for other in rows)
+    return above + 1, len(rows) - below
+
+
+def _rank(row: dict[str, Any]) -> str:
+    first, last = row["ranks"]
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _change(row: dict[str, Any]) -> str:
+    return _with_interval([None if n is None else 100 * n for n in (row["change"], row["low"], row["high"])], 1)
+
+
+def _worst(main: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """The costliest of the other variants, where it costs more than the main one."""
+    place = main["property"], main["model"]
+    others = [row for row in rows if (row["property"], row["model"]) == place and row["variant"] != CONTROL]
+    worst = max(others, key=lambda row: row["change"])
+    return "-" if worst["is_main"] else f"{worst['variant']}: {_change(worst)}"
+
+
+def _with_interval(found: Sequence[float | None], digits: int) -> str:
+    """A mean, and the ends of its interval where it has one."""
+    mean, low, high = (None if number is None else f"{number:.{digits}f}" for number in found)
+    return f"{mean}" if low is None else f"{mean} [{low}, {high}]"

@@ -49,7 +49,7 @@ class Blocks(Task[Item]):
 
     def settings(self) -> dict[str, Any]:
         self.setup.make()
-        return stored(self.options) | self.setup.described() | {"draws": DRAWS}
+        return stored(self.options) | self.setup.described_with_judge() | {"draws": DRAWS}
 
     @property
     def block_lengths(self) -> list[int]:

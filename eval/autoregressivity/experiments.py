@@ -60,13 +60,18 @@ def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None
 
 
 def ablate_all(output: Path, options: AblationOptions) -> "dict[str, Results]":
-    """Every experiment in turn, and the summary of the properties; results by the name of their files."""
+    """Every experiment in turn, and the summary of the properties; results by the name of their files.
+
+    Nothing in a process that is not the first of several.
+    """
     from ..results import write_results
     from .ablation import Summary
     from .pictures import draw_summary
 
     found = {name: ablate(name, output, options) for name in EXPERIMENTS}
     known = {name: results for name, results in found.items() if results is not None}
+    if len(known) < len(EXPERIMENTS):
+        return {}
     summary = Summary.of({name: known[name] for name in PROPERTIES})
     write_results(output / "ablation", summary, summary["rows"])
     draw_summary(summary, output / "ablation")

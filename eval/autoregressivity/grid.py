@@ -1,7 +1,7 @@
 """What is trained: for each property the values of its switch, for language models and for a diffusion model.
 
 Every property is also halved: half as many steps, half of the sharing, half of the given states, half of the targets,
-half of what a target says. These values are comparable across properties.
+half of what a target says. Half of one has no common unit with half of another.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ PROPERTIES = {
 LANGUAGE, IMAGES = ("folded", "stock"), ("diffusion",)
 MODELS = LANGUAGE + IMAGES
 NEUTRAL = "none"
+CONTROL = "fresh"  # a variant with another choice of missing targets each time: fewer targets, but as many states
 
 
 class Value(NamedTuple):
@@ -66,9 +67,12 @@ def _language(name: str) -> list[Value]:
             return [*sampled, *others, Value("branch", 2, free | {"steps": 2} | tree)]
         case "frequent_supervision":
             return [
-                Value(unknown, rate, {"kind": "missing_targets", "rate": rate, "unknown": unknown})
-                for unknown, rates in (("ignore", SHARES), ("free_run", (0.5, 0.9)))
-                for rate in rates
+                *(
+                    Value(unknown, rate, {"kind": "missing_targets", "rate": rate, "unknown": unknown})
+                    for unknown, rates in (("ignore", SHARES), ("free_run", (0.5, 0.9)))
+                    for rate in rates
+                ),
+                Value(CONTROL, 0.5, {"kind": "missing_targets", "rate": 0.5, "fixed": False}),
             ]
         case "complete_supervision":
             return [Value("", rate, {"kind": "partial_logits", "rate": rate}) for rate in SHARES]
@@ -90,9 +94,12 @@ def _images(name: str) -> list[Value]:
             return [Value("", k, denoising | {"free_running": k}) for k in KS]
         case "frequent_supervision":
             return [
-                Value(unknown, rate, denoising | {"missing": rate, "unknown": unknown})
-                for unknown, rates in (("ignore", SHARES), ("free_run", (0.5, 0.9)))
-                for rate in rates
+                *(
+                    Value(unknown, rate, denoising | {"missing": rate, "unknown": unknown})
+                    for unknown, rates in (("ignore", SHARES), ("free_run", (0.5, 0.9)))
+                    for rate in rates
+                ),
+                Value(CONTROL, 0.5, denoising | {"missing": 0.5, "fixed": False}),
             ]
         case "complete_supervision":
             return [Value("", rate, denoising | {"mask": rate}) for rate in SHARES]
@@ -107,6 +114,12 @@ def values_of(name: str, model: str, small: bool = False) -> list[Value]:
 
 def is_halved(level: float) -> bool:
     return level in (2, 0.5)
+
+
+def is_seen_by_loss(name: str, model: str) -> bool:
+    """False for a diffusion model of fewer steps: its validation has the same noise levels at any number of steps, so
+    only samples show what fewer evaluations cost."""
+    return (name, model) != ("task_subdivision", "diffusion")
 
 
 def neutral_objective(model: str) -> dict[str, Any]:

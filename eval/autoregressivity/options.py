@@ -11,7 +11,7 @@ from ..options import Option, Options
 class AblationOptions(Options):
     """The ablations of structured autoregressivity, on folded and stock Llamas and on a diffusion model of images."""
 
-    # Results are stored under the tokens of the texts, not under the names of the files.
+    # Results are stored under the texts and the weights of the reference, not under the names of the files.
     text: Annotated[
         Path | None, Option("Text to train on; default WikiText-2's training text from the hub.", may_change=True)
     ] = None
@@ -20,7 +20,10 @@ class AblationOptions(Options):
     ] = None
     reference: Annotated[
         str | None,
-        Option("Llama that judges generated texts, with the same tokenizer; default one that is trained first."),
+        Option(
+            "Llama that judges generated texts, with the same tokenizer; default one that is trained first.",
+            may_change=True,
+        ),
     ] = None
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
     ranks: Annotated[int, Option("Processes that share the models to train.", min=1, may_change=True)] = 1

@@ -5,23 +5,32 @@ from typing import Any
 
 from ..intervals import interval
 from ..results import picture
-from .grid import IMAGES, LANGUAGE, MODELS, PROPERTIES
+from .grid import IMAGES, LANGUAGE, MODELS, PROPERTIES, is_seen_by_loss
 
 KINDS = {"change": "-", "change_at_equal_operations": ":"}
+SAMPLES = {"frechet_difference": "-"}
 COLORS = {"folded": "tab:blue", "stock": "tab:orange", "diffusion": "tab:green"}
 MARKERS = "osDv^"
 
 
 def draw_property(results: dict[str, Any], path: Path) -> None:
-    """The change of the loss by the value of the switch: of language models, and beside them of the diffusion model."""
+    """The change of the loss by the value of the switch: of language models, and beside them of the diffusion model.
+
+    Both have one scale, unless the loss of the diffusion model does not see the switch: then its samples are shown.
+    """
+    name = results["property"]
     with picture(path, columns=2, figsize=(11, 4)) as panels:
         for panel, models in zip(panels, (LANGUAGE, IMAGES), strict=True):
+            is_seen = all(is_seen_by_loss(name, model) for model in models)
+            if is_seen and panel is panels[1]:
+                panel.sharey(panels[0])
             values = [value for value in results["values"] if value["model"] in models]
             variants = list(dict.fromkeys(value["variant"] for value in values))
             for model in models:
                 for variant in variants:
                     found = [v for v in values if (v["model"], v["variant"]) == (model, variant)]
-                    _draw_curves(panel, found, COLORS[model], MARKERS[variants.index(variant)], model, variant)
+                    _draw_curves(panel, found, COLORS[model], MARKERS[variants.index(variant)], model, variant,
+                                 KINDS if is_seen else SAMPLES)  # fmt: skip
             panel.axhline(0, color="grey", lw=0.8)
             is_share = all(value["level"] < 1 for value in values)
             panel.set_xlabel("share" if is_share else "k")
@@ -29,24 +38,27 @@ def draw_property(results: dict[str, Any], path: Path) -> None:
                 panel.set_xscale("log", base=2)
                 levels = sorted({1, *(value["level"] for value in values)})
                 panel.set_xticks(levels, [f"{level:g}" for level in levels])
-            panel.set_ylabel("change of the validation loss [%]")
+            panel.set_ylabel("change of the validation loss [%]" if is_seen else "difference of the Fréchet distance")
             panel.set_title(" and ".join(models), fontsize=10)
             panel.grid(alpha=0.3)
             panel.legend(fontsize=7)
 
 
-def _draw_curves(panel: Any, values: list[dict], color: str, marker: str, model: str, variant: str) -> None:
+def _draw_curves(
+    panel: Any, values: list[dict], color: str, marker: str, model: str, variant: str, kinds: dict[str, str]
+) -> None:
     if not values:
         return
     start = 0 if values[0]["level"] < 1 else 1
     levels = [start, *(value["level"] for value in values)]
-    for kind, style in KINDS.items():
-        found = [(0.0, 0.0, 0.0), *(interval([100 * change for change in value[kind]]) for value in values)]
-        label = " ".join(part for part in (model, variant) if part) if kind == "change" else None
+    for kind, style in kinds.items():
+        is_first, unit = kind == next(iter(kinds)), 1 if kinds is SAMPLES else 100
+        found = [(0.0, 0.0, 0.0), *(interval([unit * change for change in value[kind]]) for value in values)]
+        label = " ".join(part for part in (model, variant) if part) if is_first else None
         panel.plot(
             levels, [mean for mean, _, _ in found], color=color, ls=style, marker=marker, ms=4, lw=1.2, label=label
         )
-        if kind == "change" and found[-1][1] is not None:
+        if is_first and found[-1][1] is not None:
             low, high = ([values[side] for values in found] for side in (1, 2))
             panel.fill_between(levels, low, high, color=color, alpha=0.1, lw=0)
 
@@ -57,8 +69,9 @@ def draw_summary(results: dict[str, Any], path: Path) -> None:
     width = 0.8 / len(MODELS)
     with picture(path, figsize=(9, 3.8)) as panel:
         for number, model in enumerate(MODELS):
-            places = [at + (number - 1) * width for at in range(len(PROPERTIES))]
-            found = [rows[name, model] for name in PROPERTIES]
+            names = [name for name in PROPERTIES if is_seen_by_loss(name, model)]
+            places = [list(PROPERTIES).index(name) + (number - 1) * width for name in names]
+            found = [rows[name, model] for name in names]
             panel.bar(places, [100 * row["change"] for row in found], width, color=COLORS[model], label=model)
             for at, row in zip(places, found, strict=True):
                 if row["low"] is not None:

@@ -57,15 +57,15 @@ class Size:
     channels: tuple[int, int] = (16, 32)
     image_batch: int = 64
     image_steps: int = 600
-    image_sequences: int = 120
+    image_sequences: int = 80
     images: int = 256
-    sampling_steps: int = 25
+    sampling_steps: int = 40  # of 1,000, which is 25 apart: an odd number, so that all experts modulo k write
 
 
 SMALL = Size(
     vocab_size=300, hidden_size=16, layers=1, heads=2, length=32, segment_length=8, batch=4, steps=4, warmup_steps=1,
     validations=2, sequences=4, reference_hidden_size=16, reference_layers=1, reference_steps=4, prompts=4,
-    prompt_length=8, channels=(16, 16), image_batch=8, image_steps=4, image_sequences=8, images=32, sampling_steps=5,
+    prompt_length=8, channels=(16, 16), image_batch=8, image_steps=4, image_sequences=8, images=32, sampling_steps=8,
 )  # fmt: skip
 
 
@@ -86,13 +86,29 @@ class Setup:
             return read_text(self.options.text), read_text(self.options.held_out)
         return hub_text("train", OFFLINE), hub_text("test", OFFLINE)
 
+    @property
+    def text_names(self) -> str:
+        """For people: measurements are compared by the texts themselves."""
+        if self.options.text is not None and self.options.held_out is not None:
+            return f"{self.options.text.name}, {self.options.held_out.name}"
+        return "generated" if self.options.small else f"{HUB[0]} train, test"
+
     def described(self) -> dict[str, Any]:
         """All that trained models depend on."""
-        names = "generated" if self.options.small else f"{HUB[0]} train, test"
-        if self.options.text is not None and self.options.held_out is not None:
-            names = f"{self.options.text.name}, {self.options.held_out.name}"
         fingerprint = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
-        return json.loads(json.dumps({"size": asdict(self.size), "texts": names, "fingerprint": fingerprint}))
+        return json.loads(json.dumps({"size": asdict(self.size), "fingerprint": fingerprint}))
+
+    def described_with_judge(self) -> dict[str, Any]:
+        """All that measurements of samples depend on: with the weights of the reference model, which `make` makes."""
+        return self.described() | {"reference_fingerprint": self._reference_fingerprint}
+
+    @cached_property
+    def _reference_fingerprint(self) -> str:
+        weights = hashlib.sha256()
+        for name, tensor in sorted(self.reference().state_dict().items()):
+            weights.update(name.encode())
+            weights.update(tensor.contiguous().view(torch.uint8).numpy())
+        return weights.hexdigest()
 
     def make(self, with_reference: bool = True) -> None:
         """Writes the texts, and trains the tokenizer and the reference model. Raises `ValueError` where the folder has

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 import condense.autoregressivity  # noqa: F401  registers its models
-from condense.training.autoregressivity.denoiser import DenoiserModel
+from condense.training.autoregressivity.denoiser import LONGEST, DenoiserModel
 from condense.training.autoregressivity.diffusion import sample, to_values
 from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
@@ -41,7 +41,7 @@ def trained_cell(cell: Cell, setup: Setup) -> Record:
     with FileLock(path.with_suffix(".lock")):
         if path.exists():
             stored = json.loads(path.read_text(encoding="utf-8"))
-            if stored["described"] != setup.described():
+            if stored["described"] != setup.described_with_judge():
                 raise ValueError(
                     f"{path} is of other texts or sizes, or was judged by another reference model: pass another "
                     "--output, or delete it."
@@ -49,7 +49,7 @@ def trained_cell(cell: Cell, setup: Setup) -> Record:
             return stored["record"]
         record = _train(cell, setup)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"described": setup.described(), "record": record}), encoding="utf-8")
+        partial.write_text(json.dumps({"described": setup.described_with_judge(), "record": record}), encoding="utf-8")
         partial.replace(path)
     return record
 
@@ -155,5 +155,6 @@ def _text_quality(output: Path, seed: int, setup: Setup) -> dict[str, float]:
 def _image_quality(output: Path, seed: int, setup: Setup) -> dict[str, float]:
     model: Any = DenoiserModel.from_pretrained(output).eval()
     generator = torch.Generator().manual_seed(seed)
-    images = sample(model, setup.size.images, setup.size.sampling_steps, "ddim", generator)
-    return digit_quality(to_values(images).numpy())
+    evaluations = setup.size.sampling_steps * model.config.steps // LONGEST  # as many steps apart at any number of them
+    images = sample(model, setup.size.images, evaluations, "ddim", generator)
+    return {"evaluations": evaluations} | digit_quality(to_values(images).numpy())

@@ -68,7 +68,7 @@ class DenoiserModel(PreTrainedModel):
         return times * config.num_experts // config.steps
 
     def forward(self, images: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        """The noise [B, 1, 8, 8] in `images` [B, 1, 8, 8] at `times` [B], from 0 to `steps` - 1.
+        """The noise [B, 1, 8, 8] in `images` [B, 1, 8, 8] at `times` [B], from 0 to `steps` - 1, or between.
 
         A network is given the fraction of time as a step out of 1,000: at any T, the same number for the same noise.
         """

@@ -18,8 +18,10 @@ from .denoiser import LONGEST, Split
 from .diffusion import free_run, noise_between, noise_schedule, to_images
 from .draws import uniform
 
-# Validation takes its losses at fractions n / 25 of the time, with a noise that depends on the image alone.
-FRACTIONS = 25
+# Validation takes its losses at fractions n / 40 of the time, with a noise that depends on the image alone. They are 25
+# of 1,000 steps apart, an odd number: so experts that divide the steps modulo 2, 4 or 8 all take part.
+FRACTIONS = 40
+STEPS = (25, 50, 100, 125, 200, 250, 500, LONGEST)
 VALIDATION_SEED = 2**40
 TIMES, MASKS = 0, 1  # two draws of one seed
 SMALLEST = 2.0**-54  # half of the smallest step between uniform numbers
@@ -84,15 +86,15 @@ class Denoising(ObjectiveKind):
     )
     mask: float = Field(0.0, ge=0, lt=1, description="complete supervision: share of an image's pixels with no target")
     seed: int = Field(0, description="of missing targets and masks")
+    fixed: bool = Field(True, description="false: missing targets and masks are drawn anew each time, as a control")
 
     needs_places = True
 
     @field_validator("steps")
     @classmethod
     def _check_steps(cls, steps: int) -> int:
-        possible = [number for number in range(FRACTIONS, LONGEST + 1, FRACTIONS) if LONGEST % number == 0]
-        if steps not in possible:
-            raise ValueError(f"choose one of {', '.join(map(str, possible))}, which all have the times of validation")
+        if steps not in STEPS:
+            raise ValueError(f"choose one of {', '.join(map(str, STEPS))}, which divide 1,000")
         return steps
 
     @model_validator(mode="after")
@@ -117,8 +119,9 @@ class Denoising(ObjectiveKind):
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         images, places = to_images(batch["input_ids"]), batch["places"]
         noise, times = draw(places, self.steps)
-        known, known_share = self._known(places, times)
-        states, target = self._states(model, images, places, known, noise, times)
+        seed = self.seed if self.fixed else int(torch.randint(2**62, ()))
+        known, known_share = self._known(seed, places, times)
+        states, target = self._states(model, images, places, seed, known, noise, times)
         predicted = model(states, times)
         if known is None:
             loss = F.mse_loss(predicted, target)
@@ -128,25 +131,26 @@ class Denoising(ObjectiveKind):
         loss = loss * (own / num_targets)
         return Losses(loss, (loss.detach() * num_targets)[None], own[None])
 
-    def _known(self, places: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor | None, float]:
+    def _known(self, seed: int, places: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor | None, float]:
         """What has a target, broadcast with [B, 1, 8, 8], and its share over all times; None where everything has."""
         if self.missing:
-            missing = self._missing(places)
+            missing = self._missing(seed, places)
             share = 1 - int(self.missing * self.steps) / self.steps
             return ~missing.gather(1, times[:, None]).view(-1, 1, 1, 1), share
         if self.mask:
-            masked = hidden(self.seed, MASKS, places, NUM_PIXELS, self.mask)
+            masked = hidden(seed, MASKS, places, NUM_PIXELS, self.mask)
             return ~masked.view(-1, 1, SIDE, SIDE), 1 - int(self.mask * NUM_PIXELS) / NUM_PIXELS
         return None, 1.0
 
-    def _missing(self, places: torch.Tensor) -> torch.Tensor:
-        return hidden(self.seed, TIMES, places, self.steps, self.missing)
+    def _missing(self, seed: int, places: torch.Tensor) -> torch.Tensor:
+        return hidden(seed, TIMES, places, self.steps, self.missing)
 
     def _states(
         self,
         model: Any,
         images: torch.Tensor,
         places: torch.Tensor,
+        seed: int,
         known: torch.Tensor | None,
         noise: torch.Tensor,
         times: torch.Tensor,
@@ -159,7 +163,7 @@ class Denoising(ObjectiveKind):
             first = self._group_start(times)
         elif self.missing and self.unknown == "free_run":
             assert known is not None
-            first = torch.where(known.flatten(), self._last_known_state(self._missing(places), times), times)
+            first = torch.where(known.flatten(), self._last_known_state(self._missing(seed, places), times), times)
         else:
             first = times
         states = noise_schedule(self.steps).add_noise(images, noise, first)
@@ -196,7 +200,8 @@ def validation_states(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """States, noises and times at all fractions of the time but 1, where nothing is left of an image.
 
-    The noise is the same for all numbers of steps, and so are the states, within rounding.
+    States and noises are the same for all numbers of steps. The times, of which a network is given the fraction, lie
+    between two steps where there are fewer than 1,000.
     """
     fractions = torch.arange(1, FRACTIONS, device=values.device)
     keys = torch.zeros_like(values[:, 0])
@@ -205,6 +210,7 @@ def validation_states(
     noise = normal(VALIDATION_SEED, keys[:, None, None], fractions[:, None], pixel_numbers(values)).view(
         -1, 1, SIDE, SIDE
     )
-    times = (fractions * (steps // FRACTIONS) - 1).repeat(len(values))
     images = images.repeat_interleave(len(fractions), dim=0)
-    return noise_schedule(steps).add_noise(images, noise, times), noise, times
+    levels = (fractions * (LONGEST // FRACTIONS) - 1).repeat(len(values))
+    times = (fractions * (steps / FRACTIONS) - 1).repeat(len(values))  # eighths, which are exact
+    return noise_schedule(LONGEST).add_noise(images, noise, levels), noise, times

@@ -17,7 +17,11 @@ from .feedback import free_running_losses
 
 @OBJECTIVES.register
 class MissingTargets(ObjectiveKind):
-    """The target at a place in the data is missing with probability `rate`; the loss is the mean over the others."""
+    """The target at a place in the data is missing with probability `rate`; the loss is the mean over the others.
+
+    Without `fixed`, others are missing each time that a text is read, by torch's generator, which a checkpoint keeps.
+    Then the loss is divided by the expected number of targets that remain.
+    """
 
     kind: Literal["missing_targets"] = "missing_targets"
     rate: float = Field(0.0, ge=0, lt=1, description="share of targets that are missing; 0: none")
@@ -25,6 +29,7 @@ class MissingTargets(ObjectiveKind):
         "ignore", description="ignore: a missing target is still read; free_run: the likeliest token is read instead"
     )
     seed: int = Field(0, ge=0, description="of the choice of the missing targets")
+    fixed: bool = Field(True, description="false: the missing targets are drawn anew each time, as a control")
 
     needs_places: ClassVar[bool] = True
 
@@ -36,18 +41,19 @@ class MissingTargets(ObjectiveKind):
             )
 
     def missing(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """True [B, N] at the labels that are missing."""
-        labels_BN = batch["labels"]
+        """True [B, N] at the labels that are missing; others in each call without `fixed`."""
+        labels_BN, seed = batch["labels"], self.seed if self.fixed else int(torch.randint(2**62, ()))
         places_BN = batch["places"][:, None] + torch.arange(labels_BN.shape[1], device=labels_BN.device)
-        return (uniform(self.seed, places_BN) < self.rate) & (labels_BN != IGNORE_INDEX)
+        return (uniform(seed, places_BN) < self.rate) & (labels_BN != IGNORE_INDEX)
 
     def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return super().num_targets(batch) - self.missing(batch).sum()
+        every = super().num_targets(batch)
+        return every - self.missing(batch).sum() if self.fixed else (every * (1 - self.rate)).round().long()
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        missing_BN = self.missing(batch)
+        missing_BN = self.missing(batch) if self.rate else None
         batch = {name: tensor for name, tensor in batch.items() if name != "places"}
-        if not self.rate:
+        if missing_BN is None:
             return next_token_losses(model, batch, num_targets)
         batch["labels"] = batch["labels"].masked_fill(missing_BN, IGNORE_INDEX)
         num_targets = max(num_targets, 1)  # a step may be left without targets

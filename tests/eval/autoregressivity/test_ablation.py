@@ -1,6 +1,7 @@
 """The grid of ablations: what is trained, how it is compared, and one property from end to end."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from math import log
 from time import sleep
@@ -16,6 +17,8 @@ from condense.eval.autoregressivity import training
 from condense.eval.autoregressivity.ablation import Ablation, Summary, changes
 from condense.eval.autoregressivity.experiments import EXPERIMENTS, ablate, ablate_all
 from condense.eval.autoregressivity.grid import (
+    CONTROL,
+    KS,
     MODELS,
     NEUTRAL,
     PROPERTIES,
@@ -25,10 +28,14 @@ from condense.eval.autoregressivity.grid import (
     values_of,
 )
 from condense.eval.autoregressivity.options import AblationOptions
-from condense.eval.autoregressivity.setup import Setup
+from condense.eval.autoregressivity.pictures import draw_summary
+from condense.eval.autoregressivity.setup import SMALL as SMALL_SIZE
+from condense.eval.autoregressivity.setup import Setup, Size
 from condense.eval.autoregressivity.text_quality import generate, text_quality
 from condense.eval.autoregressivity.training import loss_at
 from condense.eval.report import write_report
+from condense.eval.results import write_results
+from condense.training.autoregressivity.denoiser import LONGEST
 from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
 from condense.training.recipe.objectives import OBJECTIVES
@@ -158,7 +165,7 @@ def test_two_commands_train_a_model_once(tmp_path, monkeypatch):
         return {"loss": 1.0}
 
     monkeypatch.setattr(training, "_train", train)
-    cell, setup = cells_of("task_subdivision", range(1))[0], SimpleNamespace(output=tmp_path, described=dict)
+    cell, setup = cells_of("task_subdivision", range(1))[0], SimpleNamespace(output=tmp_path, described_with_judge=dict)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: training.trained_cell(cell, setup), range(2)))
     assert trained == [cell] and found == [{"loss": 1.0}] * 2
@@ -174,18 +181,81 @@ def test_a_stopped_grid_goes_on(folder, monkeypatch):
     assert len(neutral) == 3 and all(again.measure(cell)["loss"] for cell in neutral)
 
 
-def test_the_summary_ranks_by_cost():
-    def found(change):
-        value = {"variant": "", "level": 2, "change": [change, change], "change_at_equal_operations": [0.0, 0.0]}
+def test_the_summary_ranks_by_cost(tmp_path):
+    """Means 10, 50, -10, 20, 0 % with half-widths of 63.5 times the difference of two seeds."""
+
+    def found(change, difference, **further):
+        value = {"variant": "", "level": 2, "change": [change, change + difference],
+                 "change_at_equal_operations": [0.0, 0.0], **further}  # fmt: skip
         return {"seeds": 2, "values": [value | {"model": model} for model in MODELS]}
 
     changes_of = dict(zip(PROPERTIES, (0.1, 0.5, -0.1, 0.2, 0.0), strict=True))
-    results = Summary.of({name: found(change) for name, change in changes_of.items()})
-    first, every = Summary.tables(results)
-    assert [row[0] for row in first.rows] == [
-        "weight sharing", "frequent supervision", "task subdivision", "complete supervision", "teacher forcing",
-    ]  # fmt: skip
-    assert [row[1] for row in first.rows] == [1, 2, 3, 4, 5] and len(every.rows) == 15
+    results = {name: found(change, 0.0) for name, change in changes_of.items()}
+    summary = Summary.of(results)
+    write_results(tmp_path / "ablation", summary, summary["rows"])
+    draw_summary(summary, tmp_path / "ablation")
+    first, every = Summary.tables(json.loads((tmp_path / "ablation.json").read_text()))
+    names = [row[0] for row in first.rows]
+    assert names[:2] == ["weight sharing", "frequent supervision"] and names[-1] == "teacher forcing"
+    by_name = {row[0]: row for row in first.rows}
+    assert [by_name[name.replace("_", " ")][1] for name in PROPERTIES] == ["3", "1", "5", "2", "4"]
+    # The loss of the diffusion model does not see its steps; the others have the ranks 1 to 4 there.
+    assert by_name["task subdivision"][7:] == ["-"] * 3
+    assert [by_name[name.replace("_", " ")][7] for name in list(PROPERTIES)[1:]] == ["1", "4", "2", "3"]
+    assert len(every.rows) == 15
+
+    results["frequent_supervision"] = found(0.2, 0.02)  # from 0.083 to 0.337
+    results["complete_supervision"] = found(0.0, -0.002)  # below it
+    for model in MODELS:
+        values = results["weight_sharing"]["values"]
+        values += [value | {"variant": name, "change": [change] * 2} for name, change in (("w", 0.7), (CONTROL, 0.9))
+                   for value in values[:3] if value["model"] == model]  # fmt: skip
+    first, _ = Summary.tables(Summary.of(results))
+    by_name = {row[0]: row for row in first.rows}
+    ranks = [by_name[name.replace("_", " ")][1] for name in PROPERTIES]
+    assert ranks == ["2-3", "1", "5", "2-3", "4"]
+    assert by_name["weight sharing"][3] == "w: 70.0 [70.0, 70.0]" and by_name["teacher forcing"][3] == "-"
+
+
+def test_samples_of_fewer_steps_take_fewer_evaluations(folder):
+    """1,000 / k steps, and 40 / k evaluations, which are 25 steps of 1,000 apart and so go through all residues."""
+    ablate("task_subdivision", folder, SMALL)
+    results = json.loads((folder / "ablation_task_subdivision.json").read_text())
+    evaluations = {c["level"]: c["quality"]["evaluations"] for c in results["cells"] if c["model"] == "diffusion"}
+    assert evaluations == {0: SMALL_SIZE.sampling_steps, 2: SMALL_SIZE.sampling_steps // 2}
+    by_model = {value["model"]: value for value in results["values"]}
+    assert "frechet_difference" in by_model["diffusion"] and "change_of_head_1" in by_model["folded"]
+    assert "see its samples" in Ablation.tables(results)[0].title
+    apart = LONGEST // Size().sampling_steps
+    for k in KS:
+        assert {time % k for time in range(apart - 1, LONGEST, apart)} == set(range(k))
+        assert (LONGEST // k) % (Size().sampling_steps // k) == 0
+
+
+def test_measurements_are_compared_by_contents_and_not_by_names(folder, tmp_path):
+    texts = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "d.txt")]
+    for number, path in enumerate(texts):
+        path.write_text("some words " * (2 + number % 2))
+    one, other, swapped = (
+        Setup(AblationOptions(text=texts[n], held_out=texts[m]), folder) for n, m in ((0, 1), (2, 3), (1, 0))
+    )
+    assert one.described() == other.described() != swapped.described()
+    assert one.text_names == "a.txt, b.txt"
+    own = Setup(SMALL, folder).described_with_judge()
+    for name in ("copy", "changed"):
+        shutil.copytree(folder / "inputs/reference", tmp_path / name)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "changed")
+    model.lm_head.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "changed")
+    options = [AblationOptions(small=True, seeds=1, reference=str(tmp_path / name)) for name in ("copy", "changed")]
+    assert Setup(options[0], folder).described_with_judge() == own != Setup(options[1], folder).described_with_judge()
+    with pytest.raises(ValueError, match="was judged by another reference model"):
+        training.trained_cell(cells_of("complete_supervision", range(1))[0], Setup(options[1], folder))
+
+
+def test_only_the_first_process_of_all_ablations_has_results(tmp_path, monkeypatch):
+    monkeypatch.setattr("condense.eval.autoregressivity.experiments.ablate", lambda *arguments: None)
+    assert ablate_all(tmp_path, SMALL) == {} and not list(tmp_path.iterdir())
 
 
 def test_refusals(folder, tmp_path):

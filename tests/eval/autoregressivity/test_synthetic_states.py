@@ -19,7 +19,7 @@ def test_changes_by_hand(tmp_path):
     measured = []
     for item in task.items():
         loss = losses[item[1:4]] * (1 + item.seed)
-        curve = [{"step": 0, "loss": loss + 2}, {"step": 6, "loss": loss}]
+        curve = [{"step": step, "loss": loss + 2 - step / 3} for step in (0, 3, 6)]
         record = {"loss": loss, "curve": curve, "operations_per_step": operations[item[1:3]], "parameters": 1000}
         measured.append((item, record))
     results = task.results({"hidden_sizes": {"0": 16, "1": 8}}, measured)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,6 +264,19 @@ def test_masks_and_missing_targets_belong_to_the_image(model, batch, monkeypatch
     torch.testing.assert_close(parts, whole)
 
 
+@pytest.mark.parametrize("values", [{"missing": 0.6, "unknown": "free_run"}, {"mask": 0.7}])
+def test_masks_and_missing_targets_that_are_drawn_anew(model, batch, monkeypatch, values):
+    """The same loss as with a fixed choice by the seed that torch's generator gives."""
+    seen_times(None, batch, monkeypatch, [3, 9, 24, 0, 11, 17])
+    torch.manual_seed(0)
+    seeds = [int(torch.randint(2**62, ())) for _ in range(2)]
+    torch.manual_seed(0)
+    for seed in seeds:
+        found = switches(**values, fixed=False).losses(model, batch, 6 * 64).loss
+        assert torch.equal(found, switches(**values, seed=seed).losses(model, batch, 6 * 64).loss)
+    assert seeds[0] != seeds[1]
+
+
 def test_draws_differ_by_image_and_by_micro_batch(batch):
     places = torch.arange(2000) * 64
     torch.manual_seed(0)
@@ -308,11 +322,11 @@ def test_the_time_matters(model):
 def test_the_validation_loss_is_the_same_quantity_for_all_values(model, batch):
     values = batch["input_ids"]
     states, noise, times = validation_states(values, to_images(values), 1000)
-    assert len(states) == 6 * 24 and times[:24].tolist() == [40 * n - 1 for n in range(1, 25)]
-    for steps in (500, 250, 125, T):
+    assert len(states) == 6 * 39 and times[:39].tolist() == [25 * n - 1 for n in range(1, 40)]
+    for steps in denoising.STEPS:
         others = validation_states(values, to_images(values), steps)
-        assert torch.equal(others[1], noise) and torch.equal((others[2] + 1) * (1000 // steps), times + 1)
-        torch.testing.assert_close(others[0], states, atol=1e-4, rtol=0)
+        assert torch.equal(others[0], states) and torch.equal(others[1], noise)
+        assert torch.equal((others[2] + 1) * (1000 // steps), times + 1)
     expected = F.mse_loss(model(*validation_states(values, to_images(values), T)[::2]), noise)
     one_by_one = [
         switches(**ablation).evaluation_losses(model, {"input_ids": row[None]})
@@ -321,7 +335,18 @@ def test_the_validation_loss_is_the_same_quantity_for_all_values(model, batch):
     ]
     for n in range(0, 24, 6):
         sums, targets = (sum(losses[i] for losses in one_by_one[n : n + 6]) for i in (1, 2))
-        assert targets.item() == 6 * 24 * 64 and (sums / targets).item() == pytest.approx(expected.item(), rel=1e-5)
+        assert targets.item() == 6 * 39 * 64 and (sums / targets).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("split", ["interval", "modulo"])
+@pytest.mark.parametrize("k", [2, 4, 8])
+def test_validation_measures_every_expert(batch, split, k):
+    """One that never took part would not change the loss."""
+    config = DenoiserConfig(channels=[16], num_experts=k, split=split)
+    owners = SimpleNamespace(config=config)
+    _, _, times = validation_states(batch["input_ids"], to_images(batch["input_ids"]), 1000)
+    counts = DenoiserModel.owners(owners, times).long().bincount(minlength=k)
+    assert counts.min() >= 6 * (39 // k) - 6 and counts.sum() == 6 * 39
 
 
 @pytest.mark.parametrize(("sampler", "steps"), [("ddpm", 25), ("ddpm", 5), ("ddim", 5)])

@@ -76,6 +76,31 @@ def test_the_same_targets_are_missing_in_every_epoch_and_division(recipe):
     assert all(more[place][0] for place in missing if missing[place])  # what is missing at 0.5 is missing at 0.9
 
 
+def test_targets_that_are_missing_anew(recipe):
+    """Another choice in each call, the same one after a resume, which restores torch's generator; as many of them."""
+    loaded, batches = batches_of(recipe, "{kind: missing_targets, rate: 0.5, fixed: false}")
+    batch = {name: tensor for name, tensor in batches[0].items() if name != "name"}
+    torch.manual_seed(0)
+    draws = [loaded.objective.missing(batch) for _ in range(200)]
+    assert not torch.equal(draws[0], draws[1])
+    torch.manual_seed(0)
+    assert torch.equal(loaded.objective.missing(batch), draws[0])
+    labelled = batch["labels"] != -100
+    shares = torch.stack(draws).double().mean(dim=0)[labelled]
+    assert shares.min() > 0.3 and shares.max() < 0.7
+    expected = loaded.objective.num_targets(batch)
+    assert expected == (labelled.sum() * 0.5).round() == loaded.objective.num_targets(batch)
+    model = small_model("llama").to(torch.float32)
+    model.resize_token_embeddings(200)
+    losses_BN = (
+        -model(batch["input_ids"]).logits.log_softmax(-1)[:, :-1].gather(-1, batch["labels"][:, 1:, None].clamp(0))
+    )
+    kept_BN = (labelled & ~draws[0])[:, 1:]
+    torch.manual_seed(0)
+    found = loaded.objective.losses(model, batch, expected).loss
+    torch.testing.assert_close(found, losses_BN[..., 0][kept_BN].sum() / expected)
+
+
 def test_the_loss_is_the_mean_over_the_targets_that_remain(recipe):
     """For any division into micro-batches and ranks: Trainer counts the targets of all, the parts are summed."""
     model = small_model("llama").to(torch.float32)

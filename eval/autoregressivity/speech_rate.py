@@ -111,7 +111,7 @@ class SpeechRates(Task[Item]):
         objective: dict[str, Any] = {"kind": "speech_rate", "schedule": speech.schedule, "shuffled": speech.shuffled}
         if speech.schedule.startswith("hard"):
             objective["judge"] = str(judge)
-        train_alone(self.setup.language_recipe("folded", objective, seed, output))
+        train_alone(self.setup.language_recipe("folded", objective, seed, output, evaluation=None))
         model = loading.load_model(CondenseForCausalLM, str(output), dtype=torch.float32).eval()
         rmtree(output)
         return model

@@ -1,23 +1,17 @@
 """The options of the ablations. The docstring is the help text of the command."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from ..options import Option, Options
+from ..options import Option
+from ..training_options import TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblationOptions(Options):
+class AblationOptions(TrainingOptions):
     """The ablations of structured autoregressivity, on folded and stock Llamas and on a diffusion model of images."""
 
-    # Results are stored under the texts and the weights of the reference, not under the names of the files.
-    text: Annotated[
-        Path | None, Option("Text to train on; default WikiText-2's training text from the hub.", may_change=True)
-    ] = None
-    held_out: Annotated[
-        Path | None, Option("Text to validate with; default WikiText-2's test text from the hub.", may_change=True)
-    ] = None
+    # Results are stored under the weights of the reference.
     reference: Annotated[
         str | None,
         Option(
@@ -25,16 +19,4 @@ class AblationOptions(Options):
             may_change=True,
         ),
     ] = None
-    seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
     ranks: Annotated[int, Option("Processes that share the models to train.", min=1, may_change=True)] = 1
-    small: Annotated[
-        bool,
-        Option("Tiny models, a generated text and a few steps, without files or hub.", flags=("--small",)),
-    ] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.small and (self.text is not None or self.held_out is not None):
-            raise ValueError("--small makes its own text: leave out --text and --held-out, or leave out --small.")
-        if (self.text is None) != (self.held_out is None):
-            raise ValueError("--text and --held-out belong together: pass both, or none for WikiText-2 of the hub.")

@@ -33,7 +33,7 @@ from .layers import DecoderBlock, RMSNorm, decoder_stack
 from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
-from .packing import find_documents
+from .packing import PackedDocuments, find_documents
 from .recording import CROP_TOKENS
 from .segmentation import Chunk, UnpaddedBatch
 
@@ -348,13 +348,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
         if (documents := find_documents(given | more)) is not None:
-            unpacked = documents.unpack_arguments(given | more | unused)
-            if labels is None:  # the head gets no padding between documents
-                read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
-                output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
-                output.function_evaluations = read.function_evaluations
-            else:
-                output = documents.pack_output(self.forward(**unpacked))
+            output = self._forward_documents(documents, given, more | unused)
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids)
         call = self.model.prepare_call(given, labels, logits_to_keep)
@@ -375,6 +369,19 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         output.function_evaluations = call.evaluations.collect()
         call.end()
         return output if return_dict is not False else output.to_tuple()
+
+    def _forward_documents(
+        self, documents: PackedDocuments, given: dict[str, Any], more: dict[str, Any]
+    ) -> CondenseOutput:
+        """The output of several documents in a row: each is a text of its own."""
+        unpacked = documents.unpack_arguments(given | more)
+        if more["labels"] is not None:
+            return documents.pack_output(self.forward(**unpacked))
+        # The head gets no padding between documents.
+        read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
+        output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
+        output.function_evaluations = read.function_evaluations
+        return output
 
     def prepare_inputs_for_generation(
         self, input_ids, next_sequence_length=None, past_key_values=None, is_first_iteration=False, **kwargs

@@ -34,6 +34,7 @@ from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch, on_device
 from .block_generation import generate_blocks
+from .wrapper import cross_entropies
 
 ATTENTION = ("eager", "sdpa")  # those that take any mask
 
@@ -168,9 +169,17 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
             )
         return requested_attention
 
-    def forward(self, input_ids=None, masked: torch.Tensor | None = None, **arguments: Any) -> CondenseOutput:
+    def forward(
+        self,
+        input_ids=None,
+        masked: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        **arguments: Any,
+    ) -> CondenseOutput:
         """As `CondenseForCausalLM.forward`. With `masked` [B, N], boolean, the noisy stream over whole texts without
         padding: `logits` [B, N, V] of the token after each one, where the inputs at `masked` are replaced by a mask.
+        With `targets` [B, N] too, no logits and the `loss` [n] of each target other than -100, in the order of
+        `targets[targets != -100]`, for a bounded number of logits at a time.
 
         Raises `ValueError` for a mask at the first token of a block, and for arguments that the noisy stream has not.
         """
@@ -185,7 +194,11 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
                 f"{', '.join(given) or 'padding'}: the noisy stream takes input_ids of texts of one length, and masked."
             )
         self._check_masked(input_ids, masked)
-        return CondenseOutput(logits=self.lm_head(self.noisy_hidden(input_ids, masked)))
+        hidden_BND = self.noisy_hidden(input_ids, masked)
+        if targets is None:
+            return CondenseOutput(logits=self.lm_head(hidden_BND))
+        counted_BN = targets != IGNORE_INDEX
+        return CondenseOutput(loss=cross_entropies(self.lm_head, hidden_BND[counted_BN], targets[counted_BN]))
 
     def _check_masked(self, input_ids: torch.Tensor, masked_BN: torch.Tensor) -> None:
         if masked_BN.shape != input_ids.shape or masked_BN.dtype != torch.bool:
@@ -278,12 +291,12 @@ def likelihood_bound(
             "it is written. Label all tokens after the prompt."
         )
     corruption = Corruption.draw(target_BN, config.segment_length, config.block_length, generator)
-    logits_BNV = model(input_ids=input_ids_BN, masked=corruption.masked_BN).logits
-    accurate = torch.promote_types(logits_BNV.dtype, torch.float32)
-    loss_BN = F.cross_entropy(
-        logits_BNV.to(accurate).transpose(1, 2), target_BN, reduction="none", ignore_index=IGNORE_INDEX
-    )
-    return loss_BN * corruption.weight_BN
+    hidden_BN = corruption.weight_BN > 0  # only these need logits
+    loss_n = model(
+        input_ids=input_ids_BN, masked=corruption.masked_BN, targets=target_BN.masked_fill(~hidden_BN, IGNORE_INDEX)
+    ).loss
+    bound_BN = loss_n.new_zeros(target_BN.shape)
+    return bound_BN.masked_scatter(hidden_BN, loss_n * corruption.weight_BN[hidden_BN].to(loss_n.dtype))
 
 
 def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:

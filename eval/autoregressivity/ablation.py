@@ -15,7 +15,7 @@ from ..options import stored
 from ..results import Table, run_metadata
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from .digit_quality import held_out_quality
+from .digit_quality import held_out_quality, noise_quality
 from .grid import (
     CONTROL,
     IMAGES,
@@ -95,6 +95,7 @@ class Ablation(Task[Cell]):
             "cells": [{**cell._asdict(), **record} for cell, record in measured],
             "real_text": text_quality(self.setup.reference(), prompts, size.prompt_length),
             "real_images": held_out_quality(),
+            "noise_images": noise_quality(size.images),
         }
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
@@ -174,7 +175,11 @@ def _cost_table(results: Results) -> Table:
 def _quality_table(results: Results, models: Sequence[str]) -> Table:
     names = IMAGE_QUALITY if models == IMAGES else TEXT_QUALITY
     real = results["real_images" if models == IMAGES else "real_text"]
-    rows: list[list[Any]] = [["real", "-", "-", *(f"{real[name]:.3f}" if name in real else "-" for name in names)]]
+    controls = {"real": real} | ({"noise": results["noise_images"]} if models == IMAGES else {})
+    rows: list[list[Any]] = [
+        [what, "-", "-", *(f"{found[name]:.3f}" if name in found else "-" for name in names)]
+        for what, found in controls.items()
+    ]
     groups: dict[tuple[Any, ...], list[dict[str, float]]] = {}
     for cell in results["cells"]:
         if cell["model"] in models:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from condense.training.data.digits import MAX_VALUE, load_digits, split
+from condense.training.data.digits import MAX_VALUE, NUM_PIXELS, load_digits, split
 
 NUM_FEATURES = 32
 CONFIDENT = 0.9
@@ -83,6 +83,12 @@ def digit_quality(values: np.ndarray) -> dict[str, float]:
         "confidence": float(likeliest.mean()),
         "class_entropy": float(-(shares * np.log(shares.clip(1e-12))).sum()),
     }
+
+
+def noise_quality(number: int) -> dict[str, float]:
+    """The quality of images whose pixels are drawn uniformly."""
+    values = np.random.default_rng(0).integers(0, MAX_VALUE + 1, (number, NUM_PIXELS))
+    return digit_quality(values)
 
 
 def held_out_quality() -> dict[str, float]:

@@ -223,7 +223,7 @@ def measure_training(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, s
         model = models[arm]
         solver = {} if block_of(model) is None else {"solver": "euler", "gradient": gradient or "direct"}
         prepare = partial(_prepare, Contender(arm, model, solver))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
         prepare()
         saved = saved_bytes(model, partial(_loss, model, ids_BN))
         calls[name] = (prepare, partial(_step, model, optimizer, ids_BN))

@@ -38,15 +38,19 @@ def depth(name: str, output: Path, options: DepthOptions) -> "Results":
 
     Raises `ValueError` for an unknown experiment, and for texts that can't be read.
     """
+    from ..heap import reuse_freed_memory
     from ..runner import run
 
+    reuse_freed_memory()
     return run(find_experiment(name)(options, output), output)
 
 
 def depth_all(output: Path, options: DepthOptions) -> "dict[str, Results]":
     """Every experiment in turn, by name. Raises `ValueError` as `depth`, before the first of them begins."""
+    from ..heap import reuse_freed_memory
     from ..runner import run
 
+    reuse_freed_memory()
     experiments = {name: find_experiment(name)(options, output) for name in EXPERIMENTS}
     for experiment in experiments.values():
         experiment.settings()  # loads its texts and models, and keeps them

@@ -75,7 +75,7 @@ def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[st
     """
     block = block_of(model)
     log: dict[str, list[Any]] = {key: [] for key in ("loss", "gradient_norm", "block_gradient_norm", "alpha")}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setup.size.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=setup.size.learning_rate, fused=True)
     batches = _batches(setup, seed)
     model.train()
     with tqdm(range(setup.size.steps), desc=name, unit="step", leave=False) as bar:

@@ -4,7 +4,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .cache import FoldedCache
 from .configuration import CondenseConfig
-from .conversion import to_llama
+from .conversion import to_stock
 from .modeling import CondenseForCausalLM, CondenseModel
 
 AutoConfig.register(CondenseConfig.model_type, CondenseConfig)
@@ -12,4 +12,4 @@ AutoModel.register(CondenseConfig, CondenseModel)
 AutoModelForCausalLM.register(CondenseConfig, CondenseForCausalLM)
 
 __version__ = "0.1.0"
-__all__ = ["CondenseConfig", "CondenseForCausalLM", "CondenseModel", "FoldedCache", "to_llama"]
+__all__ = ["CondenseConfig", "CondenseForCausalLM", "CondenseModel", "FoldedCache", "to_stock"]

@@ -1,4 +1,4 @@
-"""`condense convert`: a Llama checkpoint to a folded one or back, with a depth block in the place of some layers."""
+"""`condense convert`: a checkpoint to a folded one or back, with a depth block in the place of some layers."""
 
 import inspect
 import re
@@ -15,7 +15,8 @@ from condense.eval.options import DTYPE_HELP, Option, Options, parameters
 
 class ModelFormat(StrEnum):
     condense = "condense"
-    llama = "llama"
+    stock = "stock"
+    llama = "llama"  # the former name of `stock`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,9 @@ class DepthPlan:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder or hub id of a Llama, or of a folded one with --to llama.")],
+    source: Annotated[
+        str, typer.Argument(help="Folder or hub id of a Llama, Mistral, Qwen2 or Qwen3, or of a folded one.")
+    ],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     segment_length: Annotated[
         int | None, typer.Option(help="Tokens of a segment; default that of the source, or 512.", show_default=False)
@@ -79,19 +82,20 @@ def convert(
         str | None, typer.Option(help="layer_output, or layer_input for Transformer-XL.", show_default=False)
     ] = None,
     to: Annotated[
-        ModelFormat, typer.Option(help="Model to write: a folded one (condense), or a stock Llama (llama).")
+        ModelFormat,
+        typer.Option(help="Model to write: a folded one (condense), or a stock one of its family (stock, or llama)."),
     ] = ModelFormat.condense,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     **depth: Any,
 ) -> None:
-    """Turns a Llama checkpoint into a folded one, or back. Weights stay as they are, but for those of layers that a
+    """Turns a checkpoint into a folded one, or back. Weights stay as they are, but for those of layers that a
     depth block replaces (docs/depth.md).
     """
-    stock = to is ModelFormat.llama
+    stock = to is not ModelFormat.condense
     given = {"segment_length": segment_length, "memory_source": memory_source}
     fields = {name: value for name, value in given.items() if value is not None}
     if stock and fields:
-        raise ValueError(f"a stock Llama has no {' or '.join(fields)}: leave the option out with --to llama.")
+        raise ValueError(f"a stock model has no {' or '.join(fields)}: leave the option out with --to {to}.")
     quiet()
     plan = BlockOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM
@@ -101,12 +105,15 @@ def convert(
 
     check_dtype(dtype)
     check_new_folder(target)
-    _check_block(load_config(CondenseConfig, source, **fields), plan, stock)
+    config = load_config(CondenseConfig, source, **fields)
+    if to is ModelFormat.llama and config.family != to:
+        raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")
+    _check_block(config, plan, stock)
     model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
     tokenizer = load_tokenizer(source, model.config)
     written = _with_block(model, plan, stock)
     _save(written, tokenizer, target)
-    form = "a stock Llama" if stock else f"segments of {model.config.segment_length} tokens"
+    form = f"a stock {written.config.model_type}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{_described_block(written)}")
 
 
@@ -115,21 +122,22 @@ def _check_block(config: Any, plan: DepthPlan | None, stock: bool) -> None:
     if plan is None and config.depth is None:
         return
     from condense.depth.conversion import check_range
-    from condense.depth.llama import check_stock
+    from condense.depth.llama import check_llama, check_stock
 
     depth, num_layers = config.depth, config.num_hidden_layers
     if plan is not None:
         check_range(config, plan.first, plan.end)
         depth, num_layers = plan.settings().to_dict(), num_layers - (plan.end - plan.first) + 1
     if stock:
+        check_llama(config)
         check_stock(depth, num_layers)
 
 
 def _with_block(model: Any, plan: DepthPlan | None, stock: bool) -> Any:
-    from condense import to_llama
+    from condense import to_stock
 
     if plan is None and model.config.depth is None:
-        return to_llama(model) if stock else model
+        return to_stock(model) if stock else model
     from condense.depth import convert_to_depth, to_depth_llama
 
     if plan is not None:

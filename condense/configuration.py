@@ -1,4 +1,4 @@
-"""The configuration of a folded Llama: the fields of a Llama, and five fields for segment recurrence."""
+"""The configuration of a folded model: the fields of a Llama, and those of segment recurrence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .families import FAMILIES, check_family, check_window, folded_fields
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront")
@@ -33,8 +35,10 @@ class CondenseConfig(LlamaConfig):
         then the next segment, `"wavefront"` runs all cells of a diagonal at once, `"auto"` chooses by size.
     depth: the settings of a depth block, which `condense.depth.convert_to_depth` puts in the place of some layers.
     position_anchor: the position of a token of fractional duration: the `"end"` or the `"start"` of its interval.
+    family: the family of the checkpoint that was folded: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
+    window: that checkpoint's fields of attention that sees the last tokens alone.
 
-    Raises `ValueError` for other values, and for a checkpoint that is not a Llama.
+    Raises `ValueError` for other values, and for a checkpoint of a family that is not folded.
     """
 
     model_type = "condense_llama"
@@ -45,6 +49,8 @@ class CondenseConfig(LlamaConfig):
     schedule: str = "auto"
     position_anchor: str = "end"
     depth: dict | None = None
+    family: str = "llama"
+    window: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -54,6 +60,8 @@ class CondenseConfig(LlamaConfig):
     def check(self) -> None:
         """Raises `ValueError` naming the first invalid field of segment recurrence."""
         _check_count("segment_length", self.segment_length)
+        check_family(self.family)
+        check_window(self.window or {}, self.segment_length)
         if self.bptt_segments is not None:
             _check_count("bptt_segments", self.bptt_segments, " or None for full backpropagation")
         for name, choices in (
@@ -72,21 +80,23 @@ class CondenseConfig(LlamaConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Reads the config of a folded or a stock Llama checkpoint; raises `ValueError` for any other."""
+        """Reads the config of a folded or a stock checkpoint; raises `ValueError` for a family that is not folded."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type")
         if model_type is None:
             raise ValueError(
                 f"{pretrained_model_name_or_path!r} has no config.json that names its model_type: pass the folder or "
-                "hub id of a Llama."
+                "hub id of a model."
             )
-        if model_type not in (cls.model_type, LlamaConfig.model_type, DEPTH_LLAMA):
+        if model_type not in (cls.model_type, DEPTH_LLAMA, *FAMILIES):
             raise ValueError(
-                f"{pretrained_model_name_or_path!r} is a checkpoint of type {model_type!r}: condense folds Llama "
-                f"checkpoints (model_type {LlamaConfig.model_type!r}) and loads its own ({cls.model_type!r}, "
-                f"{DEPTH_LLAMA!r})."
+                f"{pretrained_model_name_or_path!r} is a checkpoint of type {model_type!r}: condense folds "
+                f"checkpoints of the types {', '.join(FAMILIES)}, and loads its own ({cls.model_type}, {DEPTH_LLAMA})."
             )
-        return {**config_dict, "model_type": cls.model_type}, kwargs
+        if model_type in FAMILIES:
+            config_dict = folded_fields(model_type, config_dict)
+        given = {name: kwargs[name] for name in cls.__annotations__ if name in kwargs}  # checked with the rest
+        return {**config_dict, **given, "model_type": cls.model_type}, kwargs
 
 
 def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:

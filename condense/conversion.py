@@ -1,26 +1,30 @@
-"""Conversion of a folded model to a stock Llama: only the configuration changes."""
+"""Conversion of a folded model to a stock one of its family: only the configuration changes."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, PreTrainedModel
 
 from .configuration import OWN_ATTENTION, CondenseConfig
+from .families import family_of
 from .modeling import CondenseForCausalLM
 
 
-def to_llama(model: CondenseForCausalLM) -> LlamaForCausalLM:
-    """The stock Llama with the same weights (shared, not copied) and device, in evaluation mode.
+def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
+    """The stock model with the same weights (shared, not copied) and device, in evaluation mode: for a folded Llama a
+    `LlamaForCausalLM`, for a folded Qwen3 a `Qwen3ForCausalLM`.
 
-    It has the same attention implementation; transformers' default replaces "auto" and "blocked".
+    It has the same attention implementation; transformers' default replaces "auto" and "blocked". Raises `ValueError`
+    for a model with a depth block.
     """
     if model.config.depth is not None:
         raise ValueError(
-            "a stock Llama has no depth block: convert the model that had all of its layers, or make the stock hybrid "
+            "a stock model has no depth block: convert the model that had all of its layers, or make the stock hybrid "
             "with condense.depth.to_depth_llama."
         )
-    return with_weights_of(model, LlamaConfig, LlamaForCausalLM)
+    family = family_of(model.config)
+    return with_weights_of(model, family.config_class, family.model_class, **(model.config.window or {}))
 
 
 def with_weights_of(
@@ -28,8 +32,11 @@ def with_weights_of(
 ) -> Any:
     """A stock model with the weights of `model`, or those given; `fields` change the fields of its configuration."""
     kept = model.config.to_dict()
-    for name in [*(set(CondenseConfig.__annotations__)), "model_type", "architectures"]:
+    foreign = [name for name in LlamaConfig.__annotations__ if not hasattr(config_class, name)]
+    for name in [*CondenseConfig.__annotations__, "model_type", "architectures", *foreign]:
         kept.pop(name, None)
+    if model.config.head_dim != model.config.hidden_size // model.config.num_attention_heads:
+        kept["head_dim"] = model.config.head_dim  # a Qwen2's configuration has no such field, and its layers read it
     attention = model.config._attn_implementation
     attention = None if attention in OWN_ATTENTION else attention
     made = model_class(config_class(**(kept | fields), attn_implementation=attention))

@@ -1,4 +1,4 @@
-"""A Llama layer over [memory ; current segment]: equations 17-20 of the folded context condensation paper.
+"""A decoder layer over [memory ; current segment]: equations 17-20 of the folded context condensation paper.
 
     X' = norm(X),  M' = norm(M)
     Q = X' W_Q,  K = [M' ; X'] W_K,  V = [M' ; X'] W_V
@@ -6,7 +6,8 @@
 
 X is the layer's input and Y its output for the current segment. The memory M is the layer's own output Y for the
 segment before or, with `memory_source="layer_input"`, its input X. M is projected once, at the end of its chunk, and
-the next segment receives its keys and values. Parameters are those of a Llama, under the same names.
+the next segment receives its keys and values. Parameters are those of a Llama, under the same names, with the biases
+and norms of the checkpoint's family.
 
 Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hidden size, H query heads, G key/value
 heads, E head dimension, x any size, 1 a broadcast axis.
@@ -21,8 +22,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from .attention import AttentionMask, AttentionMetadata, attend
-from .attention.metadata import rotate
+from .attention.metadata import RotaryTables, rotate
 from .configuration import CondenseConfig
+from .families import family_of
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk, on_device
 
@@ -72,25 +74,38 @@ class CondenseAttention(nn.Module):
         self.config = config
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
-        hidden_size, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=bias)
+        hidden_size, family = config.hidden_size, family_of(config)
+        input_bias, output_bias = family.biases(config)
+        self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.head_dim, bias=input_bias)
+        self.k_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
+        self.v_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=output_bias)
+        self.has_norms = family.query_key_norms
+        if self.has_norms:
+            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def _split_heads(self, tensor_RTx: torch.Tensor) -> torch.Tensor:
         return tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def _project_query(self, normed_RTD: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+        query_RHTE = self._split_heads(self.q_proj(normed_RTD))
+        return rotate(self.q_norm(query_RHTE) if self.has_norms else query_RHTE, rotary)
+
+    def _project_key(self, normed_RTD: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+        key_RGTE = self._split_heads(self.k_proj(normed_RTD))
+        return rotate(self.k_norm(key_RGTE) if self.has_norms else key_RGTE, rotary)
+
     def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
         """The keys and values that the next segment sees of this chunk."""
-        key_RGTE = rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.memory_rotary)
+        key_RGTE = self._project_key(normed_RTD, metadata.memory_rotary)
         return Memory(key_RGTE, self._split_heads(self.v_proj(normed_RTD)))
 
     def forward(
         self, normed_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        query_RHTE = rotate(self._split_heads(self.q_proj(normed_RTD)), metadata.rotary)
-        key_RGTE = rotate(self._split_heads(self.k_proj(normed_RTD)), metadata.rotary)
+        query_RHTE = self._project_query(normed_RTD, metadata.rotary)
+        key_RGTE = self._project_key(normed_RTD, metadata.rotary)
         value_RGTE = self._split_heads(self.v_proj(normed_RTD))
         outputs = [
             self._attend(query_RHTE[rows], key_RGTE[rows], value_RGTE[rows], mask, row_key_values, metadata.chunk)

@@ -17,10 +17,11 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from .checks import check_tokenizer
 from .configuration import DEPTH_LLAMA, CondenseConfig, check_llama_fields
+from .families import FAMILIES
 from .files import is_lfs_pointer
 
 JSON_FILES = (
@@ -34,7 +35,7 @@ JSON_FILES = (
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-LLAMAS = (LlamaConfig.model_type, CondenseConfig.model_type, DEPTH_LLAMA)
+CHECKED = (*FAMILIES, CondenseConfig.model_type, DEPTH_LLAMA)
 # The packages that register other models of this project with the Auto classes, by model type.
 REGISTERED_BY = {
     DEPTH_LLAMA: "condense.depth",
@@ -168,7 +169,7 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
     if model_type in REGISTERED_BY:
         importlib.import_module(REGISTERED_BY[model_type])
-    if model_type in LLAMAS:
+    if model_type in CHECKED:
         check_llama_fields(found["config.json"], f"{folder / 'config.json'}: ")
 
 

@@ -76,8 +76,10 @@ def decoder_layer(w, config, x_TD, context_KD, positions_K, durations_K):
     heads = []
     for head in range(config.num_attention_heads):
         group = head // heads_per_group
-        q_TE = rotate(q_THE[:, head], positions_K[num_keys - num_queries :], config)
-        k_KE = rotate(k_KGE[:, group], positions_K, config)
+        q_TE = head_norm(w, "self_attn.q_norm", q_THE[:, head], config)
+        k_KE = head_norm(w, "self_attn.k_norm", k_KGE[:, group], config)
+        q_TE = rotate(q_TE, positions_K[num_keys - num_queries :], config)
+        k_KE = rotate(k_KE, positions_K, config)
         outputs = []
         for t in range(num_queries):
             visible = num_keys - num_queries + t + 1
@@ -93,6 +95,11 @@ def decoder_layer(w, config, x_TD, context_KD, positions_K, durations_K):
 def linear(w, name, x):
     y = x @ w[f"{name}.weight"].T
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def head_norm(w, name, x, config):
+    """Some families norm the queries and keys of each head."""
+    return rms_norm(x, w[f"{name}.weight"], config) if f"{name}.weight" in w else x
 
 
 def rms_norm(x, weight, config):

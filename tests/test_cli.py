@@ -105,7 +105,7 @@ def test_sampling_has_a_seed(llama):
         (["generate", "--model", "LLAMA", "--prompt", "a", "--segment-length", "0"], "segment_length=0"),
         (["generate", "--model", "LLAMA", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["convert", "LLAMA", "out", "--segment-length", "-1"], "segment_length=-1"),
-        (["convert", "LLAMA", "out", "--segment-length", "8", "--to", "llama"], "a stock Llama has no segment_length"),
+        (["convert", "LLAMA", "out", "--segment-length", "8", "--to", "llama"], "a stock model has no segment_length"),
     ],
 )
 def test_errors_are_one_line(llama, arguments, words, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel, Llama
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
-from ..configuration import DEPTH_LLAMA
+from ..configuration import DEPTH_LLAMA, CondenseConfig
 from ..control import check_control, check_control_of_prompt, control_of_columns, zero_control
 from ..conversion import with_weights_of
 from ..modeling import CondenseForCausalLM
@@ -153,10 +153,21 @@ def check_stock(depth: dict[str, Any] | None, num_layers: int) -> DepthSettings:
 def to_depth_llama(model: CondenseForCausalLM) -> DepthLlamaForCausalLM:
     """The stock hybrid with the weights (shared, not copied) of a folded one, in evaluation mode.
 
-    Raises `ValueError` for a model without a depth block, and for one with the field `layer`.
+    Raises `ValueError` for a model without a depth block, for one with the field `layer`, and for a family other than
+    Llama.
     """
+    check_llama(model.config)
     depth = check_stock(model.config.depth, model.config.num_hidden_layers).to_dict()
     return with_weights_of(model, DepthLlamaConfig, DepthLlamaForCausalLM, depth=depth)
+
+
+def check_llama(config: CondenseConfig) -> None:
+    """Raises `ValueError` for a folded model of another family, whose stock layers take no depth block."""
+    if config.family != LlamaConfig.model_type:
+        raise ValueError(
+            f"a stock hybrid is a Llama, and this model is a folded {config.family}: keep it folded, with a segment at "
+            "least as long as the texts for the logits of full attention."
+        )
 
 
 def replace_stock_layers(

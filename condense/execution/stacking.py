@@ -249,19 +249,20 @@ class _Norm(NamedTuple):
 
 
 class StackedNorm(nn.Module):
-    """m norms over [m * R, T, D], as one with a weight [m, 1, 1, D]."""
+    """m norms over [m * R, ..., D], as one with a weight [m, 1, ..., D]."""
 
     def __init__(self, norms: list[RMSNorm]):
         super().__init__()
         self.norms = norms
 
-    def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        hidden_mRTD = hidden_RTD.unflatten(0, (len(self.norms), -1))
-        weight_m11D = torch.stack([norm.weight for norm in self.norms])[:, None, None]
-        return self.normalize(hidden_mRTD, _Norm(weight_m11D, self.norms[0].variance_epsilon)).flatten(0, 1)
+    def forward(self, hidden_RxD: torch.Tensor) -> torch.Tensor:
+        hidden_mRxD = hidden_RxD.unflatten(0, (len(self.norms), -1))
+        weight_mD = torch.stack([norm.weight for norm in self.norms])
+        weight_m1D = weight_mD.unflatten(0, (-1, *[1] * (hidden_RxD.dim() - 1)))
+        return self.normalize(hidden_mRxD, _Norm(weight_m1D, self.norms[0].variance_epsilon)).flatten(0, 1)
 
-    def normalize(self, hidden_mRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
-        return self.fused(hidden_mRTD, norm) if hidden_mRTD.is_cuda else LlamaRMSNorm.forward(norm, hidden_mRTD)
+    def normalize(self, hidden_mRxD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        return self.fused(hidden_mRxD, norm) if hidden_mRxD.is_cuda else LlamaRMSNorm.forward(norm, hidden_mRxD)
 
-    def fused(self, hidden_mRTD: torch.Tensor, norm: _Norm) -> torch.Tensor:
-        return norm.weight * F.rms_norm(hidden_mRTD, hidden_mRTD.shape[-1:], None, norm.variance_epsilon)
+    def fused(self, hidden_mRxD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        return norm.weight * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, norm.variance_epsilon)

@@ -165,7 +165,7 @@ class Setup:
         """The recipe of a language model, `folded` or `stock`."""
         size, texts = self.size, self.inputs / "texts"
         steps = fields.pop("steps", size.steps)
-        kind = {"kind": "condense", "segment_length": size.segment_length} if name == "folded" else {"kind": "llama"}
+        kind = {"kind": "condense", "segment_length": size.segment_length} if name == "folded" else {"kind": "stock"}
         return Recipe.model_validate(
             {
                 "model": {"source": str(self.start(seed)), **kind},
@@ -236,7 +236,7 @@ class Setup:
             )
 
     def _train_reference(self) -> None:
-        source = {"source": str(self.start(2**20, reference=True)), "kind": "llama"}
+        source = {"source": str(self.start(2**20, reference=True)), "kind": "stock"}
         fields: dict[str, Any] = {"steps": self.size.reference_steps, "model": source}
         recipe = self.language_recipe("stock", {"kind": "next_token"}, 0, self.inputs / "reference", **fields)
         train_alone(recipe)

@@ -77,7 +77,7 @@ class SyntheticStates(runner.Task[Cell]):
     def measure(self, item: Cell) -> Record:
         """The validation loss by step (`curve`) and at the end, operations of a step, parameters, seconds."""
         output = self.setup.output / "runs" / "-".join(map(str, item))
-        model: dict[str, Any] = {"kind": "llama"}
+        model: dict[str, Any] = {"kind": "stock"}
         if item.model == "folded":  # a segment holds as many tokens with states as without
             model = {"kind": "condense", "segment_length": self.setup.size.segment_length * (item.states + 1)}
         model["source"] = str(self.setup.start(item.seed, hidden_size=item.hidden_size))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from condense import CondenseConfig
+from condense.families import FAMILIES
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.data.summarization import prompt_ids
 
@@ -176,8 +178,9 @@ def _long_enough(texts: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor
 
 def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
     config, segments = model.config, options.segments
-    if config.model_type not in ("condense_llama", "llama"):
-        raise ValueError(f"{model.name} is a {config.model_type!r}: maps are made of folded models and of Llamas.")
+    if config.model_type not in (CondenseConfig.model_type, *FAMILIES):
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{model.name} is a {config.model_type!r}: maps are made of folded models and of {known}.")
     counts = {
         "layer": (options.layers or [], config.num_hidden_layers),
         "head": (options.heads, config.num_attention_heads),

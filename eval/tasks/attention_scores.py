@@ -60,11 +60,13 @@ def queries_and_keys(
 
 def _project(module: Any, hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Queries [1, H, T, E] and keys [1, G, T, E], not rotated."""
-    width = module.config.head_dim
-    return tuple(
-        projection(hidden_1TD).unflatten(-1, (-1, width)).transpose(1, 2)
-        for projection in (module.q_proj, module.k_proj)
-    )
+
+    def project(name: str) -> torch.Tensor:
+        heads_1TxE = getattr(module, f"{name}_proj")(hidden_1TD).unflatten(-1, (-1, module.head_dim))
+        norm = getattr(module, f"{name}_norm", None)  # of some families
+        return (heads_1TxE if norm is None else norm(heads_1TxE)).transpose(1, 2)
+
+    return project("q"), project("k")
 
 
 def scores(query_HTE: torch.Tensor, key_GKE: torch.Tensor) -> torch.Tensor:

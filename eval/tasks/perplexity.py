@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense import CondenseConfig, CondenseForCausalLM, to_llama
+from condense import CondenseConfig, CondenseForCausalLM, to_stock
 
 from ..models import EvaluatedModel, load_models
 from ..options import stored
@@ -224,7 +224,7 @@ def curve_models(evaluated: EvaluatedModel, curves: Sequence[str]) -> dict[str, 
 
 def _variant(model: CondenseForCausalLM, curve: str) -> Any:
     if curve == "full_attention":
-        return to_llama(model)
+        return to_stock(model)
     (source,) = (source for source, own in OWN_CURVES.items() if own == curve)
     if model.config.memory_source == source:
         return model

@@ -45,7 +45,9 @@ def tiny_model(dtype=torch.float64, seed=0, **fields) -> CondenseForCausalLM:
 
 
 def weights(model) -> dict:
-    return {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+    """The state dict in float64; a tied head is left out, since its weight is the embedding's."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    return {name: tensor.detach().double() for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def random_ids(batch_size: int, num_tokens: int, seed: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, to_stock
 
 from .models import random_ids, tiny_model
 
@@ -51,7 +51,7 @@ def test_a_round_trip_keeps_the_logits(variant, tmp_path):
     assert type(again) is CondenseForCausalLM and again.config.segment_length == 6
     assert torch.equal(again(ids).logits, short(ids).logits)
 
-    to_llama(again).save_pretrained(tmp_path / "back")
+    to_stock(again).save_pretrained(tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
     torch.testing.assert_close(LlamaForCausalLM.from_pretrained(tmp_path / "back")(ids).logits, expected)
 
@@ -65,7 +65,7 @@ def test_rope_scaling_reaches_the_memory():
     ids = random_ids(1, 13)
     assert not torch.allclose(scaled(ids).logits, plain(ids).logits, atol=1e-3)
     frequencies = scaled.model.rotary_emb.inv_freq
-    torch.testing.assert_close(frequencies.float(), to_llama(scaled).model.rotary_emb.inv_freq)
+    torch.testing.assert_close(frequencies.float(), to_stock(scaled).model.rotary_emb.inv_freq)
 
 
 def test_a_new_process_loads_a_saved_model(tmp_path):
@@ -86,10 +86,10 @@ def test_a_new_process_loads_a_saved_model(tmp_path):
 def test_conversion_keeps_bfloat16(tmp_path):
     stock_llama().to(torch.bfloat16).save_pretrained(tmp_path)
     model = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=5, attn_implementation="sdpa")
-    assert model.dtype == torch.bfloat16 and to_llama(model).dtype == torch.bfloat16
+    assert model.dtype == torch.bfloat16 and to_stock(model).dtype == torch.bfloat16
     assert model(random_ids(2, 13)).logits.isfinite().all()
-    assert to_llama(model).model.rotary_emb.inv_freq.dtype == torch.float32
-    assert torch.equal(to_llama(model)(random_ids(2, 5)).logits, model(random_ids(2, 5)).logits)
+    assert to_stock(model).model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(to_stock(model)(random_ids(2, 5)).logits, model(random_ids(2, 5)).logits)
     assert model(random_ids(2, 13), labels=random_ids(2, 13)).loss.dtype == torch.float32
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 
-from condense import CondenseForCausalLM, FoldedCache, to_llama
+from condense import CondenseForCausalLM, FoldedCache, to_stock
 from condense.generation import RefuseNonFiniteLogits
 from condense.recording import CROP_TOKENS
 
@@ -181,7 +181,7 @@ def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt):
     options = {
         "prompt lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 2},
         "folded assistant": {"assistant_model": noisy_copy(model, 0.02)},
-        "stock assistant": {"assistant_model": to_llama(noisy_copy(model, 0.0))},
+        "stock assistant": {"assistant_model": to_stock(noisy_copy(model, 0.0))},
     }[kind]
     removed, crop = [], FoldedCache.crop
     with pytest.MonkeyPatch.context() as patch:

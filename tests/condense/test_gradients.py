@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import condense.loss
-from condense import FoldedCache, modeling, to_llama
+from condense import FoldedCache, modeling, to_stock
 from condense.memory import TransientState
 
 from .models import (
@@ -296,7 +296,7 @@ def test_loss_follows_transformers_conventions():
     labels = ids.clone()
     labels[:, :4] = -100
     labels[1, 9] = -100
-    stock = to_llama(model)(ids, labels=labels).loss
+    stock = to_stock(model)(ids, labels=labels).loss
     torch.testing.assert_close(model(ids, labels=labels).loss, stock.double(), atol=1e-6, rtol=1e-6)
     halved = model(ids, labels=labels, num_items_in_batch=30).loss
     torch.testing.assert_close(halved * 30, stock.double() * 15, atol=1e-5, rtol=1e-5)

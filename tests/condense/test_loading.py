@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from condense import CondenseConfig, CondenseForCausalLM, to_llama
+from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.loading import check_source, load_config, load_model, load_tokenizer
 
 from .models import tiny_model
@@ -18,7 +18,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 @pytest.fixture
 def folder(tmp_path):
-    to_llama(tiny_model(torch.float32)).save_pretrained(tmp_path / "model")
+    to_stock(tiny_model(torch.float32)).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -96,7 +96,7 @@ def test_an_untied_head_is_kept_although_the_config_ties_it(folder):
     ids = torch.arange(2, 7)[None]
     expected = stock(ids).logits
     torch.testing.assert_close(model(ids).logits, expected)
-    torch.testing.assert_close(to_llama(model)(ids).logits, expected)
+    torch.testing.assert_close(to_stock(model)(ids).logits, expected)
 
 
 @pytest.mark.parametrize("text", [None, "{}"], ids=["no file", "braces"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, to_stock
 from condense.reference import reference_logits
 
 from .models import random_durations, random_ids, tiny_model, weights
@@ -20,7 +20,7 @@ def test_one_segment_equals_the_stock_llama(length):
     model = tiny_model()
     ids = random_ids(2, length)
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, to_llama(model)(ids).logits, atol=1e-10, rtol=0)
+        torch.testing.assert_close(model(ids).logits, to_stock(model)(ids).logits, atol=1e-10, rtol=0)
 
 
 def test_one_segment_of_a_pretrained_llama_equals_the_stock_llama(stories):

@@ -78,7 +78,7 @@ def test_the_stock_hybrid_trains_too(hybrid, tmp_path):
     shutil.copytree(hybrid.parent / "start", whole)
     to_depth_llama(model).save_pretrained(whole)
     options = ["dtype=bfloat16", "gradient_checkpointing=true"]
-    losses, _ = run(hybrid, tmp_path / "stock", f"model={{kind: llama, source: {whole}}}", *options)
+    losses, _ = run(hybrid, tmp_path / "stock", f"model={{kind: stock, source: {whole}}}", *options)
     folded, _ = run(hybrid, tmp_path / "folded", f"model={{segment_length: 128, source: {whole}}}", *options)
     assert losses == pytest.approx(folded, abs=5e-2) and losses[-1] < losses[0] - 0.3
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "stock")) is DepthLlamaForCausalLM

@@ -85,17 +85,18 @@ def migrate(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe of a checkpoint under today's keys.
 
     Before models had kinds, `model` was a text and the fields of a folded model lay beside it; the optimizer was AdamW
-    with the betas and eps given here.
+    with the betas and eps given here. The kind `stock` was called `llama`.
     """
     if not isinstance(recipe["model"], str):
-        return recipe
+        former = recipe["model"].get("kind") == "llama"
+        return recipe | {"model": recipe["model"] | {"kind": "stock"}} if former else recipe
     others = {name: value for name, value in recipe.items() if name not in ("model", "folded")}
     names = ("segment_length", "bptt_segments", "schedule", "offload_memories")
     folded = {name: others.pop(name) for name in names if name in others}
     if recipe["folded"]:
         model = {"kind": "condense", "source": recipe["model"], **folded}
     else:
-        model = {"kind": "llama", "source": recipe["model"]}
+        model = {"kind": "stock", "source": recipe["model"]}
     optimizer = {"name": "adamw", "beta1": 0.9, "eps": 1e-8, **recipe["optimizer"]}
     return others | {"model": model, "objective": {"kind": "next_token"}, "optimizer": optimizer}
 

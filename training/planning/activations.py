@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig
 
+from condense.families import family_of
 from condense.loss import MAX_LOGITS
 
 from ..recipe import Recipe
@@ -32,7 +33,7 @@ def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     return count(config, recipe, a_pass)
 
 
-def kept_by_llama(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
+def kept_by_stock(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
     (length,), stack = a_pass.segments, stack_of(config)
     layer, gradients = (a_pass.rows * count(config, recipe, length, 0) for count in (_layer, _layer_gradients))
     block = a_pass.tokens * _block(config, recipe, stack)
@@ -60,8 +61,8 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     for number, tokens in enumerate(a_pass.segments):
         kept_memories.append(2 * a_pass.rows * copies * memory * heads * config.head_dim * size)
         layer, source = _layer(config, recipe, tokens, memory), 0
-        if number < last:  # the norm before the next segment's keys and values
-            source = 2 * tokens * width * size
+        if number < last:  # the norms before the next segment's keys and values, and of these keys
+            source = 2 * tokens * width * size + tokens * _head_norms(config, recipe, config.num_key_value_heads)
             cut = span is not None and (number + 1) % span == 0
             if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
                 source += tokens * width * FLOAT32
@@ -90,6 +91,12 @@ def _norm(config: LlamaConfig, recipe: Recipe) -> int:
     return (FLOAT32 + 2 * element_size(recipe)) * config.hidden_size
 
 
+def _head_norms(config: LlamaConfig, recipe: Recipe, heads: int) -> int:
+    """Bytes that a family's norms of queries and keys keep of a token: their input in float32, and it normalized."""
+    kept = (FLOAT32 + element_size(recipe)) * heads * config.head_dim
+    return kept if family_of(config).query_key_norms else 0
+
+
 def _block(config: LlamaConfig, recipe: Recipe, stack: Stack) -> int:
     """Bytes that a depth block keeps of a token, besides those of its runs of a layer."""
     size, width = element_size(recipe), config.hidden_size
@@ -111,7 +118,7 @@ def _block_gradients(config: LlamaConfig, recipe: Recipe, stack: Stack, tokens: 
 def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
     """Bytes that autograd keeps of a layer for one row, without the memory where that is counted separately."""
     size, heads, keys = element_size(recipe), config.num_attention_heads, memory + tokens
-    norms = 2 * _norm(config, recipe)
+    norms = 2 * _norm(config, recipe) + _head_norms(config, recipe, heads + config.num_key_value_heads)
     mlp = 4 * size * config.intermediate_size  # gate, its SiLU, up, and their product
     query_and_output = 2 * size * heads * config.head_dim
     own_keys = keys if recipe.gradient_checkpointing else tokens
@@ -164,5 +171,5 @@ def summed_gradients(
 
 KEPT_BY_KIND: dict[str, Callable[[LlamaConfig, Recipe, Pass], dict[str, int]]] = {
     "condense": kept_by_condense,
-    "llama": kept_by_llama,
+    "stock": kept_by_stock,
 }

@@ -7,6 +7,8 @@ from typing import Any
 import yaml
 from transformers import LlamaConfig
 
+from condense.families import FAMILIES
+
 from ..recipe import Recipe
 from .fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves
 from .memory import estimate
@@ -29,9 +31,10 @@ def dry_run(
     if gpu_memory is not None and not (isfinite(gpu_memory) and gpu_memory > 0):
         raise ValueError(f"--gpu-memory {gpu_memory}: give the memory of a GPU in GiB, a finite number above 0.")
     config = recipe.model.load_config()
-    if not isinstance(config, LlamaConfig):
+    if not isinstance(config, LlamaConfig) and config.model_type not in FAMILIES:
         raise ValueError(
-            f"a dry run counts Llamas, and model.kind={recipe.model.kind!r} is none: start the run to see its needs."
+            f"model.kind={recipe.model.kind!r}: a dry run only counts models of the types {', '.join(FAMILIES)}. Start "
+            "the run to see its needs."
         )
     ranks = ranks or default_ranks(config, recipe, gpus)
     rate = None if tokens_per_second is None else parse_rate(tokens_per_second, ranks)

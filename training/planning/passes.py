@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
 
 from ..recipe import Recipe
+from ..recipe.models import stock_class
 
 FLOAT32 = 4  # bytes
 
@@ -53,10 +53,7 @@ def _curriculum_passes(recipe: Recipe, length: int, ranks: int) -> list[Pass]:
 
 def parameter_shapes(config: LlamaConfig) -> list[torch.Size]:
     """The shape of every parameter, tied ones once, in the model's order."""
-    # A folded Llama has the parameters of its Llama, but for a depth block.
-    model_class = CondenseForCausalLM if isinstance(config, CondenseConfig) else LlamaForCausalLM
-    if isinstance(config, DepthLlamaConfig):
-        model_class = DepthLlamaForCausalLM
+    model_class = CondenseForCausalLM if isinstance(config, CondenseConfig) else stock_class(config)
     with torch.device("meta"):
         return [parameter.shape for parameter in model_class(config).parameters()]
 

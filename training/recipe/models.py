@@ -8,12 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from condense import CondenseConfig, CondenseForCausalLM, loading
 from condense.autoregressivity import WrapperConfig
 from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
 from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
+from condense.families import FAMILIES
 from condense.loss import MAX_LOGITS
 
 from .section import MAY_CHANGE, Registry, Section, one_of
@@ -81,6 +82,13 @@ def check_not_prepared(source: str) -> None:
         )
 
 
+def stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of the stock model of a configuration."""
+    if isinstance(config, DepthLlamaConfig):
+        return DepthLlamaForCausalLM
+    return FAMILIES[config.model_type].model_class
+
+
 def attention_option(attention: str) -> str | None:
     return None if attention == "auto" else attention
 
@@ -90,7 +98,7 @@ MODELS = Registry[ModelKind](default="condense")
 
 @MODELS.register
 class CondenseModel(ModelKind):
-    """A folded Llama; `source` holds a folded one or any Llama."""
+    """A folded model; `source` holds a folded one, or a stock one of a family that condense folds."""
 
     kind: Literal["condense"] = "condense"
     segment_length: int | None = Field(None, ge=1, description="None: the model's own")
@@ -156,22 +164,26 @@ class CondenseModel(ModelKind):
 
 
 @MODELS.register
-class LlamaModel(ModelKind):
-    """A stock Llama, for comparison."""
+class StockModel(ModelKind):
+    """A stock model of a family that condense folds, for comparison."""
 
-    kind: Literal["llama"] = "llama"
+    kind: Literal["stock"] = "stock"
 
-    def load_config(self) -> LlamaConfig:
+    def load_config(self) -> PreTrainedConfig:
         check_not_prepared(self.source)
         config = loading.load_config(AutoConfig, self.source)
-        if not isinstance(config, LlamaConfig):
-            raise ValueError(f"model={self.source!r} is of type {config.model_type!r}: model.kind=llama trains Llamas.")
+        if config.model_type not in (*FAMILIES, DepthLlamaConfig.model_type):
+            raise ValueError(
+                f"model={self.source!r} is of type {config.model_type!r}: model.kind=stock trains models of the types "
+                f"{', '.join(FAMILIES)}. condense convert FOLDED STOCK --to stock writes one."
+            )
+        if not hasattr(config, "head_dim"):  # a Qwen2 need not name it
+            config.head_dim = config.hidden_size // config.num_attention_heads
         return config
 
-    def load(self, attention: str, attention_dropout: float, **options: Any) -> LlamaForCausalLM:
-        config = self.load_config()
+    def load(self, attention: str, attention_dropout: float, **options: Any) -> PreTrainedModel:
         return loading.load_model(
-            DepthLlamaForCausalLM if isinstance(config, DepthLlamaConfig) else LlamaForCausalLM,
+            stock_class(self.load_config()),
             self.source,
             dtype=torch.float32,
             attn_implementation=attention_option(attention),

@@ -189,7 +189,7 @@ class Checkpoints(Section):
 
 # Keys that recipes had before models had kinds.
 FORMER_KEYS = {
-    "folded": "model.kind=llama for folded=false, or leave it out for folded=true",
+    "folded": "model.kind=stock for folded=false, or leave it out for folded=true",
     "segment_length": "model.segment_length",
     "bptt_segments": "model.bptt_segments",
     "schedule": "model.schedule",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, to_stock
 from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, blocked, choose_attention, dispatch
 
 from ..models import random_durations, random_ids, tiny_config, tiny_model
@@ -196,7 +196,7 @@ def test_auto_is_the_default_of_models(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path)
     loaded = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert loaded.config._attn_implementation == "auto"
-    assert to_llama(loaded).config._attn_implementation == "sdpa"
+    assert to_stock(loaded).config._attn_implementation == "sdpa"
     with pytest.raises(ValueError, match="'nonsense' is not known: choose one of auto, blocked"):
         CondenseForCausalLM.from_pretrained(tmp_path, attn_implementation="nonsense")
 

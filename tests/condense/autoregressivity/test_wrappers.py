@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from condense import to_llama
+from condense import to_stock
 from condense.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
 from condense.loading import load_model
 
@@ -22,7 +22,7 @@ LENGTH = 12  # of the texts whose positions are divided; generation goes beyond 
 
 def make_base(base):
     folded = tiny_model(segment_length=5, tie_word_embeddings=base == "stock")
-    return folded if base == "folded" else to_llama(folded)
+    return folded if base == "folded" else to_stock(folded)
 
 
 def make_model(base, kind, k=3):

@@ -25,7 +25,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from condense import to_llama
+from condense import to_stock
 from condense.continuity import ContinuousLM, Sentence
 from condense.reference import reference_logits
 
@@ -163,7 +163,7 @@ def test_a_llama_follows_the_equations(anchor):
     folded = tiny_model(segment_length=LENGTH, position_anchor=anchor)
     sentence = random_sentence(first=0.3)
     expected = reference_logits(weights(folded), folded.config, sentence.ids_N, sentence.durations_N)
-    assert_close(ContinuousLM(to_llama(folded), anchor).logits(sentence), expected)
+    assert_close(ContinuousLM(to_stock(folded), anchor).logits(sentence), expected)
     assert_close(ContinuousLM(folded, anchor).logits(sentence), expected)
 
 

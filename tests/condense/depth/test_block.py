@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from condense.conversion import to_llama
+from condense.conversion import to_stock
 from condense.depth import DepthSettings, MLPField, convert_to_depth, set_solver
 from condense.depth.stock import StockDepthBlock
 
@@ -23,7 +23,7 @@ def test_layer_field_with_as_many_euler_steps_as_alpha_applies_the_layer_as_ofte
     converted = convert_to_depth(copy.deepcopy(base), 1, 1 + num_applied, field="layer", steps=num_applied)
     assert len(converted.model.layers) == 3 and converted.model.layers[1].alpha.item() == num_applied
     ids = random_ids(2, 17)
-    expected = to_llama(copy.deepcopy(base))(ids[:, :5]).logits
+    expected = to_stock(copy.deepcopy(base))(ids[:, :5]).logits
     torch.testing.assert_close(converted(ids[:, :5]).logits, expected, rtol=1e-9, atol=1e-9)
     if num_applied == 1:
         torch.testing.assert_close(converted(ids).logits, base(ids).logits, rtol=1e-9, atol=1e-9)

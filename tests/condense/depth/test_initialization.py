@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from condense import CondenseConfig, CondenseForCausalLM, to_llama
+from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.depth import MLPField, convert_to_depth, fit_field, missed_share, to_depth_llama
 from condense.depth.initialization import LinearFit, layer_states
 
@@ -142,7 +142,7 @@ def test_the_missed_share_of_a_flow_that_stands_still_and_of_the_mean_change(ori
 
 
 def test_only_folded_models(original):
-    model, llama = converted(original), to_llama(original)
+    model, llama = converted(original), to_stock(original)
     for call in (fit_field, missed_share):
         with pytest.raises(ValueError, match="original: a LlamaForCausalLM: pass folded models.*CondenseForCausalLM"):
             call(model, llama, IDS)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, to_stock
 from condense.depth import DepthLlamaForCausalLM, convert_to_depth, set_solver, to_depth_llama
 
 from ..models import padded_batch, random_ids, tiny_model
@@ -47,7 +47,7 @@ def test_the_forward_pass_by_hand(hybrid, control):
     """The layers that stay are called as the stock model calls them, in a model of their own."""
     ids = random_ids(2, 11)
     source = tiny_model(num_hidden_layers=4, segment_length=SEGMENT)
-    stock = to_llama(source)
+    stock = to_stock(source)
     llama, hidden = stock.model, stock.model.embed_tokens(ids)
     positions = torch.arange(11)[None]
     rotary = llama.rotary_emb(hidden, positions)
@@ -74,7 +74,7 @@ def test_the_folded_hybrid_has_the_same_logits(first, control):
         torch.testing.assert_close(stock(ids, control=given).logits, model(ids, control=given).logits)
     assert not torch.allclose(stock(ids).logits, stock(ids, control=control).logits)
     # Converted from the stock model: the same seed, the same weights, and those of the other layers are shared.
-    llama = to_llama(tiny_model(num_hidden_layers=4, segment_length=SEGMENT))
+    llama = to_stock(tiny_model(num_hidden_layers=4, segment_length=SEGMENT))
     settings = {"alpha": 0.7, "control_size": 2, "field_size": 12, "seed": 3}
     made = convert_to_depth(
         llama, first, first + 1, field="mlp_tau", solver="rk4", steps=2, learn_alpha=False, **settings
@@ -180,6 +180,6 @@ def test_what_a_stock_hybrid_refuses(hybrid):
     with pytest.raises(ValueError, match="'layer'.*fold the model"):
         to_depth_llama(folded(field="layer", field_size=None))
     with pytest.raises(ValueError, match="to_depth_llama"):
-        to_llama(folded())
+        to_stock(folded())
     with pytest.raises(ValueError, match=r"control of shape \(2, 3\)"):
         hybrid(random_ids(2, 5), control=torch.zeros(2, 3))

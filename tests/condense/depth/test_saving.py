@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM, FoldedCache
-from condense.conversion import to_llama
+from condense.conversion import to_stock
 from condense.depth import convert_to_depth, set_solver
 
 from ..models import random_ids, tiny_model
@@ -64,8 +64,8 @@ def test_a_checkpoint_without_the_block_is_refused(tmp_path):
 
 
 def test_a_stock_llama_has_no_block():
-    with pytest.raises(ValueError, match="a stock Llama has no depth block: convert the model that had all"):
-        to_llama(depth_model())
+    with pytest.raises(ValueError, match="a stock model has no depth block: convert the model that had all"):
+        to_stock(depth_model())
 
 
 @torch.no_grad()

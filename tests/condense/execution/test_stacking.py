@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from condense import CondenseForCausalLM, FoldedCache, to_llama
+from condense import CondenseForCausalLM, FoldedCache, to_stock
 from condense.execution import choose_schedule, stacking, wavefront
 from condense.segmentation import SegmentPositions
 
@@ -58,7 +58,7 @@ def test_parameters_are_moved_and_not_copied(tmp_path):
     assert (tmp_path / "state.pt").stat().st_size < 1.1 * size + 30_000
     for other in (loaded, copy.deepcopy(model), copy.deepcopy(model).float().double()):
         torch.testing.assert_close(other(ids).logits, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(to_llama(model)(ids[:, :5]).logits, expected[:, :5], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(to_stock(model)(ids[:, :5]).logits, expected[:, :5], atol=1e-5, rtol=1e-5)
 
 
 def test_parameters_stay_trainable_after_inference_mode():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, to_stock
 from condense.depth import convert_to_depth, missed_share
 from condense.depth.initialization import layer_states
 from condense.eval.depth.options import DepthOptions
@@ -38,8 +38,8 @@ def cross_entropy(llama: LlamaForCausalLM, ids: torch.Tensor) -> float:
 
 def test_the_loss_is_the_stock_llamas(swap):
     model, ids = swap.evaluated.model, swap.texts.held_out_BN
-    assert swap.loss(model) == pytest.approx(cross_entropy(to_llama(model), ids), abs=1e-5)
-    llama = to_llama(copy.deepcopy(model))
+    assert swap.loss(model) == pytest.approx(cross_entropy(to_stock(model), ids), abs=1e-5)
+    llama = to_stock(copy.deepcopy(model))
     del llama.model.layers[1:3]
     assert swap.loss(without(model, 1, 3)) == pytest.approx(cross_entropy(llama, ids), abs=1e-5)
 
@@ -47,7 +47,7 @@ def test_the_loss_is_the_stock_llamas(swap):
 def test_starts(swap):
     """The first layer twice is a Llama with that layer in both places; the others differ in their field alone."""
     model, ids = swap.evaluated.model, swap.texts.held_out_BN
-    llama = to_llama(copy.deepcopy(model))
+    llama = to_stock(copy.deepcopy(model))
     llama.model.layers[2].load_state_dict(llama.model.layers[1].state_dict())
     assert swap.loss(swap.begin("layer", 1, 3, 0)) == pytest.approx(cross_entropy(llama, ids), abs=1e-5)
     start, _, end = layer_states(model, swap.texts.train_BN[: swap.scale.fit_rows], 1, 3)

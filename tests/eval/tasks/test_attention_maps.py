@@ -12,7 +12,7 @@ import typer
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from condense import CondenseForCausalLM, reference, to_llama
+from condense import CondenseForCausalLM, reference, to_stock
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.attention_maps import AttentionMaps
@@ -94,7 +94,7 @@ def test_folded_scores_give_what_the_layer_puts_out():
 
 def test_stock_scores_against_its_own_weights():
     folded = tiny_model(segment_length=LENGTH)
-    model, ids = to_llama(folded), random_ids(1, 5 * LENGTH)[0]
+    model, ids = to_stock(folded), random_ids(1, 5 * LENGTH)[0]
     found = queries_and_keys(model, ids, LENGTH, range(3), SEGMENTS)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_stock_maps_are_of_the_same_pair():
     folded, ids = tiny_model(segment_length=LENGTH, memory_source="layer_input"), random_ids(1, 99)[0]
     ours, stock = (
         record_of(model, ids, layers=[0], segments=[3], segment_length=LENGTH)["maps"]
-        for model in (folded, to_llama(folded))
+        for model in (folded, to_stock(folded))
     )
     np.testing.assert_allclose(
         np.array(ours[0]["scores"], float), np.array(stock[0]["scores"], float), atol=2e-4, equal_nan=True

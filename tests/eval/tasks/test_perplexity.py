@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, to_stock
 from condense.eval.cli import evaluations
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.results_store import ResultsStore
@@ -59,7 +59,7 @@ def measured():
 def models_of(model):
     other = tiny_model(segment_length=LENGTH, memory_source="layer_input")
     other.load_state_dict(model.state_dict())
-    return {"folded": model, "layer_input": other, "full_attention": to_llama(model)}
+    return {"folded": model, "layer_input": other, "full_attention": to_stock(model)}
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -101,7 +101,7 @@ def test_the_curves_part_where_they_must(measured):
 def test_a_window_has_the_models_own_loss(kind):
     """By its `labels`, in one pass over whole windows, the last target included."""
     model = tiny_model(segment_length=LENGTH)
-    model = to_llama(model) if kind == "stock" else model
+    model = to_stock(model) if kind == "stock" else model
     ids = random_ids(3, SEGMENTS * LENGTH + 1)
     losses = windows.segment_losses(model, ids, LENGTH)
     assert losses.shape == (3, SEGMENTS, LENGTH) and losses.dtype == np.float64

@@ -388,7 +388,7 @@ REFUSED = {
     "objective.steps=300": "objective.steps=300: .*choose one of 25, 50, 100, 125, 200, 250, 500, 1000",
     "objective={kind: denoising, mask: 0.5, steps: 500}": "steps=500 and mask=0.5: an ablation changes one of them",
     "objective={kind: next_token}": "data.task=digits and model.kind=denoiser goes with objective.kind=denoising",
-    "model={kind: llama, source: m}": "data.task=digits and objective.kind=denoising goes with model.kind=denoiser",
+    "model={kind: stock, source: m}": "data.task=digits and objective.kind=denoising goes with model.kind=denoiser",
     "data={task: passkey}": "model.kind=denoiser and objective.kind=denoising goes with data.task=digits",
     "stages.0.total_length=128": r"an image has 64 pixels, and the stages have \[128\]",
     "evaluation={sequences: 361}": "evaluation.sequences=361, and 360 images are held out: ask for fewer",

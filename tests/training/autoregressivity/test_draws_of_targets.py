@@ -21,7 +21,7 @@ from condense.training.small_llama import save_small_llama
 from .models import VOCABULARY, ids_of, small_model
 
 RECIPE = """
-model: {{kind: llama, source: {folder}/start}}
+model: {{kind: stock, source: {folder}/start}}
 output: {folder}/out
 data: {{task: text, fit: cut, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
 stages: [{{total_length: 20, steps: 6}}, {{total_length: 10, steps: 12}}]

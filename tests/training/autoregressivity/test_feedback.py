@@ -218,7 +218,7 @@ def test_gradients_survive_autocast_and_checkpointing(kind, feedback):
 
 def test_contradictions_are_refused(tmp_path):
     text = """
-    model: {kind: llama, source: nowhere}
+    model: {kind: stock, source: nowhere}
     output: unused
     data: {task: text, sources: [{files: nothing.txt}]}
     stages: [{total_length: 8, steps: 60}]

@@ -15,7 +15,7 @@ from condense.training.train import train
 from ..runs import log_lines
 
 RECIPE = """
-model: {{kind: llama, source: {folder}/start}}
+model: {{kind: stock, source: {folder}/start}}
 output: {folder}/unused
 data: {{task: text, fit: pack, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
 stages: [{{total_length: 24, steps: 4}}]

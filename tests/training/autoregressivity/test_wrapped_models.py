@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from condense import CondenseForCausalLM, to_llama
+from condense import CondenseForCausalLM, to_stock
 from condense.loading import load_config, load_model
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.tasks import make_examples
@@ -40,14 +40,14 @@ VALIDATED = "evaluation={sequences: 3}"
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrapped")
     path = folded_recipe(folder, STAGES)
-    stock = to_llama(CondenseForCausalLM.from_pretrained(folder / "start"))
+    stock = to_stock(CondenseForCausalLM.from_pretrained(folder / "start"))
     stock.save_pretrained(folder / "stock")
     AutoTokenizer.from_pretrained(folder / "start").save_pretrained(folder / "stock")
     return path
 
 
 def stock(recipe):
-    return f"model={{kind: llama, source: {recipe.parent / 'stock'}}}"
+    return f"model={{kind: stock, source: {recipe.parent / 'stock'}}}"
 
 
 def trained(recipe, output, *overrides):

@@ -34,7 +34,7 @@ FORMER_OPTIMIZER = {
         ({"folded": True, "segment_length": None, "bptt_segments": None, "schedule": "auto"}, {"source": "m"}),
         (
             {"folded": False, "segment_length": None, "bptt_segments": None, "schedule": "auto"},
-            {"kind": "llama", "source": "m"},
+            {"kind": "stock", "source": "m"},
         ),
     ],
 )

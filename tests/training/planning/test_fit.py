@@ -99,7 +99,7 @@ def test_ranks_that_a_recipe_divides_by():
         ({"schedule": "sequential"}, "model.schedule=sequential"),
         ({"schedule": "wavefront", "checkpointing": True}, None),
         ({"stage": 3}, "ZeRO-3 gathers"),
-        ({"kind": "llama"}, "reads a text as a whole"),
+        ({"kind": "stock"}, "reads a text as a whole"),
     ],
 )
 def test_why_a_plan_has_no_waves(fields, words):

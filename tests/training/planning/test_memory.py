@@ -166,14 +166,14 @@ def _flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
     [
         (4096, 1, {}),
         (4096, 2, {"checkpointing": True}),
-        (4096, 1, {"kind": "llama", "checkpointing": True}),
+        (4096, 1, {"kind": "stock", "checkpointing": True}),
         pytest.param(512, 1, {}, marks=pytest.mark.slow),
         pytest.param(4096, 1, {"bptt_segments": 2}, marks=pytest.mark.slow),
         pytest.param(4096, 1, {"dtype": "float32", "checkpointing": True}, marks=pytest.mark.slow),
         pytest.param(4096, 4, {"attention": "eager"}, marks=pytest.mark.slow),
         pytest.param(16384, 1, {"checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param(4096, 1, {"kind": "llama"}, marks=pytest.mark.slow),
-        pytest.param(4096, 1, {"kind": "llama", "attention": "eager"}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"kind": "stock"}, marks=pytest.mark.slow),
+        pytest.param(4096, 1, {"kind": "stock", "attention": "eager"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_of_1b_with_the_flash_kernel(total, rows, fields, monkeypatch):

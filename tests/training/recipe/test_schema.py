@@ -50,7 +50,7 @@ def test_table_3(name):
     )
     assert recipe.decay_steps == sum(steps) - recipe.optimizer.warmup_steps  # cosine all the way
     if name == "summarize_llama_baseline":
-        assert recipe.model.kind == "llama"
+        assert recipe.model.kind == "stock"
     else:
         assert recipe.model.kind == "condense" and recipe.model.segment_length == 512
     assert recipe.evaluation.reference_loss == loss
@@ -132,11 +132,11 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["global_batch=4"], "leave out global_batch"),
         (CURRICULUM, ["data={task: text, sources: [{files: x}]}"], "goes with the passkey task"),
         (CURRICULUM, ["evaluation.every=4"], "leave out evaluation"),
-        (STAGES, ["model.kind=llama", "model.segment_length=4"], "model.segment_length is no key of model.kind=llama"),
-        (STAGES, ["model.kind=llama", "model.schedule=wavefront"], "model.schedule is no key of .*kind, source"),
-        (STAGES, ["model.kind=llama", "attention=blocked"], "has no attention=blocked: choose one of auto, eager"),
-        (CURRICULUM, ["model.kind=llama"], "a curriculum counts segments, and model.kind='llama' has none"),
-        (STAGES, ["model.kind=gpt"], "model: .*kind='gpt' is unknown: choose one of 'condense', 'llama'"),
+        (STAGES, ["model.kind=stock", "model.segment_length=4"], "model.segment_length is no key of model.kind=stock"),
+        (STAGES, ["model.kind=stock", "model.schedule=wavefront"], "model.schedule is no key of .*kind, source"),
+        (STAGES, ["model.kind=stock", "attention=blocked"], "has no attention=blocked: choose one of auto, eager"),
+        (CURRICULUM, ["model.kind=stock"], "a curriculum counts segments, and model.kind='stock' has none"),
+        (STAGES, ["model.kind=gpt"], "model: .*kind='gpt' is unknown: choose one of 'condense', 'stock'"),
         (
             STAGES,
             ["model.segment_lenght=4"],
@@ -144,14 +144,14 @@ def test_stages_and_batches(recipe):
         ),
         (STAGES, ["model.segment_length=0"], "model.segment_length=0: .*greater than or equal to 1"),
         (STAGES, ["model.source=[]"], "model.source=.*string"),
-        (STAGES, ["model={kind: llama}"], "model.source is missing"),
+        (STAGES, ["model={kind: stock}"], "model.source is missing"),
         (STAGES, ["model=4"], "model=4"),
         (STAGES, ["model.schedule=diagonal"], "model.schedule='diagonal': .*'auto', 'sequential', 'wavefront'"),
         (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'eager'"),
         (STAGES, ["objective.kind=diffusion"], "objective: .*kind='diffusion' is unknown: choose one of 'next_token'"),
         (STAGES, ["optimizer.name=sgd"], "optimizer.name='sgd': .*'adamw'"),
         # keys that recipes had before models had kinds
-        (STAGES, ["folded=false"], "folded is no key of a recipe any more: write model.kind=llama"),
+        (STAGES, ["folded=false"], "folded is no key of a recipe any more: write model.kind=stock"),
         (STAGES + "segment_length: 4\n", [], "segment_length is no key .*: write model.segment_length"),
         (STAGES, ["schedule=wavefront"], "schedule is no key .*: write model.schedule"),
         (STAGES, ["attention=blocked", "attention_dropout=0.1"], "attention=blocked has no dropout"),

@@ -24,7 +24,7 @@ def test_a_section_is_chosen_by_its_kind():
     assert Recipe(model=folded.model, **recipe).model is folded.model
     assert Recipe.model_validate_json(folded.model_dump_json(exclude={"micro_batch"})) == folded
     stages = {"stages": [{"total_length": 60, "steps": 60}], "global_batch": 2, "curriculum": None}
-    assert type(Recipe(model={"kind": "llama", "source": "m"}, **recipe | stages).model) is MODELS.kinds["llama"]
+    assert type(Recipe(model={"kind": "stock", "source": "m"}, **recipe | stages).model) is MODELS.kinds["stock"]
 
 
 def test_a_kind_has_one_class():

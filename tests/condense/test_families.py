@@ -1,0 +1,180 @@
+"""Mistral, Qwen2 and Qwen3, folded: against their stock models, and against the equations as a plain loop."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from condense import CondenseConfig, CondenseForCausalLM, to_stock
+from condense.reference import reference_logits
+
+from .models import (
+    VOCAB,
+    assert_same_gradients,
+    gradients,
+    padded_batch,
+    random_ids,
+    reference_gradients,
+    torch_checkpoint,
+    weights,
+)
+
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+STOCK = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE)),  # its default window has 4,096 tokens
+    "mistral, wide heads": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=8, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "qwen2, window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=64, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
+    "qwen3, tied, biases": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE, head_dim=10, tie_word_embeddings=True, attention_bias=True)
+    ),
+}
+OWN = {
+    "mistral": set(),
+    "qwen2": {"q_proj.bias", "k_proj.bias", "v_proj.bias"},
+    "qwen3": {"q_norm.weight", "k_norm.weight"},
+}
+
+
+@pytest.fixture(scope="module", params=STOCK)
+def stock(request, tmp_path_factory):
+    """A stock model with random weights, stored in `folder`."""
+    torch.manual_seed(0)
+    model = STOCK[request.param]().double().eval()
+    with torch.no_grad():  # biases are initialised to 0 and norms to 1: change both
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.folder = tmp_path_factory.mktemp("stock")
+    model.save_pretrained(model.folder)
+    return model
+
+
+def folded(stock, segment_length=5, **fields) -> CondenseForCausalLM:
+    return CondenseForCausalLM.from_pretrained(
+        stock.folder, segment_length=segment_length, dtype=torch.float64, **fields
+    ).eval()
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+@torch.no_grad()
+def test_one_segment_equals_the_stock_model_and_more_follow_the_equations(stock, schedule):
+    ids = random_ids(2, 13)
+    family = stock.config.model_type
+    whole, short = folded(stock, 13, schedule=schedule), folded(stock, schedule=schedule)
+    assert whole.config.family == family and set(whole.state_dict()) == set(stock.state_dict())
+    own = {
+        name.split("self_attn.")[1] for name in whole.state_dict() if "self_attn" in name and "proj.weight" not in name
+    }
+    assert own >= OWN[family]
+    torch.testing.assert_close(whole(ids).logits, stock(ids).logits, atol=1e-10, rtol=0)
+    logits = short(ids).logits
+    assert not torch.allclose(logits, whole(ids).logits, atol=1e-2)
+    for row in range(2):
+        expected = reference_logits(weights(stock), short.config, ids[row])
+        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_gradients_follow_the_equations_and_checkpointing_keeps_them(stock, schedule):
+    model, ids = folded(stock, schedule=schedule), random_ids(2, 13)
+    plain = gradients(model, ids)
+    assert_same_gradients(plain, reference_gradients(model, ids), 1e-4)
+    model._set_gradient_checkpointing(True, torch_checkpoint())
+    assert_same_gradients(gradients(model, ids), plain, 1e-10)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding_does_not_change_the_tokens_of_a_prompt(stock, side):
+    model = folded(stock)
+    texts, ids, mask = padded_batch([13, 4, 7], side)
+    logits = model(ids, attention_mask=mask).logits
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(logits[row][mask[row].bool()], model(text[None]).logits[0], atol=1e-9, rtol=0)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    together = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+    for row, text in enumerate(texts):
+        alone = model.generate(text[None], **options)[:, len(text) :]
+        assert torch.equal(together[row], alone[0])
+        read = torch.cat([text[None], alone], dim=1)  # without a cache
+        assert torch.equal(model(read).logits.argmax(-1)[:, len(text) - 1 : -1], alone)
+
+
+@torch.no_grad()
+def test_the_way_back_gives_the_stock_checkpoint(stock, tmp_path):
+    ids = random_ids(2, 21)
+    model = folded(stock)
+    model.save_pretrained(tmp_path / "folded")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", dtype=torch.float64)
+    assert type(again) is CondenseForCausalLM and again.config.family == stock.config.model_type
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    to_stock(again).save_pretrained(tmp_path / "stock")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=torch.float64)
+    assert type(back) is type(stock)
+    torch.testing.assert_close(back(ids).logits, stock(ids).logits, atol=1e-10, rtol=0)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (stock.folder, tmp_path / "stock"))
+    assert {name: after.get(name) for name in before} == before
+
+
+def test_adapters_of_a_folded_model_are_those_of_its_stock_model(stock):
+    peft = pytest.importorskip("peft")
+    ids, found = random_ids(2, 13), []
+    for model in (type(stock).from_pretrained(stock.folder, dtype=torch.float64), folded(stock, 13)):
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights="gaussian")
+        )
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.eval()(ids, labels=ids).loss.backward()
+        found.append({name: parameter.grad for name, parameter in adapted.named_parameters() if "lora" in name})
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 12
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-4)
+    merged = adapted.merge_and_unload()
+    assert type(merged) is CondenseForCausalLM
+    torch.testing.assert_close(merged(ids).loss, adapted(ids).loss)
+
+
+def test_a_window_shorter_than_two_segments_is_refused(tmp_path):
+    MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=40)).save_pretrained(tmp_path)
+    assert CondenseForCausalLM.from_pretrained(tmp_path, segment_length=20).config.window == {"sliding_window": 40}
+    with pytest.raises(ValueError, match="sliding_window=40: .* 2 x 21 tokens .* segment_length of at most 20"):
+        CondenseForCausalLM.from_pretrained(tmp_path, segment_length=21)
+    unused = Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=3)
+    Qwen3ForCausalLM(unused).save_pretrained(tmp_path / "unused")  # no layer of three has a window
+    CondenseForCausalLM.from_pretrained(tmp_path / "unused", segment_length=20)
+
+
+def test_other_families_are_refused_by_name(tmp_path):
+    GemmaConfig(**SHAPE).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="type 'gemma': condense folds checkpoints of the types llama, mistral, qwen2"):
+        CondenseConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="family='qwen4' is not folded: did you mean 'qwen"):
+        CondenseConfig(family="qwen4")
+
+
+def test_defaults_that_a_file_leaves_out_are_those_of_its_family(tmp_path):
+    stored = {"model_type": "qwen2", **SHAPE}
+    del stored["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = CondenseConfig.from_pretrained(tmp_path)
+    assert config.vocab_size == Qwen2Config().vocab_size != CondenseConfig().vocab_size

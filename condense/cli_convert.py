@@ -100,6 +100,7 @@ def convert(
     plan = BlockOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.checks import check_dtype
+    from condense.families import family_of
     from condense.files import check_new_folder
     from condense.loading import load_config, load_model, load_tokenizer
 
@@ -113,7 +114,7 @@ def convert(
     tokenizer = load_tokenizer(source, model.config)
     written = _with_block(model, plan, stock)
     _save(written, tokenizer, target)
-    form = f"a stock {written.config.model_type}" if stock else f"segments of {model.config.segment_length} tokens"
+    form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{_described_block(written)}")
 
 

@@ -34,6 +34,10 @@ class Family(NamedTuple):
     output_bias: bool | None = None
     query_key_norms: bool = False
 
+    @property
+    def title(self) -> str:
+        return self.model_class.__name__.removesuffix("ForCausalLM")
+
     def biases(self, config: Any) -> tuple[bool, bool]:
         """Whether queries, keys and values have biases, and whether the output of attention has one."""
         given = getattr(config, "attention_bias", False)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM
@@ -28,6 +28,17 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def qwen3(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    config = Qwen3Config(**shape, num_key_value_heads=2, head_dim=8, vocab_size=len(tokenizer), initializer_range=0.3)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def hybrid(llama, tmp_path_factory):
     """A folded hybrid with an MLP, and what the command says of it."""
     folder = tmp_path_factory.mktemp("hybrid") / "made"
@@ -40,6 +51,29 @@ def test_the_function_needs_no_options_of_a_block(llama, tmp_path, capsys):
     convert(str(llama), tmp_path / "folded", segment_length=40, memory_source=None)
     assert "segments of 40 tokens" in capsys.readouterr().out
     assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.depth is None
+
+
+@torch.no_grad()
+def test_another_family_there_and_back(qwen3, tmp_path, capsys, monkeypatch):
+    assert "segments of 16 tokens" in printed("convert", qwen3, tmp_path / "folded", "--segment-length", 16)
+    assert "a stock Qwen3" in printed("convert", tmp_path / "folded", tmp_path / "back", "--to", "stock")
+    ids = torch.randint(2, 50, (1, 40))
+    back, first = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "back", qwen3))
+    assert type(back) is Qwen3ForCausalLM and torch.equal(back(ids).logits, first(ids).logits)
+    for options, words in [
+        (["--to", "llama"], "is of the family qwen3, and a stock Llama is not: pass --to stock"),
+        (["--to", "stock", "--depth", "1:2"], "a stock hybrid is a Llama, and this model is a folded Qwen3"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["condense", "convert", str(tmp_path / "folded"), "nowhere", *options])
+        with pytest.raises(SystemExit):
+            main()
+        assert words in capsys.readouterr().err
+    hybrid = printed(
+        "convert", qwen3, tmp_path / "hybrid", "--segment-length", 16, "--depth", "1:2", "--field", "layer"
+    )
+    assert "a depth block for layer 1: field layer" in hybrid
+    output = CondenseForCausalLM.from_pretrained(tmp_path / "hybrid")(ids)
+    assert torch.isfinite(output.logits).all()
 
 
 @torch.no_grad()

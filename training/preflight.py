@@ -30,7 +30,7 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     config = recipe.model.load_config()
     if deepspeed and deepspeed["zero_optimization"]["stage"] == 3:
         check_zero_3(recipe, config.vocab_size)
-    recipe.model.load_tokenizer(config)
+    recipe.objective.check_model(config, recipe.model.load_tokenizer(config))
     recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     find_checkpoint(recipe)
 

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from ..configuration import DEPTH_LLAMA, CondenseConfig
 from ..control import check_control, check_control_of_prompt, control_of_columns, zero_control
 from ..conversion import with_weights_of
+from ..families import family_of
 from ..modeling import CondenseForCausalLM
 from .block import build_field
 from .settings import DepthSettings
@@ -165,8 +166,8 @@ def check_llama(config: CondenseConfig) -> None:
     """Raises `ValueError` for a folded model of another family, whose stock layers take no depth block."""
     if config.family != LlamaConfig.model_type:
         raise ValueError(
-            f"a stock hybrid is a Llama, and this model is a folded {config.family}: keep it folded, with a segment at "
-            "least as long as the texts for the logits of full attention."
+            f"a stock hybrid is a Llama, and this model is a folded {family_of(config).title}: keep it folded, with a "
+            "segment at least as long as the texts for the logits of full attention."
         )
 
 

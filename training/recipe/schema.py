@@ -10,6 +10,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
+from .. import distillation  # noqa: F401  its kind
 from ..autoregressivity import (  # noqa: F401  their kinds
     block_diffusion,
     denoiser_kind,

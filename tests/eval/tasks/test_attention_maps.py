@@ -316,7 +316,7 @@ def test_models_of_another_kind_are_refused():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(ValueError, match="gpt is a 'gpt2': maps are made of folded models and of Llamas"):
+    with pytest.raises(ValueError, match="gpt is a 'gpt2': maps are made of folded models and of llama, mistral"):
         record_of(model, random_ids(1, 99)[0], "gpt", segment_length=8)
 
 

@@ -90,7 +90,7 @@ def test_targets_that_are_missing_anew(recipe):
     assert shares.min() > 0.3 and shares.max() < 0.7
     expected = loaded.objective.num_targets(batch)
     assert expected == (labelled.sum() * 0.5).round() == loaded.objective.num_targets(batch)
-    model = small_model("llama").to(torch.float32)
+    model = small_model("stock").to(torch.float32)
     model.resize_token_embeddings(200)
     losses_BN = (
         -model(batch["input_ids"]).logits.log_softmax(-1)[:, :-1].gather(-1, batch["labels"][:, 1:, None].clamp(0))
@@ -103,7 +103,7 @@ def test_targets_that_are_missing_anew(recipe):
 
 def test_the_loss_is_the_mean_over_the_targets_that_remain(recipe):
     """For any division into micro-batches and ranks: Trainer counts the targets of all, the parts are summed."""
-    model = small_model("llama").to(torch.float32)
+    model = small_model("stock").to(torch.float32)
     model.resize_token_embeddings(200)
     totals = []
     for ranks, micro in ((1, 4), (2, 1), (4, 1)):
@@ -149,7 +149,7 @@ def test_unknown_tokens_are_read_as_the_likeliest_ones():
     assert torch.equal(batch["labels"][:, 1:], ids[:, 1:])
 
 
-@pytest.mark.parametrize("kind", ["condense", "llama"])
+@pytest.mark.parametrize("kind", ["condense", "stock"])
 def test_the_softmax_is_over_the_logits_that_are_not_masked(kind):
     """Against sums over lists, with padding; masked logits get no gradient."""
     model = small_model(kind)
@@ -217,7 +217,7 @@ def test_rates_outside_the_range_and_data_without_places_are_refused(recipe, kin
 
 
 def test_a_step_without_targets_has_the_loss_0():
-    model = small_model("llama")
+    model = small_model("stock")
     batch = {"input_ids": ids_of(1, 5), "labels": torch.full((1, 5), -100), "places": torch.tensor([0])}
     losses = OBJECTIVES.parse({"kind": "missing_targets", "rate": 0.9}).losses(model, batch, torch.tensor(0))
     assert losses.loss.item() == 0

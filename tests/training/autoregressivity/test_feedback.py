@@ -19,7 +19,7 @@ from condense.training.recipe.objectives import next_token_losses
 
 from .models import ids_of, small_model
 
-KINDS = ("condense", "llama")
+KINDS = ("condense", "stock")
 ROWS, LENGTH = 3, 13
 
 

@@ -11,7 +11,7 @@ from condense.training.small_llama import save_small_llama
 
 from .models import VOCABULARY, ids_of, small_model
 
-KINDS = ("condense", "llama")
+KINDS = ("condense", "stock")
 
 
 def read_by_loop(embed, ids: list[int], states: int, path: str) -> tuple[list[torch.Tensor], list[int]]:
@@ -95,7 +95,7 @@ def test_no_states_are_the_next_token(kind):
 
 def test_without_a_line_two_states_are_two_tokens():
     """Repeated tokens are a text in which each token stands twice."""
-    model, ids = small_model("llama"), ids_of(1, 5)
+    model, ids = small_model("stock"), ids_of(1, 5)
     read = SyntheticStates(states=1, path="repeat").read(model, {"input_ids": ids, "labels": ids})
     twice = ids.repeat_interleave(2, dim=1)
     torch.testing.assert_close(model(inputs_embeds=read["inputs_embeds"]).logits, model(twice).logits)

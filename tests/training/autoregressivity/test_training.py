@@ -72,7 +72,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("kind", ["llama", "condense"])
+@pytest.mark.parametrize("kind", ["stock", "condense"])
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_a_neutral_value_trains_as_the_next_token(trained, kind, name):
     output, weights, losses = trained(kind, NEUTRAL[name])

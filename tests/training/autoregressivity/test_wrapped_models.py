@@ -184,7 +184,7 @@ def test_what_cannot_train_is_refused_before_it_begins(recipe, tmp_path):
 def test_a_model_that_an_objective_has_made_is_refused(recipe, tmp_path):
     loaded = load_recipe(recipe, [f"output={tmp_path}", HEADS % 2])
     start(loaded).save_pretrained(tmp_path / "heads")
-    for kind in ("condense", "llama"):
+    for kind in ("condense", "stock"):
         message = refused(recipe, f"model={{kind: {kind}, source: {tmp_path / 'heads'}}}", HEADS % 2)
         assert "condense_multi_token" in message and "bases[0].save_pretrained" in message
     AutoModelForCausalLM.from_pretrained(tmp_path / "heads").bases[0].save_pretrained(tmp_path / "base")

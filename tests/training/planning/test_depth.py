@@ -63,7 +63,7 @@ def test_parameters_and_operations_are_counted(block):
 
 
 def test_operations_of_a_stock_hybrid():
-    config, trained = stock_config("euler"), recipe(64, kind="llama", attention="eager")
+    config, trained = stock_config("euler"), recipe(64, kind="stock", attention="eager")
     model = DepthLlamaForCausalLM._from_config(config, attn_implementation="eager")
     ids = torch.zeros(2, 64, dtype=torch.long)
     with Operations() as counted:

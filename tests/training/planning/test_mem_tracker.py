@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
+from condense.families import FAMILIES
 from condense.training.planning.activations import LOGIT_COPIES
 from condense.training.planning.memory import estimate
 
@@ -16,13 +16,16 @@ SHAPE |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 600, "tie_word
 ROWS, LENGTH, SEGMENT = 4, 256, 64
 
 
-def track(kind, checkpointing) -> dict[str, dict[str, int]]:
-    """Bytes by kind of tensor after the forward and the backward pass of the second step, and at its peak."""
+def config_of(kind, family):
     if kind == "condense":
-        config = CondenseConfig(**SHAPE, segment_length=SEGMENT, schedule="sequential")
-        model = CondenseForCausalLM._from_config(config, attn_implementation="sdpa")
-    else:
-        model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="sdpa")
+        return CondenseConfig(**SHAPE, segment_length=SEGMENT, schedule="sequential", family=family)
+    return FAMILIES[family].config_class(**SHAPE)
+
+
+def track(kind, family, checkpointing) -> dict[str, dict[str, int]]:
+    """Bytes by kind of tensor after the forward and the backward pass of the second step, and at its peak."""
+    model_class = CondenseForCausalLM if kind == "condense" else FAMILIES[family].model_class
+    model = model_class._from_config(config_of(kind, family), attn_implementation="sdpa")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.train().parameters())
@@ -47,22 +50,23 @@ def track(kind, checkpointing) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["condense", "llama"])
-def test_a_step_holds_what_is_estimated(kind, checkpointing):
+@pytest.mark.parametrize("kind", ["condense", "stock"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_step_holds_what_is_estimated(family, kind, checkpointing):
     """Weights and gradients exactly, moments but for AdamW's own counts of steps.
 
     Activations within 2 %, checkpoints and the peak within 6 %.
     """
     fields = {"segment_length": SEGMENT} if kind == "condense" else {}
     trained = recipe(LENGTH, ROWS, "float32", "sdpa", checkpointing, kind=kind, **fields)
-    parts = estimate(LlamaConfig(**SHAPE), trained, PLAIN, 1)
-    measured = track(kind, checkpointing)
+    parts = estimate(config_of(kind, family), trained, PLAIN, 1)
+    measured = track(kind, family, checkpointing)
     kept = measured["forward"]["Activation"]
     assert measured["forward"]["Parameter"] == parts.weights
     assert measured["backward"]["Gradient"] == parts.step
     assert 0 <= measured["backward"]["Optstate"] - parts.moments < 1000
     if not checkpointing:
-        logits = parts.loss / LOGIT_COPIES if kind == "llama" else 0
+        logits = parts.loss / LOGIT_COPIES if kind == "stock" else 0
         assert parts.memories + parts.activations + logits == pytest.approx(kept, rel=0.02)
     elif kind == "condense":
         assert parts.memories == pytest.approx(kept, rel=0.06)

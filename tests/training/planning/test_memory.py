@@ -153,7 +153,7 @@ def test_a_stock_llama_keeps_what_is_estimated(dtype, attention, checkpointing):
     for shape in SHAPES.values():
         config = LlamaConfig(**SMALL | shape)
         for total in (96, 256):
-            trained = recipe(total, 2, dtype, attention, checkpointing, kind="llama")
+            trained = recipe(total, 2, dtype, attention, checkpointing, kind="stock")
             assert expected_peak(config, trained) == pytest.approx(measure(config, trained)[1], rel=tolerance)
 
 
@@ -180,7 +180,7 @@ def test_a_model_of_1b_with_the_flash_kernel(total, rows, fields, monkeypatch):
     """At its real size, on the meta device: within 1 % what is kept, within 6 % the peak."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _flash)
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    config, folded = LlamaConfig(**LLAMA_1B), fields.get("kind") != "llama"
+    config, folded = LlamaConfig(**LLAMA_1B), fields.get("kind") != "stock"
     trained = recipe(total, rows, **fields, **({"segment_length": 512} if folded else {}))
     parts = estimate(config, trained, PLAIN, 1)
     kept, peak = measure(config, trained, "meta")

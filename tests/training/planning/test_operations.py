@@ -16,7 +16,7 @@ from .shapes import LLAMA_1B, SMALL, recipe
 def test_flops_are_those_of_the_operations():
     """Within 10 %: the counter takes hidden scores as computed."""
     config = LlamaConfig(**SMALL | {"tie_word_embeddings": True})
-    for trained in (recipe(128, segment_length=32, attention="eager"), recipe(64, kind="llama", attention="eager")):
+    for trained in (recipe(128, segment_length=32, attention="eager"), recipe(64, kind="stock", attention="eager")):
         if trained.model.has_segments:
             shape = CondenseConfig(**SMALL, segment_length=32, schedule="sequential")
             model = CondenseForCausalLM._from_config(shape, attn_implementation="eager")

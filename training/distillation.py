@@ -1,0 +1,183 @@
+"""Distillation: a folded model learns the next-token distributions of a stock model that reads the whole text.
+
+Axes: B rows, N tokens, D hidden size, V vocabulary, n targets, S segments.
+"""
+
+import copy
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import extract_model_from_parallel
+from pydantic import Field, PrivateAttr
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from condense import loading, to_stock
+from condense.configuration import IGNORE_INDEX
+from condense.loss import MAX_LOGITS
+
+from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+
+
+class TokenLosses(NamedTuple):
+    """Of each target [n]: KL(teacher || student) at the objective's temperature, and -log p of the text's own token."""
+
+    divergence_n: torch.Tensor
+    cross_entropy_n: torch.Tensor
+
+
+@OBJECTIVES.register
+class Distillation(ObjectiveKind):
+    """weight T^2 KL(teacher || student) + (1 - weight) cross-entropy + hidden_weight distance of hidden states.
+
+    The teacher is the stock model of the same weights with full attention over the whole text, unless `teacher` names
+    another one. T is the temperature. The distance is the squared error of each layer's output, relative to the
+    teacher's mean square, averaged over layers. All are means over targets.
+    """
+
+    kind: Literal["distill"] = "distill"
+    weight: float = Field(
+        1.0, ge=0, le=1, description="of the teacher's distributions; the text's own tokens have the rest"
+    )
+    temperature: float = Field(1.0, gt=0, description="divides the logits of both models for the divergence")
+    hidden_weight: float = Field(0.0, ge=0, description="of the distance of hidden states, layer by layer; 0: none")
+    teacher: str | None = Field(None, description="folder or hub id of a stock model; None: the model's own weights")
+
+    _teacher: Any = PrivateAttr(None)
+    _mixed_precision: bool = PrivateAttr(False)
+
+    def check(self, recipe: Any) -> None:
+        if recipe.model.kind != "condense":
+            raise ValueError(
+                f"objective.kind=distill teaches a folded model what full attention knows, and model.kind="
+                f"{recipe.model.kind!r} has full attention: set model.kind=condense"
+            )
+        if self.hidden_weight and recipe.gradient_checkpointing:
+            raise ValueError(
+                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing does not keep: set "
+                "gradient_checkpointing=false, or hidden_weight=0"
+            )
+        if self.hidden_weight and recipe.model.schedule == "wavefront":
+            raise ValueError(
+                "objective.hidden_weight compares all layers' outputs, which a wavefront does not keep: set "
+                "model.schedule=sequential (or auto), or hidden_weight=0"
+            )
+
+    def check_zero_3(self) -> None:
+        raise ValueError("objective.kind=distill computes logits of whole weights beside the model: use ZeRO-2.")
+
+    def check_model(self, config: Any, tokenizer: Any) -> None:
+        if self.teacher is None:
+            if config.depth is not None:
+                raise ValueError(
+                    "a model with a depth block has no stock model of the same weights: name an objective.teacher."
+                )
+            return
+        teacher = loading.load_config(AutoConfig, self.teacher)
+        if hasattr(teacher, "segment_length"):
+            raise ValueError(
+                f"objective.teacher={self.teacher!r} is a folded model, which forgets as its student does: name a "
+                "stock one (condense convert FOLDED STOCK --to stock)."
+            )
+        if teacher.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"objective.teacher={self.teacher!r} has a vocabulary of {teacher.vocab_size} and the model one of "
+                f"{config.vocab_size}: name a teacher of the same tokenizer."
+            )
+        if loading.load_tokenizer(self.teacher, teacher).get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"objective.teacher={self.teacher!r} has another tokenizer than the model: name a teacher of the same "
+                "tokenizer."
+            )
+        shape, own = ((one.num_hidden_layers, one.hidden_size) for one in (teacher, config))
+        if self.hidden_weight and shape != own:
+            raise ValueError(
+                f"objective.hidden_weight compares layer by layer, and {self.teacher!r} has {shape[0]} layers of width "
+                f"{shape[1]} where the model has {own[0]} of width {own[1]}: set objective.hidden_weight=0."
+            )
+
+    def prepare_model(self, model: Any, recipe: Any) -> Any:
+        if self.teacher is None:
+            teacher = to_stock(copy.deepcopy(model))
+        else:
+            teacher = loading.load_model(AutoModelForCausalLM, self.teacher, dtype=torch.float32).eval()
+        self._teacher, self._mixed_precision = teacher.requires_grad_(False), recipe.dtype == "bfloat16"
+        return model
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        own = extract_model_from_parallel(model)
+        # Accelerate's autocast is around the forward pass of the whole model, which is not called here.
+        mixed = self._mixed_precision and own.dtype == torch.float32
+        with torch.autocast(own.device.type, torch.bfloat16, enabled=mixed):
+            return self._losses(own, dict(batch), num_targets)
+
+    def _losses(self, own: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        labels_BN = batch.pop("labels")
+        with_layers = self.hidden_weight > 0
+        read = own.model(**batch, use_cache=False, output_hidden_states=with_layers)
+        known = self._read_by_teacher(batch, own, with_layers)
+        target_BN = F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
+        counted_BN = target_BN != IGNORE_INDEX
+        tokens = token_losses(
+            (own.lm_head, self._teacher.lm_head),
+            (read.last_hidden_state[counted_BN], known.last_hidden_state[counted_BN]),
+            target_BN[counted_BN],
+            self.temperature,
+        )
+        loss_n = self.weight * self.temperature**2 * tokens.divergence_n + (1 - self.weight) * tokens.cross_entropy_n
+        if with_layers:
+            distances = [
+                relative_distance(student[counted_BN], teacher[counted_BN])
+                for student, teacher in zip(read.hidden_states[1:], known.hidden_states[1:], strict=True)
+            ]
+            loss_n = loss_n + self.hidden_weight * torch.stack(distances).mean(dim=0)
+        return by_segment(loss_n, counted_BN, own.config.segment_length, num_targets)
+
+    def _read_by_teacher(self, batch: dict[str, torch.Tensor], student: Any, with_layers: bool) -> Any:
+        teacher, weight = self._teacher, student.lm_head.weight
+        if (teacher.device, teacher.dtype) != (weight.device, weight.dtype):  # known once training has begun
+            teacher.to(weight.device, weight.dtype)
+        with torch.no_grad():
+            return teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
+
+    def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
+        """The loss of next tokens, and as `distill` the objective's own."""
+        found = next_token_losses(model, batch, 1)
+        return found._replace(further={"distill": self.losses(model, batch, 1)})
+
+
+def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float) -> TokenLosses:
+    """`heads` and `hidden_nD` are the student's and the teacher's; logits exist for a bounded number of targets."""
+    at_once = max(1, MAX_LOGITS // heads[0].weight.shape[0])
+    parts = zip(*(tensor.split(at_once) for tensor in (*hidden_nD, target_n)), strict=True)
+    found = [checkpoint(_block, heads, *part, temperature, use_reentrant=False) for part in parts]
+    divergences, cross_entropies = zip(*found, strict=True)
+    return TokenLosses(torch.cat(divergences), torch.cat(cross_entropies))
+
+
+def _block(heads, student_nD, teacher_nD, target_n, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+    student_nV, teacher_nV = (head(hidden) for head, hidden in zip(heads, (student_nD, teacher_nD), strict=True))
+    dtype = torch.promote_types(student_nV.dtype, torch.float32)
+    student_nV, teacher_nV = student_nV.to(dtype), teacher_nV.to(dtype)
+    log_student_nV = (student_nV / temperature).log_softmax(-1)
+    log_teacher_nV = (teacher_nV / temperature).log_softmax(-1)
+    divergence_n = F.kl_div(log_student_nV, log_teacher_nV, reduction="none", log_target=True).sum(-1)
+    return divergence_n, F.cross_entropy(student_nV, target_n, reduction="none")
+
+
+def relative_distance(student_nD: torch.Tensor, teacher_nD: torch.Tensor) -> torch.Tensor:
+    """The mean square of the difference [n], relative to that of the teacher."""
+    teacher_nD = teacher_nD.float()
+    return (student_nD.float() - teacher_nD).square().mean(-1) / teacher_nD.square().mean(-1)
+
+
+def by_segment(
+    loss_n: torch.Tensor, counted_BN: torch.Tensor, segment_length: int, num_targets: torch.Tensor | int
+) -> Losses:
+    """The losses of targets, by the segments of the tokens that predict them."""
+    segment_N = torch.arange(counted_BN.shape[1], device=counted_BN.device) // segment_length
+    segment_n = segment_N.expand_as(counted_BN)[counted_BN]
+    targets_S = torch.bincount(segment_n, minlength=int(segment_N[-1]) + 1)
+    sums_S = torch.zeros_like(targets_S, dtype=loss_n.dtype).index_add(0, segment_n, loss_n.detach())
+    return Losses(loss_n.sum() / num_targets, sums_S, targets_S)

@@ -85,11 +85,14 @@ def convert(
         ModelFormat,
         typer.Option(help="Model to write: a folded one (condense), or a stock one of its family (stock, or llama)."),
     ] = ModelFormat.condense,
+    merge: Annotated[
+        Path | None, typer.Option(help="Folder of adapters (PEFT) to merge into the weights.", show_default=False)
+    ] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     **depth: Any,
 ) -> None:
-    """Turns a checkpoint into a folded one, or back. Weights stay as they are, but for those of layers that a
-    depth block replaces (docs/depth.md).
+    """Turns a checkpoint into a folded one, or back. Weights stay as they are, but for those that --merge changes and
+    those of layers that a depth block replaces (docs/depth.md).
     """
     stock = to is not ModelFormat.condense
     given = {"segment_length": segment_length, "memory_source": memory_source}
@@ -99,6 +102,7 @@ def convert(
     quiet()
     plan = BlockOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM
+    from condense.adapters import check_adapters, merged
     from condense.checks import check_dtype
     from condense.families import family_of
     from condense.files import check_new_folder
@@ -106,12 +110,16 @@ def convert(
 
     check_dtype(dtype)
     check_new_folder(target)
+    if merge is not None:
+        check_adapters(merge)
     config = load_config(CondenseConfig, source, **fields)
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")
     _check_block(config, plan, stock)
     model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
     tokenizer = load_tokenizer(source, model.config)
+    if merge is not None:
+        model = merged(model, merge)
     written = _with_block(model, plan, stock)
     _save(written, tokenizer, target)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"

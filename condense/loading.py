@@ -161,6 +161,11 @@ def _check_finite(source: str | Path, model: PreTrainedModel) -> None:
 
 
 def _check_folder(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} holds adapters, not a model: merge them with condense convert MODEL TARGET --merge {folder}, "
+            "where MODEL is the one that they were trained on."
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: pass the folder of a model.")
     found = {name: _read_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}

@@ -4,11 +4,10 @@ Axes: B rows, N tokens, D hidden size, V vocabulary, n targets, S segments.
 """
 
 import copy
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import extract_model_from_parallel
 from pydantic import Field, PrivateAttr
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,6 +16,7 @@ from condense import loading, to_stock
 from condense.configuration import IGNORE_INDEX
 from condense.loss import MAX_LOGITS
 
+from .adapters import own_model
 from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 
 
@@ -43,6 +43,8 @@ class Distillation(ObjectiveKind):
     temperature: float = Field(1.0, gt=0, description="divides the logits of both models for the divergence")
     hidden_weight: float = Field(0.0, ge=0, description="of the distance of hidden states, layer by layer; 0: none")
     teacher: str | None = Field(None, description="folder or hub id of a stock model; None: the model's own weights")
+
+    takes_adapters: ClassVar[bool] = True
 
     _teacher: Any = PrivateAttr(None)
     _mixed_precision: bool = PrivateAttr(False)
@@ -99,14 +101,15 @@ class Distillation(ObjectiveKind):
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         if self.teacher is None:
-            teacher = to_stock(copy.deepcopy(model))
+            # Adapters leave the weights as they are, so that the teacher can share them.
+            teacher = to_stock(model if recipe.lora else copy.deepcopy(model))
         else:
             teacher = loading.load_model(AutoModelForCausalLM, self.teacher, dtype=torch.float32).eval()
         self._teacher, self._mixed_precision = teacher.requires_grad_(False), recipe.dtype == "bfloat16"
         return model
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        own = extract_model_from_parallel(model)
+        own = own_model(model)
         # Accelerate's autocast is around the forward pass of the whole model, which is not called here.
         mixed = self._mixed_precision and own.dtype == torch.float32
         with torch.autocast(own.device.type, torch.bfloat16, enabled=mixed):

@@ -9,6 +9,7 @@ import yaml
 from condense.checks import check_attention
 from condense.files import check_output_folder
 
+from .adapters import check_targets
 from .checkpoints.resume import find_checkpoint
 from .data.shards import source_files
 from .presets import find_recipe, recipe_names
@@ -31,7 +32,9 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     if deepspeed and deepspeed["zero_optimization"]["stage"] == 3:
         check_zero_3(recipe, config.vocab_size)
     recipe.objective.check_model(config, recipe.model.load_tokenizer(config))
-    recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
+    model = recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
+    if recipe.lora:
+        check_targets(model, recipe.lora)
     find_checkpoint(recipe)
 
 
@@ -73,3 +76,5 @@ def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
     equal_lengths = recipe.data.task == "text" and recipe.data.fit == "cut"
     recipe.model.check_zero_3(tokens, vocab_size, equal_lengths)
     recipe.objective.check_zero_3()
+    if recipe.lora:
+        raise ValueError("lora puts adapters beside whole weights: use ZeRO-2.")

@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from condense.files import use_default_mode
 from condense.training import distributed
+from condense.training.adapters import add_adapters
 from condense.training.allocator import record_history, snapshot_when_full
 from condense.training.callbacks import Evaluations, GrowCurriculum, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
@@ -107,6 +108,8 @@ def run(
     set_seed(recipe.seed)
     base = recipe.model.load(recipe.attention, recipe.attention_dropout)
     model = recipe.objective.prepare_model(base, recipe)
+    if recipe.lora:
+        model = add_adapters(model, recipe.lora)
     if process.is_first:
         begin_output(recipe, checkpoint)
     if recipe.record_memory_history:

@@ -26,7 +26,7 @@ from condense.training.train import train
 from ..condense.models import padded_batch, random_ids, tiny_model
 from .runs import log_lines, run
 
-PLAIN = SimpleNamespace(dtype="float32")
+PLAIN = SimpleNamespace(dtype="float32", lora=None)
 RECIPE = """
 model: {{source: {folder}/start, segment_length: 10}}
 objective: {{kind: distill}}

@@ -5,7 +5,6 @@ Attention is counted as its kernels keep it: eager with its scores, all others (
 
 from collections.abc import Callable
 
-import torch
 from transformers import LlamaConfig
 
 from condense.families import family_of
@@ -15,7 +14,7 @@ from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from ..recipe.objectives import NextToken
 from .depth import Stack, stack_of
-from .passes import FLOAT32, Pass, element_size
+from .passes import FLOAT32, Pass, Weights, element_size
 
 ADJOINT_COPIES = 8  # measured: of the state, its adjoint and the field's gradient, in one step of torchdiffeq
 LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, all in float32
@@ -44,7 +43,7 @@ def kept_by_stock(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str
         later = max(layer + gradients, block + block_gradients)
     else:
         inputs, later = stack.runs * layer + block, max(gradients, block_gradients)
-    activations = inputs + a_pass.tokens * _norm(config, recipe) + max(0, later - loss)
+    activations = inputs + a_pass.tokens * _norm(config, recipe, "lm_head") + max(0, later - loss)
     return {"memories": 0, "activations": activations, "loss": loss}
 
 
@@ -62,11 +61,13 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
         kept_memories.append(2 * a_pass.rows * copies * memory * heads * config.head_dim * size)
         layer, source = _layer(config, recipe, tokens, memory), 0
         if number < last:  # the norms before the next segment's keys and values, and of these keys
-            source = 2 * tokens * width * size + tokens * _head_norms(config, recipe, config.num_key_value_heads)
+            source = _copies(recipe, "k_proj", "v_proj") * tokens * width * size + tokens * _head_norms(
+                config, recipe, config.num_key_value_heads
+            )
             cut = span is not None and (number + 1) % span == 0
             if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
                 source += tokens * width * FLOAT32
-        kept_once = tokens * (_norm(config, recipe) + _block(config, recipe, stack))
+        kept_once = tokens * (_norm(config, recipe, "lm_head") + _block(config, recipe, stack))
         activations.append(a_pass.rows * (stack.runs * layer + stack.memories * source + kept_once))
         memory = tokens
     first = a_pass.segments[0]
@@ -86,14 +87,24 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
 
 
-def _norm(config: LlamaConfig, recipe: Recipe) -> int:
-    """Bytes that a norm keeps of a token: its input in float32, normalized, and multiplied by its weight."""
-    return (FLOAT32 + 2 * element_size(recipe)) * config.hidden_size
+def _is_read(recipe: Recipe, *linear: str) -> bool:
+    """Whether the gradient of one of these linear maps, or of its adapter, needs its input."""
+    return recipe.lora is None or any(name in recipe.lora.targets for name in linear)
+
+
+def _copies(recipe: Recipe, *linear: str) -> int:
+    """Copies of a token that a norm keeps: normalized, for its weight, and multiplied by it, for these linear maps."""
+    return (recipe.lora is None) + _is_read(recipe, *linear)
+
+
+def _norm(config: LlamaConfig, recipe: Recipe, *linear: str) -> int:
+    """Bytes that a norm before these linear maps keeps of a token: its input in float32, and copies."""
+    return (FLOAT32 + _copies(recipe, *linear) * element_size(recipe)) * config.hidden_size
 
 
 def _head_norms(config: LlamaConfig, recipe: Recipe, heads: int) -> int:
     """Bytes that a family's norms of queries and keys keep of a token: their input in float32, and it normalized."""
-    kept = (FLOAT32 + element_size(recipe)) * heads * config.head_dim
+    kept = (FLOAT32 + (recipe.lora is None) * element_size(recipe)) * heads * config.head_dim
     return kept if family_of(config).query_key_norms else 0
 
 
@@ -118,8 +129,11 @@ def _block_gradients(config: LlamaConfig, recipe: Recipe, stack: Stack, tokens: 
 def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
     """Bytes that autograd keeps of a layer for one row, without the memory where that is counted separately."""
     size, heads, keys = element_size(recipe), config.num_attention_heads, memory + tokens
-    norms = 2 * _norm(config, recipe) + _head_norms(config, recipe, heads + config.num_key_value_heads)
-    mlp = 4 * size * config.intermediate_size  # gate, its SiLU, up, and their product
+    norms = _norm(config, recipe, "q_proj", "k_proj", "v_proj") + _norm(config, recipe, "gate_proj", "up_proj")
+    norms += _head_norms(config, recipe, heads + config.num_key_value_heads)
+    # The gate, its SiLU and up, and their product.
+    mlp = (3 + _is_read(recipe, "down_proj")) * size * config.intermediate_size
+    adapters = 0 if recipe.lora is None else size * recipe.lora.rank * len(recipe.lora.targets)
     query_and_output = 2 * size * heads * config.head_dim
     own_keys = keys if recipe.gradient_checkpointing else tokens
     if recipe.attention == "eager":
@@ -131,7 +145,7 @@ def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int
     else:
         keys_and_values = 2 * own_keys * size * config.num_key_value_heads * config.head_dim
         scores = heads * tokens * FLOAT32  # their sums
-    return tokens * (norms + mlp + query_and_output) + keys_and_values + scores
+    return tokens * (norms + mlp + adapters + query_and_output) + keys_and_values + scores
 
 
 def _layer_gradients(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
@@ -145,7 +159,7 @@ def summed_gradients(
     config: LlamaConfig,
     recipe: Recipe,
     a_pass: Pass,
-    shapes: list[torch.Size],
+    weights: Weights,
     freed_at_once: bool,
     kept: dict[str, int],
 ) -> int:
@@ -155,14 +169,14 @@ def summed_gradients(
     first, so that no ZeRO stage divides them before. The gradient of a weight with a single use is freed at once,
     where `freed_at_once` is true.
     """
-    numels, size = [shape.numel() for shape in shapes], element_size(recipe)
+    numels, size = [shape.numel() for shape in weights.trained], element_size(recipe)
     whole = size * sum(numels)
     if len(a_pass.segments) > 1:
         # Another gradient of the head, and the sum with it, exist after the logits are freed.
         another = max(0, 2 * size * max(numels) - kept["loss"])
         freed = 0 if recipe.gradient_checkpointing else kept["activations"] // len(a_pass.segments)
         return max(0, whole + another - freed)
-    length, tied = a_pass.segments[0], size * max(numels) * config.tie_word_embeddings
+    length, tied = a_pass.segments[0], size * max(numels) * (config.tie_word_embeddings and recipe.lora is None)
     first_layer = a_pass.rows * sum(part(config, recipe, length, 0) for part in (_layer, _layer_gradients))
     # The head's gradient waits for the embedding's; at the end both exist, and their sum.
     summed = (tied if freed_at_once else whole) + max(2 * tied, first_layer)

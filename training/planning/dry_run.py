@@ -46,9 +46,10 @@ def dry_run(
     numbers = sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
     memory = memory_by_ranks(config, recipe, deepspeed, numbers)
     stages = ", ".join(f"{stage['steps']:,} steps of {stage['total_length']:,} tokens" for stage in figures["stages"])
+    trained = f", {figures['trained_parameters']:,} of them trained" if recipe.lora else ""
     lines = [
         yaml.safe_dump(resolved, sort_keys=False, default_flow_style=None, width=110),
-        f"{figures['parameters']:,} parameters; {stages}",
+        f"{figures['parameters']:,} parameters{trained}; {stages}",
         f"{figures['tokens_per_step']:,} tokens a step at most, {figures['tokens']:,} tokens in all, "
         f"{figures['flops']:.3g} floating-point operations",
         f"{ranks} ranks x {figures['accumulation']} micro-batches x {figures['sequences_at_once']} sequences: "

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from ..recipe import Recipe
 from .activations import kept_by_autograd, summed_gradients
-from .passes import FLOAT32, element_size, parameter_shapes, passes
+from .passes import FLOAT32, Weights, element_size, passes, weights_of
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,24 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
     Raises `ValueError` where the recipe's batch does not divide by the number of ranks.
     """
     accumulates = recipe.accumulation(ranks) > 1
-    shapes, zero = parameter_shapes(config), deepspeed.get("zero_optimization") or {}
-    states = _kept_by_deepspeed(config, recipe, zero, ranks, shapes, accumulates)
+    weights, zero = weights_of(config, recipe), deepspeed.get("zero_optimization") or {}
+    states = _kept_by_deepspeed(config, recipe, zero, ranks, weights, accumulates)
     estimates = []
     for a_pass in passes(config, recipe, ranks):
         kept = kept_by_autograd(config, recipe, a_pass)
         freed_at_once = zero.get("stage", 0) >= 2 or accumulates
-        summed = summed_gradients(config, recipe, a_pass, shapes, freed_at_once, kept)
+        summed = summed_gradients(config, recipe, a_pass, weights, freed_at_once, kept)
         estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))
     return max(estimates, key=lambda one: one.total)
 
 
 def _kept_by_deepspeed(
-    config: LlamaConfig, recipe: Recipe, zero: dict[str, Any], ranks: int, shapes: list[torch.Size], accumulates: bool
+    config: LlamaConfig, recipe: Recipe, zero: dict[str, Any], ranks: int, weights: Weights, accumulates: bool
 ) -> dict[str, int]:
     """The parts that deepspeed/runtime/zero/stage_1_and_2.py and stage3.py allocate."""
     stage, size = zero.get("stage", 0), element_size(recipe)
-    numels = [shape.numel() for shape in shapes]
+    shapes = weights.trained
+    numels, frozen = [shape.numel() for shape in shapes], weights.num_frozen
     count, largest = sum(numels), max(numels)
     bucket = zero.get("reduce_bucket_size", 500_000_000)
     bucket = config.hidden_size**2 if bucket == "auto" else int(bucket)
@@ -76,15 +77,17 @@ def _kept_by_deepspeed(
     parts = dict.fromkeys(("weights", "gathered_weights", "gradients", "reduce_buckets", "host"), 0)
     if stage == 3:
         share = sum(ceil(numel / ranks) for numel in numels)
-        parts["host" if offloads_weights else "weights"] += size * share
-        parts["gathered_weights"] = size * min(count, int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
+        parts["host" if offloads_weights else "weights"] += size * (share + ceil(frozen / ranks))
+        parts["gathered_weights"] = size * min(
+            count + frozen, int(zero.get("stage3_max_live_parameters", 1_000_000_000))
+        )
         parts["host" if offloads else "gradients"] += size * share
         parts["gradients"] += size * bucket
         at_once = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
     else:
         share, owned = (count, 0) if stage == 0 else _fullest_partition(shapes, ranks)
         at_once = share
-        parts["weights"] = size * count
+        parts["weights"] = size * (count + frozen)
         if stage < 2 and accumulates:
             parts["gradients"] = size * count
         if stage > 0 and not offloads:  # another micro-batch is reduced beside the previous ones

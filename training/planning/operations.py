@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from ..recipe import Recipe
 from ..recipe.objectives import NextToken
 from .depth import repeated_weights, stack_of
-from .passes import parameter_shapes, passes, segments_of
+from .passes import Weights, parameter_shapes, passes, segments_of, weights_of
 
 
 def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[st
 
     FLOPs exclude the second forward pass of checkpointing.
     """
-    parameters = sum(shape.numel() for shape in parameter_shapes(config))
+    weights = weights_of(config, recipe)
     accumulation = recipe.accumulation(ranks)
     stage_passes = passes(config, recipe, ranks)
     if recipe.curriculum:
@@ -25,11 +25,12 @@ def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[st
     stages, flops = [], 0
     for stage_pass, num_steps in zip(stage_passes, steps, strict=True):
         sequences = stage_pass.rows * ranks * accumulation
-        flops += num_steps * sequences * _text_flops(config, parameters, stage_pass.segments)
+        flops += num_steps * sequences * _text_flops(config, weights, stage_pass.segments)
         length = sum(stage_pass.segments)
         stages.append({"total_length": length, "steps": num_steps, "sequences_per_step": sequences})
     return {
-        "parameters": parameters,
+        "parameters": weights.num_frozen + weights.num_trained,
+        "trained_parameters": weights.num_trained,
         "ranks": ranks,
         "accumulation": accumulation,
         "sequences_at_once": stage_passes[-1].rows,
@@ -52,18 +53,23 @@ def uncounted(recipe: Recipe) -> str | None:
     )
 
 
-def text_flops(config: LlamaConfig, tokens_per_segment: int | None) -> Callable[[int], int]:
-    """FLOPs of a text by its tokens, forward and backward, without the second forward pass of checkpointing."""
-    parameters = sum(shape.numel() for shape in parameter_shapes(config))
-    return lambda tokens: _text_flops(config, parameters, segments_of(tokens, tokens_per_segment))
+def text_flops(
+    config: LlamaConfig, tokens_per_segment: int | None, weights: Weights | None = None
+) -> Callable[[int], int]:
+    """FLOPs of a text by its tokens, forward and backward, without the second forward pass of checkpointing.
+
+    All weights are trained, unless `weights` says which.
+    """
+    weights = weights or Weights(parameter_shapes(config), 0)
+    return lambda tokens: _text_flops(config, weights, segments_of(tokens, tokens_per_segment))
 
 
-def _text_flops(config: LlamaConfig, parameters: int, segments: Sequence[int]) -> int:
+def _text_flops(config: LlamaConfig, weights: Weights, segments: Sequence[int]) -> int:
     """FLOPs of a text, forward and backward.
 
-    They are 6 per token and parameter, without an input embedding of its own, which is looked up; 12 per channel for
-    each pair of a query and a key; and those of the memories' keys and values. A depth block's field counts once for
-    each evaluation.
+    They are 6 per token and trained weight, 4 per frozen one, whose gradient is not computed; an input embedding of its
+    own is looked up and does not count; 12 per channel for each pair of a query and a key; and those of the memories'
+    keys and values. A depth block's field counts once for each evaluation.
     """
     stack = stack_of(config)
     heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim
@@ -72,6 +78,11 @@ def _text_flops(config: LlamaConfig, parameters: int, segments: Sequence[int]) -
         pairs += tokens * (segments[0] if number else 0) + tokens * (tokens + 1) // 2
         remembered += tokens if number < len(segments) - 1 else 0
     attention = stack.runs * 12 * heads * config.head_dim * pairs
-    memories = stack.memories * 6 * 2 * config.hidden_size * key_width * remembered
-    multiplied = parameters - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
-    return round(6 * (multiplied + repeated_weights(config, stack)) * sum(segments)) + attention + memories
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    own, adapters = weights.num_trained, 0
+    if weights.num_frozen:
+        own, adapters = weights.num_frozen, weights.num_trained
+    per_weight = 4 if weights.num_frozen else 6
+    memories = stack.memories * per_weight * 2 * config.hidden_size * key_width * remembered
+    multiplied = per_weight * (own - looked_up + repeated_weights(config, stack)) + 6 * adapters
+    return round(multiplied * sum(segments)) + attention + memories

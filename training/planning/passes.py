@@ -1,12 +1,14 @@
 """The passes of a run: the rows and segments of a micro-batch, for each length of its texts."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import LlamaConfig
 
 from condense import CondenseConfig, CondenseForCausalLM
 
+from ..adapters import adapter_shapes
 from ..recipe import Recipe
 from ..recipe.models import stock_class
 
@@ -51,11 +53,35 @@ def _curriculum_passes(recipe: Recipe, length: int, ranks: int) -> list[Pass]:
     return [Pass(tokens // (segments * length), [length] * segments) for segments in lengths]
 
 
+class Weights(NamedTuple):
+    """Shapes of the weights that are trained, in the model's order, and the number of those that are frozen."""
+
+    trained: list[torch.Size]
+    num_frozen: int
+
+    @property
+    def num_trained(self) -> int:
+        return sum(shape.numel() for shape in self.trained)
+
+
+def weights_of(config: LlamaConfig, recipe: Recipe) -> Weights:
+    """Tied weights count once."""
+    model = _on_meta(config)
+    shapes = [parameter.shape for parameter in model.parameters()]
+    if recipe.lora is None:
+        return Weights(shapes, 0)
+    return Weights(adapter_shapes(model, recipe.lora), sum(shape.numel() for shape in shapes))
+
+
 def parameter_shapes(config: LlamaConfig) -> list[torch.Size]:
     """The shape of every parameter, tied ones once, in the model's order."""
+    return [parameter.shape for parameter in _on_meta(config).parameters()]
+
+
+def _on_meta(config: LlamaConfig) -> torch.nn.Module:
     model_class = CondenseForCausalLM if isinstance(config, CondenseConfig) else stock_class(config)
     with torch.device("meta"):
-        return [parameter.shape for parameter in model_class(config).parameters()]
+        return model_class(config)
 
 
 def element_size(recipe: Recipe) -> int:

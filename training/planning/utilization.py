@@ -10,6 +10,7 @@ from ..recipe.objectives import NextToken
 from .activations import KEPT_BY_KIND
 from .devices import peak_flops
 from .operations import text_flops
+from .passes import weights_of
 
 
 def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | None:
@@ -26,7 +27,7 @@ def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | Non
     if peak is None:
         return None
     try:
-        flops = text_flops(config, recipe.model.tokens_per_segment(config))
+        flops = text_flops(config, recipe.model.tokens_per_segment(config), weights_of(config, recipe))
     except ValueError:  # evaluations of an adaptive solver
         return None
     return lambda tokens: flops(tokens) / peak

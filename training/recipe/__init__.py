@@ -1,6 +1,7 @@
 """A run as one object: what is trained, on what data, for how long, and where it is written."""
 
 from .loading import load_recipe
+from .lora import LoRA
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, Losses, ObjectiveKind
 from .schema import (
@@ -33,6 +34,7 @@ __all__ = [
     "DigitsData",
     "DocumentData",
     "Evaluation",
+    "LoRA",
     "Losses",
     "ModelKind",
     "ObjectiveKind",

@@ -35,6 +35,8 @@ class ObjectiveKind(Section):
     # Whether batches have `places` [B]: the place in the data of each row's first token, the same in every epoch, on
     # every rank and after a resume. Only documents have places.
     needs_places: ClassVar[bool] = False
+    # Whether the model may have adapters.
+    takes_adapters: ClassVar[bool] = False
 
     def check(self, recipe: Any) -> None:
         """Raises `ValueError` for other keys of the recipe that do not fit this objective."""
@@ -73,6 +75,8 @@ class NextToken(ObjectiveKind):
     """Cross-entropy of each next token, by the model's own forward pass."""
 
     kind: Literal["next_token"] = "next_token"
+
+    takes_adapters: ClassVar[bool] = True
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         return next_token_losses(model, batch, num_targets)

@@ -25,6 +25,7 @@ from ..autoregressivity import (  # noqa: F401  their kinds
 )
 from ..data.digits import NUM_HELD_OUT, NUM_PIXELS
 from ..presets import find_deepspeed_config
+from .lora import LoRA
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
 from .section import MAY_CHANGE, Section, one_of
@@ -210,6 +211,7 @@ class Recipe(Section):
     global_batch: int | None = Field(None, ge=1, description="sequences per optimizer step, over all ranks")
     micro_batch: Annotated[int, MAY_CHANGE] = Field(1, ge=1, description="sequences that a rank runs at once")
     optimizer: Optimizer = Optimizer()
+    lora: LoRA | None = Field(None, description="adapters to train; None: all weights are trained")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Annotated[str, one_of(ATTENTION_IMPLEMENTATIONS), MAY_CHANGE] = "auto"
     attention_dropout: float = Field(0.0, ge=0, lt=1)
@@ -292,6 +294,7 @@ class Recipe(Section):
     def _check_combinations(self):
         checks: tuple[Callable[[Recipe], None], ...] = (
             _check_length, _check_images, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
+            _check_lora,
         )  # fmt: skip
         for check in checks:
             check(self)
@@ -391,3 +394,18 @@ def _check_steps(recipe: Recipe) -> None:
 
 def _check_objective(recipe: Recipe) -> None:
     recipe.objective.check(recipe)
+
+
+def _check_lora(recipe: Recipe) -> None:
+    if recipe.lora is None:
+        return
+    if not recipe.objective.takes_adapters:
+        raise ValueError(
+            f"lora does not go with objective.kind={recipe.objective.kind!r}: leave lora out, or choose next_token or "
+            "distill"
+        )
+    if getattr(recipe.model, "schedule", None) == "wavefront":
+        raise ValueError(
+            "a wavefront stacks the layers' own weights, and lora puts adapters beside them: set model.schedule="
+            "sequential (or auto)"
+        )

@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.execution.stacking import stack_of
 from condense.training import distributed
+from condense.training.adapters import add_adapters
 from condense.training.planning.fit import WAVE_ACTIVATIONS
 from condense.training.planning.memory import estimate
-from condense.training.planning.passes import parameter_shapes
+from condense.training.planning.passes import parameter_shapes, weights_of
 from condense.training.recipe import Recipe
 
 from ..ranks import run_ranks
@@ -66,6 +67,8 @@ def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, in
             model = CondenseForCausalLM._from_config(shape, attn_implementation=trained.attention)
         else:
             model = LlamaForCausalLM._from_config(config, attn_implementation=trained.attention)
+    if trained.lora:
+        model = add_adapters(model, trained.lora)
     model = model.to(getattr(torch, trained.dtype)).train()
     if trained.model.kind == "condense" and trained.model.schedule == "wavefront":
         stack_of(model.model.layers)  # which moves the weights
@@ -155,6 +158,23 @@ def test_a_stock_llama_keeps_what_is_estimated(dtype, attention, checkpointing):
         for total in (96, 256):
             trained = recipe(total, 2, dtype, attention, checkpointing, kind="stock")
             assert expected_peak(config, trained) == pytest.approx(measure(config, trained)[1], rel=tolerance)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]])
+@pytest.mark.parametrize("kind", ["condense", "stock"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_keep_what_is_estimated(dtype, kind, targets):
+    """Within 5 %: frozen weights need no inputs."""
+    config, fields = LlamaConfig(**SMALL), {"segment_length": 32} if kind == "condense" else {}
+    trained = recipe(128, 2, dtype, kind=kind, lora={"rank": 4, "targets": targets}, **fields)
+    parts = estimate(config, trained, PLAIN, 1)
+    kept, peak = measure(config, trained)
+    assert parts.activations + parts.memories == pytest.approx(kept, rel=0.05)
+    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.05)
+    shapes = weights_of(config, trained).trained
+    assert parts.moments == 2 * 4 * sum(shape.numel() for shape in shapes)
+    model = add_adapters(LlamaForCausalLM(config), trained.lora)
+    assert shapes == [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

@@ -1,0 +1,152 @@
+"""LoRA in a recipe: what is trained and saved, resumed, merged, and refused."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from condense import CondenseForCausalLM
+from condense.cli import app, main
+from condense.training.adapters import add_adapters
+from condense.training.distillation import Distillation
+from condense.training.planning.dry_run import dry_run
+from condense.training.preflight import check_run
+from condense.training.recipe import LoRA, load_recipe
+from condense.training.train import train
+
+from ..condense.models import tiny_model
+from .runs import folded_recipe, log_lines, run
+
+RECIPE = """
+lora: {rank: 4, alpha: 12, targets: [q_proj, v_proj, down_proj]}
+data: {task: passkey, shortest: 0.4}
+stages: [{total_length: 120, steps: 6}]
+global_batch: 4
+micro_batch: 2
+optimizer: {learning_rate: 5.0e-2, warmup_steps: 1}
+dtype: float32
+checkpoints: {every: 3, keep: 3}
+log_every: 1
+report_to: none
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return folded_recipe(tmp_path_factory.mktemp("lora"), RECIPE)
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    output = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+        train(load_recipe(recipe, [f"output={output}"]))
+    return output
+
+
+def test_adapters_alone_are_trained_and_saved(finished):
+    losses = [line["loss"] for line in log_lines(finished)]
+    assert losses[-1] < losses[0] - 0.1
+    stored = load_file(finished / "adapter_model.safetensors")
+    assert len(stored) == 2 * 3 * 2 and all("lora_" in name for name in stored)  # layers, targets, matrices
+    assert all(tensor.abs().max() > 0 for tensor in stored.values())  # B begins at 0
+    settings = json.loads((finished / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 12)
+    assert not (finished / "model.safetensors").exists()
+
+
+def test_a_resumed_run_is_the_same(recipe, finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+    shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3")
+    train(load_recipe(recipe, [f"output={tmp_path}"]))
+    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)][3:]
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, finished))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@torch.no_grad()
+def test_convert_merges_them(recipe, finished, tmp_path):
+    """W + (alpha / rank) B A, written out."""
+    source = recipe.parent / "start"
+    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "merged"), "--merge", str(finished)])
+    assert done.exit_code == 0, done.output
+    expected = CondenseForCausalLM.from_pretrained(source).state_dict()
+    for name, matrix_RI in load_file(finished / "adapter_model.safetensors").items():
+        if "lora_A" in name:
+            matrix_OR = load_file(finished / "adapter_model.safetensors")[name.replace("lora_A", "lora_B")]
+            weight = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            expected[weight] = expected[weight] + 12 / 4 * matrix_OR @ matrix_RI
+    found = CondenseForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_a_teacher_shares_the_frozen_weights(recipe):
+    model, given = tiny_model(torch.float32), load_recipe(recipe, ["objective={kind: distill}", "output=o"])
+    objective = given.objective
+    assert isinstance(objective, Distillation)
+    adapted = add_adapters(objective.prepare_model(model, given), given.lora)
+    weights = {tensor.data_ptr() for name, tensor in adapted.state_dict().items() if "lora" not in name}
+    assert {tensor.data_ptr() for tensor in objective._teacher.state_dict().values()} <= weights
+    ids = torch.randint(2, 61, (2, 13))
+    objective.losses(adapted, {"input_ids": ids, "labels": ids}, 24).loss.backward()
+    gradients = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]
+    assert gradients and all("lora_" in name for name in gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["lora.targets=[q_prj]"], "no linear map 'q_prj': did you mean 'q_proj'"),
+        (["lora.targets=[]"], "lora.targets"),
+        (["lora.rank=0"], "lora.rank"),
+        (["model.schedule=wavefront"], "lora puts adapters beside them: set model.schedule=sequential"),
+        (["objective={kind: multi_token, tokens: 2}"], "lora does not go with objective.kind='multi_token'"),
+    ],
+)
+def test_refusals(recipe, options, words):
+    with pytest.raises(ValueError, match=words):
+        check_run(load_recipe(recipe, ["output=unused", *options]), 1, None)
+
+
+def test_adapters_of_another_model_and_folders_without_them(recipe, finished, tmp_path, monkeypatch, capsys):
+    start = recipe.parent / "start"
+    other = tmp_path / "other"
+    shutil.copytree(start, other)
+    config = CondenseForCausalLM.from_pretrained(start).config
+    config.num_hidden_layers = 1
+    CondenseForCausalLM(config).save_pretrained(other)
+    for arguments, words in [
+        (["convert", str(start), "unused", "--merge", str(start)], "it holds no adapter_config.json"),
+        (["convert", str(other), "unused", "--merge", str(finished)], "they were trained on"),
+        (["convert", str(finished), "unused"], "holds adapters, not a model: merge them with condense convert"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["condense", *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        assert words in capsys.readouterr().err
+
+
+def test_the_dry_run_counts_what_is_trained(recipe):
+    plan, text = dry_run(load_recipe(recipe, ["output=o", "dtype=bfloat16"]), 2)
+    model = add_adapters(
+        CondenseForCausalLM.from_pretrained(recipe.parent / "start"),
+        LoRA(rank=4, targets=["q_proj", "v_proj", "down_proj"]),
+    )
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert plan["plan"]["trained_parameters"] == count and f"{count:,} of them trained" in text
+
+
+@pytest.mark.slow
+def test_two_ranks_of_zero_2_train_adapters_as_one_process(recipe, finished, tmp_path):
+    losses, _ = run(recipe, tmp_path, launcher=True)
+    assert losses == pytest.approx([line["loss"] for line in log_lines(finished)], abs=1e-4)
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, finished))
+    for name, tensor in other.items():
+        torch.testing.assert_close(one[name], tensor, atol=2e-4, rtol=1e-3)

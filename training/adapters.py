@@ -1,0 +1,54 @@
+"""LoRA: low-rank matrices beside frozen weights, trained alone, by PEFT."""
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+
+if TYPE_CHECKING:
+    from .recipe.lora import LoRA
+
+
+def check_targets(model: nn.Module, lora: "LoRA") -> None:
+    """Raises `ValueError` for a name that no linear map of the model has; names the nearest that one has."""
+    names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for target in lora.targets:
+        if target not in names:
+            (nearest,) = difflib.get_close_matches(target, names, n=1, cutoff=0)
+            raise ValueError(
+                f"lora.targets: the model has no linear map {target!r}: did you mean {nearest!r}? It has "
+                f"{', '.join(sorted(names))}."
+            )
+
+
+def add_adapters(model: Any, lora: "LoRA") -> Any:
+    """PEFT's model around this one, whose own weights are frozen; torch's generator draws the adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    check_targets(model, lora)
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, settings)
+
+
+def adapter_shapes(model: nn.Module, lora: "LoRA") -> list[torch.Size]:
+    """The shapes of the matrices that `add_adapters` makes, in its order."""
+    return [
+        torch.Size(shape)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in lora.targets
+        for shape in ((lora.rank, module.in_features), (module.out_features, lora.rank))
+    ]
+
+
+def own_model(model: Any) -> Any:
+    """The causal language model inside what Trainer, DeepSpeed and PEFT put around it."""
+    model = extract_model_from_parallel(model)
+    return model.get_base_model() if hasattr(model, "peft_config") else model

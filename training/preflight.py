@@ -13,7 +13,7 @@ from .adapters import check_targets
 from .checkpoints.resume import find_checkpoint
 from .data.shards import source_files
 from .presets import find_recipe, recipe_names
-from .recipe import DocumentData, Recipe
+from .recipe import DocumentData, Recipe, SampleData
 
 
 def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> None:
@@ -59,6 +59,8 @@ def check_former_recipe(source: str) -> None:
 
 def check_prepared(recipe: Recipe) -> None:
     """Raises `ValueError` for documents that do not exist, and for a folder that can't keep them prepared."""
+    if isinstance(recipe.data, SampleData):
+        check_output_folder(Path(recipe.data.prepared))
     if not isinstance(recipe.data, DocumentData):
         return
     for source in (*recipe.data.sources, *(recipe.evaluation.sources if recipe.evaluation else ())):

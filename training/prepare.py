@@ -4,7 +4,7 @@ import os
 
 from .data.tasks import make_examples
 from .preflight import check_former_recipe, check_prepared
-from .recipe import DocumentData, Recipe
+from .recipe import DocumentData, Recipe, SampleData
 
 
 def num_cores() -> int:
@@ -15,9 +15,11 @@ def num_cores() -> int:
 def prepare(recipe: Recipe, num_workers: int) -> None:
     """Prepares all documents that a recipe reads, those of its evaluation too, in `num_workers` processes.
 
+    Texts that a model samples from itself are drawn in this process.
+
     A preparation that was stopped resumes. Raises `ValueError` for documents that can't be read, or are too few.
     """
-    if not isinstance(recipe.data, DocumentData):
+    if not isinstance(recipe.data, (DocumentData, SampleData)):
         print(f"data.task={recipe.data.task} reads no documents: there is nothing to prepare", flush=True)
         return
     check_former_recipe(recipe.model.source)

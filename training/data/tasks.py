@@ -6,13 +6,14 @@ from functools import partial
 
 import numpy as np
 
-from ..recipe import DigitsData, PasskeyData, QuestionData, Recipe, Source, SummarizationData, TextData
+from ..recipe import DigitsData, PasskeyData, QuestionData, Recipe, SampleData, Source, SummarizationData, TextData
 from .answers import AnswerExamples, question_encoder
 from .batches import evaluated_sources
 from .digits import DigitExamples, split
 from .examples import Examples
 from .passkey import PasskeyExamples
 from .preparation import prepare
+from .samples import sample_store
 from .store import Encode, Need, Store, folder_of
 from .summarization import summary_encoder
 from .text import TextExamples, text_encoder
@@ -32,7 +33,22 @@ def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Exam
     if isinstance(recipe.data, DigitsData):
         numbers, others = split()
         return DigitExamples(numbers, recipe.seed), DigitExamples(others, None) if recipe.evaluation else None
+    if isinstance(recipe.data, SampleData):
+        return sampled_examples(recipe, recipe.data, tokenizer)
     return DocumentTask(recipe, recipe.data, tokenizer, num_workers).examples()
+
+
+def sampled_examples(recipe: Recipe, data: SampleData, tokenizer) -> tuple[Examples, Examples | None]:
+    """The model's own texts; the first ones are held out for the evaluation."""
+    assert recipe.stages is not None and recipe.global_batch is not None
+    longest = max(stage.total_length for stage in recipe.stages)
+    tokens = sum(stage.steps * recipe.global_batch * stage.total_length for stage in recipe.stages)
+    num_texts = data.texts or -(-tokens // longest)
+    num_held_out = recipe.evaluation.sequences if recipe.evaluation else 0
+    last = num_held_out + num_texts
+    store = sample_store(data, recipe.model.source, tokenizer, longest, last, recipe.seed)
+    training = TextExamples(store, num_held_out, last, "cut", recipe.seed)
+    return training, TextExamples(store, 0, num_held_out, "cut", None) if num_held_out else None
 
 
 class DocumentTask:

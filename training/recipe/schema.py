@@ -139,13 +139,24 @@ class PasskeyData(Section):
     num_digits: int = Field(4, ge=1, description="of each key")
 
 
+class SampleData(Section):
+    """Texts that the model samples from itself, with full attention: training that needs no data."""
+
+    task: Literal["samples"]
+    texts: int | None = Field(None, ge=1, description="different texts to train on; None: as many as the steps need")
+    temperature: float = Field(1.0, gt=0)
+    prepared: Annotated[Path, MAY_CHANGE] = Field(Path("runs/prepared"), description="folder that keeps the texts")
+
+
 class DigitsData(Section):
     """Handwritten digits: images of 8 x 8 pixels, each a sequence of 64, which come with scikit-learn."""
 
     task: Literal["digits"]
 
 
-Data = Annotated[TextData | SummarizationData | QuestionData | PasskeyData | DigitsData, Field(discriminator="task")]
+Data = Annotated[
+    TextData | SummarizationData | QuestionData | PasskeyData | SampleData | DigitsData, Field(discriminator="task")
+]
 
 
 class Optimizer(Section):
@@ -327,8 +338,8 @@ def _check_model(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     data = recipe.data
-    if recipe.evaluation and recipe.evaluation.sources and data.task == "passkey":
-        raise ValueError("evaluation.sources: passkeys are generated, not read; leave the sources out")
+    if recipe.evaluation and recipe.evaluation.sources and data.task in ("passkey", "samples"):
+        raise ValueError(f"evaluation.sources: data.task={data.task} generates its texts; leave the sources out")
     if recipe.objective.needs_places and data.task == "passkey":
         raise ValueError(
             f"objective.kind={recipe.objective.kind!r} draws once for each place in the data, and passkeys are "

@@ -156,7 +156,7 @@ def test_stages_and_batches(recipe):
         (STAGES, ["schedule=wavefront"], "schedule is no key .*: write model.schedule"),
         (STAGES, ["attention=blocked", "attention_dropout=0.1"], "attention=blocked has no dropout"),
         (STAGES, ["model.offload_memories=true"], "set gradient_checkpointing=true too"),
-        (STAGES, ["evaluation.sources=[{files: x}]"], "passkeys are generated, not read"),
+        (STAGES, ["evaluation.sources=[{files: x}]"], "data.task=passkey generates its texts"),
         (STAGES, ["evaluation.sources=[{files: x, hub: y}]"], "either files or hub"),
         (STAGES, ["evaluation.sources=[{files: x, split: y}]"], "belong to a source of the hub"),
         (STAGES, ["evaluation.sources=[{files: x, revision: y}]"], "belong to a source of the hub"),

@@ -1,0 +1,121 @@
+"""Texts that a model samples from itself: whose they are, that they are drawn once, and that training reads them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from condense import CondenseForCausalLM
+from condense.training.data import samples
+from condense.training.data.samples import first_token, sample_store
+from condense.training.recipe import SampleData, load_recipe
+from condense.training.small_llama import save_small_llama
+from condense.training.train import train
+
+from ..runs import log_lines
+
+RECIPE = """
+model: {{source: {folder}/start, segment_length: 8}}
+objective: {{kind: distill}}
+output: {folder}/output
+data: {{task: samples, prepared: {folder}/prepared}}
+stages: [{{total_length: 24, steps: 4}}, {{total_length: 32, steps: 2}}]
+global_batch: 4
+micro_batch: 2
+optimizer: {{learning_rate: 3.0e-3, warmup_steps: 1}}
+dtype: float32
+log_every: 1
+evaluation: {{sequences: 3, every: 6}}
+report_to: none
+"""
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model whose next tokens are far from uniform, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "start"
+    model = save_small_llama(folder, width=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(12)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(start):
+    return PreTrainedTokenizerFast.from_pretrained(start)
+
+
+def drawn(store) -> np.ndarray:
+    return np.stack([store[number].input_ids for number in range(len(store))])
+
+
+def test_texts_follow_the_stock_model(start, tokenizer, tmp_path):
+    """The second and the tenth token, by the probabilities that full attention gives them."""
+    data = SampleData(task="samples", prepared=tmp_path, temperature=0.8)
+    texts_BN = drawn(sample_store(data, str(start), tokenizer, 12, 512, seed=3))
+    assert texts_BN.shape == (512, 12) and set(texts_BN[:, 0]) == {first_token(tokenizer)}
+    model = LlamaForCausalLM.from_pretrained(start)
+    with torch.no_grad():
+        p_BNV = (model(torch.tensor(texts_BN)).logits / 0.8).softmax(-1).numpy()
+    for column in (1, 9):
+        expected_V = p_BNV[:, column - 1].sum(0)  # of each token, over the texts as they are up to here
+        variance_V = (p_BNV[:, column - 1] * (1 - p_BNV[:, column - 1])).sum(0)
+        counts_V = np.bincount(texts_BN[:, column], minlength=len(expected_V))
+        assert np.all(np.abs(counts_V - expected_V) <= 5 * np.sqrt(variance_V) + 1)
+        assert expected_V.max() > 3 * expected_V.mean()  # not uniform
+
+
+def test_texts_are_drawn_once_and_resumed(start, tokenizer, tmp_path, monkeypatch):
+    data = SampleData(task="samples", prepared=tmp_path)
+    texts_BN = drawn(sample_store(data, str(start), tokenizer, 9, 150, seed=0))
+    assert len(texts_BN) == 3 * samples.BATCH and len(np.unique(texts_BN, axis=0)) > 180
+    (folder,) = tmp_path.iterdir()
+    (folder / "part-00002.arrow").unlink()  # as after a kill
+    numbers, draw = [], samples.draw
+    monkeypatch.setattr(samples, "draw", lambda *arguments: numbers.append(arguments[-1]) or draw(*arguments))
+    again_BN = drawn(sample_store(data, str(start), tokenizer, 9, 150, seed=0))
+    assert numbers == [2] and np.array_equal(again_BN, texts_BN)
+    sample_store(data, str(start), tokenizer, 9, 100, seed=0)
+    assert numbers == [2]
+    other_BN = drawn(sample_store(data, str(start), tokenizer, 9, 10, seed=1))
+    assert not np.array_equal(other_BN, texts_BN[: samples.BATCH])
+
+
+def test_a_folded_model_writes_as_its_stock_model(start, tokenizer, tmp_path):
+    folded = tmp_path / "folded"
+    CondenseForCausalLM.from_pretrained(start, segment_length=4).save_pretrained(folded)
+    data = SampleData(task="samples", prepared=tmp_path / "prepared")
+    stores = [sample_store(data, str(source), tokenizer, 12, 1, seed=0) for source in (start, folded)]
+    assert stores[0].folder != stores[1].folder  # other weights may be there
+    assert np.array_equal(*map(drawn, stores))
+
+
+def test_training_without_data(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+    (tmp_path / "start").symlink_to(start)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=tmp_path))
+    train(load_recipe(path))
+    assert len(log_lines(tmp_path / "output")) == 6
+    first, *_, last = log_lines(tmp_path / "output", "eval_loss_distill")
+    assert last["eval_loss_distill"] < first["eval_loss_distill"]
+    (folder,) = (tmp_path / "prepared").iterdir()
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["tokens"] == 32 and len(list(folder.glob("part-*.arrow"))) == 1  # 3 + 4 x 4 x 24/32 + 2 x 4 texts
+
+
+def test_refusals(start, tokenizer, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=tmp_path))
+    with pytest.raises(ValueError, match=r"evaluation.sources: data.task=samples generates its texts"):
+        load_recipe(path, ["evaluation.sources=[{files: x}]"])
+    with pytest.raises(ValueError, match=r"data.temperature"):
+        load_recipe(path, ["data.temperature=0"])
+    without = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="neither bos_token nor eos_token"):
+        sample_store(SampleData(task="samples", prepared=tmp_path), str(start), without, 8, 1, seed=0)

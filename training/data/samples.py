@@ -1,0 +1,104 @@
+"""Texts that a model samples from itself, for training without any data: drawn once, stored, and resumed after a kill.
+
+The stock model with full attention writes them, token by token from its own distribution. A part of the store is one
+batch of texts, whose random numbers depend on the seed and on its number alone.
+
+Axes: B texts, N tokens.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from condense import CondenseForCausalLM, loading, to_stock
+from condense.generation import RefuseNonFiniteLogits
+
+from ..checkpoints.contents import content
+from .store import FORMAT, Store, Tokens, write_part
+
+if TYPE_CHECKING:
+    from ..recipe import SampleData
+
+BATCH = 64  # texts that are drawn together
+
+
+def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: int, texts: int, seed: int) -> Store:
+    """At least `texts` texts of `total_length` tokens by the model in `source`, in a folder of `data.prepared`.
+
+    Draws those that are missing. Processes wait for each other. A folded model writes as the stock one of its weights.
+    Raises `ValueError` for a model without a first token.
+    """
+    first = first_token(tokenizer)
+    described = {
+        "format": FORMAT, "weights": _weights(source), "tokens": total_length, "first": first, "seed": seed,
+        "temperature": data.temperature, "batch": BATCH,
+    }  # fmt: skip
+    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    folder = data.prepared / f"samples-{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = -(-texts // BATCH)
+    with FileLock(folder / ".lock"):
+        done = len(list(folder.glob("part-*.arrow")))
+        if done < parts:
+            (folder / "settings.json").write_text(json.dumps(described | {"source": source}), encoding="utf-8")
+            model = stock_model(source)
+            bar = tqdm(range(done, parts), initial=done, total=parts, desc="sampling texts", unit=f" x {BATCH} texts")
+            for number in bar:
+                texts_BN = draw(model, first, total_length, data.temperature, seed * 2**20 + number)
+                _write(folder / f"part-{number:05d}.arrow", texts_BN)
+    return Store(folder)
+
+
+def first_token(tokenizer: Any) -> int:
+    """The token that a text begins with."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise ValueError(
+        "data.task=samples begins each text with the tokenizer's first token, and it has neither bos_token nor "
+        "eos_token: add one to tokenizer_config.json, or train on documents (data.task=text)."
+    )
+
+
+def stock_model(source: str) -> Any:
+    """The model with full attention, in the dtype of its weights, on the GPU if there is one."""
+    config = loading.load_config(CondenseForCausalLM.config_class, source)
+    if config.depth is not None:
+        model = loading.load_model(AutoModelForCausalLM, source, dtype="auto")
+    else:
+        model = to_stock(loading.load_model(CondenseForCausalLM, source, dtype="auto"))
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@torch.no_grad()
+def draw(model: Any, first: int, total_length: int, temperature: float, seed: int) -> np.ndarray:
+    """Texts [B, N] that begin with `first`. An end of text is a token like others: another text follows it."""
+    first_B1 = torch.full((BATCH, 1), first, device=model.device)
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        texts_BN = model.generate(
+            first_B1, attention_mask=torch.ones_like(first_B1), do_sample=True, temperature=temperature, top_k=0,
+            top_p=1.0, eos_token_id=None, pad_token_id=first, min_new_tokens=total_length - 1,
+            max_new_tokens=total_length - 1, logits_processor=[RefuseNonFiniteLogits()],
+        )  # fmt: skip
+    return texts_BN.cpu().numpy()
+
+
+def _write(path: Path, texts_BN: np.ndarray) -> None:
+    partial = path.with_suffix(".partial")
+    with open(partial, "wb") as file:
+        write_part(file, [Tokens(text_N, 1) for text_N in texts_BN], {"counts": {}, "positions": None, "ended": False})
+    partial.rename(path)
+
+
+def _weights(source: str) -> list[str]:
+    """What a checkpoint is recognised by: the content of its files, or its hub id."""
+    files = sorted(path for pattern in ("config.json", "*.safetensors", "*.bin") for path in Path(source).glob(pattern))
+    return [f"{path.name} {content(path)}" for path in files] or [source]

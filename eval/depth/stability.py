@@ -4,11 +4,12 @@ The paper's table 1 and figure 1, with controls: discrete steps with weights of 
 equal compute, the two layers simply left out, and a scale that is not learned.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..intervals import LOG, interval, shown
 from ..results import Table, picture
@@ -19,6 +20,7 @@ from .models import ARMS, block_of, num_parameters
 from .pretraining import CLIPPED_NORM, held_out_loss, log_of, trained
 
 LAST_STEPS = 50
+SMOOTHED_SHARE = 20  # curves are means over this part of the steps
 VANISHING, EXPLODING = 1e-6, 100.0  # norms of the gradient; the paper names no thresholds
 FIRST = ("hybrid", "baseline", "shorter", "twin", "wide_twin")  # measured in this order, and the others after them
 COMPARED = ("baseline", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
@@ -85,27 +87,40 @@ class Stability(Experiment[Run]):
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
-        with picture(path, columns=4, figsize=(15, 3.4)) as axes:
-            panels = {
-                "loss": "training loss",
-                "gradient_norm": "norm of the gradient",
-                "block_gradient_norm": "norm of the block's gradient",
-                "alpha": "alpha",
-            }
+        """Means over seeds, smoothed over the steps around each."""
+        panels = {
+            "loss": "training loss",
+            "difference": "loss minus the baseline's",
+            "gradient_norm": "norm of the gradient",
+            "block_gradient_norm": "norm of the block's gradient",
+            "alpha": "alpha, where it is learned",
+        }
+        smoothed = max(1, results["size"]["steps"] // SMOOTHED_SHARE)
+        with picture(path, columns=len(panels), figsize=(19, 3.6)) as axes:
             for panel, (name, title) in zip(axes, panels.items(), strict=True):
                 for arm in ARMS:
-                    for record in _of(results, arm):
-                        curve = record["log"][name]
-                        if any(value is not None for value in curve):
-                            label = arm if record["seed"] == 0 else None
-                            style = {"color": f"C{ARMS.index(arm)}", "linewidth": 0.8, "label": label}
-                            panel.plot([math.nan if value is None else value for value in curve], **style)
-                panel.set_title(title, fontsize=10)
+                    if (curve := _curve(results, arm, name, smoothed)) is not None:
+                        panel.plot(curve, color=f"C{ARMS.index(arm)}", linewidth=1.1, label=arm)
+                panel.set_title(f"{title} (over {smoothed} steps)" if name != "alpha" else title, fontsize=9)
                 panel.set_xlabel("step")
                 panel.grid(alpha=0.3)
                 panel.legend(fontsize=7)
-            for panel in axes[1:3]:
+            for panel in axes[2:4]:
                 panel.set_yscale("log")
+
+
+def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.ndarray | None:
+    """By step, the mean over seeds; None for an arm without one, and for an alpha that stays as it is."""
+    records = _of(results, arm)
+    curves_RS = np.array([record["log"]["loss" if name == "difference" else name] for record in records], dtype=float)
+    if name == "difference":
+        curves_RS -= np.array([record["log"]["loss"] for record in _of(results, "baseline")], dtype=float)
+    if np.isnan(curves_RS).all() or (name == "difference" and arm == "baseline"):
+        return None
+    if name == "alpha":
+        return None if np.ptp(curves_RS) == 0 else curves_RS.mean(0)
+    mean_S, window = curves_RS.mean(0), np.ones(smoothed)
+    return np.convolve(mean_S, window, "same") / np.convolve(np.ones(len(mean_S)), window, "same")
 
 
 def figures(log: dict[str, list[Any]]) -> dict[str, Any]:

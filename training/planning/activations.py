@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from condense.families import family_of
 from condense.loss import MAX_LOGITS
 
+from ..distillation import Distillation
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from ..recipe.objectives import NextToken
@@ -17,6 +18,7 @@ from .depth import Stack, stack_of
 from .passes import FLOAT32, Pass, Weights, element_size
 
 ADJOINT_COPIES = 8  # measured: of the state, its adjoint and the field's gradient, in one step of torchdiffeq
+DISTILLED_LOGIT_COPIES = 7  # measured: logits and log-softmaxes of both models, products and gradients
 LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, all in float32
 
 
@@ -25,11 +27,27 @@ def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     count = KEPT_BY_KIND.get(recipe.model.kind)
     if count is None:
         raise ValueError(f"the memory of model.kind={recipe.model.kind!r} is not estimated: start the run to see it.")
+    if isinstance(recipe.objective, Distillation) and not recipe.objective.hidden_weight:
+        return kept_by_distillation(config, recipe, a_pass, count(config, recipe, a_pass))
     if not isinstance(recipe.objective, NextToken):
+        with_layers = " with a hidden_weight" if isinstance(recipe.objective, Distillation) else ""
         raise ValueError(
-            f"the memory of objective.kind={recipe.objective.kind!r} is not estimated: start the run to see it."
+            f"the memory of objective.kind={recipe.objective.kind!r}{with_layers} is not estimated: start the run to "
+            "see it."
         )
     return count(config, recipe, a_pass)
+
+
+def kept_by_distillation(
+    config: LlamaConfig, recipe: Recipe, a_pass: Pass, next_token: dict[str, int]
+) -> dict[str, int]:
+    """Beside what next tokens need: the last hidden states of both models, and logits of both for a block of tokens."""
+    hidden = 2 * a_pass.tokens * config.hidden_size * element_size(recipe)
+    at_once = min(a_pass.tokens, max(1, MAX_LOGITS // config.vocab_size))
+    loss = DISTILLED_LOGIT_COPIES * FLOAT32 * config.vocab_size * at_once
+    if recipe.gradient_checkpointing:  # the logits are gone before a segment is recomputed
+        loss = max(0, loss - next_token["activations"])
+    return next_token | {"activations": next_token["activations"] + hidden, "loss": loss}
 
 
 def kept_by_stock(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:

@@ -9,18 +9,21 @@ from math import ceil
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
+from condense.loading import load_config
+
+from ..distillation import Distillation
 from ..recipe import Recipe
 from .activations import kept_by_autograd, summed_gradients
-from .passes import FLOAT32, Weights, element_size, passes, weights_of
+from .passes import FLOAT32, Weights, element_size, parameter_shapes, passes, weights_of
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of the fullest rank: all parts except `step` and `host` at the worst moment of a pass."""
 
-    weights: int  # those that passes compute with; under ZeRO-3 the rank's share of them
+    weights: int  # those that passes compute with, a teacher's too; under ZeRO-3 the rank's share of them
     gathered_weights: int  # ZeRO-3: the most of all shares that is present at a time
     master_weights: int  # the optimizer's own, float32
     moments: int  # Adam's two, float32
@@ -52,6 +55,7 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
     accumulates = recipe.accumulation(ranks) > 1
     weights, zero = weights_of(config, recipe), deepspeed.get("zero_optimization") or {}
     states = _kept_by_deepspeed(config, recipe, zero, ranks, weights, accumulates)
+    states["weights"] += element_size(recipe) * _teacher_weights(config, recipe, weights)
     estimates = []
     for a_pass in passes(config, recipe, ranks):
         kept = kept_by_autograd(config, recipe, a_pass)
@@ -59,6 +63,17 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
         summed = summed_gradients(config, recipe, a_pass, weights, freed_at_once, kept)
         estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))
     return max(estimates, key=lambda one: one.total)
+
+
+def _teacher_weights(config: LlamaConfig, recipe: Recipe, weights: Weights) -> int:
+    """The number of a teacher's weights; 0 where it shares those of the model."""
+    if not isinstance(recipe.objective, Distillation):
+        return 0
+    if recipe.objective.teacher is not None:
+        return sum(shape.numel() for shape in parameter_shapes(load_config(AutoConfig, recipe.objective.teacher)))
+    if recipe.lora is None:
+        return weights.num_trained
+    return weights.num_frozen if element_size(recipe) < FLOAT32 else 0  # each has its own bfloat16 copy
 
 
 def _kept_by_deepspeed(

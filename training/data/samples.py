@@ -26,7 +26,7 @@ from .store import FORMAT, Store, Tokens, write_part
 if TYPE_CHECKING:
     from ..recipe import SampleData
 
-BATCH = 64  # texts that are drawn together
+TOKENS_AT_ONCE = 2**17  # of the texts that are drawn together
 
 
 def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: int, texts: int, seed: int) -> Store:
@@ -35,23 +35,23 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
     Draws those that are missing. Processes wait for each other. A folded model writes as the stock one of its weights.
     Raises `ValueError` for a model without a first token.
     """
-    first = first_token(tokenizer)
+    first, batch = first_token(tokenizer), max(1, TOKENS_AT_ONCE // total_length)
     described = {
         "format": FORMAT, "weights": _weights(source), "tokens": total_length, "first": first, "seed": seed,
-        "temperature": data.temperature, "batch": BATCH,
+        "temperature": data.temperature, "batch": batch,
     }  # fmt: skip
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
     folder = data.prepared / f"samples-{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    parts = -(-texts // BATCH)
+    parts = -(-texts // batch)
     with FileLock(folder / ".lock"):
         done = len(list(folder.glob("part-*.arrow")))
         if done < parts:
             (folder / "settings.json").write_text(json.dumps(described | {"source": source}), encoding="utf-8")
             model = stock_model(source)
-            bar = tqdm(range(done, parts), initial=done, total=parts, desc="sampling texts", unit=f" x {BATCH} texts")
+            bar = tqdm(range(done, parts), initial=done, total=parts, desc="sampling texts", unit=f" x {batch} texts")
             for number in bar:
-                texts_BN = draw(model, first, total_length, data.temperature, seed * 2**20 + number)
+                texts_BN = draw(model, first, (batch, total_length), data.temperature, seed * 2**20 + number)
                 _write(folder / f"part-{number:05d}.arrow", texts_BN)
     return Store(folder)
 
@@ -78,9 +78,10 @@ def stock_model(source: str) -> Any:
 
 
 @torch.no_grad()
-def draw(model: Any, first: int, total_length: int, temperature: float, seed: int) -> np.ndarray:
+def draw(model: Any, first: int, shape: tuple[int, int], temperature: float, seed: int) -> np.ndarray:
     """Texts [B, N] that begin with `first`. An end of text is a token like others: another text follows it."""
-    first_B1 = torch.full((BATCH, 1), first, device=model.device)
+    batch, total_length = shape
+    first_B1 = torch.full((batch, 1), first, device=model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         texts_BN = model.generate(

@@ -29,6 +29,12 @@ def merged(model: Any, folder: Path) -> Any:
     """
     from peft import PeftModel
 
+    targets = json.loads((folder / FILES[0]).read_text(encoding="utf-8")).get("target_modules") or []
+    if model.config.tie_word_embeddings and "lm_head" in targets:
+        raise ValueError(
+            f"--merge {folder}: it has an adapter of lm_head, which is tied to the embedding of this model: merged, it "
+            "would change the embedding too. Train adapters without lm_head."
+        )
     with safe_open(folder / FILES[1], framework="pt") as file:
         stored = set(file.keys())
     try:

@@ -91,14 +91,16 @@ def convert(
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     **depth: Any,
 ) -> None:
-    """Turns a checkpoint into a folded one, or back. Weights stay as they are, but for those that --merge changes and
-    those of layers that a depth block replaces (docs/depth.md).
+    """Turns a checkpoint into a folded one, or back. Weights do not change, except those that --merge changes and
+    those that a depth block replaces (docs/depth.md).
     """
     stock = to is not ModelFormat.condense
     given = {"segment_length": segment_length, "memory_source": memory_source}
     fields = {name: value for name, value in given.items() if value is not None}
     if stock and fields:
         raise ValueError(f"a stock model has no {' or '.join(fields)}: leave the option out with --to {to}.")
+    if stock:
+        fields["segment_length"] = 1  # which a stock model does not have: it fits every sliding window
     quiet()
     plan = BlockOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM

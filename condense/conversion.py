@@ -24,7 +24,10 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
             "with condense.depth.to_depth_llama."
         )
     family = family_of(model.config)
-    return with_weights_of(model, family.config_class, family.model_class, **(model.config.window or {}))
+    window = dict(model.config.window or {})
+    if layer_types := window.get("layer_types"):  # fewer layers may have been asked for
+        window["layer_types"] = layer_types[: model.config.num_hidden_layers]
+    return with_weights_of(model, family.config_class, family.model_class, **window)
 
 
 def with_weights_of(

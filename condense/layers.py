@@ -90,11 +90,15 @@ class CondenseAttention(nn.Module):
 
     def _project_query(self, normed_RTD: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         query_RHTE = self._split_heads(self.q_proj(normed_RTD))
-        return rotate(self.q_norm(query_RHTE) if self.has_norms else query_RHTE, rotary)
+        if self.has_norms:  # under autocast, norms return float32
+            query_RHTE = self.q_norm(query_RHTE).to(query_RHTE.dtype)
+        return rotate(query_RHTE, rotary)
 
     def _project_key(self, normed_RTD: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
         key_RGTE = self._split_heads(self.k_proj(normed_RTD))
-        return rotate(self.k_norm(key_RGTE) if self.has_norms else key_RGTE, rotary)
+        if self.has_norms:
+            key_RGTE = self.k_norm(key_RGTE).to(key_RGTE.dtype)
+        return rotate(key_RGTE, rotary)
 
     def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
         """The keys and values that the next segment sees of this chunk."""

@@ -1,6 +1,7 @@
 """`condense convert` with a depth block, as a user calls it."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -74,6 +75,13 @@ def test_another_family_there_and_back(qwen3, tmp_path, capsys, monkeypatch):
     assert "a depth block for layer 1: field layer" in hybrid
     output = CondenseForCausalLM.from_pretrained(tmp_path / "hybrid")(ids)
     assert torch.isfinite(output.logits).all()
+
+
+def test_a_window_does_not_keep_a_model_from_becoming_stock(qwen3, tmp_path, capsys):
+    config = Qwen3Config.from_pretrained(qwen3, use_sliding_window=True, sliding_window=100, max_window_layers=1)
+    shutil.copytree(qwen3, tmp_path / "windows")
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "windows")
+    assert "a stock Qwen3" in printed("convert", tmp_path / "windows", tmp_path / "stock", "--to", "stock")
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 Axes: B rows, N tokens, D hidden size, V vocabulary, n targets, S segments.
 """
 
-import copy
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from condense import loading, to_stock
 from condense.configuration import IGNORE_INDEX
+from condense.families import FAMILIES
 from condense.loss import MAX_LOGITS
 
 from .adapters import own_model
@@ -48,6 +48,8 @@ class Distillation(ObjectiveKind):
 
     _teacher: Any = PrivateAttr(None)
     _mixed_precision: bool = PrivateAttr(False)
+    _shares_weights: bool = PrivateAttr(False)
+    _placed: bool = PrivateAttr(False)
 
     def check(self, recipe: Any) -> None:
         if recipe.model.kind != "condense":
@@ -82,15 +84,20 @@ class Distillation(ObjectiveKind):
                 f"objective.teacher={self.teacher!r} is a folded model, which forgets as its student does: name a "
                 "stock one (condense convert FOLDED STOCK --to stock)."
             )
-        if teacher.vocab_size != config.vocab_size:
+        if teacher.model_type not in FAMILIES:
             raise ValueError(
-                f"objective.teacher={self.teacher!r} has a vocabulary of {teacher.vocab_size} and the model one of "
-                f"{config.vocab_size}: name a teacher of the same tokenizer."
+                f"objective.teacher={self.teacher!r} is of type {teacher.model_type!r}: name a model of one of the "
+                f"types {', '.join(FAMILIES)}."
             )
         if loading.load_tokenizer(self.teacher, teacher).get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"objective.teacher={self.teacher!r} has another tokenizer than the model: name a teacher of the same "
                 "tokenizer."
+            )
+        if teacher.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"objective.teacher={self.teacher!r} has logits for {teacher.vocab_size} tokens and the model for "
+                f"{config.vocab_size}: name a teacher with as many."
             )
         shape, own = ((one.num_hidden_layers, one.hidden_size) for one in (teacher, config))
         if self.hidden_weight and shape != own:
@@ -101,11 +108,14 @@ class Distillation(ObjectiveKind):
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         if self.teacher is None:
-            # Adapters leave the weights as they are, so that the teacher can share them.
-            teacher = to_stock(model if recipe.lora else copy.deepcopy(model))
+            teacher = to_stock(model)
+            if not recipe.lora:  # adapters leave the weights as they are
+                for parameter in teacher.parameters():
+                    parameter.data = parameter.data.clone()
         else:
             teacher = loading.load_model(AutoModelForCausalLM, self.teacher, dtype=torch.float32).eval()
         self._teacher, self._mixed_precision = teacher.requires_grad_(False), recipe.dtype == "bfloat16"
+        self._shares_weights = self.teacher is None and recipe.lora is not None
         return model
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
@@ -138,16 +148,28 @@ class Distillation(ObjectiveKind):
         return by_segment(loss_n, counted_BN, own.config.segment_length, num_targets)
 
     def _read_by_teacher(self, batch: dict[str, torch.Tensor], student: Any, with_layers: bool) -> Any:
-        teacher, weight = self._teacher, student.lm_head.weight
-        if (teacher.device, teacher.dtype) != (weight.device, weight.dtype):  # known once training has begun
-            teacher.to(weight.device, weight.dtype)
+        if not self._placed:  # the student's device and dtype are known once training has begun
+            self._placed = True
+            place(self._teacher, student, self._shares_weights)
         with torch.no_grad():
-            return teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
+            return self._teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         """The loss of next tokens, and as `distill` the objective's own."""
         found = next_token_losses(model, batch, 1)
         return found._replace(further={"distill": self.losses(model, batch, 1)})
+
+
+def place(teacher: Any, student: Any, shares_weights: bool) -> None:
+    """Moves a teacher to the student's device and gives its weights the student's dtype, or the student's weights.
+
+    Rotary frequencies are buffers and stay in float32, as the student's do.
+    """
+    weight = student.get_input_embeddings().weight
+    teacher.to(weight.device)
+    own = {name.replace(".base_layer", ""): parameter for name, parameter in student.named_parameters()}
+    for name, parameter in teacher.named_parameters():
+        parameter.data = own[name].data if shares_weights else parameter.data.to(weight.dtype)
 
 
 def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float) -> TokenLosses:

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from condense import CondenseConfig, CondenseForCausalLM, to_stock
+from condense import CondenseConfig, CondenseForCausalLM, layers, to_stock
 from condense.reference import reference_logits
 
 from .models import (
@@ -152,6 +152,25 @@ def test_adapters_of_a_folded_model_are_those_of_its_stock_model(stock):
     merged = adapted.merge_and_unload()
     assert type(merged) is CondenseForCausalLM
     torch.testing.assert_close(merged(ids).loss, adapted(ids).loss)
+
+
+@torch.no_grad()
+def test_queries_and_keys_have_the_dtype_of_values_under_autocast(monkeypatch):
+    torch.manual_seed(0)
+    model, dtypes = CondenseForCausalLM(CondenseConfig(**SHAPE, family="qwen3", segment_length=5)), []
+    attend = layers.attend
+    monkeypatch.setattr(
+        layers, "attend", lambda *given: dtypes.append({one.dtype for one in given[1:4]}) or attend(*given)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        model(random_ids(2, 13))
+    assert dtypes and all(found == {torch.bfloat16} for found in dtypes)
+
+
+def test_fewer_layers_than_the_checkpoint(tmp_path):
+    Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(tmp_path)
+    model = CondenseForCausalLM(CondenseConfig.from_pretrained(tmp_path, num_hidden_layers=1))
+    assert to_stock(model).config.layer_types == ["full_attention"]
 
 
 def test_a_window_shorter_than_two_segments_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM
+from condense.adapters import merged
 from condense.cli import app, main
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
@@ -95,7 +96,10 @@ def test_a_teacher_shares_the_frozen_weights(recipe):
     weights = {tensor.data_ptr() for name, tensor in adapted.state_dict().items() if "lora" not in name}
     assert {tensor.data_ptr() for tensor in objective._teacher.state_dict().values()} <= weights
     ids = torch.randint(2, 61, (2, 13))
+    adapted.to(torch.bfloat16)  # as DeepSpeed does
     objective.losses(adapted, {"input_ids": ids, "labels": ids}, 24).loss.backward()
+    weights = {tensor.data_ptr() for name, tensor in adapted.state_dict().items() if "lora" not in name}
+    assert {tensor.data_ptr() for tensor in objective._teacher.state_dict().values()} <= weights
     gradients = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]
     assert gradients and all("lora_" in name for name in gradients)
 
@@ -113,6 +117,15 @@ def test_a_teacher_shares_the_frozen_weights(recipe):
 def test_refusals(recipe, options, words):
     with pytest.raises(ValueError, match=words):
         check_run(load_recipe(recipe, ["output=unused", *options]), 1, None)
+
+
+def test_a_tied_head_has_no_adapter(tmp_path):
+    tied, lora = tiny_model(torch.float32, tie_word_embeddings=True), LoRA(targets=["lm_head", "q_proj"])
+    with pytest.raises(ValueError, match="lm_head is tied to the embedding"):
+        add_adapters(tied, lora)
+    add_adapters(tiny_model(torch.float32), lora).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="it would change the embedding too"):
+        merged(tied, tmp_path)
 
 
 def test_adapters_of_another_model_and_folders_without_them(recipe, finished, tmp_path, monkeypatch, capsys):

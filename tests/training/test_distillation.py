@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseForCausalLM, to_stock
 from condense.configuration import IGNORE_INDEX
@@ -140,6 +140,18 @@ def test_no_tensor_of_all_logits(monkeypatch):
     assert largest == 61 * 24  # the weight of the head; its logits are 64 x 61
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_teacher_in_bfloat16_has_the_frequencies_of_its_student(dtype):
+    """DeepSpeed casts the student's weights and leaves its buffers in float32."""
+    model, ids = tiny_model(torch.float32, segment_length=40).train(), random_ids(2, 40)
+    objective = prepared(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    found = objective.losses(model, {"input_ids": ids, "labels": ids}, 78).loss.item()
+    assert objective._teacher.dtype == dtype and objective._teacher.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert abs(found) < (1e-5 if dtype == torch.float32 else 2e-3)  # within one segment both read the same
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
@@ -198,7 +210,8 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
         (["objective.weight=1.5"], "objective.weight"),
         (["objective.temperature=0"], "objective.temperature"),
         (["objective.teacher=FOLDED"], "is a folded model, which forgets as its student does"),
-        (["objective.teacher=NARROW"], "a vocabulary of 20 and the model one of 60"),
+        (["objective.teacher=WIDE"], "has logits for 70 tokens and the model for 60"),
+        (["objective.teacher=GPT"], "is of type 'gpt2': name a model of one of the types llama"),
         (["objective.teacher=OTHER"], "has another tokenizer than the model"),
         (["objective.teacher=DEEP", "objective.hidden_weight=1"], "has 3 layers of width 16 where the model has 2"),
         (["model.source=HYBRID"], "a model with a depth block has no stock model of the same weights"),
@@ -209,12 +222,14 @@ def test_refusals_come_before_the_weights(folder, options, words, tmp_path, monk
     if "FOLDED" in str(options):
         shutil.copytree(start, tmp_path / "FOLDED")
         CondenseForCausalLM.from_pretrained(start).save_pretrained(tmp_path / "FOLDED")
-    if "NARROW" in str(options) or "DEEP" in str(options):
-        fields = {"vocab_size": 20} if "NARROW" in str(options) else {"num_hidden_layers": 3}
+    if "WIDE" in str(options) or "DEEP" in str(options):
+        fields = {"vocab_size": 70} if "WIDE" in str(options) else {"num_hidden_layers": 3}
         config = LlamaConfig.from_pretrained(start, **fields)
-        name = "NARROW" if "NARROW" in str(options) else "DEEP"
+        name = "WIDE" if "WIDE" in str(options) else "DEEP"
         shutil.copytree(start, tmp_path / name)
         LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    if "GPT" in str(options):
+        GPT2Config(vocab_size=60).save_pretrained(tmp_path / "GPT")
     if "OTHER" in str(options):
         shutil.copytree(start, tmp_path / "OTHER")
         vocabulary = tmp_path / "OTHER" / "tokenizer.json"

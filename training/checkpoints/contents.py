@@ -19,18 +19,19 @@ Contents = dict[str, list[list[str] | None]]
 
 
 def contents(recipe: Recipe) -> Contents:
-    """Hashes of the files of each of `data.sources` and of `model.source`; None for what comes from the hub."""
+    """Hashes of the files of `data.sources`, of `model.source` and of `objective.teacher`; None for the hub's."""
     found: Contents = {}
     if isinstance(recipe.data, DocumentData):
         sources = recipe.data.sources
         found["data.sources"] = [
             None if source.files is None else [content(path) for path in source_files(source)] for source in sources
         ]
-    if not recipe.model.source:  # random weights
-        return found
-    folder = Path(recipe.model.source)
-    files = sorted(chain.from_iterable(map(folder.glob, MODEL_FILES)))
-    found["model.source"] = [[f"{path.name} {content(path)}" for path in files] if folder.is_dir() else None]
+    models = {"model.source": recipe.model.source, "objective.teacher": getattr(recipe.objective, "teacher", None)}
+    for name, source in models.items():
+        if source:  # a model may have random weights
+            folder = Path(source)
+            files = sorted(chain.from_iterable(map(folder.glob, MODEL_FILES)))
+            found[name] = [[f"{path.name} {content(path)}" for path in files] if folder.is_dir() else None]
     return found
 
 

@@ -8,6 +8,7 @@ Axes: B texts, N tokens.
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import GenerationConfig
 
 from condense import CondenseForCausalLM, loading, to_stock
 from condense.generation import RefuseNonFiniteLogits
@@ -33,7 +34,7 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
     """At least `texts` texts of `total_length` tokens by the model in `source`, in a folder of `data.prepared`.
 
     Draws those that are missing. Processes wait for each other. A folded model writes as the stock one of its weights.
-    Raises `ValueError` for a model without a first token.
+    Raises `ValueError` for a tokenizer without a first token, and for a model with a depth block.
     """
     first, batch = first_token(tokenizer), max(1, TOKENS_AT_ONCE // total_length)
     described = {
@@ -53,6 +54,9 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
             for number in bar:
                 texts_BN = draw(model, first, (batch, total_length), data.temperature, seed * 2**20 + number)
                 _write(folder / f"part-{number:05d}.arrow", texts_BN)
+            del model
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
     return Store(folder)
 
 
@@ -68,13 +72,20 @@ def first_token(tokenizer: Any) -> int:
 
 
 def stock_model(source: str) -> Any:
-    """The model with full attention, in the dtype of its weights, on the GPU if there is one."""
-    config = loading.load_config(CondenseForCausalLM.config_class, source)
+    """The stock model of a checkpoint, in the dtype of its weights, on this rank's GPU if there is one.
+
+    It writes by its own distribution: without the checkpoint's settings of `generate`, such as penalties.
+    """
+    # A stock model has no segments; those of one token fit every sliding window.
+    config = loading.load_config(CondenseForCausalLM.config_class, source, segment_length=1)
     if config.depth is not None:
-        model = loading.load_model(AutoModelForCausalLM, source, dtype="auto")
-    else:
-        model = to_stock(loading.load_model(CondenseForCausalLM, source, dtype="auto"))
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        raise ValueError(
+            f"model={source!r} has a depth block, so that no stock model of its weights can write texts: train on "
+            "documents (data.task=text)."
+        )
+    model = to_stock(loading.load_model(CondenseForCausalLM, source, dtype="auto", segment_length=1))
+    model.generation_config = GenerationConfig()
+    return model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
 
 @torch.no_grad()

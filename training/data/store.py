@@ -13,6 +13,7 @@ from ..recipe import DocumentData, Source
 from .documents import Document
 from .shards import source_files
 
+FINGERPRINTED = 16  # documents whose tokens ranks compare
 FORMAT = 2  # of a part; folders of other formats are not read
 
 
@@ -73,8 +74,11 @@ class Store:
         return Tokens(part.values[start : part.ends[index]], int(part.num_given[index]), "", int(part.source[index]))
 
     def fingerprint(self, first: int, last: int) -> str:
-        """A hash of the lengths of documents `first` to `last - 1`: other documents have other lengths."""
-        return hashlib.sha256(self.lengths[first:last].astype(np.int64).tobytes()).hexdigest()
+        """A hash of the lengths of documents `first` to `last - 1`, and of the tokens of some of them."""
+        digest = hashlib.sha256(self.lengths[first:last].astype(np.int64).tobytes())
+        for number in np.linspace(first, last - 1, min(FINGERPRINTED, last - first)).astype(int):
+            digest.update(self[int(number)].input_ids.astype(np.int64).tobytes())
+        return digest.hexdigest()
 
     @property
     def notes(self) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int
     norms += _head_norms(config, recipe, heads + config.num_key_value_heads)
     # The gate, its SiLU and up, and their product.
     mlp = (3 + _is_read(recipe, "down_proj")) * size * config.intermediate_size
-    adapters = 0 if recipe.lora is None else size * recipe.lora.rank * len(recipe.lora.targets)
+    adapters = _adapters(config, recipe)
     query_and_output = 2 * size * heads * config.head_dim
     own_keys = keys if recipe.gradient_checkpointing else tokens
     if recipe.attention == "eager":
@@ -164,6 +164,16 @@ def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int
         keys_and_values = 2 * own_keys * size * config.num_key_value_heads * config.head_dim
         scores = heads * tokens * FLOAT32  # their sums
     return tokens * (norms + mlp + adapters + query_and_output) + keys_and_values + scores
+
+
+def _adapters(config: LlamaConfig, recipe: Recipe) -> int:
+    """Bytes that the adapters of a layer keep of a token: B's input, and with dropout a mask and A's input."""
+    if recipe.lora is None:
+        return 0
+    lora, size = recipe.lora, element_size(recipe)
+    widths = {"o_proj": config.num_attention_heads * config.head_dim, "down_proj": config.intermediate_size}
+    dropped = sum(widths.get(target, config.hidden_size) for target in lora.targets) if lora.dropout else 0
+    return size * lora.rank * len(lora.targets) + (size + 1) * dropped
 
 
 def _layer_gradients(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:

@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 
 from condense.execution.selection import reason_for_sequential
 
+from ..distillation import Distillation
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .memory import MemoryEstimate, estimate
@@ -51,6 +52,10 @@ def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[s
         return f"model.kind={recipe.model.kind} reads a text as a whole"
     if getattr(config, "depth", None) is not None:
         return "a depth block is no layer like the others"
+    if recipe.lora:
+        return "adapters are beside the layers' weights"
+    if isinstance(recipe.objective, Distillation) and recipe.objective.hidden_weight:
+        return "objective.hidden_weight compares all layers' outputs"
     if recipe.model.schedule != "auto":
         return None if recipe.model.schedule == "wavefront" else f"model.schedule={recipe.model.schedule}"
     if (deepspeed.get("zero_optimization") or {}).get("stage") == 3:

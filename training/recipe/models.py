@@ -82,6 +82,13 @@ def check_not_prepared(source: str) -> None:
         )
 
 
+def with_head_dim(config: Any) -> Any:
+    """The configuration with the width of a head, which a Qwen2's need not name."""
+    if not hasattr(config, "head_dim"):
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
+
+
 def stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of the stock model of a configuration."""
     if isinstance(config, DepthLlamaConfig):
@@ -177,12 +184,10 @@ class StockModel(ModelKind):
                 f"model={self.source!r} is of type {config.model_type!r}: model.kind=stock trains models of the types "
                 f"{', '.join(FAMILIES)}. condense convert FOLDED STOCK --to stock writes one."
             )
-        if not hasattr(config, "head_dim"):  # a Qwen2 need not name it
-            config.head_dim = config.hidden_size // config.num_attention_heads
-        return config
+        return with_head_dim(config)
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> PreTrainedModel:
-        return loading.load_model(
+        model = loading.load_model(
             stock_class(self.load_config()),
             self.source,
             dtype=torch.float32,
@@ -190,3 +195,5 @@ class StockModel(ModelKind):
             attention_dropout=attention_dropout,
             **options,
         )
+        with_head_dim(model.config)
+        return model

@@ -299,6 +299,9 @@ class Recipe(Section):
         for key in fields if isinstance(fields, dict) else ():
             if key in FORMER_KEYS:
                 raise ValueError(f"{key} is no key of a recipe any more: write {FORMER_KEYS[key]}")
+        model = fields.get("model") if isinstance(fields, dict) else None
+        if isinstance(model, dict) and model.get("kind") == "llama":
+            raise ValueError("model.kind=llama is called stock now: write model.kind=stock")
         return fields
 
     @model_validator(mode="after")

@@ -1,11 +1,12 @@
 """Texts that a model samples from itself: whose they are, that they are drawn once, and that training reads them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from condense import CondenseForCausalLM
 from condense.training.data import samples
@@ -98,6 +99,15 @@ def test_a_folded_model_writes_as_its_stock_model(start, tokenizer, tmp_path):
     data = SampleData(task="samples", prepared=tmp_path / "prepared")
     stores = [sample_store(data, str(source), tokenizer, 12, 1, seed=0) for source in (start, folded)]
     assert stores[0].folder != stores[1].folder  # other weights may be there
+    assert np.array_equal(*map(drawn, stores))
+
+
+def test_settings_of_generate_do_not_change_the_texts(start, tokenizer, tmp_path):
+    data = SampleData(task="samples", prepared=tmp_path / "prepared")
+    other = tmp_path / "other"
+    shutil.copytree(start, other)
+    GenerationConfig(do_sample=True, repetition_penalty=20.0, min_p=0.5).save_pretrained(other)
+    stores = [sample_store(data, str(source), tokenizer, 12, 1, seed=0) for source in (start, other)]
     assert np.array_equal(*map(drawn, stores))
 
 

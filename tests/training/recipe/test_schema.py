@@ -151,6 +151,7 @@ def test_stages_and_batches(recipe):
         (STAGES, ["objective.kind=diffusion"], "objective: .*kind='diffusion' is unknown: choose one of 'next_token'"),
         (STAGES, ["optimizer.name=sgd"], "optimizer.name='sgd': .*'adamw'"),
         # keys that recipes had before models had kinds
+        (STAGES, ["model.kind=llama"], "model.kind=llama is called stock now"),
         (STAGES, ["folded=false"], "folded is no key of a recipe any more: write model.kind=stock"),
         (STAGES + "segment_length: 4\n", [], "segment_length is no key .*: write model.segment_length"),
         (STAGES, ["schedule=wavefront"], "schedule is no key .*: write model.schedule"),

@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_refused(recipe_file, override):
 
 
 def test_a_dry_run_says_that_it_does_not_count_them(recipe_file):
-    with pytest.raises(ValueError, match="a dry run counts Llamas, and model.kind='denoiser' is none: start the run"):
+    with pytest.raises(ValueError, match="model.kind='denoiser': a dry run only counts models of the types llama"):
         dry_run(load_recipe(recipe_file))
 
 

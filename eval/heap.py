@@ -12,7 +12,7 @@ def reuse_freed_memory() -> None:
     """From now on, this process keeps the memory that it frees, so that it stays as large as at its peak.
 
     By default, glibc maps large blocks one by one and returns each when it is freed, and the kernel clears every page
-    again at its first use: about a fifth of a training step whose logits take 100 MB. Other C libraries are left alone.
+    again at its first use: a large part of a training step whose logits take 100 MB. Other C libraries are left alone.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt

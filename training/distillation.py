@@ -1,6 +1,6 @@
 """Distillation: a folded model learns the next-token distributions of a stock model that reads the whole text.
 
-Axes: B rows, N tokens, D hidden size, V vocabulary, n targets, S segments.
+Axes: B rows, N tokens, D hidden size, V vocabulary, n targets.
 """
 
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -17,7 +17,7 @@ from condense.families import FAMILIES
 from condense.loss import MAX_LOGITS
 
 from .adapters import own_model
-from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segment, next_token_losses
 
 
 class TokenLosses(NamedTuple):
@@ -145,7 +145,7 @@ class Distillation(ObjectiveKind):
                 for student, teacher in zip(read.hidden_states[1:], known.hidden_states[1:], strict=True)
             ]
             loss_n = loss_n + self.hidden_weight * torch.stack(distances).mean(dim=0)
-        return by_segment(loss_n, counted_BN, own.config.segment_length, num_targets)
+        return losses_by_segment(loss_n, counted_BN, own.config.segment_length, num_targets)
 
     def _read_by_teacher(self, batch: dict[str, torch.Tensor], student: Any, with_layers: bool) -> Any:
         if not self._placed:  # the student's device and dtype are known once training has begun
@@ -195,14 +195,3 @@ def relative_distance(student_nD: torch.Tensor, teacher_nD: torch.Tensor) -> tor
     """The mean square of the difference [n], relative to that of the teacher."""
     teacher_nD = teacher_nD.float()
     return (student_nD.float() - teacher_nD).square().mean(-1) / teacher_nD.square().mean(-1)
-
-
-def by_segment(
-    loss_n: torch.Tensor, counted_BN: torch.Tensor, segment_length: int, num_targets: torch.Tensor | int
-) -> Losses:
-    """The losses of targets, by the segments of the tokens that predict them."""
-    segment_N = torch.arange(counted_BN.shape[1], device=counted_BN.device) // segment_length
-    segment_n = segment_N.expand_as(counted_BN)[counted_BN]
-    targets_S = torch.bincount(segment_n, minlength=int(segment_N[-1]) + 1)
-    sums_S = torch.zeros_like(targets_S, dtype=loss_n.dtype).index_add(0, segment_n, loss_n.detach())
-    return Losses(loss_n.sum() / num_targets, sums_S, targets_S)

@@ -1,6 +1,6 @@
 """The ablation of complete supervision: the softmax of each target leaves out some of the other logits.
 
-Axes: B rows, N tokens, n targets, V vocabulary, S segments.
+Axes: B rows, N tokens, n targets, V vocabulary.
 """
 
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from condense.configuration import IGNORE_INDEX
 
-from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segment, next_token_losses
 from .draws import uniform
 
 LOGITS_AT_ONCE = 2**22  # a draw takes some tens of bytes
@@ -40,11 +40,7 @@ class PartialLogits(ObjectiveKind):
         places_n = (places_B[:, None] + columns_N + 1)[counted_BN]
         losses_n = self.cross_entropy(logits_BNV[counted_BN], labels_BN[counted_BN], places_n)
         config = extract_model_from_parallel(model).config
-        segment_N = columns_N // getattr(config, "segment_length", len(columns_N) + 1)
-        segment_n = segment_N.expand_as(labels_BN)[counted_BN]
-        targets_S = torch.bincount(segment_n, minlength=int(segment_N[-1]) + 1)
-        sums_S = torch.zeros_like(targets_S, dtype=losses_n.dtype).index_add(0, segment_n, losses_n.detach())
-        return Losses(losses_n.sum() / num_targets, sums_S, targets_S)
+        return losses_by_segment(losses_n, counted_BN, getattr(config, "segment_length", None), num_targets)
 
     def cross_entropy(self, logits_nV: torch.Tensor, target_n: torch.Tensor, places_n: torch.Tensor) -> torch.Tensor:
         """The loss [n] of each target, in float32 (float64 for float64 models)."""

@@ -2,7 +2,7 @@
 
 Another kind is a subclass of `ObjectiveKind`, registered with `@OBJECTIVES.register`.
 
-Axes: B rows, N tokens, S segments.
+Axes: B rows, N tokens, S segments, n targets.
 """
 
 from abc import abstractmethod
@@ -89,3 +89,18 @@ def next_token_losses(model: Any, batch: dict[str, torch.Tensor], num_targets: t
         return Losses(output.loss, output.segment_losses, output.segment_targets)
     num_own = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
     return Losses(output.loss, (output.loss.detach() * num_targets)[None], num_own[None])
+
+
+def losses_by_segment(
+    loss_n: torch.Tensor, counted_BN: torch.Tensor, segment_length: int | None, num_targets: torch.Tensor | int
+) -> Losses:
+    """Of the loss [n] of each target: `counted_BN` is true at the tokens that predict them, which give the segments.
+
+    A model without segments has a `segment_length` of None.
+    """
+    columns_N = torch.arange(counted_BN.shape[1], device=counted_BN.device)
+    segment_N = columns_N // (segment_length or len(columns_N))
+    segment_n = segment_N.expand_as(counted_BN)[counted_BN]
+    targets_S = torch.bincount(segment_n, minlength=int(segment_N[-1]) + 1)
+    sums_S = torch.zeros_like(targets_S, dtype=loss_n.dtype).index_add(0, segment_n, loss_n.detach())
+    return Losses(loss_n.sum() / num_targets, sums_S, targets_S)

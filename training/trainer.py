@@ -200,8 +200,8 @@ class RecipeTrainer(Trainer):
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
-        for n in tqdm(range(most), desc="validation", unit="sequence", leave=False, disable=rank > 0):
-            # Parameters divided among ranks need all ranks in every pass, also a rank whose sequences have ended.
+        for n in tqdm(range(most), desc="validation", unit="micro-batch", leave=False, disable=rank > 0):
+            # Parameters divided among ranks need all ranks in every pass, also a rank whose micro-batches have ended.
             batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
@@ -228,7 +228,7 @@ class RecipeTrainer(Trainer):
         if self.by_segment:
             metrics |= by_octave(losses_S, targets_S)
         if self.passkey_background is not None:
-            metrics["passkey_accuracy"] = over_ranks(found, self.args.device) / len(self.validation)
+            metrics["passkey_accuracy"] = over_ranks(found, self.args.device) / self.validation.num_sequences
         metrics["seconds"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)

@@ -104,8 +104,8 @@ def test_the_same_with_checkpointing_and_validation(stages, tmp_path):
     batches = ValidationBatches(recipe, make_examples(recipe, AutoTokenizer.from_pretrained(recipe.model.source))[1])
     model = CondenseForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
-        losses = [model(**batches[n], num_items_in_batch=1).loss.item() for n in range(3)]
-    targets = [int((batches[n]["labels"] != -100).sum()) for n in range(3)]
+        losses = [model(**batches[n], num_items_in_batch=1).loss.item() for n in range(len(batches))]
+    targets = [int((batches[n]["labels"] != -100).sum()) for n in range(len(batches))]
     assert lines[-1]["eval_loss"] == pytest.approx(sum(losses) / sum(targets), abs=1e-4)
 
 
@@ -136,8 +136,8 @@ evaluation: {{sequences: 5, sources: [{{files: {start}/news.jsonl}}, {{files: {s
 
 
 def test_validation_losses_by_source(two_sources, tmp_path):
-    """On two ranks, which have 3 and 2 of the sequences: the same as one process's means by source."""
-    run(two_sources, tmp_path)
+    """On two ranks, whose micro-batches have two sequences or one: the same as one process's means by source."""
+    run(two_sources, tmp_path, "micro_batch=2")
     recipe = load_recipe(two_sources)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.source)
     batches = ValidationBatches(recipe, make_examples(recipe, tokenizer)[1])

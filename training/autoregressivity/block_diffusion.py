@@ -59,9 +59,14 @@ class BlockDiffusion(ObjectiveKind):
         return self._losses(model, batch, num_targets, None)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
-        """The bound, by draws that depend on the text alone, so that all steps are measured with the same ones."""
-        seed = zlib.crc32(batch["input_ids"].cpu().numpy().tobytes())
-        return self._losses(model, batch, 1, torch.Generator().manual_seed(seed))
+        """The bound, by draws that depend on each text alone, so that all steps are measured with the same ones."""
+        found = []
+        for row in range(len(batch["labels"])):
+            text = {name: value[row : row + 1] for name, value in batch.items()}
+            seed = zlib.crc32(text["input_ids"].cpu().numpy().tobytes())
+            found.append(self._losses(model, text, 1, torch.Generator().manual_seed(seed)))
+        losses, sums, targets = zip(*((one.loss, one.sums_S, one.targets_S) for one in found), strict=True)
+        return Losses(torch.stack(losses).sum(), torch.stack(sums).sum(0), torch.stack(targets).sum(0))
 
     def _losses(self, model, batch, num_targets, generator: torch.Generator | None) -> Losses:
         if "attention_mask" in batch:

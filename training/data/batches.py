@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..recipe import DocumentData, Recipe, Source, TextData
+from ..recipe import DocumentData, PasskeyData, Recipe, Source, TextData
 from .examples import Examples, collate
 
 
@@ -84,10 +84,11 @@ class StageBatches(Dataset):
 
 
 class ValidationBatches(Dataset):
-    """One sequence an item, all as long as the longest stage: losses of all stages compare.
+    """The sequences to validate with in micro-batches, all as long as the longest stage: losses of all stages compare.
 
     `source_names` has the names of several sources, for a loss of each; it is empty where there is one, or where
-    packed sequences mix them.
+    packed sequences mix them. A micro-batch has sequences of one source. Passkeys come one by one: the answers of texts
+    of unequal lengths lie far apart, and the accuracy needs all logits from the first one on.
     """
 
     def __init__(self, recipe: Recipe, examples: Examples, equal_lengths: bool = False):
@@ -96,14 +97,28 @@ class ValidationBatches(Dataset):
         self.equal_lengths = equal_lengths
         self.total_length = max(stage.total_length for stage in recipe.stages)
         self.source_names = evaluated_sources(recipe)
+        rows = 1 if isinstance(recipe.data, PasskeyData) else recipe.micro_batch
+        self.numbers = [  # of the sequences of each micro-batch
+            of_source[first : first + rows]
+            for of_source in self._by_source()
+            for first in range(0, len(of_source), rows)
+        ]
+
+    def _by_source(self) -> list[list[int]]:
+        every = range(self.num_sequences)
+        if not self.source_names:
+            return [list(every)]
+        sources = [self.examples.source(number, self.total_length) for number in every]
+        return [[number for number in every if sources[number] == source] for source in sorted(set(sources))]
 
     def source(self, index: int) -> int:
-        """The number of the source that a sequence comes from."""
-        return self.examples.source(index, self.total_length)
+        """The number of the source that a micro-batch comes from."""
+        return self.examples.source(self.numbers[index][0], self.total_length)
 
     def __len__(self) -> int:
-        return self.num_sequences
+        return len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        examples = self.examples.sequence(index, self.total_length)
+        sequences = [self.examples.sequence(number, self.total_length) for number in self.numbers[index]]
+        examples = [example for sequence in sequences for example in sequence]
         return collate(examples, extend_to=self.total_length if self.equal_lengths else 0)

@@ -67,12 +67,13 @@ def test_blocks_of_one_train_as_next_token_prediction(path):
 
 def test_a_run_saves_a_model_that_writes_blocks(path):
     recipe = trained(path, "fours")
-    assert trained(path, "halved", "micro_batch=4").steps == 4  # other draws, but it runs
+    whole = trained(path, "whole", "micro_batch=4")  # other draws in training, but not in validation
     model = AutoModelForCausalLM.from_pretrained(recipe.output)
     assert isinstance(model, BlockDiffusionForCausalLM) and model.config.block_length == 4
     assert model.config.use_cache and model.config.attention_dropout == 0
     lines = [line["eval_loss"] for line in log_lines(recipe.output, "eval_loss")]
     assert len(lines) == 3 and lines[-1] < lines[0]
+    assert log_lines(whole.output, "eval_loss")[0]["eval_loss"] == pytest.approx(lines[0], rel=1e-5)
     prompt = AutoTokenizer.from_pretrained(recipe.output)("word1 word2 word3", return_tensors="pt").input_ids
     assert model.generate(prompt, max_new_tokens=9, eos_token_id=None).shape[1] == prompt.shape[1] + 9
     ids = torch.randint(1, 40, (2, 20))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from condense.training.data.batches import StageBatches, evaluated_sources, source_names
+from condense.training.data.batches import StageBatches, ValidationBatches, evaluated_sources, source_names
 from condense.training.data.examples import Example
 from condense.training.recipe import Source, load_recipe
 
@@ -39,6 +39,31 @@ def test_sequences_are_numbered_within_their_length(tmp_path, ranks):
     stages = [[(n, 4) for n in range(4)], [(n, 6) for n in range(8)], [(n, 4) for n in range(4, 12)]]
     assert examples.asked == [item for stage in stages for item in stage]
     assert names[2] == "sequences 0 to 1 of length 6" and names[6] == "sequences 4 to 5 of length 4"
+
+
+class Sources:
+    """Sequence n is n, n and comes from source n % 2."""
+
+    def sequence(self, number, total_length):
+        return [Example(np.array([number, number]), np.array([-100, number]))]
+
+    def source(self, number, total_length):
+        return number % 2
+
+
+def test_validation_has_micro_batches_of_one_source_each():
+    two = "data={task: text, fit: cut, sources: [{files: a.txt}, {files: b.txt}]}"
+    fields = ["evaluation.sequences=5", "micro_batch=2", two]
+    batches = ValidationBatches(load_recipe("passkey_pretrain_1b", fields), Sources())
+    rows = [batches[index]["input_ids"][:, 0].tolist() for index in range(len(batches))]
+    assert rows == [[0, 2], [4], [1, 3]] and [batches.source(index) for index in range(3)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [("passkey_finetune_1b", 1), ("passkey_pretrain_1b", 2)])
+def test_passkeys_are_validated_one_by_one(recipe, rows):
+    fields = ["micro_batch=2", "evaluation.sequences=4"]
+    batches = ValidationBatches(load_recipe(recipe, fields), Sources())
+    assert [len(batches[index]["input_ids"]) for index in range(len(batches))] == [rows] * (4 // rows)
 
 
 def test_names_of_sources():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..intervals import LINEAR, LOGIT, interval, shown
+from ..intervals import LINEAR, LOGIT, Scale, interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
@@ -385,10 +385,16 @@ def _effect_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
 
 
 def band(
-    panel: Any, controls: Sequence[float], curves: Sequence[Sequence[float]], label: str, color: str, style: str = "-"
+    panel: Any,
+    controls: Sequence[float],
+    curves: Sequence[Sequence[float]],
+    scale: Scale,
+    label: str,
+    color: str,
+    style: str = "-",
 ) -> None:
-    """The mean of curves of shares and its interval at each control; none where a share is 0 or 1."""
-    found = [interval(values, LOGIT) for values in zip(*curves, strict=True)]
+    """The mean of curves and its interval on a scale, at each control; none where a value is at the scale's bound."""
+    found = [interval(values, scale) for values in zip(*curves, strict=True)]
     panel.plot(controls, [mean for mean, _, _ in found], label=label, color=color, ls=style, marker=".", ms=3, lw=1.2)
     if len(curves) > 1:
         low, high = (np.array([values[side] for values in found], dtype=float) for side in (1, 2))
@@ -399,25 +405,28 @@ def _draw_paper(results: dict[str, Any], panel: Any) -> None:
     for number, (name, color) in enumerate((("good", "tab:green"), ("bad", "tab:red"))):
         for method, style in (("flow", "-"), ("unfrozen", ":")):
             curves = [record[name] for record in _of(results, method, "paper")]
-            band(panel, results["controls"], curves, f"P({name}), {NAMES[method]}", color, style)
+            band(panel, results["controls"], curves, LOGIT, f"P({name}), {NAMES[method]}", color, style)
         values = [paper[number] for paper in PAPER.values()]
         panel.plot(list(PAPER), values, "x", color=color, label=f"P({name}), the paper")
     panel.set_title(f'trained on "{PAPER_PROMPT}"', fontsize=10)
     panel.set_xlabel("u")
     panel.set_ylabel("probability of the word")
-    panel.set_ylim(-0.03, 1.03)
+    panel.set_yscale("log")
+    panel.set_ylim(1e-8, 3)
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=6, loc="lower left")
 
 
 def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
+    uncontrolled = list(results["controls"]).index(0)
     for number, method in enumerate(METHODS):
-        curves = [record["groups"]["both new"]["share"] for record in _of(results, method, "many")]
-        band(panel, results["controls"], curves, NAMES[method], f"C{number}")
-    panel.set_title("trained on many prompts: new prompts and new words", fontsize=10)
+        shares = [record["groups"]["new prompts"]["share"] for record in _of(results, method, "many")]
+        odds = [[LOGIT.to(min(max(share, 1e-12), 1 - 1e-12)) for share in own] for own in shares]
+        curves = [[value - own[uncontrolled] for value in own] for own in odds]
+        band(panel, results["controls"], curves, LINEAR, NAMES[method], f"C{number}")
+    panel.set_title("trained on many prompts: new prompts", fontsize=10)
     panel.set_xlabel("u")
-    panel.set_ylabel("share of the positive word, mean")
-    panel.set_ylim(-0.03, 1.03)
+    panel.set_ylabel("log odds of the positive word's share,\nminus those at u = 0")
     panel.grid(alpha=0.3)
     panel.legend(fontsize=7)
 

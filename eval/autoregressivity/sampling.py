@@ -22,9 +22,10 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
+from ..training_runs import train_alone
 from .digit_quality import digit_quality, held_out_quality
 from .options import AblationOptions
-from .setup import Setup, train_alone
+from .setup import Setup
 
 ABOUT = (
     "Digits of one diffusion model for each seed, sampled with equal numbers of evaluations of the network for an "

@@ -4,11 +4,7 @@ They are made once for an output folder, in its folder `inputs`.
 """
 
 import hashlib
-import io
 import json
-import os
-import warnings
-from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,13 +19,12 @@ from condense import loading
 from condense.files import atomic_folder, read_text
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
-from condense.training.train import train
 
 from ..texts import HUB, hub_text, train_tokenizer
+from ..training_runs import train_alone
 from .options import AblationOptions
 
 OFFLINE = "pass --text FILE --held-out FILE to go without the hub"
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -248,17 +243,6 @@ class Setup:
         windows_WN = ids[: len(ids) // self.size.length * self.size.length].view(-1, self.size.length)
         number = min(self.size.prompts, len(windows_WN))
         return windows_WN[torch.linspace(0, len(windows_WN) - 1, number).long()]
-
-
-def train_alone(recipe: Recipe) -> None:
-    """Trains in this process, also where it is one of several that share a measurement, and prints nothing."""
-    taken = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
-    try:
-        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of names that transformers changes
-            train(recipe)
-    finally:
-        os.environ.update(taken)
 
 
 def _generated(seed: int, documents: int) -> str:

@@ -11,12 +11,13 @@ from .. import runner
 from ..intervals import interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
+from ..training_runs import read_curve, train_alone
 from .ablation import changes
 from .grid import LANGUAGE
 from .options import AblationOptions
 from .setup import SMALL as SMALL_SETUP
-from .setup import Setup, Size, train_alone
-from .training import count_operations, read_curve
+from .setup import Setup, Size
+from .training import count_operations
 
 ABOUT = (
     "Each token is read in n + 1 steps, on the line from the embedding of the token before. The validation loss is "

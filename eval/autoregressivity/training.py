@@ -21,9 +21,10 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import Recipe
 
 from ..results_store import Record
+from ..training_runs import read_curve, train_alone
 from .digit_quality import digit_quality
 from .grid import IMAGES, Cell, objective_of
-from .setup import Setup, train_alone
+from .setup import Setup
 from .text_quality import generate, text_quality
 
 COUNTED_BATCHES = 2  # the operations of a step are a mean over these
@@ -114,19 +115,6 @@ def count_operations(recipe: Recipe) -> tuple[float, int]:
             del batch["name"]
             recipe.objective.losses(model, batch, recipe.objective.num_targets(batch))
     return counter.total / COUNTED_BATCHES, sum(parameter.numel() for parameter in model.parameters())
-
-
-def read_curve(output: Path) -> list[dict[str, float]]:
-    """The validation losses by step, as training has logged them."""
-    lines = map(json.loads, (output / "log.jsonl").read_text(encoding="utf-8").splitlines())
-    found = {
-        line["step"]: {
-            name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_loss")
-        }
-        for line in lines
-        if "eval_loss" in line
-    }
-    return [{"step": step, **{n: v for n, v in losses.items() if "segment" not in n}} for step, losses in found.items()]
 
 
 def compared_loss(curve: list[dict[str, float]]) -> str:

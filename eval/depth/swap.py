@@ -7,7 +7,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,7 +265,7 @@ class Swap(Experiment[Start]):
                 f"layers {first}:{end} ({described}): cost of the swap [nats a token], the original has {untouched:.3f}"
             )
             tables.append(Table(title, columns, rows))
-        return tables
+        return [*tables, _paired_table(results)]
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
@@ -318,6 +318,24 @@ def _select(results: Results, where: str, arm: str) -> list[dict[str, Any]]:
 def _untouched(results: Results) -> float:
     """The loss of the original before any training."""
     return next(record for record in results["records"] if record["arm"] == "original")["losses"]["all"][0]
+
+
+# Of each pair, the loss of the first start is compared with that of the second one, seed by seed.
+PAIRS = (("one_step", "fitted"), ("fitted", "shuffled"), ("layers_path", "shuffled"), ("random", "left_out"))
+
+
+def _paired_table(results: Results) -> Table:
+    steps = results["scale"]["steps"]
+    columns = ["start", "minus", "layers", "trained", *(f"{step} steps" for step in steps)]
+    rows = []
+    for (first, second), where, (tuned, trained) in product(PAIRS, RANGES, TUNED.items()):
+        pairs = list(zip(_select(results, where, first), _select(results, where, second), strict=True))
+        if any(tuned not in record["losses"] for pair in pairs for record in pair):
+            continue  # without the layers there is no block to train
+        cells = [shown([a["losses"][tuned][n] - b["losses"][tuned][n] for a, b in pairs]) for n in range(len(steps))]
+        layers = ":".join(map(str, pairs[0][0]["layers"]))
+        rows.append([ARMS[first], ARMS[second], layers, trained, *cells])
+    return Table("differences of two starts, paired by seed [nats a token]", columns, rows)
 
 
 def _cost(records: Sequence[dict[str, Any]], tuned: str, number: int, untouched: float) -> str:

@@ -93,8 +93,16 @@ def test_records_and_files(results, swap, output):
         assert set(record["losses"]) == ({"all"} if record["arm"] == "left_out" else {"all", "block"})
         assert all(len(losses) == 2 and losses[0] == record["losses"]["all"][0] for losses in record["losses"].values())
     tables = Swap.tables(results)
-    assert len(tables) == 3 and tables[0].rows[0][3] == "0.000" and tables[0].rows[1][4] == "-"
+    assert len(tables) == 4 and tables[0].rows[0][3] == "0.000" and tables[0].rows[1][4] == "-"
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+    step, fitted = (
+        next(r for r in results["records"] if (r["where"], r["arm"]) == ("middle", arm))
+        for arm in ("one_step", "fitted")
+    )
+    assert tables[3].rows[1][3:] == [
+        "everything",
+        *(f"{a - b:.3f}" for a, b in zip(step["losses"]["all"], fitted["losses"]["all"], strict=True)),
+    ]
     for ending in ("json", "csv", "png", "svg"):
         assert (output / f"depth_swap.{ending}").stat().st_size > 100
     assert len((output / "depth_swap.csv").read_text().splitlines()) == 1 + 3 * (8 * 2 - 1) * 2

@@ -1,0 +1,37 @@
+"""Runs of recipes that an experiment trains for itself."""
+
+import io
+import json
+import os
+import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from condense.training.recipe import Recipe
+from condense.training.train import train
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def train_alone(recipe: Recipe) -> None:
+    """Trains in this process, also where it is one of several that share a measurement, and prints nothing."""
+    taken = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
+    try:
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of names that transformers changes
+            train(recipe)
+    finally:
+        os.environ.update(taken)
+
+
+def read_curve(output: Path) -> list[dict[str, float]]:
+    """The validation losses by step, as training has logged them."""
+    lines = map(json.loads, (output / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    found = {
+        line["step"]: {
+            name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_loss")
+        }
+        for line in lines
+        if "eval_loss" in line
+    }
+    return [{"step": step, **{n: v for n, v in losses.items() if "segment" not in n}} for step, losses in found.items()]

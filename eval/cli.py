@@ -20,6 +20,7 @@ from .benchmark.options import ProfileOptions
 from .continuity.options import ProbeOptions
 from .depth.experiments import EXPERIMENTS
 from .depth.options import DepthOptions
+from .healing.options import HealingOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
 from .tasks import run_task as measure_task
@@ -75,8 +76,9 @@ def command(
         if options is DepthOptions:
             check_installed(f"condense {name}", "depth")
         if options is AblationOptions:
-            for extra in ("train", "autoregressivity"):
-                check_installed(f"condense {name}", extra)
+            check_installed(f"condense {name}", "autoregressivity")
+        if options in (AblationOptions, HealingOptions):
+            check_installed(f"condense {name}", "train")
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
         chosen = from_command_line(options, given)
@@ -146,6 +148,14 @@ def run_ablation(options: AblationOptions, output: Path, name: str) -> None:
         show(found, shown_by(f"ablation_{name}"), output)
 
 
+def run_healing(options: HealingOptions, output: Path) -> None:
+    """Trains the runs of the study, and prints its tables."""
+    from .healing.study import Healing
+    from .runner import run
+
+    show(run(Healing(options, output), output), Healing, output)
+
+
 def run_profile(options: ProfileOptions, output: Path) -> None:
     """Measures a profile, a folded model's schedules or memory by module, and prints the results."""
     from .benchmark import modules, profile, schedules
@@ -186,6 +196,7 @@ passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
+healing = command(HealingOptions, run_healing, "eval healing")
 attention = command(
     AttentionOptions, lambda options, output: run_task("attention", options, output, "attention_mass"), "attention"
 )
@@ -193,7 +204,7 @@ profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
-for evaluation in (passkey, perplexity, summarization, suite):
+for evaluation in (passkey, perplexity, summarization, suite, healing):
     evaluations.command()(evaluation)
 
 

@@ -22,6 +22,7 @@ from .results import Table, picture
 from .tasks import TASKS
 
 SHOWN_BY = TASKS | {
+    "healing": "condense.eval.healing.study:Healing",
     "profile": "condense.eval.benchmark.profile_tables",
     "modules": "condense.eval.benchmark.module_tables",
     "schedules": "condense.eval.benchmark.schedule_tables",
@@ -37,6 +38,8 @@ ABOUT = {
     "suite": "Benchmarks of long text, as lm-evaluation-harness has them. Where a benchmark makes its texts, it makes "
     "them at each length; else a length holds the texts of more than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
+    "healing": "A stock checkpoint is folded and trained until its memory is of use. What folding costs is the "
+    "held-out loss before any training, less that of the stock model with full attention.",
     "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
     "modules": "Memory of one training step, as torch's MemTracker counts tensors. Folded models run segment by "
     "segment.",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TOKENS_AT_ONCE = 2**17  # of the texts that are drawn together
 
 
-def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: int, texts: int, seed: int) -> Store:
+def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: int, texts: int) -> Store:
     """At least `texts` texts of `total_length` tokens by the model in `source`, in a folder of `data.prepared`.
 
     Draws those that are missing. Processes wait for each other. A folded model writes as the stock one of its weights.
@@ -38,7 +38,7 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
     """
     first, batch = first_token(tokenizer), max(1, TOKENS_AT_ONCE // total_length)
     described = {
-        "format": FORMAT, "weights": _weights(source), "tokens": total_length, "first": first, "seed": seed,
+        "format": FORMAT, "weights": _weights(source), "tokens": total_length, "first": first, "seed": data.seed,
         "temperature": data.temperature, "batch": batch,
     }  # fmt: skip
     name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
@@ -52,7 +52,7 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
             model = stock_model(source)
             bar = tqdm(range(done, parts), initial=done, total=parts, desc="sampling texts", unit=f" x {batch} texts")
             for number in bar:
-                texts_BN = draw(model, first, (batch, total_length), data.temperature, seed * 2**20 + number)
+                texts_BN = draw(model, first, (batch, total_length), data.temperature, data.seed * 2**20 + number)
                 _write(folder / f"part-{number:05d}.arrow", texts_BN)
             del model
             if torch.cuda.is_available():

@@ -46,7 +46,7 @@ def sampled_examples(recipe: Recipe, data: SampleData, tokenizer) -> tuple[Examp
     num_texts = data.texts or -(-tokens // longest)
     num_held_out = recipe.evaluation.sequences if recipe.evaluation else 0
     last = num_held_out + num_texts
-    store = sample_store(data, recipe.model.source, tokenizer, longest, last, recipe.seed)
+    store = sample_store(data, recipe.model.source, tokenizer, longest, last)
     training = TextExamples(store, num_held_out, last, "cut", recipe.seed)
     return training, TextExamples(store, 0, num_held_out, "cut", None) if num_held_out else None
 

@@ -145,6 +145,7 @@ class SampleData(Section):
     task: Literal["samples"]
     texts: int | None = Field(None, ge=1, description="different texts to train on; None: as many as the steps need")
     temperature: float = Field(1.0, gt=0)
+    seed: int = Field(0, ge=0, description="of the drawing: runs with other seeds share the texts")
     prepared: Annotated[Path, MAY_CHANGE] = Field(Path("runs/prepared"), description="folder that keeps the texts")
 
 

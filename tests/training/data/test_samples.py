@@ -63,7 +63,7 @@ def few_at_once(monkeypatch):
 def test_texts_follow_the_stock_model(start, tokenizer, tmp_path):
     """The second and the tenth token, by the probabilities that full attention gives them."""
     data = SampleData(task="samples", prepared=tmp_path, temperature=0.3)
-    texts_BN = drawn(sample_store(data, str(start), tokenizer, 12, 512, seed=3))[:512]
+    texts_BN = drawn(sample_store(data, str(start), tokenizer, 12, 512))[:512]
     assert texts_BN.shape == (512, 12) and set(texts_BN[:, 0]) == {first_token(tokenizer)}
     model = LlamaForCausalLM.from_pretrained(start)
     with torch.no_grad():
@@ -79,17 +79,17 @@ def test_texts_follow_the_stock_model(start, tokenizer, tmp_path):
 def test_texts_are_drawn_once_and_resumed(start, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "TOKENS_AT_ONCE", 9 * 64 + 5)
     data = SampleData(task="samples", prepared=tmp_path)
-    texts_BN = drawn(sample_store(data, str(start), tokenizer, 9, 150, seed=0))
+    texts_BN = drawn(sample_store(data, str(start), tokenizer, 9, 150))
     assert len(texts_BN) == 3 * 64 and len(np.unique(texts_BN, axis=0)) > 180
     (folder,) = tmp_path.iterdir()
     (folder / "part-00002.arrow").unlink()  # as after a kill
     numbers, draw = [], samples.draw
     monkeypatch.setattr(samples, "draw", lambda *arguments: numbers.append(arguments[-1]) or draw(*arguments))
-    again_BN = drawn(sample_store(data, str(start), tokenizer, 9, 150, seed=0))
+    again_BN = drawn(sample_store(data, str(start), tokenizer, 9, 150))
     assert numbers == [2] and np.array_equal(again_BN, texts_BN)
-    sample_store(data, str(start), tokenizer, 9, 100, seed=0)
+    sample_store(data, str(start), tokenizer, 9, 100)
     assert numbers == [2]
-    other_BN = drawn(sample_store(data, str(start), tokenizer, 9, 10, seed=1))
+    other_BN = drawn(sample_store(data.model_copy(update={"seed": 1}), str(start), tokenizer, 9, 10))
     assert not np.array_equal(other_BN, texts_BN[:64])
 
 
@@ -97,7 +97,7 @@ def test_a_folded_model_writes_as_its_stock_model(start, tokenizer, tmp_path):
     folded = tmp_path / "folded"
     CondenseForCausalLM.from_pretrained(start, segment_length=4).save_pretrained(folded)
     data = SampleData(task="samples", prepared=tmp_path / "prepared")
-    stores = [sample_store(data, str(source), tokenizer, 12, 1, seed=0) for source in (start, folded)]
+    stores = [sample_store(data, str(source), tokenizer, 12, 1) for source in (start, folded)]
     assert stores[0].folder != stores[1].folder  # other weights may be there
     assert np.array_equal(*map(drawn, stores))
 
@@ -107,7 +107,7 @@ def test_settings_of_generate_do_not_change_the_texts(start, tokenizer, tmp_path
     other = tmp_path / "other"
     shutil.copytree(start, other)
     GenerationConfig(do_sample=True, repetition_penalty=20.0, min_p=0.5).save_pretrained(other)
-    stores = [sample_store(data, str(source), tokenizer, 12, 1, seed=0) for source in (start, other)]
+    stores = [sample_store(data, str(source), tokenizer, 12, 1) for source in (start, other)]
     assert np.array_equal(*map(drawn, stores))
 
 
@@ -134,4 +134,4 @@ def test_refusals(start, tokenizer, tmp_path):
         load_recipe(path, ["data.temperature=0"])
     without = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="neither bos_token nor eos_token"):
-        sample_store(SampleData(task="samples", prepared=tmp_path), str(start), without, 8, 1, seed=0)
+        sample_store(SampleData(task="samples", prepared=tmp_path), str(start), without, 8, 1)

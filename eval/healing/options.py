@@ -1,0 +1,57 @@
+"""The options of `condense eval healing`. The docstring is the help text of the command."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ..options import NAMES, NUMBERS, Option, Options
+
+# What is trained, and on what.
+METHODS = {
+    "stock": "stock model, next tokens",
+    "full": "folded model, next tokens",
+    "distill": "folded model, distillation",
+    "lora": "adapters of the folded model, distillation",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealingOptions(Options):
+    """Loss against tokens while a folded model learns to use its memory, by method and segment length.
+
+    Trains on texts that the model samples from itself, or on --text.
+    """
+
+    model: Annotated[str, Option("Stock model of a family that can be folded: folder or hub id.")]
+    # Results are stored under the texts, not under the names of the files.
+    text: Annotated[Path | None, Option("Text to train on; default the model's own samples.", may_change=True)] = None
+    held_out: Annotated[
+        Path | None, Option("Text to evaluate on; default the model's own samples.", may_change=True)
+    ] = None
+    segment_lengths: Annotated[
+        Sequence[int], Option("Tokens of a segment.", flags=("--segments",), spelling=NUMBERS, may_change=True)
+    ] = (32, 64, 128)
+    methods: Annotated[Sequence[str], Option(f"Of {', '.join(METHODS)}.", spelling=NAMES, may_change=True)] = tuple(
+        METHODS
+    )
+    total_length: Annotated[int, Option("Tokens of a text.", flags=("--length",), min=2)] = 512
+    batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
+    steps: Annotated[int, Option("Optimizer steps.", min=2)] = 256
+    learning_rate: Annotated[float, Option("Where all weights are trained.", min=0)] = 1e-3
+    lora_learning_rate: Annotated[float, Option("Where adapters are trained.", min=0)] = 3e-3
+    rank: Annotated[int, Option("Of the adapters.", min=1)] = 16
+    sequences: Annotated[int, Option("Held-out texts.", min=2)] = 64
+    seeds: Annotated[int, Option("Runs of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.text is None) != (self.held_out is None):
+            raise ValueError("--text and --held-out belong together: pass both, or none for the model's own samples.")
+        if unknown := [name for name in self.methods if name not in METHODS]:
+            raise ValueError(f"methods {unknown} are not known: choose from {', '.join(METHODS)}.")
+        if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:
+            raise ValueError(
+                f"segments of {longest[0]} tokens: texts of {self.total_length} tokens have fewer than four of them, "
+                "and the memory of more than one segment can't be seen; take longer texts or shorter segments."
+            )

@@ -1,0 +1,301 @@
+"""Loss against tokens while a folded model learns to use its memory, and what its memory is worth afterwards.
+
+Every run starts from the same stock checkpoint. What folding costs is the held-out loss of the folded model before any
+training, less that of the stock model with full attention over the whole text; a run wins back a part of it. The stock
+model trained on the same texts is the control: a text of another kind than the checkpoint's makes any model better.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from condense import CondenseForCausalLM, loading
+from condense.adapters import merged
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import Recipe
+
+from ..intervals import interval, shown
+from ..models import load_evaluated
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from ..statistics import bootstrap
+from ..tasks.windows import paired, plan_windows, window_losses
+from ..training_runs import read_curve, train_alone
+from .options import METHODS, HealingOptions
+
+VALIDATIONS = 16  # of a run, after the one before its first step
+BAR = 0.8  # of the cost: the tokens until so much is won back are in the table
+WINDOWS_AT_ONCE = 64
+COLORS = {"stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green"}
+
+
+class Run(NamedTuple):
+    """`segment_length` is 0 for the stock model."""
+
+    method: str
+    segment_length: int
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        return f"{self.method}-{self.segment_length}-{self.seed}" if self.segment_length else f"stock-{self.seed}"
+
+
+class Healing(Task[Run]):
+    """A record: `curve`, the held-out losses by step; of a folded model `memory`, see `memory_worth`."""
+
+    kind = "healing"
+    unit = "run"
+    Options = HealingOptions
+
+    def __init__(self, options: HealingOptions, output: Path):
+        self.options, self.output = options, output
+        self.recipe(self.items()[0])  # refuses what can't be trained before anything is
+
+    def settings(self) -> dict[str, Any]:
+        described = load_evaluated(self.options.model).describe()
+        texts = [] if self.options.text is None else [_content(self.options.text), _content(self.options.held_out)]
+        model = {name: described[name] for name in ("name", "parameters", "weights")}
+        return stored(self.options) | {"model": model, "texts": texts}
+
+    def items(self) -> list[Run]:
+        found = []
+        for seed in range(self.options.seeds):
+            found.append(Run("stock", 0, seed))  # its loss before training is what others are compared with
+            methods = [method for method in self.options.methods if method != "stock"]
+            found += [Run(method, length, seed) for length in self.options.segment_lengths for method in methods]
+        return found
+
+    def key(self, item: Run) -> Key:
+        return {"method": item.method, "segment_length": item.segment_length, "seed": item.seed}
+
+    def recipe(self, item: Run) -> Recipe:
+        """The recipe of a run, which `condense train` could run too."""
+        options, steps = self.options, self.options.steps
+        is_stock, is_lora = item.method == "stock", item.method == "lora"
+        kind = {"kind": "stock"} if is_stock else {"kind": "condense", "segment_length": item.segment_length}
+        prepared = self.output / "prepared"
+        evaluation: dict[str, Any] = {"every": max(1, steps // VALIDATIONS), "sequences": options.sequences}
+        data: dict[str, Any] = {"task": "samples", "prepared": prepared}
+        if options.text is not None:
+            data = {"task": "text", "sources": [{"files": str(options.text)}], "fit": "cut", "prepared": prepared}
+            evaluation["sources"] = [{"files": str(options.held_out)}]
+        learning_rate = options.lora_learning_rate if is_lora else options.learning_rate
+        fields = {
+            "model": {"source": options.model, **kind},
+            "objective": {"kind": "distill" if item.method in ("distill", "lora") else "next_token"},
+            "output": self.output / "runs" / item.folder,
+            "data": data,
+            "stages": [{"total_length": options.total_length, "steps": steps}],
+            "global_batch": options.batch,
+            "micro_batch": options.batch,
+            "optimizer": {
+                "learning_rate": learning_rate, "final_learning_rate": learning_rate / 100,
+                "warmup_steps": max(1, steps // 16),
+            },
+            "lora": {"rank": options.rank, "alpha": 2 * options.rank} if is_lora else None,
+            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+            "evaluation": evaluation, "checkpoints": {"every": steps, "keep": 1}, "log_every": steps,
+            "report_to": "none", "seed": item.seed,
+        }  # fmt: skip
+        return Recipe.model_validate(fields)
+
+    def measure(self, item: Run) -> Record:
+        recipe = self.recipe(item)
+        train_alone(recipe)
+        record: Record = {"curve": read_curve(recipe.output)}
+        if item.segment_length:
+            record["memory"] = memory_worth(self._trained(item, recipe), self.held_out, item.segment_length)
+        return record
+
+    def _trained(self, item: Run, recipe: Recipe) -> Any:
+        source = self.options.model if item.method == "lora" else recipe.output
+        model = loading.load_model(CondenseForCausalLM, source, segment_length=item.segment_length)
+        model = merged(model, recipe.output) if item.method == "lora" else model
+        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    @cached_property
+    def held_out(self) -> list[torch.Tensor]:
+        """The token ids [N] of the texts that losses are taken of."""
+        recipe = self.recipe(Run("stock", 0, 0))
+        _, examples = make_examples(recipe, recipe.model.load_tokenizer(recipe.model.load_config()))
+        assert examples is not None
+        numbers, length = range(self.options.sequences), self.options.total_length
+        return [torch.as_tensor(examples.sequence(number, length)[0].input_ids) for number in numbers]
+
+    def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
+        """`runs`, each with its loss before and after, and what it has won back by validation."""
+        by_run = dict(measured)
+        stock = by_run[Run("stock", 0, 0)]["curve"][0]["loss"]
+        runs = []
+        for run, record in measured:
+            losses = [point["loss"] for point in record["curve"]]
+            found = {**self.key(run), "losses": losses, "cost": losses[0] - stock}
+            if run.segment_length:
+                shares = [(losses[0] - loss) / found["cost"] for loss in losses]
+                tokens = self._tokens(record)
+                found |= {"won_back": shares, "tokens_to_bar": tokens_to_bar(tokens, shares), **record["memory"]}
+            runs.append(found)
+        seeds = self.options.seeds
+        return {"seeds": seeds, "stock_loss": stock, "tokens": self._tokens(measured[0][1]), "runs": runs}
+
+    def _tokens(self, record: Record) -> list[int]:
+        return [int(point["step"]) * self.options.batch * self.options.total_length for point in record["curve"]]
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        """A line for each validation of each run."""
+        lines = []
+        for run in results["runs"]:
+            for number, (tokens, loss) in enumerate(zip(results["tokens"], run["losses"], strict=True)):
+                key = {name: run[name] for name in ("method", "segment_length", "seed")}
+                won_back = run["won_back"][number] if "won_back" in run else None
+                lines.append(key | {"tokens": tokens, "loss": loss, "won_back": won_back})
+        return lines
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        return [_costs(results), _memories(results)]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """Loss against tokens, and below it the loss of the trained models by segments before; a column a length."""
+        lengths = _lengths(results)
+        with picture(path, 2, len(lengths), figsize=(4 * len(lengths), 7), squeeze=False) as panels:
+            for upper, lower, length in zip(*panels, lengths, strict=True):
+                _draw_losses(results, length, upper)
+                _draw_memory(results, length, lower)
+
+
+def memory_worth(model: Any, texts: Sequence[torch.Tensor], segment_length: int) -> dict[str, Any]:
+    """The loss of the same segments with 0, 1, 2 ... segments before them (`by_before`), and what all but the last of
+    these are worth together: `further`, paired by segment, with a 95 % interval (bootstrap over texts)."""
+    sizes = [(len(text) - 1) // segment_length for text in texts]
+    num_segments = max(3, (min(sizes) + 1) // 2)
+    windows = plan_windows(texts, num_segments, segment_length)
+    loss_WS = np.concatenate(
+        [
+            window_losses(model, texts, windows[first : first + WINDOWS_AT_ONCE], num_segments, segment_length).mean(-1)
+            for first in range(0, len(windows), WINDOWS_AT_ONCE)
+        ]
+    )
+    counted_WS = paired(windows, num_segments)
+    losses_nS = loss_WS.T[counted_WS.T].reshape(num_segments, -1).T
+    # The windows of the first column end at the segments that are predicted.
+    text_n = np.array([window.text for window in windows])[counted_WS[:, 0]]
+    further_n = losses_nS[:, 1] - losses_nS[:, -1]
+    by_text = [further_n[text_n == text].mean() for text in sorted(set(text_n))]
+    low, high = bootstrap(by_text)
+    return {
+        "by_before": losses_nS.mean(0).tolist(),
+        "further": float(np.mean(by_text)),
+        "further_low": low,
+        "further_high": high,
+        "segments": len(losses_nS),
+    }
+
+
+def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | None:
+    """The tokens after which `BAR` of the cost is won back, interpolated between two validations; None where never."""
+    for (start, before), (end, after) in zip(
+        zip(tokens, won_back, strict=True), zip(tokens[1:], won_back[1:], strict=True), strict=False
+    ):
+        if before < BAR <= after:
+            return start + (end - start) * (BAR - before) / (after - before)
+    return None
+
+
+def _content(path: Path | None) -> str:
+    assert path is not None
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _lengths(results: Results) -> list[int]:
+    return sorted({run["segment_length"] for run in results["runs"]} - {0})
+
+
+def _select(results: Results, method: str, length: int) -> list[dict[str, Any]]:
+    return [run for run in results["runs"] if (run["method"], run["segment_length"]) == (method, length)]
+
+
+def _methods(results: Results, length: int) -> list[str]:
+    return [method for method in METHODS if _select(results, method, length)]
+
+
+def _costs(results: Results) -> Table:
+    tokens = results["tokens"]
+    quarters = [len(tokens) // 4, len(tokens) // 2, len(tokens) - 1]
+    columns = ["segment [tokens]", "trained", "loss before", "after", "cost of folding"]
+    columns += [f"won back after {tokens[number]:,} tokens [%]" for number in quarters]
+    columns += [f"tokens until {BAR:.0%} is won back"]
+    rows: list[list[Any]] = []
+    for length in (0, *_lengths(results)):
+        for method in _methods(results, length):
+            runs = _select(results, method, length)
+            before, after = (shown([run["losses"][number] for run in runs], 4) for number in (0, -1))
+            if not length:
+                rows.append(["-", METHODS[method], before, after, *["-"] * (len(columns) - 4)])
+                continue
+            shares = [shown([100 * run["won_back"][number] for run in runs], 1) for number in quarters]
+            reached = [run["tokens_to_bar"] for run in runs]
+            until = "not reached" if None in reached else shown(reached, 0)
+            rows.append([length, METHODS[method], before, after, shown([r["cost"] for r in runs], 4), *shares, until])
+    return Table("held-out loss [nats a token], and what training wins back of the cost of folding", columns, rows)
+
+
+def _memories(results: Results) -> Table:
+    columns = ["segment [tokens]", "trained", "segments before: 0", "1", "all", "these are"]
+    columns += ["more than one is worth", "interval over texts, worst seed", "segments measured"]
+    rows = []
+    for length in _lengths(results):
+        for method in _methods(results, length):
+            runs = _select(results, method, length)
+            losses = [shown([run["by_before"][number] for run in runs], 4) for number in (0, 1, -1)]
+            worst = min(runs, key=lambda run: run["further_low"])
+            row: list[Any] = [length, METHODS[method], *losses, len(runs[0]["by_before"]) - 1]
+            row += [shown([run["further"] for run in runs], 4)]
+            row += [f"{worst['further_low']:.4f} to {worst['further_high']:.4f}", runs[0]["segments"]]
+            rows.append(row)
+    return Table("loss of the same segments by the segments before them, after training [nats a token]", columns, rows)
+
+
+def _draw_losses(results: Results, length: int, panel: Any) -> None:
+    tokens, folded = results["tokens"], _methods(results, length)
+    for method in ("stock", *folded):
+        _band(
+            panel,
+            tokens,
+            [run["losses"] for run in _select(results, method, 0 if method == "stock" else length)],
+            method,
+        )
+    panel.axhline(results["stock_loss"], color="black", linestyle="--", linewidth=0.8, label="stock model, not trained")
+    panel.set_title(f"segments of {length} tokens", fontsize=10)
+    panel.set_xlabel("tokens")
+    panel.set_ylabel("held-out loss [nats a token]")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)
+
+
+def _draw_memory(results: Results, length: int, panel: Any) -> None:
+    for method in _methods(results, length):
+        curves = [run["by_before"] for run in _select(results, method, length)]
+        _band(panel, range(len(curves[0])), curves, method)
+    panel.set_xlabel("segments before")
+    panel.set_ylabel("loss of the same segments [nats a token]")
+    panel.grid(alpha=0.3)
+
+
+def _band(panel: Any, x: Sequence[int], curves: Sequence[Sequence[float]], method: str) -> None:
+    found = [interval(values) for values in zip(*curves, strict=True)]
+    panel.plot(
+        x, [mean for mean, _, _ in found], color=COLORS[method], label=METHODS[method], marker=".", linewidth=1.2
+    )
+    if len(curves) > 1:
+        low, high = (np.array([values[side] for values in found], dtype=float) for side in (1, 2))
+        panel.fill_between(x, low, high, color=COLORS[method], alpha=0.15, linewidth=0)

@@ -1,0 +1,147 @@
+"""The study of healing, with the real trainer on a tiny Llama: its runs, what it wins back, and the worth of memory."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from condense import CondenseForCausalLM
+from condense.eval.healing.options import METHODS, HealingOptions
+from condense.eval.healing.study import Healing, Run, memory_worth, tokens_to_bar
+from condense.eval.runner import run
+from condense.training.small_llama import save_small_llama
+
+from ...condense.models import tiny_model
+
+SMALL = {"segment_lengths": (4,), "total_length": 17, "batch": 4, "steps": 4, "sequences": 4, "rank": 2, "seeds": 2}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A Llama whose distributions are far from uniform, so that folding costs something."""
+    folder = tmp_path_factory.mktemp("start")
+    model = save_small_llama(folder, width=16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_at_once():
+    """The drawn texts depend on how many are drawn together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("condense.training.data.samples.TOKENS_AT_ONCE", 2**9)
+        yield
+
+
+@pytest.fixture(scope="module")
+def studied(start, tmp_path_factory):
+    output = tmp_path_factory.mktemp("study")
+    options = HealingOptions(model=str(start), **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
+        results = run(Healing(options, output), output)
+    return options, output, results
+
+
+def loss_of(model, texts) -> float:
+    with torch.no_grad():
+        return float(
+            np.mean(
+                [
+                    F.cross_entropy(model(text[None]).logits[0, :-1], text[1:]).item()
+                    for text in map(torch.as_tensor, texts)
+                ]
+            )
+        )
+
+
+def test_every_method_is_trained_from_the_same_checkpoint(start, studied):
+    options, output, results = studied
+    task = Healing(options, output)
+    assert [tuple(run.values()) for run in map(task.key, task.items())][:4] == [
+        ("stock", 0, 0), ("full", 4, 0), ("distill", 4, 0), ("lora", 4, 0)
+    ]  # fmt: skip
+    stock, folded = (
+        LlamaForCausalLM.from_pretrained(start),
+        CondenseForCausalLM.from_pretrained(start, segment_length=4),
+    )
+    cost = loss_of(folded, task.held_out) - loss_of(stock, task.held_out)
+    assert len(results["runs"]) == 8 and results["stock_loss"] == pytest.approx(loss_of(stock, task.held_out), rel=1e-4)
+    assert cost > 0.01
+    for found in results["runs"]:
+        if found["method"] != "stock":
+            assert found["cost"] == pytest.approx(cost, rel=1e-2)
+            assert found["won_back"][-1] == pytest.approx((found["losses"][0] - found["losses"][-1]) / found["cost"])
+    assert results["tokens"] == [0, 68, 136, 204, 272]
+
+
+def test_the_last_losses_are_those_of_the_saved_models(start, studied):
+    options, output, results = studied
+    task = Healing(options, output)
+    for method in METHODS:
+        item = Run(method, 0 if method == "stock" else 4, 1)
+        found = next(one for one in results["runs"] if (one["method"], one["seed"]) == (method, 1))
+        recipe = task.recipe(item)
+        model = LlamaForCausalLM.from_pretrained(recipe.output) if method == "stock" else task._trained(item, recipe)
+        assert loss_of(model, task.held_out) == pytest.approx(found["losses"][-1], rel=1e-3)
+    assert (task.recipe(Run("lora", 4, 0)).output / "adapter_model.safetensors").exists()
+    weights = [load_file(task.recipe(Run("distill", 4, seed)).output / "model.safetensors") for seed in (0, 1)]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_files(studied, monkeypatch):
+    options, output, results = studied
+    for ending in ("json", "csv", "png", "svg"):
+        assert (output / f"healing.{ending}").stat().st_size > 100
+    tables = Healing.tables(json.loads((output / "healing.json").read_text()))
+    assert [len(table.rows) for table in tables] == [4, 3]
+    assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+    monkeypatch.setattr("condense.eval.healing.study.train_alone", pytest.fail)
+    assert run(Healing(options, output), output)["runs"] == results["runs"]
+
+
+def test_what_further_segments_are_worth():
+    """By a naive loop: every segment from the S-th on, with each number of segments before it."""
+    model = tiny_model(torch.float64, segment_length=4).eval()
+    texts = list(torch.randint(1, model.config.vocab_size, (3, 29), generator=torch.Generator().manual_seed(0)))
+    found = memory_worth(model, texts, 4)  # 7 whole segments and a token: S = 4
+    by_before = [[] for _ in range(4)]
+    for text in texts:
+        for segment in range(3, 7):
+            for before in range(4):
+                part = text[(segment - before) * 4 : (segment + 1) * 4 + 1]
+                with torch.no_grad():
+                    logits = model(part[None, :-1]).logits[0]
+                by_before[before].append(F.cross_entropy(logits[-4:], part[-4:]).item())
+    assert found["by_before"] == pytest.approx([np.mean(losses) for losses in by_before], rel=1e-6)
+    further = np.array(by_before[1]) - np.array(by_before[3])
+    assert found["further"] == pytest.approx(further.mean(), rel=1e-5) and found["segments"] == 12
+    by_text = further.reshape(3, 4).mean(1)
+    assert by_text.min() <= found["further_low"] < found["further"] < found["further_high"] <= by_text.max()
+
+
+def test_tokens_to_the_bar():
+    assert tokens_to_bar([0, 100, 200], [0.0, 0.6, 1.0]) == pytest.approx(150)
+    assert tokens_to_bar([0, 100], [0.0, 0.7]) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"methods": ("full", "magic")}, r"\['magic'\] are not known: choose from stock, full, distill, lora"),
+        ({"segment_lengths": (4, 6)}, "segments of 6 tokens: texts of 17 tokens have fewer than four"),
+        ({"text": "a.txt"}, "--text and --held-out belong together"),
+        ({"steps": 1}, "steps=1: pass 2 or more"),
+    ],
+)
+def test_refusals(changed, message):
+    with pytest.raises(ValueError, match=message):
+        HealingOptions(**{"model": "m", **SMALL, **changed})

@@ -21,6 +21,7 @@ from .continuity.options import ProbeOptions
 from .depth.experiments import EXPERIMENTS
 from .depth.options import DepthOptions
 from .healing.options import HealingOptions
+from .memory.options import MemoryOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
 from .tasks import run_task as measure_task
@@ -77,7 +78,7 @@ def command(
             check_installed(f"condense {name}", "depth")
         if options is AblationOptions:
             check_installed(f"condense {name}", "autoregressivity")
-        if options in (AblationOptions, HealingOptions):
+        if options in (AblationOptions, HealingOptions, MemoryOptions):
             check_installed(f"condense {name}", "train")
         quiet()
         others = {argument.name: given.pop(argument.name) for argument in arguments}
@@ -156,6 +157,14 @@ def run_healing(options: HealingOptions, output: Path) -> None:
     show(run(Healing(options, output), output), Healing, output)
 
 
+def run_memory(options: MemoryOptions, output: Path) -> None:
+    """Trains the models of the comparison, and prints its table."""
+    from .memory.study import Memory
+    from .runner import run
+
+    show(run(Memory(options, output), output), Memory, output)
+
+
 def run_profile(options: ProfileOptions, output: Path) -> None:
     """Measures a profile, a folded model's schedules or memory by module, and prints the results."""
     from .benchmark import modules, profile, schedules
@@ -197,6 +206,7 @@ perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval p
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
 healing = command(HealingOptions, run_healing, "eval healing")
+memory = command(MemoryOptions, run_memory, "eval memory")
 attention = command(
     AttentionOptions, lambda options, output: run_task("attention", options, output, "attention_mass"), "attention"
 )
@@ -204,7 +214,7 @@ profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
-for evaluation in (passkey, perplexity, summarization, suite, healing):
+for evaluation in (passkey, perplexity, summarization, suite, healing, memory):
     evaluations.command()(evaluation)
 
 

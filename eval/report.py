@@ -23,6 +23,7 @@ from .tasks import TASKS
 
 SHOWN_BY = TASKS | {
     "healing": "condense.eval.healing.study:Healing",
+    "memory": "condense.eval.memory.study:Memory",
     "profile": "condense.eval.benchmark.profile_tables",
     "modules": "condense.eval.benchmark.module_tables",
     "schedules": "condense.eval.benchmark.schedule_tables",
@@ -40,6 +41,8 @@ ABOUT = {
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
     "healing": "A stock checkpoint is folded and trained until its memory is of use. What folding costs is the "
     "held-out loss before any training, less that of the stock model with full attention.",
+    "memory": "Models that differ in their memory alone, trained alike from the same random weights: the loss of the "
+    "same held-out segments by the segments before them.",
     "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
     "modules": "Memory of one training step, as torch's MemTracker counts tensors. Folded models run segment by "
     "segment.",

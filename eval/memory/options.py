@@ -1,0 +1,61 @@
+"""The options of `condense eval memory`. The docstring is the help text of the command."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from ..options import NAMES, Option, Options
+
+# What a token sees of the text before its own segment.
+MEMORIES = {
+    "folded": "folded: the layer's output, all segments",
+    "folded_1": "folded, gradients within a segment",
+    "folded_2": "folded, gradients across 2 segments",
+    "folded_4": "folded, gradients across 4 segments",
+    "transformer_xl": "Transformer-XL: the layer's input",
+    "sliding_window": "sliding window of two segments",
+    "full_attention": "full attention",
+    "no_memory": "no memory",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(Options):
+    """Models of equal size that differ in their memory alone, trained alike from random weights: loss by text before.
+
+    The loss of the same segments of the held-out text with 0, 1, 2 ... segments before them.
+    """
+
+    # Results are stored under the texts, not under the names of the files.
+    text: Annotated[
+        Sequence[str], Option("Files or glob patterns to train on; repeat it for several.", may_change=True)
+    ]
+    held_out: Annotated[Sequence[str], Option("Files or glob patterns to evaluate on.", may_change=True)]
+    memories: Annotated[Sequence[str], Option(f"Of {', '.join(MEMORIES)}.", spelling=NAMES, may_change=True)] = tuple(
+        MEMORIES
+    )
+    segment_length: Annotated[int, Option("Tokens of a segment.", flags=("--segment",), min=2)] = 64
+    segments: Annotated[int, Option("Segments of a text in training.", min=2)] = 16
+    segments_before: Annotated[int, Option("Segments before a segment in the evaluation, at most.", min=2)] = 63
+    segments_held_out: Annotated[int, Option("Segments of held-out text, these included.", min=4)] = 512
+    width: Annotated[int, Option("Hidden size.", min=8)] = 128
+    layers: Annotated[int, Option(min=1)] = 4
+    vocab_size: Annotated[
+        int, Option("Tokens of a BPE that is trained on the text.", flags=("--vocabulary",), min=260)
+    ] = 2048
+    batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
+    steps: Annotated[int, Option("Optimizer steps.", min=2)] = 400
+    learning_rate: Annotated[float, Option("At its highest.", min=0)] = 3e-3
+    seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := [name for name in self.memories if name not in MEMORIES]:
+            raise ValueError(f"memories {unknown} are not known: choose from {', '.join(MEMORIES)}.")
+        if self.segments_held_out <= self.segments_before:
+            raise ValueError(
+                f"segments_held_out={self.segments_held_out}: no segment has segments_before={self.segments_before} "
+                "before it; take more of the held-out text."
+            )
+        if self.width % 32:
+            raise ValueError(f"width={self.width}: heads are 32 wide; take a multiple of 32.")

@@ -1,0 +1,287 @@
+"""Models that differ in their memory alone, and what it is worth to them: loss by the segments before, on novels.
+
+All have the same parameters, the same first weights and the same batches of each seed. A model without memory reads the
+same tokens segment by segment.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from condense import CondenseForCausalLM
+from condense.files import atomic_folder
+from condense.training.data.documents import good_documents, read_documents
+from condense.training.recipe import Recipe, Source
+
+from ..intervals import interval, shown
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from ..tasks.windows import paired, plan_windows, read_texts, window_losses
+from ..texts import train_tokenizer
+from ..training_runs import read_curve, train_alone
+from .options import MEMORIES, MemoryOptions
+
+HEAD_DIM = 32
+WINDOWS_AT_ONCE = 16
+COLORS = dict(
+    zip(
+        MEMORIES,
+        ["tab:blue", "#9ecae1", "#6baed6", "#3182bd", "tab:orange", "tab:red", "tab:green", "0.4"],
+        strict=True,
+    )
+)
+
+
+class Trained(NamedTuple):
+    memory: str
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        return f"{self.memory}-{self.seed}"
+
+
+class Memory(Task[Trained]):
+    """A record: `curve`, the held-out loss in training; `losses` [n][S] of n held-out segments in nats a token, with 0
+    to S - 1 segments before them; `by_position` [L], with S - 1 before. A model without memory has S = 1."""
+
+    kind = "memory"
+    unit = "model"
+    Options = MemoryOptions
+
+    def __init__(self, options: MemoryOptions, output: Path):
+        self.options, self.output = options, output
+
+    @cached_property
+    def texts(self) -> tuple[list[str], list[str]]:
+        """To train on and to evaluate with. Raises `ValueError` for files that can't be read."""
+        return _documents(self.options.text), _documents(self.options.held_out)
+
+    def settings(self) -> dict[str, Any]:
+        fingerprint = hashlib.sha256("\0".join("".join(texts) for texts in self.texts).encode()).hexdigest()
+        return stored(self.options) | {"texts": fingerprint}
+
+    def items(self) -> list[Trained]:
+        return [Trained(memory, seed) for seed in range(self.options.seeds) for memory in self.options.memories]
+
+    def key(self, item: Trained) -> Key:
+        return {"memory": item.memory, "seed": item.seed}
+
+    def measure(self, item: Trained) -> Record:
+        recipe = self.recipe(item)
+        train_alone(recipe)
+        model = AutoModelForCausalLM.from_pretrained(recipe.output).eval()
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        losses_nSL = self.losses(model, 1 if item.memory == "no_memory" else self.options.segments_before + 1)
+        return {
+            "curve": read_curve(recipe.output),
+            "parameters": model.num_parameters(),
+            "losses": losses_nSL.mean(-1).round(5).tolist(),
+            "by_position": losses_nSL[:, -1].mean(0).tolist(),
+        }
+
+    def losses(self, model: Any, num_segments: int) -> np.ndarray:
+        """[n, S, L] of the held-out segments that have `segments_before` others before them."""
+        options, length = self.options, self.options.segment_length
+        first = options.segments_before + 1 - num_segments  # the same segments are predicted by every model
+        texts = [self.held_out[first * length :]]
+        windows = plan_windows(texts, num_segments, length)
+        loss_WSL = np.concatenate(
+            [
+                window_losses(model, texts, windows[start : start + WINDOWS_AT_ONCE], num_segments, length)
+                for start in range(0, len(windows), WINDOWS_AT_ONCE)
+            ]
+        )
+        counted_WS = paired(windows, num_segments)
+        return np.stack([loss_WSL[counted_WS[:, column], column] for column in range(num_segments)], axis=1)
+
+    @cached_property
+    def held_out(self) -> torch.Tensor:
+        """The token ids [N] of the held-out text: whole segments and one token."""
+        from transformers import AutoTokenizer
+
+        most = self.options.segments_held_out * self.options.segment_length + 1
+        tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
+        ids = torch.cat(read_texts(tokenizer, self.options.held_out, most))
+        if len(ids) < most:
+            raise ValueError(
+                f"the held-out text has {len(ids):,} tokens, and segments_held_out="
+                f"{self.options.segments_held_out} need {most:,}: pass more text, or ask for fewer segments."
+            )
+        return ids
+
+    @cached_property
+    def inputs(self) -> Path:
+        """The folder of the tokenizer and of the models that training starts from."""
+        folder = self.output / "inputs"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            if not (folder / "tokenizer").exists():
+                with atomic_folder(folder / "tokenizer") as made:
+                    train_tokenizer("\n".join(self.texts[0]), self.options.vocab_size).save_pretrained(made)
+                    (made / "settings.json").write_text(json.dumps(self.settings()), encoding="utf-8")
+        return folder
+
+    def start(self, item: Trained) -> Path:
+        """A checkpoint with random weights: those of a seed are the same in all models."""
+        from transformers import AutoTokenizer
+
+        kinds = {"transformer_xl": "transformer_xl", "sliding_window": "sliding_window"}
+        path = self.inputs / f"start-{kinds.get(item.memory, 'llama')}-{item.seed}"
+        with FileLock(self.inputs / ".start-lock"):
+            if path.exists():
+                return path
+            tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
+            torch.manual_seed(item.seed)
+            model: Any = LlamaForCausalLM(LlamaConfig(**self._shape(tokenizer)))
+            if item.memory == "sliding_window":
+                weights = model.state_dict()
+                window = 2 * self.options.segment_length
+                model = MistralForCausalLM(MistralConfig(**self._shape(tokenizer), sliding_window=window))
+                model.load_state_dict(weights)
+            with atomic_folder(path) as folder:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                if item.memory == "transformer_xl":
+                    CondenseForCausalLM.from_pretrained(
+                        folder, segment_length=self.options.segment_length, memory_source="layer_input"
+                    ).save_pretrained(folder)
+        return path
+
+    def _shape(self, tokenizer: Any) -> dict[str, Any]:
+        options = self.options
+        return {
+            "vocab_size": len(tokenizer), "hidden_size": options.width, "num_hidden_layers": options.layers,
+            "intermediate_size": 8 * options.width // 3 // 8 * 8, "num_attention_heads": options.width // HEAD_DIM,
+            "num_key_value_heads": options.width // HEAD_DIM, "tie_word_embeddings": True,
+            "max_position_embeddings": 2**20, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        }  # fmt: skip
+
+    def recipe(self, item: Trained) -> Recipe:
+        """The recipe of a model, which `condense train` could run too."""
+        options, memory, steps = self.options, item.memory, self.options.steps
+        kind: dict[str, Any] = {"kind": "condense", "segment_length": options.segment_length}
+        if memory in ("sliding_window", "full_attention"):
+            kind = {"kind": "stock"}
+        elif memory.startswith("folded_"):
+            kind["bptt_segments"] = int(memory.removeprefix("folded_"))
+        # Without memory, the segments of a text are texts of their own.
+        texts = options.segments if memory == "no_memory" else 1
+        length, batch = options.segments * options.segment_length // texts, options.batch * texts
+        fields = {
+            "model": {"source": str(self.start(item)), **kind},
+            "output": self.output / "models" / item.folder,
+            "data": {
+                "task": "text", "sources": [{"files": files} for files in options.text], "fit": "cut",
+                "prepared": self.output / "prepared",
+            },
+            "stages": [{"total_length": length, "steps": steps}],
+            "global_batch": batch,
+            "micro_batch": batch,
+            "optimizer": {
+                "learning_rate": options.learning_rate, "final_learning_rate": options.learning_rate / 100,
+                "warmup_steps": max(1, steps // 16), "weight_decay": 0.1,
+            },
+            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+            "evaluation": {
+                "every": max(1, steps // 8), "sequences": 16 * texts,
+                "sources": [{"files": files} for files in options.held_out],
+            },
+            "checkpoints": {"every": steps, "keep": 1}, "log_every": steps, "report_to": "none", "seed": item.seed,
+        }  # fmt: skip
+        return Recipe.model_validate(fields)
+
+    def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
+        """`models`, each with its mean loss by segments before, and `against_folded`: how much more it loses than the
+        folded one of its seed on the same segments, each with all of the text before that it was measured with."""
+        losses = {item: np.array(record["losses"]) for item, record in measured}
+        models = []
+        for item, record in measured:
+            folded = losses.get(Trained("folded", item.seed))
+            models.append(
+                {
+                    **self.key(item),
+                    "parameters": record["parameters"],
+                    "loss_by_segments_before": losses[item].mean(0).tolist(),
+                    "by_position": record["by_position"],
+                    "validation": [point["loss"] for point in record["curve"]],
+                    "against_folded": None if folded is None else float((losses[item][:, -1] - folded[:, -1]).mean()),
+                    "segments_measured": len(losses[item]),
+                }
+            )
+        return {"models": models, "seeds": self.options.seeds, "memories": list(self.options.memories)}
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [
+            {"memory": model["memory"], "seed": model["seed"], "segments_before": before, "loss": loss}
+            for model in results["models"]
+            for before, loss in enumerate(model["loss_by_segments_before"])
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """A line a memory, with the numbers of segments before that are powers of two."""
+        most = results["segments_before"]
+        shown_at = [0, *(2**n for n in range(most.bit_length()) if 2**n < most), most]
+        columns = ["memory", "parameters", *(f"{before} before" for before in shown_at), "more than folded"]
+        rows: list[list[Any]] = []
+        for memory in results["memories"]:
+            models = _select(results, memory)
+            curves = [model["loss_by_segments_before"] for model in models]
+            cells = [shown([curve[at] for curve in curves], 4) if at < len(curves[0]) else "-" for at in shown_at]
+            more = [model["against_folded"] for model in models]
+            rows.append([MEMORIES[memory], f"{models[0]['parameters']:,}", *cells, shown(more, 4)])
+        counted = results["models"][0]["segments_measured"]
+        return [Table(f"loss of the same {counted:,} segments by the segments before [nats a token]", columns, rows)]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """Loss by segments before; by position in the segment; validation loss in training."""
+        with picture(path, columns=3, figsize=(15, 4.5)) as (before, position, training):
+            for memory in results["memories"]:
+                models = _select(results, memory)
+                curves = [model["loss_by_segments_before"] for model in models]
+                if len(curves[0]) == 1:
+                    before.axhline(np.mean(curves), color=COLORS[memory], linestyle="--", label=MEMORIES[memory])
+                else:
+                    _band(before, range(1, len(curves[0]) + 1), curves, memory)
+                _band(
+                    position, range(len(models[0]["by_position"])), [model["by_position"] for model in models], memory
+                )
+                _band(training, range(len(models[0]["validation"])), [model["validation"] for model in models], memory)
+            before.set_xscale("log", base=2)
+            before.set_xlabel("segments read, its own included")
+            position.set_xlabel("position in the segment [tokens], all text before")
+            training.set_xlabel("validations")
+            for panel in (before, position, training):
+                panel.set_ylabel("loss [nats a token]")
+                panel.grid(alpha=0.3)
+            before.legend(fontsize=7)
+
+
+def _documents(files: Sequence[str]) -> list[str]:
+    reader = read_documents([Source(files=pattern) for pattern in files], with_summaries=False)
+    return [document.text for document in good_documents(reader, "refuse")]
+
+
+def _select(results: Results, memory: str) -> list[dict[str, Any]]:
+    return [model for model in results["models"] if model["memory"] == memory]
+
+
+def _band(panel: Any, x: Sequence[int], curves: Sequence[Sequence[float]], memory: str) -> None:
+    found = [interval(values) for values in zip(*curves, strict=True)]
+    panel.plot(x, [mean for mean, _, _ in found], color=COLORS[memory], label=MEMORIES[memory], linewidth=1.2)
+    if len(curves) > 1:
+        low, high = (np.array([values[side] for values in found], dtype=float) for side in (1, 2))
+        panel.fill_between(x, low, high, color=COLORS[memory], alpha=0.15, linewidth=0)

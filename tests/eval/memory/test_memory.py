@@ -1,0 +1,123 @@
+"""The comparison of memories, with the real trainer on tiny models: what is alike, and what is measured."""
+
+import json
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MistralForCausalLM
+
+from condense import CondenseForCausalLM
+from condense.eval.memory.options import MEMORIES, MemoryOptions
+from condense.eval.memory.study import Memory, Trained
+from condense.eval.runner import run
+from condense.training.sample_data import story
+
+SMALL = {"segment_length": 8, "segments": 4, "segments_before": 3, "segments_held_out": 9, "width": 32, "layers": 1}
+SMALL |= {"vocab_size": 300, "batch": 2, "steps": 2, "seeds": 1}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    for seed, name in enumerate(("train_1", "train_2", "held_out")):
+        (folder / f"{name}.txt").write_text(" ".join(story(Random(seed * 100 + n), 200)[0] for n in range(4)))
+    options = MemoryOptions(text=(f"{folder}/train_*.txt",), held_out=(f"{folder}/held_out.txt",), **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
+        results = run(Memory(options, folder / "out"), folder / "out")
+    return options, folder / "out", results
+
+
+def test_models_begin_alike_and_differ_in_their_memory(compared):
+    options, output, _ = compared
+    task = Memory(options, output)
+    recipes = {memory: task.recipe(Trained(memory, 0)) for memory in MEMORIES}
+    starts = {memory: load_file(f"{recipe.model.source}/model.safetensors") for memory, recipe in recipes.items()}
+    for weights in starts.values():
+        assert set(weights) == set(starts["folded"])
+        assert all(torch.equal(weights[name], starts["folded"][name]) for name in weights)
+    tokens = {(r.stages[0].total_length * r.global_batch, r.steps, r.seed, r.optimizer) for r in recipes.values()}
+    assert len(tokens) == 1
+    assert [recipes[f"folded_{k}"].model.bptt_segments for k in (1, 2, 4)] == [1, 2, 4]
+    assert recipes["folded"].model.bptt_segments is None and recipes["no_memory"].stages[0].total_length == 8
+    models = {memory: AutoModelForCausalLM.from_pretrained(recipe.output) for memory, recipe in recipes.items()}
+    assert models["transformer_xl"].config.memory_source == "layer_input"
+    assert models["folded"].config.memory_source == "layer_output"
+    assert (
+        isinstance(models["sliding_window"], MistralForCausalLM)
+        and models["sliding_window"].config.sliding_window == 16
+    )
+    trained = {memory: load_file(recipe.output / "model.safetensors") for memory, recipe in recipes.items()}
+    for one, other in (("folded", "folded_1"), ("folded", "transformer_xl"), ("sliding_window", "full_attention")):
+        assert any(not torch.equal(trained[one][name], trained[other][name]) for name in trained[one])
+
+
+@pytest.mark.parametrize("memory", ["folded", "sliding_window", "no_memory"])
+def test_losses_are_those_of_a_naive_loop(compared, memory):
+    """Of every held-out segment that has three others before it, with 0 to 3 of them."""
+    options, output, results = compared
+    task = Memory(options, output)
+    model = AutoModelForCausalLM.from_pretrained(task.recipe(Trained(memory, 0)).output).eval()
+    text = task.held_out
+    assert len(text) == 9 * 8 + 1
+    expected = []
+    for segment in range(3, 9):
+        of_segment = []
+        for before in range(1 if memory == "no_memory" else 4):
+            part = text[(segment - before) * 8 : (segment + 1) * 8 + 1]
+            with torch.no_grad():
+                of_segment.append(F.cross_entropy(model(part[None, :-1]).logits[0, -8:], part[-8:]).item())
+        expected.append(of_segment)
+    found = next(one for one in results["models"] if one["memory"] == memory)
+    assert found["loss_by_segments_before"] == pytest.approx(np.mean(expected, axis=0), abs=1e-4)
+    assert found["segments_measured"] == 6
+
+
+def test_differences_from_the_folded_model(compared):
+    _, _, results = compared
+    folded = results["models"][0]
+    assert folded["memory"] == "folded" and folded["against_folded"] == 0
+    for other in results["models"]:
+        difference = other["loss_by_segments_before"][-1] - folded["loss_by_segments_before"][-1]
+        assert other["against_folded"] == pytest.approx(difference, abs=1e-4)
+
+
+def test_files(compared, monkeypatch):
+    options, output, results = compared
+    for ending in ("json", "csv", "png", "svg"):
+        assert (output / f"memory.{ending}").stat().st_size > 100
+    (table,) = Memory.tables(json.loads((output / "memory.json").read_text()))
+    assert table.columns[2:-1] == ["0 before", "1 before", "2 before", "3 before"]
+    assert len(table.rows) == len(MEMORIES) and all(len(row) == len(table.columns) for row in table.rows)
+    monkeypatch.setattr("condense.eval.memory.study.train_alone", pytest.fail)
+    assert run(Memory(options, output), output)["models"] == results["models"]
+
+
+def test_the_fold_is_loaded_with_its_segments(compared):
+    options, output, _ = compared
+    model = CondenseForCausalLM.from_pretrained(Memory(options, output).recipe(Trained("folded_2", 0)).output)
+    assert model.config.segment_length == 8 and model.num_parameters() < 40_000
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"memories": ("folded", "magic")}, r"\['magic'\] are not known: choose from folded"),
+        ({"segments_held_out": 5, "segments_before": 5}, "no segment has segments_before=5 before it"),
+        ({"width": 40}, "width=40: heads are 32 wide"),
+    ],
+)
+def test_refusals(changed, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryOptions(text=("a",), held_out=("b",), **{**SMALL, "segments_held_out": 9, **changed})
+
+
+def test_too_short_a_held_out_text(compared, tmp_path):
+    options, output, _ = compared
+    longer = MemoryOptions(**{**options.__dict__, "segments_held_out": 10**6})
+    with pytest.raises(ValueError, match="need 8,000,001: pass more text"):
+        _ = Memory(longer, output).held_out

@@ -148,7 +148,7 @@ def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
         "loss": "loss, mean of the last ten lines",
         "validation": "last validation loss",
         "reference": "the paper's validation loss",
-        "accuracy": "passkeys found in validation",
+        "accuracy": "right answers in validation",
     }
     shown = [name for name in titles if any(run[name] != "" for run in runs)]
     columns, rows = [titles[name] for name in shown], [[run[name] for name in shown] for run in runs]
@@ -175,7 +175,7 @@ def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
         "segments": losses[-1].get("segments", ""),
         "validation": f"{validation['eval_loss']:.4f}" if validation else "",
         "reference": _reference_loss(path.with_name("recipe.json")),
-        "accuracy": f"{validation['eval_passkey_accuracy']:.1%}" if "eval_passkey_accuracy" in validation else "",
+        "accuracy": next((f"{share:.1%}" for name, share in validation.items() if name.endswith("_accuracy")), ""),
     }
 
 

@@ -41,14 +41,14 @@ from condense.training.checkpoints.resume import find_checkpoint, make_universal
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
-from condense.training.data.passkey import PasskeyTask
+from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
 from condense.training.planning.operations import uncounted
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
-from condense.training.recipe import PasskeyData, Recipe, load_recipe
+from condense.training.recipe import GeneratedData, Recipe, load_recipe
 from condense.training.recipe.objectives import NextToken
 from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
@@ -246,11 +246,11 @@ def make_batches(
 
 
 def curriculum_batches(recipe: Recipe, tokenizer: Any, config: Any, ranks: int, checkpoint: Path | None) -> Batches:
-    assert recipe.curriculum is not None and isinstance(recipe.data, PasskeyData)
+    assert recipe.curriculum is not None and isinstance(recipe.data, GeneratedData)
     state = CurriculumState(recipe.curriculum)
     if checkpoint is not None:
         state.load(checkpoint)
-    task = PasskeyTask(tokenizer, recipe.data.num_keys, recipe.data.num_digits)
+    task = make_generated_task(recipe.data, tokenizer)
     segment_length = recipe.model.tokens_per_segment(config)
     assert segment_length is not None
     return Batches(CurriculumBatches(recipe, state, task, segment_length, ranks), None, state)
@@ -277,7 +277,7 @@ def make_trainer(
         by_segment=recipe.model.has_segments,
         train_dataset=batches.training,
         validation=batches.validation,
-        passkey_background=passkey_background(recipe),
+        answers=counted_answers(recipe),
         max_skipped_steps=recipe.max_skipped_steps,
         seconds_at_peak=seconds_at_peak(recipe, model.config),
         data_collator=_only_item,
@@ -288,10 +288,10 @@ def make_trainer(
     return trainer
 
 
-def passkey_background(recipe: Recipe) -> int | None:
-    """The labelled tokens of a passkey's text; None where validation finds no passkeys by predicting next tokens."""
-    if isinstance(recipe.data, PasskeyData) and isinstance(recipe.objective, NextToken):
-        return recipe.data.background
+def counted_answers(recipe: Recipe) -> GeneratedData | None:
+    """The data whose answers validation counts; None where the model gives none by predicting next tokens."""
+    if isinstance(recipe.data, GeneratedData) and isinstance(recipe.objective, NextToken):
+        return recipe.data
     return None
 
 
@@ -328,8 +328,8 @@ def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | Non
         return None
     reference = recipe.evaluation.reference_loss
     loss = f"validation loss {last['eval_loss']:.3f}" + ("" if reference is None else f" (the paper's: {reference:g})")
-    accuracy = last.get("eval_passkey_accuracy")
-    return loss if accuracy is None else f"{loss}, passkey accuracy {accuracy:.1%}"
+    accuracy = last.get(f"eval_{recipe.data.task}_accuracy")
+    return loss if accuracy is None else f"{loss}, {recipe.data.task} accuracy {accuracy:.1%}"
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerControl
 
 from .allocator import cuda_memory
+from .answer_accuracy import num_right
 from .data.batches import ValidationBatches
-from .passkey_accuracy import num_found
-from .recipe import ObjectiveKind
+from .recipe import GeneratedData, ObjectiveKind
 
 UNTOUCHED = "The optimizer has not moved, and the last complete checkpoint is as it was."
 
@@ -95,17 +95,20 @@ class RecipeTrainer(Trainer):
         objective: ObjectiveKind,
         by_segment: bool,
         validation: ValidationBatches | None = None,
-        passkey_background: int | None = None,
+        answers: GeneratedData | None = None,
         max_skipped_steps: int = 0,
         seconds_at_peak: Callable[[int], float] | None = None,
         **kwargs,
     ):
-        """`seconds_at_peak` is the least time that this rank's device takes for a text of this many tokens."""
+        """`answers` are the generated data whose answers validation counts.
+
+        `seconds_at_peak` is the least time that this rank's device takes for a text of this many tokens.
+        """
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = True  # lets Trainer count the targets, for the objective
         self.objective, self.by_segment = objective, by_segment
         self.validation, self.max_skipped_steps = validation, max_skipped_steps
-        self.passkey_background = passkey_background  # tokens before the answer that have labels; None: no passkeys
+        self.answers = answers
         self.seconds_at_peak = seconds_at_peak or (lambda tokens: math.nan)
         self.names: list[str] = []  # of the micro-batches of the current step
         self._start_window()
@@ -188,13 +191,13 @@ class RecipeTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """The mean loss over all targets of the validation sequences, which are divided among the ranks.
 
-        Where they come from several sources, the mean of each source too; further losses of the objective; of passkeys
-        also the accuracy: the share of sequences whose whole answer the model gives.
+        Where they come from several sources, the mean of each source too; further losses of the objective; of generated
+        texts also the accuracy: the share whose whole answer the model gives.
         """
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
-        losses, by_source, found = SegmentLosses(self.args.device), SegmentLosses(self.args.device), 0
+        losses, by_source, right = SegmentLosses(self.args.device), SegmentLosses(self.args.device), 0
         further: dict[str, SegmentLosses] = {}
         names = self.validation.source_names
         ranks, rank = self.args.world_size, self.args.process_index
@@ -205,14 +208,14 @@ class RecipeTrainer(Trainer):
             batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
-                now = 0 if self.passkey_background is None else num_found(model, batch, self.passkey_background)
+                now = num_right(model, batch, self.answers.background) if self.answers else 0
             for name in output.further:  # on all ranks, for the sums over them
                 further.setdefault(name, SegmentLosses(self.args.device))
             if n < len(numbers):
                 for name, other in output.further.items():
                     further[name].add(other.sums_S, other.targets_S)
                 losses.add(output.sums_S, output.targets_S)
-                found += now
+                right += now
                 if names:
                     own = torch.arange(len(names)) == self.validation.source(numbers[n])
                     by_source.add(own.to(self.args.device) * output.sums_S.sum(), own * output.targets_S.sum().cpu())
@@ -227,8 +230,10 @@ class RecipeTrainer(Trainer):
                 metrics[f"loss_{name}"] = (loss / targets).item()
         if self.by_segment:
             metrics |= by_octave(losses_S, targets_S)
-        if self.passkey_background is not None:
-            metrics["passkey_accuracy"] = over_ranks(found, self.args.device) / self.validation.num_sequences
+        if self.answers:
+            metrics[f"{self.answers.task}_accuracy"] = (
+                over_ranks(right, self.args.device) / self.validation.num_sequences
+            )
         metrics["seconds"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from condense.configuration import IGNORE_INDEX
 
+from ..recipe.data import GeneratedData
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 
 
@@ -34,10 +35,10 @@ class SyntheticStates(ObjectiveKind):
     )
 
     def check(self, recipe: Any) -> None:
-        if self.states and recipe.data.task == "passkey":
+        if self.states and isinstance(recipe.data, GeneratedData):
             raise ValueError(
-                f"objective.states={self.states}: the accuracy of passkeys is that of a model without synthetic "
-                "states; choose another data.task, or states=0"
+                f"objective.states={self.states}: the accuracy of answers (data.task={recipe.data.task}) is that of a "
+                "model without synthetic states; choose another data.task, or states=0"
             )
         self._check_segments(getattr(recipe.model, "segment_length", None))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ..recipe import Evaluation, Recipe
+from ..recipe import DigitsData, Evaluation, GeneratedData, Recipe
 from ..recipe.section import Section, may_change
 from .complete import check, newest_checkpoint
 from .contents import contents
@@ -38,7 +38,7 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
 def _changes(marker: dict[str, Any], recipe: Recipe) -> list[str]:
     """What has changed since the checkpoint was written, and may not, each in words."""
     before, now = with_defaults(migrate(marker["recipe"]), recipe), recipe.model_dump(mode="json")
-    free = _may_change(before, now)
+    free = _may_change(before, now, has_documents=not isinstance(recipe.data, GeneratedData | DigitsData))
     before, now = _flat(before), _flat(now)
     # Checkpoints of former versions have no contents: there the paths must be the same.
     held = marker.get("contents", {})
@@ -57,9 +57,9 @@ def _changes(marker: dict[str, Any], recipe: Recipe) -> list[str]:
     return changes
 
 
-def _may_change(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+def _may_change(before: dict[str, Any], now: dict[str, Any], has_documents: bool) -> set[str]:
     free = may_change(Recipe)
-    if not _holds_out(before) and not _holds_out(now):
+    if not (has_documents and (_holds_out(before) or _holds_out(now))):
         free |= {f"evaluation.{name}" for name in Evaluation.model_fields}
     return free - {"log_every"} if now["curriculum"] else free  # a curriculum grows with the logged losses
 
@@ -67,7 +67,7 @@ def _may_change(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
 def _holds_out(recipe: dict[str, Any]) -> bool:
     """Whether validation takes documents from those to train on."""
     evaluation = recipe.get("evaluation")
-    return recipe["data"]["task"] not in ("passkey", "digits") and evaluation is not None and not evaluation["sources"]
+    return evaluation is not None and not evaluation["sources"]
 
 
 def _without_paths(value: Any, held: list[list[str] | None]) -> list[Any]:

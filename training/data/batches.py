@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..recipe import DocumentData, PasskeyData, Recipe, Source, TextData
+from ..recipe import DocumentData, GeneratedData, Recipe, Source, TextData
 from .examples import Examples, collate
 
 
@@ -87,8 +87,8 @@ class ValidationBatches(Dataset):
     """The sequences to validate with in micro-batches, all as long as the longest stage: losses of all stages compare.
 
     `source_names` has the names of several sources, for a loss of each; it is empty where there is one, or where
-    packed sequences mix them. A micro-batch has sequences of one source. Passkeys come one by one: the answers of texts
-    of unequal lengths lie far apart, and the accuracy needs all logits from the first one on.
+    packed sequences mix them. A micro-batch has sequences of one source. Generated texts come one by one: the
+    answers of texts of unequal lengths lie far apart, and the accuracy needs all logits from the first one on.
     """
 
     def __init__(self, recipe: Recipe, examples: Examples, equal_lengths: bool = False):
@@ -97,7 +97,7 @@ class ValidationBatches(Dataset):
         self.equal_lengths = equal_lengths
         self.total_length = max(stage.total_length for stage in recipe.stages)
         self.source_names = evaluated_sources(recipe)
-        rows = 1 if isinstance(recipe.data, PasskeyData) else recipe.micro_batch
+        rows = 1 if isinstance(recipe.data, GeneratedData) else recipe.micro_batch
         self.numbers = [  # of the sequences of each micro-batch
             of_source[first : first + rows]
             for of_source in self._by_source()

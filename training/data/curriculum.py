@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ..recipe import Curriculum, PasskeyData, Recipe
-from .passkey import PasskeyTask
+from ..recipe import Curriculum, GeneratedData, Recipe
+from .generated import GeneratedTask
 
 STATE_FILE = "curriculum.json"
 
@@ -63,10 +63,12 @@ class CurriculumState:
 class CurriculumBatches(Dataset):
     """Item i is the i-th micro-batch of the run, the same at any time."""
 
-    def __init__(self, recipe: Recipe, state: CurriculumState, task: PasskeyTask, segment_length: int, world_size: int):
+    def __init__(
+        self, recipe: Recipe, state: CurriculumState, task: GeneratedTask, segment_length: int, world_size: int
+    ):
         self.recipe, self.state, self.task = recipe, state, task
         self.segment_length, self.world_size = segment_length, world_size
-        assert recipe.curriculum is not None and isinstance(recipe.data, PasskeyData)
+        assert recipe.curriculum is not None and isinstance(recipe.data, GeneratedData)
         self.background = recipe.data.background
         self.curriculum = recipe.curriculum
         longest = self.curriculum.last_segments * segment_length * world_size
@@ -84,8 +86,8 @@ class CurriculumBatches(Dataset):
         step = index // self.world_size
         segments = self.state.at(step, np.random.default_rng([self.recipe.seed, step]))
         generator = np.random.default_rng([self.recipe.seed, step, index])
-        # Any length above the previous one of the curriculum: prompts grow by whole fillers, so lengths within a single
-        # segment would leave some of its positions without the question.
+        # Any length above the previous one of the curriculum: passkey texts grow by whole fillers, so lengths within a
+        # single segment would leave some of its positions without the question.
         lengths = self.curriculum.lengths
         shorter = lengths[max(lengths.index(segments) - 1, 0)] * self.segment_length
         longest = segments * self.segment_length

@@ -9,15 +9,12 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .examples import IGNORE_INDEX, Example
-
-if TYPE_CHECKING:  # recipes need packages that measuring does without
-    from ..recipe import PasskeyData
 
 PREAMBLE = (
     "There is a critical piece of information hidden within a large amount of irrelevant text. Your task is to locate "
@@ -131,6 +128,16 @@ class PasskeyTask:
         labels = np.stack([_labels(row, background, generator) for row in rows])
         return {"input_ids": input_ids, "labels": torch.from_numpy(labels)}
 
+    def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
+        """A text with its answer and labels as in a training batch, of any length from `shortest` of the total on.
+
+        Raises `ValueError` where the prompt without fillers does not fit into `total_length` tokens.
+        """
+        frame = self._frame(total_length, generator)
+        least = max(frame.length, math.ceil(shortest * total_length))
+        row = self._fill(frame, int(generator.integers(least, total_length + 1)), generator, depth=None)
+        return Example(np.array(row.prompt + row.frame.answer), _labels(row, background, generator))
+
     def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(
@@ -203,26 +210,3 @@ def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.nd
     labelled += range(len(row.prompt), len(input_ids))
     labels[labelled] = input_ids[labelled]
     return labels
-
-
-class PasskeyExamples:
-    """Passkey texts by number, of a length between `data.shortest` of the total length and all of it."""
-
-    def __init__(self, tokenizer: Any, data: "PasskeyData", seed: int):
-        self.task = PasskeyTask(tokenizer, data.num_keys, data.num_digits)
-        self.data, self.seed = data, seed
-
-    def fingerprint(self) -> str:
-        return ""  # nothing was read
-
-    def source(self, number: int, total_length: int) -> int:
-        return 0
-
-    def sequence(self, number: int, total_length: int) -> list[Example]:
-        """One document. Raises `ValueError` where its frame does not fit into `total_length` tokens."""
-        generator = np.random.default_rng([self.seed, total_length, number])
-        frame = self.task._frame(total_length, generator)
-        shortest = max(frame.length, math.ceil(self.data.shortest * total_length))
-        row = self.task._fill(frame, int(generator.integers(shortest, total_length + 1)), generator, depth=None)
-        input_ids = np.array(row.prompt + row.frame.answer)
-        return [Example(input_ids, _labels(row, self.data.background, generator))]

@@ -6,19 +6,19 @@ from functools import partial
 
 import numpy as np
 
-from ..recipe import DigitsData, PasskeyData, QuestionData, Recipe, SampleData, Source, SummarizationData, TextData
+from ..recipe import DigitsData, GeneratedData, QuestionData, Recipe, SampleData, Source, SummarizationData, TextData
 from .answers import AnswerExamples, question_encoder
 from .batches import evaluated_sources
 from .digits import DigitExamples, split
 from .examples import Examples
-from .passkey import PasskeyExamples
+from .generated import GeneratedExamples, make_generated_task
 from .preparation import prepare
 from .samples import sample_store
 from .store import Encode, Need, Store, folder_of
 from .summarization import summary_encoder
 from .text import TextExamples, text_encoder
 
-VALIDATION_SEED = 2**40  # added to the seed of the run: other passkeys than those of training
+VALIDATION_SEED = 2**40  # added to the seed of the run: other generated texts than those of training
 
 
 def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Examples, Examples | None]:
@@ -26,9 +26,10 @@ def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Exam
 
     Prepares documents first, in `num_workers` processes, or in this one.
     """
-    if isinstance(recipe.data, PasskeyData):
-        training = PasskeyExamples(tokenizer, recipe.data, recipe.seed)
-        held_out = PasskeyExamples(tokenizer, recipe.data, recipe.seed + VALIDATION_SEED)
+    if isinstance(recipe.data, GeneratedData):
+        task = make_generated_task(recipe.data, tokenizer)
+        training = GeneratedExamples(task, recipe.data, recipe.seed)
+        held_out = GeneratedExamples(task, recipe.data, recipe.seed + VALIDATION_SEED)
         return training, held_out if recipe.evaluation else None
     if isinstance(recipe.data, DigitsData):
         numbers, others = split()

@@ -1,27 +1,23 @@
 """A run as one object: what is trained, on what data, for how long, and where it is written."""
 
+from .data import (
+    BadDocuments,
+    Data,
+    DigitsData,
+    DocumentData,
+    GeneratedData,
+    PasskeyData,
+    QuestionData,
+    SampleData,
+    Source,
+    SummarizationData,
+    TextData,
+)
 from .loading import load_recipe
 from .lora import LoRA
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, Losses, ObjectiveKind
-from .schema import (
-    BadDocuments,
-    Checkpoints,
-    Curriculum,
-    Data,
-    DigitsData,
-    DocumentData,
-    Evaluation,
-    Optimizer,
-    PasskeyData,
-    QuestionData,
-    Recipe,
-    SampleData,
-    Source,
-    Stage,
-    SummarizationData,
-    TextData,
-)
+from .schema import Checkpoints, Curriculum, Evaluation, Optimizer, Recipe, Stage
 from .section import MAY_CHANGE, Section
 
 __all__ = [
@@ -35,6 +31,7 @@ __all__ = [
     "DigitsData",
     "DocumentData",
     "Evaluation",
+    "GeneratedData",
     "LoRA",
     "Losses",
     "ModelKind",

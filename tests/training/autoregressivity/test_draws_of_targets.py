@@ -212,7 +212,7 @@ def test_rates_outside_the_range_and_data_without_places_are_refused(recipe, kin
     for rate in (-0.1, 1.0, 1.5):
         with pytest.raises(ValueError, match=r"objective\.rate"):
             load_recipe(recipe, [f"objective={{kind: {kind}, rate: {rate}}}"])
-    with pytest.raises(ValueError, match="passkeys are generated anew: choose a task that reads documents"):
+    with pytest.raises(ValueError, match="data.task=passkey are generated anew: choose a task that reads documents"):
         load_recipe(recipe, [f"objective={{kind: {kind}, rate: 0.5}}", "data={task: passkey}"])
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from condense.training.data.passkey import NAMES, PASSKEY_TEXTS, PasskeyExamples, PasskeyTask
+from condense.training.data.generated import GeneratedExamples, make_generated_task
+from condense.training.data.passkey import NAMES, PASSKEY_TEXTS, PasskeyTask
 from condense.training.recipe import PasskeyData
 from condense.training.small_llama import passkey_tokenizer, word_tokenizer
 
@@ -22,7 +23,8 @@ def tokenizer_with_names(names=NAMES):
 
 
 def examples(**data):
-    return PasskeyExamples(tokenizer_with_names(), PasskeyData(task="passkey", **data), seed=5)
+    data = PasskeyData(task="passkey", **data)
+    return GeneratedExamples(make_generated_task(data, tokenizer_with_names()), data, seed=5)
 
 
 def keys_by_name(tokenizer, ids):
@@ -246,7 +248,7 @@ def test_sequences(data):
     for number in (150, 3):  # in any order, whatever was asked for before
         (first,), (second,) = made.sequence(number, 1_000), again.sequence(number, 1_000)
         assert (first.input_ids == second.input_ids).all() and (first.labels == second.labels).all()
-    other = PasskeyExamples(tokenizer_with_names(), made.data, seed=6).sequence(3, 1_000)[0]
+    other = GeneratedExamples(made.task, made.data, seed=6).sequence(3, 1_000)[0]
     assert other.input_ids.tolist() != second.input_ids.tolist()
 
 

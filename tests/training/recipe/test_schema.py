@@ -130,7 +130,7 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["stages=[{total_length: 9, steps: 3}]"], "either stages or a curriculum"),
         (STAGES, ["global_batch=null"], "stages need a global_batch"),
         (CURRICULUM, ["global_batch=4"], "leave out global_batch"),
-        (CURRICULUM, ["data={task: text, sources: [{files: x}]}"], "goes with the passkey task"),
+        (CURRICULUM, ["data={task: text, sources: [{files: x}]}"], "goes with generated texts"),
         (CURRICULUM, ["evaluation.every=4"], "leave out evaluation"),
         (STAGES, ["model.kind=stock", "model.segment_length=4"], "model.segment_length is no key of model.kind=stock"),
         (STAGES, ["model.kind=stock", "model.schedule=wavefront"], "model.schedule is no key of .*kind, source"),

@@ -1,4 +1,4 @@
-"""How many passkeys a model finds, beside its loss: small losses also come from text that is easy to predict.
+"""How many answers a model finds, beside its loss: small losses also come from text that is easy to predict.
 
 Axes: B rows, N tokens.
 """
@@ -10,7 +10,7 @@ import torch
 from condense.configuration import IGNORE_INDEX
 
 
-def num_found(model: Any, batch: dict[str, torch.Tensor], background: int) -> int:
+def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> int:
     """Rows [B, N] whose whole answer the model gives, each token as the likeliest one after those before it.
 
     Greedy decoding gives the same, one token at a time. A row's labels are `background` tokens of its text, then its
@@ -22,8 +22,8 @@ def num_found(model: Any, batch: dict[str, torch.Tensor], background: int) -> in
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     kept = labels_BN.shape[1] - first + 1  # a token is predicted in the column before it
     said_BN = model(**inputs, use_cache=False, logits_to_keep=kept).logits[:, :-1].argmax(dim=-1)
-    found = 0
+    right = 0
     for start, labels_N, said_N in zip(starts, labels_BN[:, first:], said_BN, strict=True):
         answer_N, said_N = labels_N[start - first :], said_N[start - first :]
-        found += bool(((answer_N == said_N) | (answer_N == IGNORE_INDEX)).all())
-    return found
+        right += bool(((answer_N == said_N) | (answer_N == IGNORE_INDEX)).all())
+    return right

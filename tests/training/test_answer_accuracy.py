@@ -1,4 +1,4 @@
-"""The share of passkeys that validation finds, by hand and against greedy decoding."""
+"""The share of answers that validation finds, by hand and against greedy decoding."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
 from condense.training import train
+from condense.training.answer_accuracy import num_right
 from condense.training.data.tasks import make_examples
-from condense.training.passkey_accuracy import num_found
 from condense.training.recipe import load_recipe
 
 from .runs import folded_recipe, log_lines, run
@@ -58,13 +58,13 @@ def test_by_hand(said_N, found):
     """Tokens 3 (background, in column 2), then 7 and 8 (the answer, in columns 4 and 5), then padding."""
     labels = torch.tensor([[-100, -100, 3, -100, 7, 8, -100]])
     batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 7, 8, 0]]), "labels": labels}
-    assert num_found(Says([said_N]), batch, background=1) == found
+    assert num_right(Says([said_N]), batch, background=1) == found
 
 
 def test_rows_whose_answers_begin_apart():
     labels = torch.tensor([[-100, 5, 6, -100], [-100, -100, 7, 8], [-100, -100, 7, 8]])
     says = Says([[0, 5, 6, 0], [0, 1, 7, 8], [0, 1, 7, 1]])
-    assert num_found(says, {"input_ids": labels, "labels": labels}, background=0) == 2
+    assert num_right(says, {"input_ids": labels, "labels": labels}, background=0) == 2
 
 
 def greedy_accuracy(recipe_path, output) -> float:

@@ -1,0 +1,107 @@
+"""The keys of `data`: what a run is trained on."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .section import MAY_CHANGE, Section
+
+
+class Source(Section):
+    """Documents: local files by name or glob pattern (.txt, .jsonl, .parquet), or a data set of the hub."""
+
+    files: str | None = None
+    hub: str | None = Field(None, description="OWNER/NAME, streamed")
+    name: str | None = Field(None, description="configuration of the hub's data set")
+    split: str | None = Field(None, description="of the hub's data set; train where not given")
+    revision: str | None = Field(None, description="branch, tag or commit of the hub's data set")
+    text: str = Field("text", description="field that holds the document; a list is joined by spaces")
+    summary: str = Field("summary", description="field that holds its summary; of a list, the first")
+    at_least: dict[str, float] = Field(
+        {}, description="numeric fields and their lowest values: documents below are dropped before they are tokenised"
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self):
+        if (self.files is None) == (self.hub is None):
+            raise ValueError("a source names either files or hub, one of the two")
+        if self.files is not None and (self.name or self.split or self.revision):
+            raise ValueError("name, split and revision belong to a source of the hub, not to files")
+        return self
+
+
+BadDocuments = Literal["skip", "refuse"]
+
+
+class DocumentData(Section):
+    """The keys of all tasks that read documents."""
+
+    sources: list[Source] = Field(min_length=1)
+    bad_documents: BadDocuments = Field("refuse", description="broken lines, missing fields, ...")
+    prepared: Annotated[Path, MAY_CHANGE] = Field(
+        Path("runs/prepared"), description="folder that keeps documents as tokens"
+    )
+    max_documents: int | None = Field(
+        None, ge=1, description="stop reading after this many kept documents; None: after as many as the steps need"
+    )
+
+
+class TextData(DocumentData):
+    """Text to predict."""
+
+    task: Literal["text"]
+    min_tokens: int = Field(2, ge=2, description="shorter documents are dropped")
+    fit: Literal["cut", "pack"] = Field(
+        "pack", description="cut: whole pieces of the total length; pack: remainders share sequences"
+    )
+
+
+class SummarizationData(DocumentData):
+    """Documents, each followed by a summary to predict."""
+
+    task: Literal["summarization"]
+    too_long: Literal["drop", "cut"] = Field("drop", description="cut: the document loses its end")
+
+
+class QuestionData(DocumentData):
+    """Prompts, used unchanged, each followed by an answer to predict."""
+
+    task: Literal["questions"]
+
+
+class GeneratedData(Section):
+    """Texts that are generated, each with an answer to predict."""
+
+    task: str
+    background: int = Field(2, ge=0, description="tokens of each text, besides the answer, that are trained on")
+    shortest: float = Field(0.5, gt=0, le=1, description="length of the shortest text as a share of the total length")
+
+
+class PasskeyData(GeneratedData):
+    """Numbers to find in irrelevant text."""
+
+    task: Literal["passkey"]
+    num_keys: int = Field(1, ge=1, description="keys in a text, one of which is asked for")
+    num_digits: int = Field(4, ge=1, description="of each key")
+
+
+class SampleData(Section):
+    """Texts that the model samples from itself, with full attention: training that needs no data."""
+
+    task: Literal["samples"]
+    texts: int | None = Field(None, ge=1, description="different texts to train on; None: as many as the steps need")
+    temperature: float = Field(1.0, gt=0)
+    seed: int = Field(0, ge=0, description="of the drawing: runs with other seeds share the texts")
+    prepared: Annotated[Path, MAY_CHANGE] = Field(Path("runs/prepared"), description="folder that keeps the texts")
+
+
+class DigitsData(Section):
+    """Handwritten digits: images of 8 x 8 pixels, each a sequence of 64, which come with scikit-learn."""
+
+    task: Literal["digits"]
+
+
+Data = Annotated[
+    TextData | SummarizationData | QuestionData | PasskeyData | SampleData | DigitsData, Field(discriminator="task")
+]

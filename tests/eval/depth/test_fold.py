@@ -7,7 +7,7 @@ import torch
 
 from condense import CondenseForCausalLM
 from condense.eval.depth import fold
-from condense.eval.depth.fold import SEGMENT, Fold
+from condense.eval.depth.fold import SEGMENT, Fold, _share
 from condense.eval.depth.options import DepthOptions
 from condense.eval.runner import run
 
@@ -83,3 +83,9 @@ def test_what_is_not_used_is_said(tmp_path, capsys):
     path = tmp_path / "text.txt"
     Fold(DepthOptions(text=path, held_out=path), tmp_path)
     assert "generates its passkey texts: text is not used" in capsys.readouterr().out
+
+
+def test_shares_by_seed():
+    """By hand: 41 of 50 have the Wilson interval 0.692 to 0.902."""
+    assert _share([{"correct": 41, "total": 50}]) == "82 (69 to 90)"
+    assert _share([{"correct": 41, "total": 50}, {"correct": 50, "total": 50}]) == "82, 100"

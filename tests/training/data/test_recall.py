@@ -1,0 +1,176 @@
+"""The recall data: a reader that fills a dictionary knows every answer; lengths are exact; refusals have names."""
+
+import re
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from condense.training.data.passkey import FILLER
+from condense.training.data.recall import FORMS, OWNERS, PLACES, PREAMBLE, RECALL_TEXTS, VALUES, RecallTask
+from condense.training.small_llama import passkey_tokenizer, word_tokenizer
+
+TOKENIZER = word_tokenizer(RECALL_TEXTS)
+SENTENCE = r"The (\w+ \w+) has (\w+) \. "
+QUESTIONS = {
+    "single": r"What does the (?P<key>\w+ \w+) have \? The (?P=key) has",
+    "multi_value": r"What does the (?P<key>\w+ \w+) have , first to last \? The (?P=key) has",
+    "overwritten": r"What does the (?P<key>\w+ \w+) have now \? The (?P=key) now has",
+}
+
+
+def read(form, ids):
+    """What a reader of the text knows: {key: its values, in their order}, the key asked about, and all else."""
+    text = re.fullmatch(
+        rf"<s> Remember who has what \. A question follows \. (?P<said>.*?){QUESTIONS[form]}", TOKENIZER.decode(ids)
+    )
+    known = defaultdict(list)
+    for key, value in re.findall(SENTENCE, text["said"]):
+        known[key].append(value)
+    return known, text["key"], re.sub(SENTENCE, "", text["said"])
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "sentences", "answer"),
+    [
+        ("single", {}, 20, 1),
+        ("multi_value", {"values": 3}, 60, 3),
+        ("overwritten", {"overwritten": 0.3}, 26, 1),
+    ],
+)
+@pytest.mark.parametrize("room", [0, 1, 77, 1200])
+def test_a_reader_knows_the_answer(form, options, sentences, answer, room):
+    """The length of the text counted by hand: six tokens a sentence, and the frame."""
+    task, rows = RecallTask(TOKENIZER, 20, form, **options), 8
+    frame = 1 + 9 + {"single": 11, "multi_value": 15, "overwritten": 13}[form] + answer
+    assert task.length(20) == frame + 6 * sentences
+    total = frame + 6 * sentences + room
+    questions = task.batch(rows, total, np.random.default_rng(room))
+    assert questions.prompt_ids_BN.shape == (rows, total - answer) and questions.answer_ids_BA.shape == (rows, answer)
+    filler = " ".join(TOKENIZER.tokenize(FILLER)).split() * (2 + room // 24)
+    for prompt, ids, words in zip(*vars(questions).values(), strict=True):
+        known, asked, rest = read(form, prompt)
+        assert len(known) == 20 and TOKENIZER.decode(ids).split() == words
+        assert rest.split() == filler[len(filler) - room :]
+        counts = sorted(map(len, known.values()))
+        if form == "multi_value":
+            assert words == known[asked] and counts == [3] * 20
+        else:
+            assert words == known[asked][-1:] and counts == [1] * (40 - sentences) + [2] * (sentences - 20)
+        assert all(len(set(values)) == len(values) for values in known.values())
+
+
+def test_keys_values_and_places_are_drawn_evenly():
+    task = RecallTask(TOKENIZER, 2)
+    assert len(task.keys) == len(set(task.keys)) == 576 and len(VALUES) == len(set(VALUES)) == 32
+    assert not set(PLACES) & set(OWNERS)
+    questions = task.batch(3600, task.length(2) + 24, np.random.default_rng(0))
+    gaps, firsts, words, keys = np.zeros((6, 6)), 0, defaultdict(int), set()
+    has = TOKENIZER.convert_tokens_to_ids("has")
+    for prompt, (word,) in zip(questions.prompt_ids_BN, questions.answers, strict=True):
+        known, asked, _ = read("single", prompt)
+        words[word] += 1
+        keys |= set(known)
+        firsts += next(iter(known)) == asked
+        first, second = (prompt[10:] == has).nonzero()[:2, 0].tolist()
+        gaps[[0, 5, 10, 15, 19, 24].index(first - 3), [0, 5, 10, 15, 19, 24].index(second - 3 - 6)] += 1
+    assert len(words) == 32 and abs(np.array([*words.values()]) - 112).max() < 55  # five standard deviations
+    assert len(keys) == 576 and abs(firsts - 1800) < 150
+    expected = 100 * (np.triu(np.ones((6, 6))) * 2 - np.eye(6))  # two independent gaps, in the order of the text
+    assert (abs(gaps - expected) <= 5 * expected**0.5).all(), gaps
+
+
+def test_texts_depend_on_the_generator_alone():
+    first, same, other = (
+        RecallTask(TOKENIZER, 9, "overwritten").training_batch(3, 200, 2, np.random.default_rng(seed))
+        for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["input_ids"], other["input_ids"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_to_train_on(form):
+    """The answer, a background outside the sentences with keys, and 1 to `pairs` keys, or what there is room for."""
+    task = RecallTask(TOKENIZER, 5, form)
+    answer, room = 2 if form == "multi_value" else 1, task.length(3)
+    for tokens, most in ((150, 5), (room, 3)):
+        batch = task.training_batch(300, tokens, 4, np.random.default_rng(1))
+        assert batch["input_ids"].shape == batch["labels"].shape == (300, tokens)
+        numbers = []
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            known, asked, _ = read(form, ids[:-answer])
+            numbers.append(len(known))
+            assert TOKENIZER.decode(ids[-answer:]).split() == known[asked][-answer:]
+            labelled = labels != -100
+            assert labelled.sum() == 4 + answer and labelled[-answer:].all() and not labelled[0]
+            assert torch.equal(labels[labelled], ids[labelled])
+            for match in re.finditer(SENTENCE, text := TOKENIZER.decode(ids[:-answer])):
+                first = len(text[: match.start()].split())
+                assert not labelled[first : first + 6].any()
+            question = len(text[: text.index("What does")].split())
+            assert not labelled[question : question + 5].any()
+        assert set(numbers) == set(range(1, most + 1))
+    exact = RecallTask(TOKENIZER, 5, form, exact=True).training_batch(20, 150, 4, np.random.default_rng(1))
+    assert all(len(read(form, ids[:-answer])[0]) == 5 for ids in exact["input_ids"])
+
+
+def test_a_text_by_its_total_length():
+    task, lengths = RecallTask(TOKENIZER, 8), []
+    for seed in range(200):
+        example = task.example(300, 0.5, 3, np.random.default_rng(seed))
+        known, asked, _ = read("single", example.input_ids[:-1])
+        assert [TOKENIZER.decode(example.input_ids[-1:])] == known[asked] and len(known) <= 8
+        assert (example.labels != -100).sum() == 4
+        lengths.append(len(example.input_ids))
+    assert 150 <= min(lengths) < 160 and 290 < max(lengths) <= 300
+
+
+def test_what_does_not_fit_is_named():
+    task, generator = RecallTask(TOKENIZER, 30), np.random.default_rng(0)
+    with pytest.raises(ValueError, match="pairs=30 of the form single need 202 tokens and 201 are allowed.*pairs=29"):
+        task.batch(1, 201, generator)
+    with pytest.raises(ValueError, match="pairs=30 .* need 202 tokens and 201"):
+        task.example(201, 0.5, 2, generator)
+    with pytest.raises(ValueError, match="pairs=30 .* need 202 tokens and 201"):
+        RecallTask(TOKENIZER, 30, exact=True).training_batch(1, 201, 2, generator)
+    with pytest.raises(ValueError, match="need 202 tokens and 27 are allowed: allow more"):
+        task.training_batch(1, 27, 2, generator)
+    assert task.training_batch(1, 28, 2, generator)["input_ids"].shape == (1, 28)
+    with pytest.raises(ValueError, match="background=16 and the text has 15 tokens"):
+        RecallTask(TOKENIZER, 1).training_batch(1, 28, 16, generator)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pairs": 577}, "pairs=577, and there are keys for 1 to 576"),
+        ({"pairs": 0}, "pairs=0, and"),
+        ({"pairs": 1, "form": "two"}, "no form='two': choose from single, multi_value, overwritten"),
+        ({"pairs": 1, "form": "multi_value", "values": 33}, "values=33, and a key can have 1 to 32"),
+        ({"pairs": 1, "form": "overwritten", "overwritten": 2}, "overwritten=2 is no share"),
+    ],
+)
+def test_impossible_tasks_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        RecallTask(TOKENIZER, **options)
+
+
+def test_a_tokenizer_without_the_words_is_named():
+    with pytest.raises(ValueError, match=r"does not know \d+ of \d+ words of the recall task, such as"):
+        RecallTask(passkey_tokenizer(), 1)
+
+
+def test_other_tokenizers(stories):
+    """A tokenizer of real text: words of one length are taken, so that lengths stay exact."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    task = RecallTask(tokenizer, 6)
+    questions = task.batch(5, 700, np.random.default_rng(0))
+    for prompt, ids, (word,) in zip(*vars(questions).values(), strict=True):
+        assert len(prompt) + len(ids) == 700
+        text = tokenizer.decode(prompt)
+        assert PREAMBLE in text and tokenizer.decode(ids).strip() == word
+        key = re.search(r"What does the (\w+ \w+) have\?", text)[1]
+        assert re.findall(rf"The {key} has (\w+)\.", text) == [word]

@@ -1,0 +1,264 @@
+"""The recall task: who has what, said in single sentences between irrelevant ones, and one of them asked about.
+
+It measures how much a memory holds. A sentence costs six tokens where each word is one: two words that name a key, one
+word that is its value, and three more. A value is a word and no number, since tokenizers may cut numbers into digits:
+one token then carries five bits, and an answer is one token. Forms of the task, after RULER's needles with many keys:
+
+- `single`: each key has one value;
+- `multi_value`: each key has several values, in sentences of their own, and all are asked for, in their order;
+- `overwritten`: a share of the keys gets another value later, and the last one counts.
+
+Axes: B rows, N tokens of the prompt, A tokens of the answer.
+"""
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+
+from .examples import IGNORE_INDEX, Example
+from .passkey import FILLER, NAMES
+
+Form = Literal["single", "multi_value", "overwritten"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+PREAMBLE = "Remember who has what. A question follows."
+SENTENCE = " The {place} {owner} has {value}."
+QUESTIONS: dict[Form, str] = {
+    "single": " What does the {place} {owner} have? The {place} {owner} has",
+    "multi_value": " What does the {place} {owner} have, first to last? The {place} {owner} has",
+    "overwritten": " What does the {place} {owner} have now? The {place} {owner} now has",
+}
+ASKED = " What does the {place} {owner}"  # what no model can predict of a question
+PLACES = NAMES
+OWNERS = [
+    "baker", "carpenter", "clerk", "cook", "doctor", "driver", "farmer", "gardener",
+    "guard", "hunter", "judge", "mason", "miller", "nurse", "painter", "porter",
+    "potter", "sailor", "singer", "smith", "tailor", "teacher", "weaver", "writer",
+]  # fmt: skip
+VALUES = [
+    "bread", "butter", "cheese", "clay", "coal", "coffee", "copper", "cotton",
+    "flour", "glass", "gold", "honey", "ink", "iron", "leather", "linen",
+    "milk", "oil", "paint", "paper", "rice", "salt", "sand", "silk",
+    "silver", "soap", "sugar", "tea", "timber", "wax", "wine", "wool",
+]  # fmt: skip
+RECALL_TEXTS = [PREAMBLE, FILLER, SENTENCE, *QUESTIONS.values(), *PLACES, *OWNERS, *VALUES]  # all words of the task
+ENCODED_TEXTS = 2**16  # kept: all sentences of all keys and values
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A batch of prompts of one length. `prompt_ids_BN` ends where the answer begins."""
+
+    prompt_ids_BN: torch.Tensor
+    answer_ids_BA: torch.Tensor
+    answers: list[list[str]]  # the words of each answer
+
+
+class _Row(NamedTuple):
+    prompt: np.ndarray  # [N]
+    predictable: np.ndarray  # [N], whether a model can know the token before it is there
+    answer: list[int]
+    words: list[str]
+
+
+class RecallTask:
+    """Makes texts of exactly a given number of tokens with sentences at random places between those of the filler."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        pairs: int,
+        form: Form = "single",
+        values: int = 2,
+        overwritten: float = 0.5,
+        exact: bool = False,
+    ):
+        """`pairs` are the keys in a text, the most in a text to train on unless `exact`; a key counts once, also with
+        the `values` of the form `multi_value`. `overwritten` is the share of the keys with another value later, rounded
+        up, in the form of that name.
+
+        Raises `ValueError` for more pairs or values than there are, and for a tokenizer without the words.
+        """
+        self.tokenizer, self.pairs, self.form = tokenizer, pairs, form
+        self.num_values, self.overwritten, self.exact = values, overwritten, exact
+        if form not in FORMS:
+            raise ValueError(f"there is no form={form!r}: choose from {', '.join(FORMS)}.")
+        self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
+        self._check_words()
+        self.words = self._equally_long(VALUES)
+        self.keys = list(product(self._equally_long(PLACES), self._equally_long(OWNERS)))
+        if not 1 <= pairs <= len(self.keys):
+            raise ValueError(f"pairs={pairs}, and there are keys for 1 to {len(self.keys)} with this tokenizer.")
+        if not 1 <= values <= len(self.words):
+            raise ValueError(f"values={values}, and a key can have 1 to {len(self.words)} with this tokenizer.")
+        if not 0 <= overwritten <= 1:
+            raise ValueError(f"overwritten={overwritten} is no share of the keys: pass 0 to 1.")
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.preamble = np.array(start + self._encode(PREAMBLE))
+        filler = [self._encode(f" {sentence}.") for sentence in FILLER.strip().rstrip(".").split(". ")]
+        self.filler, self.filler_lengths = np.concatenate(filler), [len(sentence) for sentence in filler]
+        (place, owner), answer = self.keys[0], self.words[: values if form == "multi_value" else 1]
+        question = self._encode(QUESTIONS[form].format(place=place, owner=owner))
+        self.answer_length = len(self._encode(_spaced(answer)))
+        self.frame_length = len(self.preamble) + len(question) + self.answer_length
+        self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _check_words(self) -> None:
+        words = {word for text in RECALL_TEXTS for word in re.findall(r"\w+|[^\w\s]", re.sub(r"{\w+}", "", text))}
+        unknown = [word for word in sorted(words) if self.tokenizer.unk_token_id in self._encode(" " + word)]
+        if unknown:
+            raise ValueError(
+                f"the tokenizer does not know {len(unknown)} of {len(words)} words of the recall task, such as "
+                f"{unknown[0]!r}: use one with all of condense.training.data.recall.RECALL_TEXTS."
+            )
+
+    def _equally_long(self, words: list[str]) -> list[str]:
+        """The words of the most common number of tokens, so that all keys and all values cost the same."""
+        by_length = defaultdict(list)
+        for word in words:
+            by_length[len(self._encode(" " + word))].append(word)
+        return max(by_length.values(), key=len)
+
+    def length(self, pairs: int) -> int:
+        """Tokens of a text with this number of keys and without filler, answer included."""
+        return self.frame_length + self._num_sentences(pairs) * self.sentence_length
+
+    def _num_sentences(self, pairs: int) -> int:
+        more = {"single": 0, "multi_value": (self.num_values - 1) * pairs, "overwritten": self._num_overwritten(pairs)}
+        return pairs + more[self.form]
+
+    def _num_overwritten(self, pairs: int) -> int:
+        return math.ceil(self.overwritten * pairs)
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises `ValueError` where a text with all pairs needs more tokens."""
+        if self.length(self.pairs) > num_tokens:
+            most = self._most_pairs(num_tokens)
+            remedy = f"allow more, or set pairs={most} or less" if most else "allow more"
+            raise ValueError(
+                f"pairs={self.pairs} of the form {self.form} need {self.length(self.pairs)} tokens and {num_tokens} "
+                f"are allowed: {remedy}."
+            )
+
+    def _most_pairs(self, num_tokens: int) -> int:
+        return next((pairs for pairs in range(self.pairs, 0, -1) if self.length(pairs) <= num_tokens), 0)
+
+    def batch(self, num_rows: int, num_tokens: int, generator: np.random.Generator) -> Questions:
+        """Prompts with exactly `pairs` keys and with answers, of together exactly `num_tokens` tokens.
+
+        `length(pairs)` tokens leave no filler. Raises `ValueError` where the pairs do not fit.
+        """
+        self.check_length(num_tokens)
+        return _stack([self._row(self.pairs, num_tokens, generator) for _ in range(num_rows)])
+
+    def training_batch(
+        self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels` [B, num_tokens]: the answer's tokens, and `background` other tokens a row.
+
+        A row has 1 to `pairs` keys, or to the most that it has room for, all equally likely. The background excludes
+        the sentences with keys and the question up to its key, which are random. Raises `ValueError` where a text has
+        no room for one key, or of `exact` ones for all.
+        """
+        rows = [self._training_row(num_tokens, generator) for _ in range(num_rows)]
+        questions = _stack(rows)
+        input_ids = torch.cat([questions.prompt_ids_BN, questions.answer_ids_BA], dim=1)
+        labels = np.stack([_labels(row, background, generator) for row in rows])
+        return {"input_ids": input_ids, "labels": torch.from_numpy(labels)}
+
+    def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
+        """A text with its answer and labels as in a training batch, of any length from `shortest` of the total on.
+
+        Raises `ValueError` where all pairs do not fit into `total_length` tokens.
+        """
+        self.check_length(total_length)
+        pairs = self.pairs if self.exact else int(generator.integers(1, self.pairs + 1))
+        least = max(self.length(pairs), math.ceil(shortest * total_length))
+        row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator)
+        return Example(np.append(row.prompt, row.answer), _labels(row, background, generator))
+
+    def _training_row(self, num_tokens: int, generator: np.random.Generator) -> _Row:
+        pairs = self._most_pairs(num_tokens)
+        if self.exact or not pairs:
+            self.check_length(num_tokens)
+        return self._row(pairs if self.exact else int(generator.integers(1, pairs + 1)), num_tokens, generator)
+
+    def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator) -> _Row:
+        counts = np.full(pairs, self.num_values if self.form == "multi_value" else 1)
+        if self.form == "overwritten":
+            counts[: self._num_overwritten(pairs)] = 2  # the keys are in no order
+        keys = [self.keys[number] for number in generator.choice(len(self.keys), pairs, replace=False)]
+        values = [generator.choice(self.words, count, replace=False).tolist() for count in counts]
+        asked = int(generator.integers(pairs))
+        sentences, said = list[list[int]](), [iter(of_key) for of_key in values]
+        for which in generator.permutation(np.repeat(np.arange(pairs), counts)):
+            place, owner = keys[which]
+            sentences.append(self._encode(SENTENCE.format(place=place, owner=owner, value=next(said[which]))))
+        place, owner = keys[asked]
+        question = self._encode(QUESTIONS[self.form].format(place=place, owner=owner))
+        surprise = len(self._encode(ASKED.format(place=place, owner=owner)))
+        words = values[asked] if self.form == "multi_value" else values[asked][-1:]
+        answer = self._encode(_spaced(words))
+        room = num_tokens - len(self.preamble) - sum(map(len, sentences)) - len(question) - len(answer)
+        if room < 0 or len(answer) != self.answer_length:
+            raise ValueError("this tokenizer splits sentences of equally long words into unequal numbers of tokens.")
+        pieces = [(self.preamble, True), *self._between(sentences, room, generator)]
+        pieces += [(np.array(question[:surprise]), False), (np.array(question[surprise:]), True)]
+        prompt = np.concatenate([ids for ids, _ in pieces])
+        predictable = np.repeat([known for _, known in pieces], [len(ids) for ids, _ in pieces])
+        predictable[0] = False  # nothing comes before it
+        return _Row(prompt, predictable, answer, words)
+
+    def _between(
+        self, sentences: list[list[int]], room: int, generator: np.random.Generator
+    ) -> list[tuple[np.ndarray, bool]]:
+        """The sentences, each in a gap of `room` tokens of filler, whose first sentence is cut to fit exactly.
+
+        Those that meet in one gap keep their order.
+        """
+        repeats = -(-room // len(self.filler))
+        filler = np.tile(self.filler, repeats)[repeats * len(self.filler) - room :]
+        ends = np.cumsum(np.tile(self.filler_lengths, repeats)) - repeats * len(self.filler) + room
+        gaps = np.append(0, ends[ends > 0])
+        places = np.sort(gaps[generator.integers(0, len(gaps), len(sentences))])
+        first, *others = np.split(filler, places)
+        pieces = [(first[:1], False), (first[1:], True)]  # where the filler is cut is random
+        for ids, after in zip(sentences, others, strict=True):
+            pieces += [(np.array(ids), False), (after, True)]
+        return pieces
+
+
+def _spaced(words: list[str]) -> str:
+    return "".join(f" {word}" for word in words)
+
+
+def _stack(rows: list[_Row]) -> Questions:
+    return Questions(
+        torch.from_numpy(np.stack([row.prompt for row in rows])),
+        torch.tensor([row.answer for row in rows]),
+        [row.words for row in rows],
+    )
+
+
+def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
+    """Labels [N + A]: the answer, and `background` tokens that can be predicted."""
+    known = np.flatnonzero(row.predictable)
+    if background > len(known):
+        raise ValueError(
+            f"background={background} and the text has {len(known)} tokens that can be predicted: lower it."
+        )
+    labels = np.full(len(row.prompt) + len(row.answer), IGNORE_INDEX)
+    labelled = generator.choice(known, background, replace=False)
+    labels[labelled] = row.prompt[labelled]
+    labels[len(row.prompt) :] = row.answer
+    return labels

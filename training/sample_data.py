@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from transformers.utils import logging
 
 from .data.passkey import NAMES, PASSKEY_TEXTS
+from .data.recall import RECALL_TEXTS
 from .small_llama import small_llama, word_tokenizer
 
 NUM_DOCUMENTS = {"train": 400, "validation": 40}
@@ -112,7 +113,7 @@ def write_sample_data(folder: Path, seed: int = 0) -> None:
 
     documents = make_documents(seed)
     texts = {name: [" ".join(document.values()) for document in items] for name, items in documents.items()}
-    vocabulary = [*PASSKEY_TEXTS, *NAMES, *(text for items in texts.values() for text in items)]
+    vocabulary = [*PASSKEY_TEXTS, *NAMES, *RECALL_TEXTS, *(text for items in texts.values() for text in items)]
     tokenizer = word_tokenizer(vocabulary)
     model = small_llama(tokenizer, seed, width=128, layers=4)
     lines = [f"llama: a Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens"]

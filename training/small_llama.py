@@ -1,6 +1,6 @@
 """A small Llama with random weights and a word-level tokenizer for it: no download, no corpus.
 
-python -m condense.training.small_llama FOLDER
+python -m condense.training.small_llama FOLDER [--task recall]
 """
 
 import argparse
@@ -12,6 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from .data.passkey import PASSKEY_TEXTS
+from .data.recall import RECALL_TEXTS
+
+TEXTS = {"passkey": PASSKEY_TEXTS, "recall": RECALL_TEXTS}  # with the words of a task
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -48,9 +51,11 @@ def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, 
     )
 
 
-def save_small_llama(folder: Path, seed: int = 0, width: int = 64, layers: int = 2) -> LlamaForCausalLM:
-    """Writes the model and its tokenizer to a folder, as any Llama checkpoint."""
-    tokenizer = passkey_tokenizer()
+def save_small_llama(
+    folder: Path, seed: int = 0, width: int = 64, layers: int = 2, task: str = "passkey"
+) -> LlamaForCausalLM:
+    """Writes the model and its tokenizer, which knows the words of a task, to a folder, as any Llama checkpoint."""
+    tokenizer = word_tokenizer(TEXTS[task])
     model = small_llama(tokenizer, seed, width, layers)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -63,9 +68,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--task", choices=TEXTS, default="passkey", help="the words that the tokenizer knows")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    model = save_small_llama(arguments.folder, arguments.seed, arguments.width, arguments.layers)
+    model = save_small_llama(arguments.folder, arguments.seed, arguments.width, arguments.layers, arguments.task)
     print(f"{arguments.folder}: a Llama of {model.num_parameters():,} parameters, {model.config.vocab_size} tokens")
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
 from .chat import check_chat, shown_name
+from .grids import count_cells, heat_map
 from .options import PasskeyOptions
 
 CHAT_TOKENS = 32  # of an answer in a chat, which is a sentence
@@ -112,21 +112,8 @@ class Passkey(Task[Batch]):
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %)."""
-        given, cells = self.options.longest_trained, list[dict[str, Any]]()
-        for _, batches in groupby(measured, lambda pair: _cell(pair[0])):
-            (item, record), *others = batches
-            correct, total = (
-                record[field] + sum(other[field] for _, other in others) for field in ("correct", "total")
-            )
-            low, high = wilson(correct, total)
-            cell = {
-                **_cell(item),
-                "chat": record["chat"],
-                "correct": correct,
-                "total": total,
-                "accuracy": correct / total,
-            }
-            cells.append({**cell, "low": low, "high": high, "state_bytes": record["state_bytes"]})
+        given = self.options.longest_trained
+        cells = count_cells(measured, lambda item, record: {**_cell(item), "chat": record["chat"]})
         return {
             "lengths": list(self.options.lengths),
             "longest_trained": {model.name: given or _trained_length(model.source) for model in self.models},
@@ -210,12 +197,7 @@ def _heat_map(axes: Any, name: str, results: dict[str, Any], lengths: Sequence[i
     for cell in results["cells"]:
         if cell["model"] == name and cell["length"] in lengths:
             grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
-    image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-    for (row, column), value in np.ndenumerate(grid):
-        color = "black" if 15 < value < 85 else "white"  # the ends of the scale are dark
-        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color=color)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right", fontsize=8)
-    axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], fontsize=8)
+    heat_map(axes, grid, [f"{100 * depth:.0f} %" for depth in depths], [f"{length:,}" for length in lengths])
     axes.set_xlabel("tokens")
     axes.set_ylabel("depth of the key")
     shown = shown_name(name, results)
@@ -227,4 +209,3 @@ def _heat_map(axes: Any, name: str, results: dict[str, Any], lengths: Sequence[i
         axes.text(border + 0.05, -0.62, "never trained", fontsize=8, ha="left")
         axes.text(border - 0.05, -0.62, "trained", fontsize=8, ha="right")
         axes.set_title(shown, fontsize=10, pad=18)
-    axes.figure.colorbar(image, ax=axes, label="% correct")

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..recipe import GeneratedData, PasskeyData
+from ..recipe import GeneratedData, PasskeyData, RecallData
 from .examples import Example
 from .passkey import PasskeyTask
+from .recall import RecallTask
 
 
 class GeneratedTask(Protocol):
@@ -52,5 +53,7 @@ class GeneratedExamples:
 
 def make_generated_task(data: GeneratedData, tokenizer: Any) -> GeneratedTask:
     """The task of a recipe's `data`. Raises `ValueError` for a tokenizer that does not know its words."""
+    if isinstance(data, RecallData):
+        return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten)
     assert isinstance(data, PasskeyData)
     return PasskeyTask(tokenizer, data.num_keys, data.num_digits)

@@ -48,7 +48,8 @@ VALUES = [
     "milk", "oil", "paint", "paper", "rice", "salt", "sand", "silk",
     "silver", "soap", "sugar", "tea", "timber", "wax", "wine", "wool",
 ]  # fmt: skip
-RECALL_TEXTS = [PREAMBLE, FILLER, SENTENCE, *QUESTIONS.values(), *PLACES, *OWNERS, *VALUES]  # all words of the task
+FRAMES = [frame.format(place="", owner="", value="") for frame in (SENTENCE, *QUESTIONS.values())]
+RECALL_TEXTS = [PREAMBLE, FILLER, *FRAMES, *PLACES, *OWNERS, *VALUES]  # all words of the task
 ENCODED_TEXTS = 2**16  # kept: all sentences of all keys and values
 
 
@@ -71,23 +72,14 @@ class _Row(NamedTuple):
 class RecallTask:
     """Makes texts of exactly a given number of tokens with sentences at random places between those of the filler."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        pairs: int,
-        form: Form = "single",
-        values: int = 2,
-        overwritten: float = 0.5,
-        exact: bool = False,
-    ):
-        """`pairs` are the keys in a text, the most in a text to train on unless `exact`; a key counts once, also with
-        the `values` of the form `multi_value`. `overwritten` is the share of the keys with another value later, rounded
-        up, in the form of that name.
+    def __init__(self, tokenizer: Any, pairs: int, form: Form = "single", values: int = 2, overwritten: float = 0.5):
+        """`pairs` are the keys in a text, at most in a text to train on; a key counts once, also with the `values` of
+        the form `multi_value`. In the form `overwritten` this share of the keys, rounded up, has another value later.
 
         Raises `ValueError` for more pairs or values than there are, and for a tokenizer without the words.
         """
         self.tokenizer, self.pairs, self.form = tokenizer, pairs, form
-        self.num_values, self.overwritten, self.exact = values, overwritten, exact
+        self.num_values, self.overwritten = values, overwritten
         if form not in FORMS:
             raise ValueError(f"there is no form={form!r}: choose from {', '.join(FORMS)}.")
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
@@ -114,7 +106,7 @@ class RecallTask:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _check_words(self) -> None:
-        words = {word for text in RECALL_TEXTS for word in re.findall(r"\w+|[^\w\s]", re.sub(r"{\w+}", "", text))}
+        words = {word for text in RECALL_TEXTS for word in re.findall(r"\w+|[^\w\s]", text)}
         unknown = [word for word in sorted(words) if self.tokenizer.unk_token_id in self._encode(" " + word)]
         if unknown:
             raise ValueError(
@@ -168,7 +160,7 @@ class RecallTask:
 
         A row has 1 to `pairs` keys, or to the most that it has room for, all equally likely. The background excludes
         the sentences with keys and the question up to its key, which are random. Raises `ValueError` where a text has
-        no room for one key, or of `exact` ones for all.
+        no room for one key.
         """
         rows = [self._training_row(num_tokens, generator) for _ in range(num_rows)]
         questions = _stack(rows)
@@ -182,16 +174,16 @@ class RecallTask:
         Raises `ValueError` where all pairs do not fit into `total_length` tokens.
         """
         self.check_length(total_length)
-        pairs = self.pairs if self.exact else int(generator.integers(1, self.pairs + 1))
+        pairs = int(generator.integers(1, self.pairs + 1))
         least = max(self.length(pairs), math.ceil(shortest * total_length))
         row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator)
         return Example(np.append(row.prompt, row.answer), _labels(row, background, generator))
 
     def _training_row(self, num_tokens: int, generator: np.random.Generator) -> _Row:
-        pairs = self._most_pairs(num_tokens)
-        if self.exact or not pairs:
+        most = self._most_pairs(num_tokens)
+        if not most:
             self.check_length(num_tokens)
-        return self._row(pairs if self.exact else int(generator.integers(1, pairs + 1)), num_tokens, generator)
+        return self._row(int(generator.integers(1, most + 1)), num_tokens, generator)
 
     def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator) -> _Row:
         counts = np.full(pairs, self.num_values if self.form == "multi_value" else 1)

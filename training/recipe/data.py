@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ..data.recall import Form
 from .section import MAY_CHANGE, Section
 
 
@@ -86,6 +87,25 @@ class PasskeyData(GeneratedData):
     num_digits: int = Field(4, ge=1, description="of each key")
 
 
+class RecallData(GeneratedData):
+    """Keys with values, in sentences between irrelevant ones; the value of one key is asked for."""
+
+    task: Literal["recall"]
+    pairs: int = Field(16, ge=1, description="keys in a text, at most: a text has any number from 1 on")
+    form: Form = Field("single", description="single: one value a key; multi_value; overwritten: the last one counts")
+    values: int = Field(2, ge=1, description="of each key, with form=multi_value")
+    overwritten: float = Field(
+        0.5, ge=0, le=1, description="share of the keys that get another value, with form=overwritten"
+    )
+
+    @model_validator(mode="after")
+    def _used(self):
+        for name, form in (("values", "multi_value"), ("overwritten", "overwritten")):
+            if self.form != form and getattr(self, name) != RecallData.model_fields[name].default:
+                raise ValueError(f"{name} goes with form={form}, not with form={self.form}: leave it out")
+        return self
+
+
 class SampleData(Section):
     """Texts that the model samples from itself, with full attention: training that needs no data."""
 
@@ -103,5 +123,6 @@ class DigitsData(Section):
 
 
 Data = Annotated[
-    TextData | SummarizationData | QuestionData | PasskeyData | SampleData | DigitsData, Field(discriminator="task")
+    TextData | SummarizationData | QuestionData | PasskeyData | RecallData | SampleData | DigitsData,
+    Field(discriminator="task"),
 ]

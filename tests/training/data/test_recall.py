@@ -8,9 +8,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from condense import CondenseForCausalLM
+from condense.training.data.curriculum import CurriculumBatches, CurriculumState
+from condense.training.data.generated import make_generated_task
 from condense.training.data.passkey import FILLER
 from condense.training.data.recall import FORMS, OWNERS, PLACES, PREAMBLE, RECALL_TEXTS, VALUES, RecallTask
-from condense.training.small_llama import passkey_tokenizer, word_tokenizer
+from condense.training.recipe import RecallData, Recipe, load_recipe
+from condense.training.small_llama import passkey_tokenizer, save_small_llama, word_tokenizer
+from condense.training.train import train
+
+from ..runs import log_lines
 
 TOKENIZER = word_tokenizer(RECALL_TEXTS)
 SENTENCE = r"The (\w+ \w+) has (\w+) \. "
@@ -113,8 +120,6 @@ def test_texts_to_train_on(form):
             question = len(text[: text.index("What does")].split())
             assert not labelled[question : question + 5].any()
         assert set(numbers) == set(range(1, most + 1))
-    exact = RecallTask(TOKENIZER, 5, form, exact=True).training_batch(20, 150, 4, np.random.default_rng(1))
-    assert all(len(read(form, ids[:-answer])[0]) == 5 for ids in exact["input_ids"])
 
 
 def test_a_text_by_its_total_length():
@@ -134,8 +139,6 @@ def test_what_does_not_fit_is_named():
         task.batch(1, 201, generator)
     with pytest.raises(ValueError, match="pairs=30 .* need 202 tokens and 201"):
         task.example(201, 0.5, 2, generator)
-    with pytest.raises(ValueError, match="pairs=30 .* need 202 tokens and 201"):
-        RecallTask(TOKENIZER, 30, exact=True).training_batch(1, 201, 2, generator)
     with pytest.raises(ValueError, match="need 202 tokens and 27 are allowed: allow more"):
         task.training_batch(1, 27, 2, generator)
     assert task.training_batch(1, 28, 2, generator)["input_ids"].shape == (1, 28)
@@ -174,3 +177,62 @@ def test_other_tokenizers(stories):
         assert PREAMBLE in text and tokenizer.decode(ids).strip() == word
         key = re.search(r"What does the (\w+ \w+) have\?", text)[1]
         assert re.findall(rf"The {key} has (\w+)\.", text) == [word]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A small folded model that knows the words."""
+    folder = tmp_path_factory.mktemp("start")
+    save_small_llama(folder, task="recall")
+    CondenseForCausalLM.from_pretrained(folder, segment_length=32).save_pretrained(folder)
+    return folder
+
+
+def test_a_recipe_trains_on_it(start, tmp_path):
+    """In the real Trainer: the loss falls to what a guess among the values costs, and validation counts answers."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"""
+model: {start}
+output: {tmp_path / "output"}
+data: {{task: recall, pairs: 3, form: overwritten, overwritten: 1.0, background: 0}}
+stages: [{{total_length: 80, steps: 30}}]
+global_batch: 32
+micro_batch: 32
+optimizer: {{learning_rate: 5.0e-3, warmup_steps: 3}}
+attention: eager
+dtype: float32
+evaluation: {{sequences: 20}}
+log_every: 5
+checkpoints: {{every: 30}}
+report_to: none
+"""
+    )
+    train(load_recipe(path))
+    losses = [line["loss"] for line in log_lines(tmp_path / "output")]
+    assert losses[0] > np.log(80) and losses[-1] < np.log(32) + 0.3
+    accuracies = [line["eval_recall_accuracy"] for line in log_lines(tmp_path / "output", "eval_recall_accuracy")]
+    assert len(accuracies) == 2 and all(share in [right / 20 for right in range(21)] for share in accuracies)
+
+
+def test_a_curriculum_grows_lengths_and_pairs(start):
+    data = {"task": "recall", "pairs": 30}
+    curriculum = {"steps": 60, "tokens_per_step": 1024, "first_segments": 2, "last_segments": 7}
+    recipe = Recipe(model=str(start), output="o", data=data, curriculum=curriculum)
+    task, state = make_generated_task(recipe.data, TOKENIZER), CurriculumState(recipe.curriculum)
+    state.milestones = [(0, 2), (30, 7)]
+    batches = CurriculumBatches(recipe, state, task, 32, 1)
+    most = [max(len(read("single", ids[:-1])[0]) for ids in batches[step]["input_ids"]) for step in range(60)]
+    assert max(most[:30]) == 7 and 25 <= max(most[30:]) <= 30  # of 64 tokens, 22 are the frame
+    assert {batches[step]["input_ids"].shape[1] for step in range(30)} == {64}
+    with pytest.raises(ValueError, match="pairs=40 of the form single need 262 tokens and 224 are allowed"):
+        CurriculumBatches(recipe, state, RecallTask(TOKENIZER, 40), 32, 1)
+
+
+def test_keys_of_another_form_are_refused():
+    with pytest.raises(ValueError, match="values goes with form=multi_value, not with form=single"):
+        RecallData(task="recall", values=3)
+    data = RecallData(task="recall", pairs=3, form="multi_value", values=4)
+    assert RecallData(**data.model_dump()) == data
+    task = make_generated_task(data, TOKENIZER)
+    assert (task.pairs, task.form, task.num_values) == (3, "multi_value", 4)

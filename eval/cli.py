@@ -25,7 +25,14 @@ from .memory.options import MemoryOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
 from .tasks import run_task as measure_task
-from .tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SuiteOptions, SummarizationOptions
+from .tasks.options import (
+    AttentionOptions,
+    PasskeyOptions,
+    PerplexityOptions,
+    RecallOptions,
+    SuiteOptions,
+    SummarizationOptions,
+)
 
 evaluations = typer.Typer(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
 
@@ -202,6 +209,7 @@ ABLATION_NAME = inspect.Parameter(
 )
 
 passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
+recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
@@ -214,7 +222,7 @@ profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
-for evaluation in (passkey, perplexity, summarization, suite, healing, memory):
+for evaluation in (passkey, recall, perplexity, summarization, suite, healing, memory):
     evaluations.command()(evaluation)
 
 

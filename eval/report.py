@@ -33,6 +33,10 @@ METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
     "greedy decoding gives all digits. Prompts are fresh; lengths are in tokens, answer included.",
+    "recall": "Keys with values are said in sentences between irrelevant ones, and one key is asked about at the end. "
+    "An answer counts when the model's own greedy decoding gives the value, or all of its values in their order. The "
+    "capacity is the number of pairs up to which the right answers are at least 90 %, on a line between the numbers "
+    "measured; the size of the memory is that of a folded model.",
     "summarization": "Summaries that the models write, against the references.",
     "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
     "text before.",

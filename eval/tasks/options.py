@@ -21,7 +21,10 @@ from ..options import (
     Options,
     Ranks,
     SegmentLength,
+    Spelling,
     TextField,
+    distinct,
+    numbers,
 )
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
@@ -30,6 +33,13 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CURVES = ("folded", "layer_input", "full_attention")
 SEGMENTS = (2, 4, 6)  # those of figure 10
 
+
+def _lengths_or_0(text: str) -> list[int]:
+    """As `numbers`, with 0 for no length."""
+    return distinct([0 if part.strip() == "0" else numbers(part)[0] for part in text.split(",")], text)
+
+
+LENGTHS_OR_0 = Spelling(_lengths_or_0, NUMBERS.write)
 BadDocuments = Literal["refuse", "skip"]
 Chat = Annotated[
     Sequence[str],
@@ -63,10 +73,58 @@ class PasskeyOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lengths", "depths"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values):
-                raise ValueError(f"{name}={list(values)} names a cell of the grid twice: it would be counted twice.")
+        _check_distinct(self, "lengths", "depths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallOptions(Options):
+    """Recall of key-value pairs in long text, by their number and the length: how much the memory holds."""
+
+    models: Models
+    pairs: Annotated[
+        Sequence[int], Option("Keys in a text, one of which is asked for.", spelling=NUMBERS, may_change=True)
+    ] = (1, 2, 4, 8, 16, 32)
+    lengths: Annotated[
+        Sequence[int],
+        Option(
+            "Tokens, answer included; k and m are 1,024 and 1,048,576; 0: pairs alone, without text between them.",
+            spelling=LENGTHS_OR_0,
+            may_change=True,
+        ),
+    ] = (1024, 4096)
+    forms: Annotated[
+        Sequence[str],
+        Option(
+            "single: one value a key; multi_value: all values of the key are asked for; overwritten: its last value "
+            "is; with commas between them.",
+            flags=("--form",),
+            spelling=NAMES,
+            may_change=True,
+        ),
+    ] = ("single",)
+    values: Annotated[int, Option("Values of a key, in the form multi_value.", min=1)] = 2
+    overwritten: Annotated[float, Option("Share of keys with another value later, in the form overwritten.")] = 0.5
+    num_prompts: Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)] = 100
+    seed: Annotated[int, Option("Seed of the prompts.", min=0)] = 0
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
+    dtype: Dtype = "auto"
+    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_distinct(self, "pairs", "lengths", "forms")
+        from condense.training.data.recall import FORMS  # loads torch, which a command without work does not need
+
+        if unknown := [form for form in self.forms if form not in FORMS]:
+            raise ValueError(f"there is no form {unknown[0]!r}: choose from {', '.join(FORMS)}.")
+
+
+def _check_distinct(options: Options, *names: str) -> None:
+    for name in names:
+        values = getattr(options, name)
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name}={list(values)} names a cell of the grid twice: it would be counted twice.")
 
 
 @dataclass(frozen=True, kw_only=True)

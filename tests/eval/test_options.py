@@ -29,12 +29,14 @@ from condense.eval.tasks.options import (
     AttentionOptions,
     PasskeyOptions,
     PerplexityOptions,
+    RecallOptions,
     SuiteOptions,
     SummarizationOptions,
 )
 
 COMMANDS = {
     "passkey": PasskeyOptions,
+    "recall": RecallOptions,
     "perplexity": PerplexityOptions,
     "summarization": SummarizationOptions,
     "suite": SuiteOptions,
@@ -129,6 +131,10 @@ def test_each_flag_is_a_field_and_each_field_a_flag(name):
             "passkey",
             "model output chat lengths depths prompts keys "
             "digits seed longest-trained ranks device-map dtype attention",
+        ),
+        (
+            "recall",
+            "model output pairs lengths form values overwritten prompts seed ranks device-map dtype attention",
         ),
         (
             "perplexity",

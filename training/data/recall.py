@@ -26,11 +26,11 @@ from .examples import IGNORE_INDEX, Example
 from .passkey import FILLER, NAMES
 
 Form = Literal["single", "multi_value", "overwritten"]
-FORMS: tuple[Form, ...] = get_args(Form)
+FORMS: tuple[str, ...] = get_args(Form)
 
 PREAMBLE = "Remember who has what. A question follows."
 SENTENCE = " The {place} {owner} has {value}."
-QUESTIONS: dict[Form, str] = {
+QUESTIONS = {
     "single": " What does the {place} {owner} have? The {place} {owner} has",
     "multi_value": " What does the {place} {owner} have, first to last? The {place} {owner} has",
     "overwritten": " What does the {place} {owner} have now? The {place} {owner} now has",
@@ -72,7 +72,7 @@ class _Row(NamedTuple):
 class RecallTask:
     """Makes texts of exactly a given number of tokens with sentences at random places between those of the filler."""
 
-    def __init__(self, tokenizer: Any, pairs: int, form: Form = "single", values: int = 2, overwritten: float = 0.5):
+    def __init__(self, tokenizer: Any, pairs: int, form: str = "single", values: int = 2, overwritten: float = 0.5):
         """`pairs` are the keys in a text, at most in a text to train on; a key counts once, also with the `values` of
         the form `multi_value`. In the form `overwritten` this share of the keys, rounded up, has another value later.
 

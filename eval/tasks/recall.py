@@ -1,0 +1,205 @@
+"""Recall of key-value pairs by their number and the length of the text: how much a memory holds."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from condense.training.data.recall import FORMS, RecallTask
+
+from ..models import EvaluatedModel, generate, load_models, rows_per_batch, state_bytes
+from ..options import stored
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from .grids import count_cells, heat_map
+from .options import RecallOptions
+
+RECALLED = 0.9  # the share of right answers that counts as recall
+
+
+class Batch(NamedTuple):
+    """Prompts of one cell of a model; they depend on the seed, the form, the length and the pairs alone."""
+
+    model: EvaluatedModel
+    form: str
+    length: int  # as asked for
+    pairs: int
+    num_tokens: int  # answer included
+    first: int  # number of the first prompt in its cell
+    size: int
+
+
+class Recall(Task[Batch]):
+    """The decoded answer must begin with the value of the key asked for, or with all its values in their order.
+
+    A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Raises
+    `ValueError` for pairs that do not fit a length, before anything is measured.
+    """
+
+    kind = "recall"
+    unit = "batch"
+    Options = RecallOptions
+
+    def __init__(self, options: RecallOptions, models: Sequence[EvaluatedModel]):
+        self.options, self.models = options, models
+        self.prompts = {
+            (model.name, form, pairs): RecallTask(model.tokenizer, pairs, form, options.values, options.overwritten)
+            for model in models
+            for form in options.forms
+            for pairs in options.pairs
+        }
+        for prompts in self.prompts.values():
+            for length in filter(None, options.lengths):
+                prompts.check_length(length)
+
+    @classmethod
+    def load(cls, options: RecallOptions) -> "Recall":
+        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {"models": [model.describe() for model in self.models]}
+
+    def items(self) -> list[Batch]:
+        options = self.options
+        return [
+            Batch(model, form, length, pairs, num_tokens, first, min(size, options.num_prompts - first))
+            for model in self.models
+            for form in options.forms
+            for length in options.lengths
+            for pairs in options.pairs
+            for num_tokens in [length or self.prompts[model.name, form, pairs].length(pairs)]
+            for size in [rows_per_batch(model, num_tokens)]
+            for first in range(0, options.num_prompts, size)
+        ]
+
+    def key(self, item: Batch) -> Key:
+        return {**_cell(item), "first_prompt": item.first}
+
+    @torch.no_grad()
+    def measure(self, item: Batch) -> Record:
+        prompts, tokenizer = self.prompts[item.model.name, item.form, item.pairs], item.model.tokenizer
+        generator = np.random.default_rng([self.options.seed, FORMS.index(item.form), item.length, item.pairs])
+        for _ in range(item.first):  # a cell's prompts are drawn one after another, however they are batched
+            prompts.batch(1, item.num_tokens, generator)
+        questions = prompts.batch(item.size, item.num_tokens, generator)
+        sequences, cache = generate(
+            item.model.model,
+            questions.prompt_ids_BN,
+            torch.ones_like(questions.prompt_ids_BN),
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            max_new_tokens=questions.answer_ids_BA.shape[1],  # what follows is not asked for
+        )
+        answers = tokenizer.batch_decode(sequences[:, questions.prompt_ids_BN.shape[1] :])
+        correct = sum(
+            re.findall(r"\w+", answer)[: len(words)] == words
+            for answer, words in zip(answers, questions.answers, strict=True)
+        )
+        return {"correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+
+    def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
+        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %); `capacities` by model, form
+        and length; `memories`: segment length, width and layers of each model, None of a stock one."""
+        cells = count_cells(measured, lambda item, record: {**_cell(item), "num_tokens": item.num_tokens})
+        curves = defaultdict(list)  # by model, form and length
+        for cell in cells:
+            curves[cell["model"], cell["form"], cell["length"]].append(cell)
+        options, capacities = self.options, []
+        for (model, form, length), curve in curves.items():
+            bound, pairs = capacity({cell["pairs"]: cell["accuracy"] for cell in curve})
+            state = max(cell["state_bytes"] for cell in curve)
+            line = {"model": model, "form": form, "length": length, "bound": bound, "pairs": pairs}
+            capacities.append({**line, "state_bytes": state})
+        return {
+            "pairs": list(options.pairs),
+            "lengths": list(options.lengths),
+            "forms": list(options.forms),
+            "cells": cells,
+            "capacities": capacities,
+            "memories": {model.name: _memory(model) for model in self.models},
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return results["cells"]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """The capacities; then a table per model and form, a line per number of pairs, a column per length."""
+        columns = ["model", "form", "tokens", "pairs", "state [KiB]", "memory [segment x width x layers]"]
+        rows = []
+        for line in results["capacities"]:
+            memory = results["memories"][line["model"]]
+            size = "-" if memory is None else f"{' x '.join(map(str, memory))} = {math.prod(memory):,}"
+            pairs, state = f"{line['bound']} {line['pairs']:.4g}".strip(), f"{line['state_bytes'] / 1024:,.1f}"
+            rows.append([line["model"], line["form"], _shown(line["length"]), pairs, state, size])
+        tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
+        for model, form in product(results["models"], results["forms"]):
+            cells = _by_place(results, model["name"], form)
+            rows = [
+                [pairs, *(_percent(cells[pairs, length]) for length in results["lengths"])]
+                for pairs in results["pairs"]
+            ]
+            columns = ["pairs", *map(_shown, results["lengths"])]
+            tables.append(Table(f"{model['name']}, {form}: % correct (95 % interval) by tokens", columns, rows))
+        return tables
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """A heat map per model and form, of pairs x length."""
+        models, forms, pairs, lengths = (results[name] for name in ("models", "forms", "pairs", "lengths"))
+        size = ((2.4 + 0.62 * len(lengths)) * len(forms), (1.7 + 0.36 * len(pairs)) * len(models))
+        with picture(path, rows=len(models), columns=len(forms), figsize=size, squeeze=False) as panels:
+            for axes, (model, form) in zip(panels.flat, product(models, forms), strict=True):
+                cells = _by_place(results, model["name"], form)
+                shares = np.array([[100 * cells[number, length]["accuracy"] for length in lengths] for number in pairs])
+                heat_map(axes, shares, [f"{number:,}" for number in pairs], [_shown(length) for length in lengths])
+                axes.set_xlabel("tokens")
+                axes.set_ylabel("pairs")
+                axes.set_title(f"{model['name']}, {form}", fontsize=10)
+
+
+def _cell(item: Batch) -> dict[str, Any]:
+    return {"model": item.model.name, "form": item.form, "length": item.length, "pairs": item.pairs}
+
+
+def capacity(accuracy: Mapping[int, float]) -> tuple[str, float]:
+    """The largest number of pairs that is recalled, from the accuracy by number, and the sign of a bound before it.
+
+    The accuracy between two numbers is on a line. What more pairs than the first that are not recalled give does not
+    count. `>=`: all numbers are recalled; `<`: none.
+    """
+    (least, first), *_ = curve = sorted(accuracy.items())
+    if first < RECALLED:
+        return "<", least
+    for (fewer, before), (more, after) in pairwise(curve):
+        if after < RECALLED:
+            return "", fewer + (more - fewer) * (before - RECALLED) / (before - after)
+    return ">=", curve[-1][0]
+
+
+def _memory(model: EvaluatedModel) -> list[int] | None:
+    """Segment length, width and layers, whose product are the numbers in the memory; None for a stock model."""
+    if model.segment_length is None:
+        return None
+    return [model.segment_length, model.config.hidden_size, model.config.num_hidden_layers]
+
+
+def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """The cells of a model and form by pairs and length."""
+    cells = [cell for cell in results["cells"] if (cell["model"], cell["form"]) == (model, form)]
+    return {(cell["pairs"], cell["length"]): cell for cell in cells}
+
+
+def _shown(length: int) -> str:
+    return f"{length:,}" if length else "no filler"
+
+
+def _percent(cell: dict[str, Any]) -> str:
+    return f"{100 * cell['accuracy']:.1f} ({100 * cell['low']:.1f} to {100 * cell['high']:.1f})"

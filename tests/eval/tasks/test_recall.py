@@ -1,0 +1,185 @@
+"""Recall is counted on what the model itself decodes; the capacity is read off the counts."""
+
+import csv
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import condense.cli
+from condense import CondenseForCausalLM
+from condense.eval.models import EvaluatedModel
+from condense.eval.report import write_report
+from condense.eval.runner import measure
+from condense.eval.statistics import wilson
+from condense.eval.tasks import evaluate
+from condense.eval.tasks.options import RecallOptions
+from condense.eval.tasks.recall import Recall, capacity
+from condense.training.data.recall import RECALL_TEXTS
+from condense.training.small_llama import save_small_llama, word_tokenizer
+
+TOKENIZER = word_tokenizer(RECALL_TEXTS)
+LAST, ALL = slice(-1, None), slice(None)
+
+
+class Reader:
+    """Answers from a dictionary that it fills while it reads: with `kept` of the values of the key asked for."""
+
+    device, config = torch.device("cpu"), SimpleNamespace()
+
+    def __init__(self, kept):
+        self.kept, self.lengths = kept, []
+
+    def generate(self, input_ids, attention_mask, max_new_tokens, **options):
+        rows = []
+        for ids in input_ids:
+            self.lengths.append(len(ids) + max_new_tokens)
+            text, known = TOKENIZER.decode(ids), {}
+            for key, value in re.findall(r"The (\w+ \w+) has (\w+) \.", text):
+                known.setdefault(key, []).append(value)
+            said = self.answer(known[re.search(r"What does the (\w+ \w+) have", text)[1]])
+            rows.append(torch.cat([ids, torch.tensor(TOKENIZER.convert_tokens_to_ids(said))[:max_new_tokens]]))
+        return SimpleNamespace(sequences=torch.stack(rows), past_key_values=SimpleNamespace(layers=[]))
+
+    def answer(self, values):
+        return values[self.kept]
+
+
+class Constant(Reader):
+    """Says the same always, and counts how often that is right."""
+
+    right = 0
+
+    def answer(self, values):
+        self.right += values == ["salt"]
+        return ["salt"]
+
+
+def measured(model, **options):
+    task = Recall(RecallOptions(models=[], **options), [EvaluatedModel("reader", "", model, TOKENIZER)])
+    return task.summarise(measure(task))
+
+
+@pytest.mark.parametrize(
+    ("form", "kept", "accuracy"),
+    [
+        ("single", LAST, 1),
+        ("overwritten", LAST, 1),
+        ("overwritten", slice(0, 1), 0.75),  # a quarter of the keys has another value later
+        ("multi_value", ALL, 1),
+        ("multi_value", slice(None, None, -1), 0),  # in the wrong order
+    ],
+)
+def test_a_model_that_reads_finds_all(form, kept, accuracy):
+    reader = Reader(kept)
+    results = measured(
+        reader, pairs=(4, 12), lengths=(0, 200), forms=(form,), num_prompts=100, overwritten=0.25, values=2
+    )
+    cells = results["cells"]
+    assert [(cell["pairs"], cell["length"]) for cell in cells] == [(4, 0), (12, 0), (4, 200), (12, 200)]
+    for cell in cells:
+        assert cell["form"] == form and cell["total"] == 100
+        assert abs(cell["accuracy"] - accuracy) < (0.22 if accuracy == 0.75 else 1e-9)  # five standard deviations
+        assert (cell["low"], cell["high"]) == wilson(cell["correct"], 100)
+    assert [cell["num_tokens"] for cell in cells[2:]] == [200, 200]
+    sentences = {"single": 12, "overwritten": 15, "multi_value": 24}[form]
+    frame = {"single": 22, "overwritten": 24, "multi_value": 27}[form]
+    assert cells[1]["num_tokens"] == frame + 6 * sentences
+    assert sorted(set(reader.lengths)) == sorted({cell["num_tokens"] for cell in cells})
+    assert {line["bound"] for line in results["capacities"]} == {">=" if accuracy == 1 else "<"}
+
+
+def test_a_model_that_says_a_constant_is_right_by_chance():
+    model = Constant(LAST)
+    (cell,) = measured(model, pairs=(3,), lengths=(60,), num_prompts=640)["cells"]
+    assert cell["correct"] == model.right and abs(model.right - 640 / 32) < 18  # four standard deviations
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "expected"),
+    [
+        ({8: 1.0, 16: 0.95, 32: 0.75}, ("", 20)),  # 16 + 16 x 0.05 / 0.2
+        ({16: 0.95, 32: 0.75, 8: 1.0}, ("", 20)),
+        ({1: 1.0, 2: 0.9, 4: 0.5}, ("", 2)),
+        ({1: 1.0, 2: 0.8, 4: 1.0}, ("", 1.5)),
+        ({1: 0.9, 8: 0.9}, (">=", 8)),
+        ({2: 0.89, 4: 1.0}, ("<", 2)),
+    ],
+)
+def test_capacity(accuracy, expected):
+    bound, pairs = capacity(accuracy)
+    assert (bound, pairs) == (expected[0], pytest.approx(expected[1]))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folded and a stock model with the same weights: `--model` of both."""
+    folder = tmp_path_factory.mktemp("models")
+    save_small_llama(folder / "stock", task="recall")
+    CondenseForCausalLM.from_pretrained(folder / "stock", segment_length=40).save_pretrained(folder / "folded")
+    TOKENIZER.save_pretrained(folder / "folded")
+    return [f"{name}={folder / name}" for name in ("folded", "stock")]
+
+
+def test_command_on_folded_and_stock_models(models, tmp_path):
+    arguments = ["--lengths", "0,160", "--pairs", "1,5", "--form", "single,multi_value", "--prompts", "3"]
+    arguments = ["eval", "recall", *[word for model in models for word in ("--model", model)], *arguments]
+    done = CliRunner().invoke(condense.cli.app, [*arguments, "--output", str(tmp_path / "recall")])
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "recall" / "recall.json").read_text())
+    assert len(results["cells"]) == 2 * 2 * 2 * 2 and len(results["capacities"]) == 2 * 2 * 2
+    rows = list(csv.DictReader((tmp_path / "recall" / "recall.csv").open()))
+    assert [int(row["correct"]) for row in rows] == [cell["correct"] for cell in results["cells"]]
+    assert all((tmp_path / "recall" / f"recall.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
+    assert results["memories"] == {"folded": [40, 64, 2], "stock": None}
+    assert "40 x 64 x 2 = 5,120" in done.output and "stock, multi_value: % correct" in done.output
+    state = {(line["model"], line["length"]): line["state_bytes"] for line in results["capacities"]}
+    # Of each layer keys and values of memory, segment and next memory; of the stock model those of all tokens.
+    assert state["folded", 0] == state["folded", 160] == pytest.approx(2 * 3 * 2 * 40 * 64 * 4, rel=0.01)
+    assert state["stock", 160] == 2 * 2 * (160 - 1) * 64 * 4 > state["stock", 0]
+    assert "recall" in write_report(tmp_path).read_text()
+
+
+def test_a_stopped_measurement_goes_on_and_takes_more(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(Recall, "draw", lambda *given: None)
+    options = {"models": models[:1], "lengths": [80, 120], "pairs": [1, 3], "num_prompts": 2}
+    whole = evaluate("recall", tmp_path / "whole", **options)
+    evaluate("recall", tmp_path / "cut", **options)
+    path = tmp_path / "cut" / "recall.records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:20])
+    done = []
+    measure_cell = Recall.measure
+    monkeypatch.setattr(Recall, "measure", lambda *given: done.append(given) or measure_cell(*given))
+    assert evaluate("recall", tmp_path / "cut", **options)["cells"] == whole["cells"] and len(done) == 2
+    more = evaluate("recall", tmp_path / "cut", **options | {"forms": ["single", "overwritten"]})
+    assert more["cells"][:4] == whole["cells"] and len(done) == 6
+
+
+def test_cells_do_not_depend_on_the_batches(monkeypatch):
+    """Prompts are drawn one after another, however many are answered at once."""
+    options = {"pairs": (6,), "lengths": (100,), "forms": ("overwritten",), "num_prompts": 40}
+    (whole,) = measured(first := Reader(slice(0, 1)), **options)["cells"]
+    monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 700)
+    assert measured(Reader(slice(0, 1)), **options)["cells"] == [whole] and 0 < whole["correct"] < 40
+    assert len(first.lengths) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pairs": (1, 32), "lengths": (1024, 200)}, "pairs=32 of the form single need 214 tokens and 200 are allowed"),
+        ({"pairs": (600,)}, "pairs=600, and there are keys for 1 to 576"),
+        ({"forms": ("two",)}, "no form 'two': choose from single, multi_value, overwritten"),
+        ({"pairs": (2, 2)}, "names a cell of the grid twice"),
+        ({"values": 40, "forms": ("multi_value",)}, "values=40, and a key can have 1 to 32"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    reader = Reader(LAST)
+    with pytest.raises(ValueError, match=message):
+        measured(reader, **options)
+    assert not reader.lengths  # before anything runs

@@ -27,6 +27,7 @@ from .tasks import find_task
 from .tasks import run_task as measure_task
 from .tasks.options import (
     AttentionOptions,
+    FactsOptions,
     PasskeyOptions,
     PerplexityOptions,
     RecallOptions,
@@ -209,6 +210,7 @@ ABLATION_NAME = inspect.Parameter(
 )
 
 passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
+facts = command(FactsOptions, partial(run_task, "facts"), "eval facts")
 recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
@@ -222,7 +224,7 @@ profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
-for evaluation in (passkey, recall, perplexity, summarization, suite, healing, memory):
+for evaluation in (passkey, facts, recall, perplexity, summarization, suite, healing, memory):
     evaluations.command()(evaluation)
 
 

@@ -61,12 +61,12 @@ def check_prepared(recipe: Recipe) -> None:
     """Raises `ValueError` for documents that do not exist, and for a folder that can't keep them prepared."""
     if isinstance(recipe.data, SampleData):
         check_output_folder(Path(recipe.data.prepared))
-    if not isinstance(recipe.data, DocumentData):
-        return
-    for source in (*recipe.data.sources, *(recipe.evaluation.sources if recipe.evaluation else ())):
+    named = getattr(recipe.data, "sources", [])  # some tasks have none
+    for source in (*named, *(recipe.evaluation.sources if recipe.evaluation else ())):
         if source.files is not None:
             source_files(source)
-    check_output_folder(Path(recipe.data.prepared))
+    if isinstance(recipe.data, DocumentData):
+        check_output_folder(Path(recipe.data.prepared))
 
 
 def check_zero_3(recipe: Recipe, vocab_size: int) -> None:

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from transformers.utils import logging
 
+from .data.fact_kinds import all_texts
 from .data.passkey import NAMES, PASSKEY_TEXTS
 from .data.recall import RECALL_TEXTS
 from .small_llama import small_llama, word_tokenizer
@@ -113,7 +114,13 @@ def write_sample_data(folder: Path, seed: int = 0) -> None:
 
     documents = make_documents(seed)
     texts = {name: [" ".join(document.values()) for document in items] for name, items in documents.items()}
-    vocabulary = [*PASSKEY_TEXTS, *NAMES, *RECALL_TEXTS, *(text for items in texts.values() for text in items)]
+    vocabulary = [
+        *PASSKEY_TEXTS,
+        *NAMES,
+        *RECALL_TEXTS,
+        *all_texts(),
+        *(text for items in texts.values() for text in items),
+    ]
     tokenizer = word_tokenizer(vocabulary)
     model = small_llama(tokenizer, seed, width=128, layers=4)
     lines = [f"llama: a Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens"]
@@ -130,12 +137,17 @@ def write_sample_data(folder: Path, seed: int = 0) -> None:
             if name == "summaries/train":
                 pyarrow.parquet.write_table(pyarrow.Table.from_pylist(items), path.with_suffix(".parquet"))
                 lines.append(f"{name}.parquet: {counts}")
-        for path in made.rglob("*.*"):
-            existing = folder / path.relative_to(made)
-            if existing.exists() and existing.read_bytes() != path.read_bytes():
-                raise ValueError(f"{existing} exists with another content: pass another folder, or delete it.")
-        shutil.copytree(made, folder, dirs_exist_ok=True)
+        copy_files(made, folder)
     print("\n".join(f"{folder}/{line}" for line in lines))
+
+
+def copy_files(made: Path, folder: Path) -> None:
+    """Copies all files into a folder. Raises `ValueError` first where one exists there with another content."""
+    for path in made.rglob("*.*"):
+        existing = folder / path.relative_to(made)
+        if existing.exists() and existing.read_bytes() != path.read_bytes():
+            raise ValueError(f"{existing} exists with another content: pass another folder, or delete it.")
+    shutil.copytree(made, folder, dirs_exist_ok=True)
 
 
 def main() -> None:

@@ -17,13 +17,20 @@ from .data.recall import RECALL_TEXTS
 TEXTS = {"passkey": PASSKEY_TEXTS, "recall": RECALL_TEXTS}  # with the words of a task
 
 
+SPLIT = pre_tokenizers.Split(Regex(r"\d|\w+|[^\w\s]"), behavior="removed", invert=True)
+
+
+def words_of(text: str) -> list[str]:
+    """The words, punctuation marks and digits of a text."""
+    return [word for word, _ in SPLIT.pre_tokenize_str(text)]
+
+
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """One token per word of `texts`, per punctuation mark and per digit."""
-    split = pre_tokenizers.Split(Regex(r"\d|\w+|[^\w\s]"), behavior="removed", invert=True)
-    words = sorted({word for text in texts for word, _ in split.pre_tokenize_str(text)} | set("0123456789"))
+    words = sorted({word for text in texts for word in words_of(text)} | set("0123456789"))
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = split
+    tokenizer.pre_tokenizer = SPLIT
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )

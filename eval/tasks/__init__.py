@@ -8,6 +8,7 @@ from typing import Any
 
 TASKS = {
     "passkey": "condense.eval.tasks.passkey:Passkey",
+    "facts": "condense.eval.tasks.facts:Facts",
     "recall": "condense.eval.tasks.recall:Recall",
     "summarization": "condense.eval.tasks.summarization:Summarization",
     "perplexity": "condense.eval.tasks.perplexity:Perplexity",

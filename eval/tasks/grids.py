@@ -1,13 +1,129 @@
-"""Right answers on a grid: counted cell by cell, and drawn as a heat map."""
+"""Evaluations on a grid of rows by lengths: right answers to batches of prompts, counted and drawn as a heat map."""
 
+import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..results_store import Record
+from ..models import EvaluatedModel, rows_per_batch
+from ..options import stored
+from ..results import picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
 from ..statistics import wilson
+
+PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
+
+
+class Batch(NamedTuple):
+    """Prompts of one cell of the grid of a model; they depend on the seed, the length and the row alone."""
+
+    model: EvaluatedModel
+    length: int  # tokens, answer included
+    row_number: int
+    row: Any
+    first: int  # number of the first prompt in its cell
+    size: int
+
+
+class Grid(Task[Batch]):
+    """A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end.
+
+    `row` names what the rows of the grid are, and the options hold their values under its plural. `options` has
+    `lengths`, `num_prompts` and `longest_trained` too.
+    """
+
+    unit = "batch"
+    row: ClassVar[str]
+    row_title: ClassVar[str]
+
+    def __init__(self, options: Any, models: Sequence[EvaluatedModel]):
+        self.options, self.models = options, models
+
+    @staticmethod
+    @abstractmethod
+    def label(row: Any) -> str:
+        """The name of a row in a picture."""
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {"models": [model.describe() for model in self.models]}
+
+    def items(self) -> list[Batch]:
+        options = self.options
+        return [
+            Batch(model, length, number, row, first, min(size, options.num_prompts - first))
+            for model in self.models
+            for length in options.lengths
+            for size in [min(rows_per_batch(model, length), max(1, PROMPT_TOKENS // length))]
+            for number, row in enumerate(getattr(options, f"{self.row}s"))
+            for first in range(0, options.num_prompts, size)
+        ]
+
+    def _of_cell(self, record: Record) -> dict[str, Any]:
+        """Further fields of a cell, from any of its records."""
+        return {}
+
+    def key(self, item: Batch) -> Key:
+        return {**self._cell(item), "first_prompt": item.first}
+
+    def _cell(self, item: Batch) -> dict[str, Any]:
+        return {"model": item.model.name, "length": item.length, self.row: item.row}
+
+    def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
+        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %)."""
+        given = self.options.longest_trained
+        return {
+            "lengths": list(self.options.lengths),
+            "longest_trained": {model.name: given or trained_length(model.source) for model in self.models},
+            "cells": count_cells(measured, lambda item, record: self._cell(item) | self._of_cell(record)),
+        }
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return results["cells"]
+
+    @classmethod
+    def title(cls, name: str, results: Results) -> str:
+        """The name of a model in tables and pictures."""
+        return name
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """A heat map per model."""
+        models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
+        size = (1.2 + 0.62 * len(lengths), (1.7 + 0.42 * len(rows)) * len(models))
+        with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
+            for axes, model in zip(panels[:, 0], models, strict=True):
+                cls._heat_map(axes, model["name"], results, lengths, rows)
+
+    @classmethod
+    def _heat_map(cls, axes: Any, name: str, results: Results, lengths: Sequence[int], rows: Sequence[Any]) -> None:
+        grid = np.full((len(rows), len(lengths)), np.nan)
+        for cell in results["cells"]:
+            if cell["model"] == name and cell["length"] in lengths:
+                grid[rows.index(cell[cls.row]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
+        heat_map(axes, grid, list(map(cls.label, rows)), [f"{length:,}" for length in lengths])
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(cls.row_title)
+        shown = cls.title(name, results)
+        axes.set_title(shown, fontsize=10)
+        trained = results["longest_trained"][name]
+        if trained and trained < lengths[-1]:
+            border = sum(length <= trained for length in lengths) - 0.5
+            axes.axvline(border, color="black", linewidth=2)
+            axes.text(border + 0.05, -0.62, "never trained", fontsize=8, ha="left")
+            axes.text(border - 0.05, -0.62, "trained", fontsize=8, ha="right")
+            axes.set_title(shown, fontsize=10, pad=18)
+
+
+def pooled(records: Sequence[Record]) -> dict[str, Any]:
+    """The answers of several records or cells together: `correct`, `total`, `accuracy`, and its bounds."""
+    correct, total = (sum(record[field] for record in records) for field in ("correct", "total"))
+    low, high = wilson(correct, total)
+    return {"correct": correct, "total": total, "accuracy": correct / total, "low": low, "high": high}
 
 
 def count_cells(
@@ -20,10 +136,7 @@ def count_cells(
     cells = []
     for cell, batches in groupby(measured, lambda pair: cell_of(*pair)):
         records = [record for _, record in batches]
-        correct, total = (sum(record[field] for record in records) for field in ("correct", "total"))
-        low, high = wilson(correct, total)
-        counts = {"correct": correct, "total": total, "accuracy": correct / total, "low": low, "high": high}
-        cells.append({**cell, **counts, "state_bytes": records[0]["state_bytes"]})
+        cells.append({**cell, **pooled(records), "state_bytes": records[0]["state_bytes"]})
     return cells
 
 
@@ -37,3 +150,15 @@ def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence
     axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
     axes.figure.colorbar(image, ax=axes, label="% correct")
+
+
+def trained_length(source: str) -> int | None:
+    """The longest text of the recipe beside the model; None where there is no recipe."""
+    recipe, curriculum = Path(source) / "recipe.json", Path(source) / "curriculum.json"
+    if curriculum.is_file():
+        segments = json.loads(curriculum.read_text(encoding="utf-8"))["milestones"][-1][1]
+        return segments * json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))["segment_length"]
+    if not recipe.is_file():
+        return None
+    stages = json.loads(recipe.read_text(encoding="utf-8")).get("stages") or []
+    return max((stage["total_length"] for stage in stages), default=None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from condense.checks import check_attention
+from condense.training.data.fact_kinds import KINDS, check_kinds
 
 from ..options import (
     ATTENTION_HELP,
@@ -41,6 +42,10 @@ def _lengths_or_0(text: str) -> list[int]:
 
 LENGTHS_OR_0 = Spelling(_lengths_or_0, NUMBERS.write)
 BadDocuments = Literal["refuse", "skip"]
+LongestTrained = Annotated[
+    int | None,
+    Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True),
+]
 Chat = Annotated[
     Sequence[str],
     Option("Name of a model that gets its prompts in its tokenizer's chat template; repeat it for several models."),
@@ -62,10 +67,7 @@ class PasskeyOptions(Options):
     num_keys: Annotated[int, Option("Keys in a text, one of which is asked for.", flags=("--keys",), min=1)] = 1
     num_digits: Annotated[int, Option("Digits of a key.", flags=("--digits",), min=1)] = 4
     seed: Annotated[int, Option("Seed of the prompts.")] = 0
-    longest_trained: Annotated[
-        int | None,
-        Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True),
-    ] = None
+    longest_trained: LongestTrained = None
     ranks: Ranks = 1
     device_map: DeviceMap = None
     dtype: Dtype = "auto"
@@ -125,6 +127,38 @@ def _check_distinct(options: Options, *names: str) -> None:
         values = getattr(options, name)
         if len(set(values)) < len(values):
             raise ValueError(f"{name}={list(values)} names a cell of the grid twice: it would be counted twice.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactsOptions(Options):
+    """Questions about facts in long text, by length and kind."""
+
+    models: Models
+    lengths: Annotated[
+        Sequence[int],
+        Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
+    ] = (1024, 65536, 2**20)
+    kinds: Annotated[
+        Sequence[str], Option("Kinds of questions, with commas between them.", spelling=NAMES, may_change=True)
+    ] = tuple(KINDS)
+    data: Annotated[
+        Sequence[str],
+        Option("Text between the facts: a file or glob pattern; default: the filler sentences of the passkey task."),
+    ] = ()
+    text_field: TextField = "text"
+    num_facts: Annotated[int, Option("Facts in a text, at most.", flags=("--facts",), min=1)] = 6
+    num_prompts: Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)] = 100
+    seed: Annotated[int, Option("Seed of the prompts.", min=0)] = 0
+    longest_trained: LongestTrained = None
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
+    dtype: Dtype = "auto"
+    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_kinds(self.kinds, self.num_facts)
+        _check_distinct(self, "lengths")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..data.shards import source_files
-from ..recipe import DocumentData, Recipe
+from ..recipe import Recipe
 
 BLOCK, BLOCKS = 2**17, 8  # bytes; the first and the last block of a file are among them
 MODEL_FILES = ("config.json", "tokenizer*", "*.safetensors", "*.bin")
@@ -21,8 +21,7 @@ Contents = dict[str, list[list[str] | None]]
 def contents(recipe: Recipe) -> Contents:
     """Hashes of the files of `data.sources`, of `model.source` and of `objective.teacher`; None for the hub's."""
     found: Contents = {}
-    if isinstance(recipe.data, DocumentData):
-        sources = recipe.data.sources
+    if sources := getattr(recipe.data, "sources", []):  # some tasks have none
         found["data.sources"] = [
             None if source.files is None else [content(path) for path in source_files(source)] for source in sources
         ]

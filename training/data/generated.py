@@ -3,13 +3,17 @@
 Axes: B rows, N tokens.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ..recipe import GeneratedData, PasskeyData, RecallData
+from ..recipe import FactsData, GeneratedData, PasskeyData, RecallData, Source
+from .background import sentences_of
+from .documents import good_documents, read_documents
 from .examples import Example
+from .facts import FactsTask
 from .passkey import PasskeyTask
 from .recall import RecallTask
 
@@ -51,8 +55,19 @@ class GeneratedExamples:
         return [self.task.example(total_length, self.data.shortest, self.data.background, generator)]
 
 
+def read_sentences(sources: Sequence[Source]) -> Iterator[str]:
+    """The sentences of all documents. Raises `ValueError` for a document that can't be read."""
+    for document in good_documents(read_documents(sources, with_summaries=False), "refuse"):
+        yield from sentences_of(document.text)
+
+
 def make_generated_task(data: GeneratedData, tokenizer: Any) -> GeneratedTask:
-    """The task of a recipe's `data`. Raises `ValueError` for a tokenizer that does not know its words."""
+    """The task of a recipe's `data`.
+
+    Raises `ValueError` for a tokenizer that does not know its words, and for sources without sentences.
+    """
+    if isinstance(data, FactsData):
+        return FactsTask(tokenizer, data.kinds, data.facts, read_sentences(data.sources) if data.sources else None)
     if isinstance(data, RecallData):
         return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten)
     assert isinstance(data, PasskeyData)

@@ -30,6 +30,8 @@ def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Exam
         task = make_generated_task(recipe.data, tokenizer)
         training = GeneratedExamples(task, recipe.data, recipe.seed)
         held_out = GeneratedExamples(task, recipe.data, recipe.seed + VALIDATION_SEED)
+        for stage in recipe.stages or ():  # too short a length is refused before anything is trained
+            training.sequence(0, stage.total_length)
         return training, held_out if recipe.evaluation else None
     if isinstance(recipe.data, DigitsData):
         numbers, others = split()

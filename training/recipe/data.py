@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ..data.fact_kinds import KINDS, check_kinds
 from ..data.recall import Form
 from .section import MAY_CHANGE, Section
 
@@ -106,6 +107,24 @@ class RecallData(GeneratedData):
         return self
 
 
+class FactsData(GeneratedData):
+    """Facts in other text, and a question about them whose answer is one word."""
+
+    task: Literal["facts"]
+    kinds: list[str] = Field(list(KINDS), description=f"of questions: {', '.join(KINDS)}")
+    facts: int = Field(
+        6, ge=1, description="in a text, at most; each text has any number from the fewest that its kind needs"
+    )
+    sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        check_kinds(self.kinds, self.facts)
+        if any(source.files is None for source in self.sources):
+            raise ValueError("sources: the text between facts comes from files; name files, or leave the sources out")
+        return self
+
+
 class SampleData(Section):
     """Texts that the model samples from itself, with full attention: training that needs no data."""
 
@@ -123,6 +142,6 @@ class DigitsData(Section):
 
 
 Data = Annotated[
-    TextData | SummarizationData | QuestionData | PasskeyData | RecallData | SampleData | DigitsData,
+    TextData | SummarizationData | QuestionData | PasskeyData | FactsData | RecallData | SampleData | DigitsData,
     Field(discriminator="task"),
 ]

@@ -235,7 +235,9 @@ def _check_length(recipe: Recipe) -> None:
     if recipe.global_batch is not None or "micro_batch" in recipe.model_fields_set:
         raise ValueError("a curriculum has tokens_per_step: leave out global_batch and micro_batch")
     if not isinstance(recipe.data, GeneratedData):
-        raise ValueError(f"a curriculum goes with generated texts (passkey), not with data.task={recipe.data.task!r}")
+        raise ValueError(
+            f"a curriculum goes with generated texts (passkey, facts, recall), not with data.task={recipe.data.task!r}"
+        )
     if recipe.evaluation:
         raise ValueError("a curriculum reads its own loss: leave out evaluation")
     if not recipe.model.has_segments:

@@ -1,0 +1,164 @@
+"""Answers are counted on what a model decodes: a hand-made one, a folded one and a stock one."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import condense.cli
+from condense import CondenseForCausalLM
+from condense.eval.models import EvaluatedModel
+from condense.eval.report import write_report
+from condense.eval.runner import measure
+from condense.eval.statistics import wilson
+from condense.eval.tasks import evaluate
+from condense.eval.tasks.facts import Facts
+from condense.eval.tasks.options import FactsOptions
+from condense.training.data.fact_kinds import KINDS, all_texts
+from condense.training.data.facts import FactsTask
+from condense.training.data.generated import GeneratedExamples
+from condense.training.data.passkey import FILLER
+from condense.training.data.tasks import VALIDATION_SEED
+from condense.training.facts_data import write_facts_llama
+from condense.training.recipe import FactsData
+from condense.training.small_llama import passkey_tokenizer, word_tokenizer
+
+from ...facts_world import answer_to, plain
+
+
+class Says:
+    """A model that always gives one answer, and keeps the right ones by kind and length of the text."""
+
+    device, config = torch.device("cpu"), None
+
+    def __init__(self, tokenizer, word):
+        self.tokenizer, self.word, self.texts = tokenizer, word, []
+
+    def generate(self, input_ids, attention_mask, max_new_tokens, do_sample, **options):
+        assert attention_mask.all() and not do_sample
+        self.texts += [(len(ids), plain(self.tokenizer.decode(ids[1:]))) for ids in input_ids]
+        answer = torch.tensor(self.tokenizer.convert_tokens_to_ids([self.word])).expand(len(input_ids), 1)
+        assert max_new_tokens == 1
+        return SimpleNamespace(
+            sequences=torch.cat([input_ids, answer], dim=1), past_key_values=SimpleNamespace(layers=[])
+        )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer([*all_texts(), FILLER])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("facts")
+    write_facts_llama(folder, width=16, layers=1)
+    return folder
+
+
+def cells_of(evaluated, **options):
+    task = Facts(FactsOptions(models=[], **options), [evaluated])
+    return task.summarise(measure(task))["cells"]
+
+
+def test_a_model_that_always_says_the_same(tokenizer):
+    model = Says(tokenizer, "cellar")
+    cells = cells_of(EvaluatedModel("says", "", model, tokenizer), lengths=[100, 300], num_prompts=60, seed=3)
+    assert [(cell["length"], cell["kind"]) for cell in cells] == [(n, kind) for n in (100, 300) for kind in KINDS]
+    for number, cell in enumerate(cells):
+        texts = model.texts[60 * number : 60 * number + 60]
+        assert {length for length, _ in texts} == {cell["length"] - 1}
+        right = sum(answer_to(text) == "cellar" for _, text in texts)
+        assert (cell["correct"], cell["total"], cell["accuracy"]) == (right, 60, right / 60)
+        assert (cell["low"], cell["high"]) == wilson(right, 60)
+    by_kind = {cell["kind"]: cell["correct"] for cell in cells if cell["length"] == 300}
+    assert by_kind["three_arguments"] == 0 < by_kind["one_fact"]  # a place was not given to anybody
+    assert len({text for _, text in model.texts}) == 600
+
+
+def test_prompts_are_those_of_no_training(tokenizer, monkeypatch):
+    """Also with the same seeds; and they depend neither on the batches nor on the other kinds and lengths."""
+    model = Says(tokenizer, "cellar")
+    evaluated = EvaluatedModel("says", "", model, tokenizer)
+    cells_of(evaluated, lengths=[100], num_prompts=20, kinds=("one_fact", "two_facts"))
+    data = FactsData(task="facts", kinds=["one_fact"], shortest=1)
+    task = FactsTask(tokenizer, data.kinds)
+    examples = [GeneratedExamples(task, data, seed) for seed in (0, VALIDATION_SEED)]
+    of_training = [one.sequence(n, 100)[0].input_ids for one in examples for n in range(100)]
+    decoded = {plain(tokenizer.decode(ids[1:-1])) for ids in of_training}
+    first, model.texts = model.texts, []
+    assert len(decoded) == 200 and not decoded & {text for _, text in first}
+    monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 300)
+    cells_of(evaluated, lengths=[90, 100], num_prompts=20, kinds=("two_facts",))
+    assert model.texts[20:] == first[20:]
+
+
+@pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
+def test_command_on_folded_and_stock_models(kind, folder, tmp_path):
+    (tmp_path / "text.txt").write_text("A dog ran by. Nobody knew whose it was! They sat down.")
+    model = tmp_path / "model"
+    fields = {"segment_length": 40} if kind is CondenseForCausalLM else {}
+    kind.from_pretrained(folder / "llama", **fields).save_pretrained(model)
+    AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(model)
+    (model / "recipe.json").write_text(json.dumps({"stages": [{"total_length": 120}]}))
+    arguments = ["--model", f"small={model}", "--lengths", "100,200", "--prompts", "3", "--kinds", "one_fact,two_facts"]
+    arguments += ["--data", str(tmp_path / "*.txt"), "--facts", "4", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(condense.cli.app, ["eval", "facts", *arguments])
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "out" / "facts.json").read_text())
+    assert len(results["cells"]) == 4 and results["longest_trained"] == {"small": 120}
+    rows = list(csv.DictReader((tmp_path / "out" / "facts.csv").open()))
+    assert [(row["kind"], int(row["correct"])) for row in rows] == [
+        (cell["kind"], cell["correct"]) for cell in results["cells"]
+    ]
+    assert all((tmp_path / "out" / f"facts.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
+    assert "small: % of right answers" in done.output and "two facts" in done.output
+    held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}
+    assert held[100] == held[200] if kind is CondenseForCausalLM else held[100] < held[200]
+    assert "exactly its tokens" in write_report(tmp_path / "out").read_text()
+    # Another text in the same files is another measurement.
+    (tmp_path / "text.txt").write_text("A cat ran by.")
+    done = CliRunner().invoke(condense.cli.app, ["eval", "facts", *arguments])
+    assert done.exit_code != 0
+
+
+def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch):
+    options = {"models": [str(folder / "llama")], "lengths": [90, 120], "num_prompts": 2}
+    whole = evaluate("facts", tmp_path / "whole", **options)
+    evaluate("facts", tmp_path / "cut", **options)
+    path = tmp_path / "cut" / "facts.records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5]) + lines[5][:20])
+    measured, measure_batch = [], Facts.measure
+    monkeypatch.setattr(Facts, "measure", lambda *given: measured.append(given) or measure_batch(*given))
+    assert evaluate("facts", tmp_path / "cut", **options)["cells"] == whole["cells"]
+    assert len(measured) == 6  # of ten
+
+
+def test_mistakes_are_named(tokenizer, tmp_path):
+    model = Says(tokenizer, "cellar")
+    evaluated = EvaluatedModel("says", "", model, tokenizer)
+    with pytest.raises(ValueError, match="6 facts .* and 50 are allowed"):
+        cells_of(evaluated, lengths=[200, 50])
+    with pytest.raises(ValueError, match="did you mean 'two_facts'"):
+        FactsOptions(models=[], kinds=("tow_facts",))
+    with pytest.raises(ValueError, match="facts=1, and the kind 'three_facts' needs 3"):
+        FactsOptions(models=[], num_facts=1, kinds=("three_facts",))
+    with pytest.raises(ValueError, match="names a cell of the grid twice"):
+        FactsOptions(models=[], lengths=(100, 100))
+    with pytest.raises(ValueError, match="names no file"):
+        cells_of(evaluated, lengths=[200], data=[str(tmp_path / "*.txt")])
+    with pytest.raises(ValueError, match="does not know"):
+        cells_of(EvaluatedModel("says", "", model, passkey_tokenizer()), lengths=[200])
+    assert model.texts == []  # before anything runs
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_one_does(folder, tmp_path):
+    options = {"models": [str(folder / "llama")], "lengths": [90, 120], "num_prompts": 3}
+    alone = evaluate("facts", tmp_path / "alone", **options)
+    assert evaluate("facts", tmp_path / "both", ranks=2, **options)["cells"] == alone["cells"]

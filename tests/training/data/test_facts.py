@@ -1,0 +1,219 @@
+"""Answers against a reader that knows only the sentences; lengths, labels, and the text between the facts."""
+
+import re
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from condense.training.data.background import Background, sentences_of
+from condense.training.data.fact_kinds import ANSWERS, KINDS, all_texts, tell
+from condense.training.data.facts import FactsTask
+from condense.training.data.generated import GeneratedExamples, make_generated_task
+from condense.training.data.passkey import FILLER
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import FactsData, Recipe
+from condense.training.small_llama import passkey_tokenizer, word_tokenizer
+
+from ...facts_world import answer_to, facts_in, plain
+
+SENTENCES = [f"w{n} v{n} u{n % 3}." for n in range(40)]
+FACTS = {"one_fact": {"move"}, "two_facts": {"move", "take", "leave"}, "three_facts": {"move", "take", "leave"},
+         "two_arguments": {"lies"}, "three_arguments": {"give"}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer([*all_texts(), FILLER, *SENTENCES])
+
+
+def recipe_of(lengths, **others):
+    stages = [{"total_length": length, "steps": 100} for length in lengths]
+    return Recipe(model="m", output="o", data={"task": "facts"}, stages=stages, global_batch=1, **others)
+
+
+@pytest.fixture(scope="module")
+def task(tokenizer):
+    return FactsTask(tokenizer, sentences=SENTENCES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers(kind):
+    generator, counts, answers, said = np.random.default_rng(1), set(), set(), set()
+    for _ in range(500):
+        story = tell(kind, 9, generator)
+        facts = facts_in(" ".join(story.facts))
+        assert len(facts) == len(story.facts)  # the reader knows all sentences
+        assert answer_to(" ".join([*story.facts, f"Question: {story.question}"])) == story.answer
+        assert story.answer in ANSWERS
+        counts.add(len(facts))
+        answers.add(story.answer)
+        said |= {fact[0] for fact in facts}
+    assert counts == set(range(KINDS[kind].least, 10)) and said == FACTS[kind] and len(answers) >= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_and_many_facts(kind):
+    generator = np.random.default_rng(2)
+    assert len(tell(kind, KINDS[kind].least, generator).facts) == KINDS[kind].least
+    lengths = [len(tell(kind, 30, generator).facts) for _ in range(200)]
+    assert max(lengths) <= (KINDS[kind].most or 30) and max(lengths) > 9
+
+
+@pytest.mark.parametrize("num_tokens", [80, 81, 200, 3_333])
+def test_texts_have_exact_lengths_and_facts_in_order_between_sentences(task, tokenizer, num_tokens):
+    generator = np.random.default_rng(3)
+    for number in range(40):
+        kind = list(KINDS)[number % 5]
+        prompt = task.prompt(kind, num_tokens, generator)
+        assert len(prompt.input_ids) == num_tokens - 1 and prompt.input_ids[0] == tokenizer.bos_token_id
+        text = plain(tokenizer.decode(prompt.input_ids[1:]))
+        assert answer_to(text) == tokenizer.decode(prompt.answer)
+        background = plain(tokenizer.decode(prompt.input_ids[prompt.is_background]))
+        story, _, question = text.rpartition("Question: ")
+        assert question.endswith("? Answer:")
+        others = re.split(r"(?<=\.) ?", story)
+        own = [sentence for sentence in others if sentence and re.match(r"[wvu]\d|\.", sentence)]
+        assert " ".join(own) == background  # facts interrupt no sentence
+        whole = " ".join(SENTENCES * (2 + num_tokens // 160))
+        assert background in whole and (not background or background.endswith("."))
+
+
+def test_facts_are_anywhere_in_the_text(task):
+    """Each gap between sentences is as likely: of two, one half each."""
+    starts = []
+    generator = np.random.default_rng(4)
+    for _ in range(600):
+        prompt = task.prompt("one_fact", 2_000, generator)
+        starts += np.flatnonzero(np.diff(prompt.is_background.astype(int)) == -1)[:-1].tolist()
+    counts, _ = np.histogram(starts, bins=10, range=(0, 2_000))
+    assert counts.min() > 0.75 * counts.mean() and counts.max() < 1.25 * counts.mean()
+
+
+def test_background_against_a_plain_loop(tokenizer):
+    background = Background(tokenizer, SENTENCES[:7])
+    ids = [tokenizer(sentence)["input_ids"] for sentence in SENTENCES[:7]]
+    for seed in range(60):
+        num_tokens = seed * 3 % 97
+        part, gaps = background.part(num_tokens, 50, np.random.default_rng(seed))
+        ends = set()
+        for last in range(7):
+            row, bounds, number = [], [], last
+            while len(row) < num_tokens:
+                bounds.append(len(row))
+                row, number = [*ids[number % 7], *row], number - 1
+            if part.tolist() == row[len(row) - num_tokens :]:
+                ends |= {frozenset(num_tokens - bound for bound in (*bounds, num_tokens))}
+        assert any(set(gaps.tolist()) <= possible for possible in ends), (num_tokens, gaps, ends)
+        assert gaps.tolist() == sorted(gaps)
+        assert num_tokens > 20 or any(set(gaps.tolist()) == possible for possible in ends)  # all of them
+
+
+def test_labels(task, tokenizer):
+    batch = task.training_batch(50, 120, 3, np.random.default_rng(5))
+    assert batch["input_ids"].shape == batch["labels"].shape == (50, 120)
+    places = set()
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        text = plain(tokenizer.decode(ids[1:]))
+        assert answer_to(text) == text.rpartition("Answer: ")[2]
+        labelled = labels.ne(-100).nonzero()[:, 0].tolist()
+        assert labelled[-1] == 119 and len(labelled) == 4 and (labels[labelled] == ids[labelled]).all()
+        assert all(re.match(r"[wvu]\d|\.", tokenizer.decode(ids[place])) for place in labelled[:-1])
+        places |= set(labelled)
+    assert len(places) > 60
+    unlabelled = task.training_batch(2, 120, 0, np.random.default_rng(5))["labels"]
+    assert unlabelled.ne(-100).sum(dim=1).tolist() == [1, 1]
+
+
+def test_sequences_by_number(tokenizer):
+    data = FactsData(task="facts", facts=4, shortest=0.25)
+    made, again = (GeneratedExamples(make_generated_task(data, tokenizer), data, seed=7) for _ in range(2))
+    lengths = [len(made.sequence(number, 400)[0].input_ids) for number in range(200)]
+    assert 100 <= min(lengths) < 120 and 380 < max(lengths) <= 400
+    for number in (150, 3):
+        (first,), (second,) = made.sequence(number, 400), again.sequence(number, 400)
+        assert (first.input_ids == second.input_ids).all() and (first.labels == second.labels).all()
+
+
+def test_training_and_validation_have_other_texts(tokenizer):
+    recipe = recipe_of([100], evaluation={"sequences": 200})
+    examples = make_examples(recipe, tokenizer)
+    texts = [{tuple(one.sequence(n, 100)[0].input_ids.tolist()) for n in range(200)} for one in examples]
+    assert len(texts[0] & texts[1]) == 0 and len(texts[0]) == 200
+
+
+def test_ten_million_tokens(task):
+    prompt = task.prompt("two_facts", 10_000_000, np.random.default_rng(0))
+    assert len(prompt.input_ids) == 9_999_999 and (~prompt.is_background).sum() < task.longest_frame + 1
+
+
+def test_a_tokenizer_of_parts_of_words(stories):
+    """Answers of unequal numbers of tokens, and prompts of equal ones."""
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    task = FactsTask(tokenizer, sentences=["Once upon a time there was a cat.", "It sat."])
+    generator = np.random.default_rng(0)
+    prompts = [task.prompt("one_fact", 300, generator) for _ in range(20)]
+    assert {len(prompt.input_ids) for prompt in prompts} == {300 - task.longest_answer}
+    assert len({len(prompt.answer) for prompt in prompts}) > 1
+    for prompt in prompts:
+        text = tokenizer.decode([*prompt.input_ids, *prompt.answer]).replace("  ", " ")
+        assert text.rpartition("Answer: ")[2] == answer_to(text)
+    assert task.training_batch(4, 300, 2, generator)["input_ids"].shape == (4, 300)
+
+
+def test_sentences():
+    text = 'Mr. Bell sat\ndown. "Is it so?" he said. Yes\n\nCHAPTER II\n\nShe went (at 3.15 p.m.) away!'
+    assert sentences_of(text) == [
+        "Mr. Bell sat down.", '"Is it so?"', "he said.", "Yes", "CHAPTER II", "She went (at 3.15 p.m.)", "away!",
+    ]  # fmt: skip
+    assert sentences_of(" \n ") == []
+
+
+def test_facts_between_sentences_of_a_novel(novel):
+    """The text without its facts is the novel's, word by word; words that the tokenizer does not know do no harm."""
+    text = " ".join(sentences_of(novel.read_text(encoding="utf-8"))[200:1200])
+    common = sorted(set(text.split()), key=len)[:300]
+    tokenizer = word_tokenizer([*all_texts(), " ".join(common)])
+    data = FactsData(task="facts", kinds=["three_facts"], sources=[{"files": str(novel)}], background=8)
+    task = make_generated_task(data, tokenizer)
+    assert len(task.background.ends) > 5_000
+    prompt = task.prompt("three_facts", 2_000, np.random.default_rng(1))
+    assert tokenizer.unk_token_id in prompt.input_ids and tokenizer.unk_token_id not in prompt.answer
+    assert answer_to(plain(tokenizer.decode(prompt.input_ids))) == tokenizer.decode(prompt.answer)
+    own = tokenizer(" ".join(sentences_of(novel.read_text(encoding="utf-8"))), add_special_tokens=False)["input_ids"]
+    between = prompt.input_ids[prompt.is_background]
+    windows = np.lib.stride_tricks.sliding_window_view(np.array(own), len(between))
+    assert (windows == between).all(axis=1).sum() == 1
+    assert task.training_batch(3, 300, 8, np.random.default_rng(2))["labels"].ne(-100).sum() == 27
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"kinds": ["one_fakt"]}, "no kind 'one_fakt'; did you mean 'one_fact'"),
+        ({"kinds": ["one_fact", "one_fact"]}, "names 'one_fact' twice"),
+        ({"kinds": []}, "kinds is empty"),
+        ({"facts": 2}, "facts=2, and the kind 'three_facts' needs 3"),
+        ({"sources": [{"hub": "a/b"}]}, "comes from files"),
+    ],
+)
+def test_keys_are_checked(data, message):
+    with pytest.raises(ValueError, match=message):
+        FactsData(task="facts", **data)
+
+
+def test_mistakes_are_named(task, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"does not know \d+ words of the facts \('Odile', 'Bruno'"):
+        FactsTask(passkey_tokenizer())
+    with pytest.raises(ValueError, match="the background text has no sentences"):
+        FactsTask(tokenizer, sentences=[])
+    needed = task.longest_frame + 1
+    with pytest.raises(ValueError, match=f"6 facts .* need up to {needed} tokens, and {needed - 1} are allowed"):
+        task.prompt("one_fact", needed - 1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match=f"5 tokens of background need up to {needed + 5} tokens"):
+        task.training_batch(1, needed + 4, 5, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="and 50 are allowed"):
+        make_examples(recipe_of([200, 50]), tokenizer)
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ValueError, match="empty document"):
+        make_generated_task(FactsData(task="facts", sources=[{"files": str(tmp_path / "empty.txt")}]), tokenizer)

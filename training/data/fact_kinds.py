@@ -1,0 +1,227 @@
+"""Short stories of facts, each with a question whose answer is one word: five kinds, as the first bAbI tasks have them.
+
+People walk about, carry things and hand them on; places lie beside each other. What was said last holds. All names and
+sentences are here.
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+PEOPLE = ["Odile", "Bruno", "Carmen", "Darius", "Ingrid", "Kenji", "Leila", "Marek"]
+PLACES = ["cellar", "attic", "stable", "harbour", "market", "tower", "chapel", "library", "orchard"]
+THINGS = ["lantern", "compass", "violin", "ledger", "kettle", "parasol", "ladder", "basket"]
+DIRECTIONS = {"north": (-1, 0), "south": (1, 0), "east": (0, 1), "west": (0, -1)}  # rows and columns on a map
+
+MOVES = ["{person} walks to the {place}.", "{person} hurries to the {place}.", "{person} comes into the {place}."]
+TAKES = ["{person} picks up the {thing}.", "{person} takes the {thing}."]
+LEAVES = ["{person} puts the {thing} down.", "{person} leaves the {thing} behind."]
+RELATION = "The {place} lies directly {direction} of the {other}."
+GIFTS = ["{person} hands the {thing} to {receiver}.", "{person} brings the {thing} to {receiver}."]
+
+QUESTION = "Question: {question} Answer:"
+WHERE_PERSON = "Where is {person}?"
+WHERE_THING = "Where is the {thing}?"
+WHERE_BEFORE = "Where was the {thing} before the {place}?"
+WHICH_PLACE = ["What lies directly {direction} of the {other}?", "What does the {place} lie directly {direction} of?"]
+WHO_GAVE = "Who gave the {thing} to {receiver}?"
+WHO_GOT = "Who got the {thing} from {person}?"
+WHAT_GIVEN = "What did {person} give to {receiver}?"
+
+WORDS = {
+    "person": PEOPLE, "receiver": PEOPLE, "place": PLACES, "other": PLACES, "thing": THINGS,
+    "direction": list(DIRECTIONS),
+}  # fmt: skip
+TEMPLATES = [*MOVES, *TAKES, *LEAVES, RELATION, *GIFTS]
+QUESTIONS = [WHERE_PERSON, WHERE_THING, WHERE_BEFORE, *WHICH_PLACE, WHO_GAVE, WHO_GOT, WHAT_GIVEN]
+ANSWERS = [*PEOPLE, *PLACES, *THINGS]
+SIDE = 3  # of the map, in places
+
+
+class Story(NamedTuple):
+    """Sentences in order; the answer is one of `ANSWERS`."""
+
+    facts: list[str]
+    question: str
+    answer: str
+
+
+class Kind(NamedTuple):
+    """`tell(generator, n)` makes a story of n facts, from `least` to `most` (None: any number)."""
+
+    least: int
+    most: int | None
+    tell: Callable[[np.random.Generator, int], Story]
+
+
+def pick(generator: np.random.Generator, items: Sequence[str]) -> str:
+    return items[int(generator.integers(len(items)))]
+
+
+class World:
+    """Who is where and holds what, as far as it was said, and the facts so far."""
+
+    def __init__(self, generator: np.random.Generator):
+        self.generator = generator
+        self.facts: list[str] = []
+        self.place_of: dict[str, str] = {}
+        self.holder_of: dict[str, str] = {}
+        self.places_of: dict[str, list[str]] = {thing: [] for thing in THINGS}  # in order, each other than the last
+
+    def _say(self, templates: Sequence[str], **words: str) -> None:
+        self.facts.append(pick(self.generator, templates).format(**words))
+
+    def _note(self, thing: str, place: str | None) -> None:
+        if place is not None and self.places_of[thing][-1:] != [place]:
+            self.places_of[thing].append(place)
+
+    def move(self, person: str) -> None:
+        """To another place than where the person is."""
+        place = pick(self.generator, [place for place in PLACES if place != self.place_of.get(person)])
+        self._say(MOVES, person=person, place=place)
+        self.place_of[person] = place
+        for thing, holder in self.holder_of.items():
+            if holder == person:
+                self._note(thing, place)
+
+    def take(self, person: str, thing: str) -> None:
+        self._say(TAKES, person=person, thing=thing)
+        self.holder_of[thing] = person
+        self._note(thing, self.place_of.get(person))
+
+    def leave(self, thing: str) -> None:
+        self._say(LEAVES, person=self.holder_of.pop(thing), thing=thing)
+
+    def can_take(self, person: str, thing: str) -> bool:
+        """A thing that nobody holds, and that is not known to be elsewhere."""
+        places = self.places_of[thing]
+        return thing not in self.holder_of and (not places or places[-1] == self.place_of.get(person))
+
+    def anything(self, untouched: str | None) -> None:
+        """Somebody moves, takes a thing other than `untouched`, or puts one down at a known place."""
+        person = pick(self.generator, PEOPLE)
+        free = [thing for thing in THINGS if thing != untouched and self.can_take(person, thing)]
+        held = [thing for thing, holder in self.holder_of.items() if holder == person and person in self.place_of]
+        choice = self.generator.random()
+        if choice < 0.25 and held:
+            self.leave(pick(self.generator, held))
+        elif choice < 0.5 and free:
+            self.take(person, pick(self.generator, free))
+        else:
+            self.move(person)
+
+
+def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> tuple[World, str]:
+    """A world in which somebody takes a thing and then moves `num_moves` times, among other facts; and the thing."""
+    world, person, thing = World(generator), pick(generator, PEOPLE), pick(generator, THINGS)
+    needed = sorted(generator.choice(num_facts, 1 + num_moves, replace=False))
+    for number in range(num_facts):
+        if number == needed[0]:
+            world.take(person, thing)
+        elif number in needed:
+            world.move(person)
+        else:
+            world.anything(untouched=thing if number < needed[0] else None)
+    return world, thing
+
+
+def one_fact(generator: np.random.Generator, num_facts: int) -> Story:
+    """Where is a person, after moves of several people?"""
+    world = World(generator)
+    for _ in range(num_facts):
+        world.move(pick(generator, PEOPLE))
+    person = pick(generator, list(world.place_of))
+    return Story(world.facts, WHERE_PERSON.format(person=person), world.place_of[person])
+
+
+def two_facts(generator: np.random.Generator, num_facts: int) -> Story:
+    """Where is a thing that somebody has taken along?"""
+    world, thing = carry(generator, num_facts, num_moves=1)
+    return Story(world.facts, WHERE_THING.format(thing=thing), world.places_of[thing][-1])
+
+
+def three_facts(generator: np.random.Generator, num_facts: int) -> Story:
+    """Where was a thing before the place where it is now?"""
+    while True:  # somebody may have put the thing down before the second move
+        world, thing = carry(generator, num_facts, num_moves=2)
+        places = world.places_of[thing]
+        if len(places) > 1:
+            return Story(world.facts, WHERE_BEFORE.format(thing=thing, place=places[-1]), places[-2])
+
+
+def two_arguments(generator: np.random.Generator, num_facts: int) -> Story:
+    """Which place lies beside another one, on a map where no two places have the same spot?"""
+    on_map = dict(zip(np.ndindex(SIDE, SIDE), generator.permutation(PLACES).tolist(), strict=True))
+    pairs = [
+        (place, direction, on_map[row - down, column - right])  # north of it: one row further down
+        for (row, column), place in on_map.items()
+        for direction, (down, right) in DIRECTIONS.items()
+        if (row - down, column - right) in on_map
+    ]
+    told: list[dict[str, str]] = []
+    for number in generator.permutation(len(pairs)):
+        place, direction, other = pairs[number]
+        if {place, other} not in [{fact["place"], fact["other"]} for fact in told]:
+            told.append({"place": place, "direction": direction, "other": other})
+    told = told[:num_facts]
+    asked = told[int(generator.integers(len(told)))]
+    which = int(generator.integers(2))
+    answer = asked[("place", "other")[which]]
+    return Story([RELATION.format(**fact) for fact in told], WHICH_PLACE[which].format(**asked), answer)
+
+
+def three_arguments(generator: np.random.Generator, num_facts: int) -> Story:
+    """Who gave what to whom? A thing is handed on by the person who has got it."""
+    holder_of: dict[str, str] = {}
+    given: list[dict[str, str]] = []
+    for _ in range(num_facts):
+        thing = pick(generator, THINGS)
+        person = holder_of.get(thing) or pick(generator, PEOPLE)
+        receiver = pick(generator, [other for other in PEOPLE if other != person])
+        holder_of[thing] = receiver
+        given.append({"person": person, "thing": thing, "receiver": receiver})
+    facts = [pick(generator, GIFTS).format(**gift) for gift in given]
+    asked = given[int(generator.integers(len(given)))]
+    name, question = [("person", WHO_GAVE), ("receiver", WHO_GOT), ("thing", WHAT_GIVEN)][int(generator.integers(3))]
+    others = {role: word for role, word in asked.items() if role != name}
+    last = next(gift for gift in reversed(given) if others.items() <= gift.items())
+    return Story(facts, question.format(**others), last[name])
+
+
+KINDS = {
+    "one_fact": Kind(1, None, one_fact),
+    "two_facts": Kind(2, None, two_facts),
+    "three_facts": Kind(3, None, three_facts),
+    "two_arguments": Kind(1, 2 * SIDE * (SIDE - 1), two_arguments),
+    "three_arguments": Kind(1, None, three_arguments),
+}
+
+
+def check_kinds(kinds: Sequence[str], most_facts: int) -> None:
+    """Raises `ValueError` for an unknown kind, one named twice, and one that needs more facts."""
+    if not kinds:
+        raise ValueError(f"kinds is empty: name some of {', '.join(KINDS)}.")
+    for kind in kinds:
+        if kind not in KINDS:
+            (nearest,) = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0)
+            raise ValueError(f"there is no kind {kind!r}; did you mean {nearest!r}? There are {', '.join(KINDS)}.")
+        if kinds.count(kind) > 1:
+            raise ValueError(f"kinds names {kind!r} twice: leave one out.")
+        if KINDS[kind].least > most_facts:
+            raise ValueError(
+                f"facts={most_facts}, and the kind {kind!r} needs {KINDS[kind].least}: raise facts, or leave it out."
+            )
+
+
+def tell(kind: str, most_facts: int, generator: np.random.Generator) -> Story:
+    """A story of one kind, of as few facts as it needs up to `most_facts`, each number with equal probability."""
+    least, most, make = KINDS[kind]
+    return make(generator, int(generator.integers(least, min(most_facts, most or most_facts) + 1)))
+
+
+def all_texts() -> list[str]:
+    """Texts with all words of all stories."""
+    templates = [*TEMPLATES, QUESTION, *QUESTIONS]
+    return [*ANSWERS, *DIRECTIONS, *(text.format_map(dict.fromkeys((*WORDS, "question"), "")) for text in templates)]

@@ -1,0 +1,153 @@
+"""Facts hidden in other text, and a question at its end: texts of exact lengths, as tokens.
+
+Axes: B rows, N tokens.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .background import Background, sentences_of
+from .examples import IGNORE_INDEX, Example
+from .fact_kinds import ANSWERS, KINDS, QUESTION, QUESTIONS, TEMPLATES, WORDS, all_texts, check_kinds, tell
+from .passkey import FILLER
+
+ENCODED_TEXTS = 2**16  # kept: more than there are sentences of facts
+
+
+class Prompt(NamedTuple):
+    """Tokens [N] that end where the answer begins, and where they are background [N], not facts or question."""
+
+    input_ids: np.ndarray
+    is_background: np.ndarray
+    answer: list[int]
+
+
+class _Frame(NamedTuple):
+    """A text without its background, as tokens."""
+
+    facts: list[list[int]]
+    question: list[int]
+    answer: list[int]
+    length: int  # with the first token, without the answer
+
+
+class FactsTask:
+    """Makes texts of facts, in their order at random places between the sentences of the background."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        kinds: Sequence[str] = tuple(KINDS),
+        facts: int = 6,
+        sentences: Iterable[str] | None = None,
+    ):
+        """A text has at most `facts` facts. `sentences` are the background; None: those of the passkey task's filler.
+
+        Raises `ValueError` for unknown kinds, for too few facts, for a tokenizer that does not know the words of the
+        facts, and for no sentences.
+        """
+        check_kinds(kinds, facts)
+        self.tokenizer, self.kinds, self.facts = tokenizer, kinds, facts
+        self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
+        self._check_words()
+        self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.background = Background(tokenizer, sentences_of(FILLER) if sentences is None else sentences)
+        self.longest_answer = max(len(self._encode(answer)) for answer in ANSWERS)
+        self.longest_frame = self._longest_frame()
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.tokenizer(" " + text, add_special_tokens=False)["input_ids"]
+
+    def _check_words(self) -> None:
+        unknown = self.tokenizer.unk_token_id
+        words = dict.fromkeys(word for text in all_texts() for word in text.split())
+        missing = [word for word in words if unknown is not None and unknown in self._encode(word)]
+        if missing:
+            some = ", ".join(map(repr, missing[:5])) + (", ..." if len(missing) > 5 else "")
+            raise ValueError(
+                f"the tokenizer does not know {len(missing)} words of the facts ({some}): use one that has all of "
+                "condense.training.data.fact_kinds.all_texts(), such as the one that `python -m "
+                "condense.training.facts_data` makes."
+            )
+
+    def _longest_frame(self) -> int:
+        """The tokens of the longest facts and question, with the longest words in each place."""
+        words = {role: max(options, key=lambda word: len(self._encode(word))) for role, options in WORDS.items()}
+        fact = max(len(self._encode(text.format(**words))) for text in TEMPLATES)
+        question = max(len(self._encode(QUESTION.format(question=text.format(**words)))) for text in QUESTIONS)
+        return len(self.start) + self.facts * fact + question
+
+    def check_fits(self, num_tokens: int, background: int = 0) -> None:
+        """Raises `ValueError` where a text with its answer and `background` more tokens may not fit."""
+        needed = self.longest_frame + self.longest_answer + self._least_background(background)
+        if needed > num_tokens:
+            raise ValueError(
+                f"{self.facts} facts with their question, the answer and {background} tokens of background need up to "
+                f"{needed} tokens, and {num_tokens} are allowed: allow more, or fewer facts."
+            )
+
+    def _least_background(self, background: int) -> int:
+        """The tokens of background that `background` labels need: nothing predicts the first token of a text."""
+        return background + (not self.start)
+
+    def prompt(self, kind: str, num_tokens: int, generator: np.random.Generator) -> Prompt:
+        """A prompt of one kind that leaves room for the longest answer, so that prompts of all answers are as long."""
+        self.check_fits(num_tokens)
+        return self._fill(self._frame(kind, generator), num_tokens - self.longest_answer, generator)
+
+    def training_batch(
+        self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels` [B, N], N being `num_tokens`: the answer's tokens, and `background` others a row.
+
+        What facts and questions say is random: they have no labels.
+        """
+        self.check_fits(num_tokens, background)
+        rows = [self._text(self._draw(generator), num_tokens, background, generator) for _ in range(num_rows)]
+        return {
+            "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
+            "labels": torch.from_numpy(np.stack([row.labels for row in rows])),
+        }
+
+    def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
+        """A text with its answer and labels as in a training batch, of any length from `shortest` of the total on."""
+        self.check_fits(total_length, background)
+        frame = self._draw(generator)
+        least = max(
+            frame.length + len(frame.answer) + self._least_background(background), math.ceil(shortest * total_length)
+        )
+        return self._text(frame, int(generator.integers(least, total_length + 1)), background, generator)
+
+    def _draw(self, generator: np.random.Generator) -> _Frame:
+        return self._frame(self.kinds[int(generator.integers(len(self.kinds)))], generator)
+
+    def _frame(self, kind: str, generator: np.random.Generator) -> _Frame:
+        story = tell(kind, self.facts, generator)
+        facts, question = [self._encode(fact) for fact in story.facts], QUESTION.format(question=story.question)
+        ids = self._encode(question)
+        length = len(self.start) + sum(map(len, facts)) + len(ids)
+        return _Frame(facts, ids, self._encode(story.answer), length)
+
+    def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator) -> Prompt:
+        tokens, gaps = self.background.part(num_tokens - frame.length, len(frame.facts), generator)
+        pieces: list[Sequence[int] | np.ndarray] = [self.start]
+        for between, fact in zip(np.split(tokens, gaps), [*frame.facts, frame.question], strict=True):
+            pieces += [between, fact]
+        is_background = np.repeat(np.arange(len(pieces)) % 2 == 1, [len(piece) for piece in pieces])
+        return Prompt(
+            np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]), is_background, frame.answer
+        )
+
+    def _text(self, frame: _Frame, num_tokens: int, background: int, generator: np.random.Generator) -> Example:
+        prompt = self._fill(frame, num_tokens - len(frame.answer), generator)
+        input_ids = np.concatenate([prompt.input_ids, prompt.answer])
+        predicted = np.flatnonzero(prompt.is_background[1:]) + 1  # nothing comes before the first token
+        labelled = [*generator.choice(predicted, background, replace=False), *range(len(prompt.input_ids), num_tokens)]
+        labels = np.full(num_tokens, IGNORE_INDEX)
+        labels[labelled] = input_ids[labelled]
+        return Example(input_ids, labels)

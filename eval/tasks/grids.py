@@ -58,7 +58,7 @@ class Grid(Task[Batch]):
             Batch(model, length, number, row, first, min(size, options.num_prompts - first))
             for model in self.models
             for length in options.lengths
-            for size in [min(rows_per_batch(model, length), max(1, PROMPT_TOKENS // length))]
+            for size in [prompts_per_batch(model, length)]
             for number, row in enumerate(getattr(options, f"{self.row}s"))
             for first in range(0, options.num_prompts, size)
         ]
@@ -117,6 +117,11 @@ class Grid(Task[Batch]):
             axes.text(border + 0.05, -0.62, "never trained", fontsize=8, ha="left")
             axes.text(border - 0.05, -0.62, "trained", fontsize=8, ha="right")
             axes.set_title(shown, fontsize=10, pad=18)
+
+
+def prompts_per_batch(model: EvaluatedModel, num_tokens: int) -> int:
+    """Prompts of this length that are in memory at one time."""
+    return min(rows_per_batch(model, num_tokens), max(1, PROMPT_TOKENS // num_tokens))
 
 
 def pooled(records: Sequence[Record]) -> dict[str, Any]:

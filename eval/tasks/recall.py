@@ -13,12 +13,12 @@ import torch
 
 from condense.training.data.recall import FORMS, RecallTask
 
-from ..models import EvaluatedModel, generate, load_models, rows_per_batch, state_bytes
+from ..models import EvaluatedModel, generate, load_models, state_bytes
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from .grids import count_cells, heat_map
+from .grids import count_cells, heat_map, prompts_per_batch
 from .options import RecallOptions
 
 RECALLED = 0.9  # the share of right answers that counts as recall
@@ -75,7 +75,7 @@ class Recall(Task[Batch]):
             for length in options.lengths
             for pairs in options.pairs
             for num_tokens in [length or self.prompts[model.name, form, pairs].length(pairs)]
-            for size in [rows_per_batch(model, num_tokens)]
+            for size in [prompts_per_batch(model, num_tokens)]
             for first in range(0, options.num_prompts, size)
         ]
 
@@ -85,22 +85,25 @@ class Recall(Task[Batch]):
     @torch.no_grad()
     def measure(self, item: Batch) -> Record:
         prompts, tokenizer = self.prompts[item.model.name, item.form, item.pairs], item.model.tokenizer
-        generator = np.random.default_rng([self.options.seed, FORMS.index(item.form), item.length, item.pairs])
-        for _ in range(item.first):  # a cell's prompts are drawn one after another, however they are batched
-            prompts.batch(1, item.num_tokens, generator)
-        questions = prompts.batch(item.size, item.num_tokens, generator)
+        cell = [self.options.seed, FORMS.index(item.form), item.length, item.pairs]
+        drawn = [
+            prompts.batch(1, item.num_tokens, np.random.default_rng([*cell, number]))  # however they are batched
+            for number in range(item.first, item.first + item.size)
+        ]
+        prompt_ids_BN = torch.cat([questions.prompt_ids_BN for questions in drawn])
         sequences, cache = generate(
             item.model.model,
-            questions.prompt_ids_BN,
-            torch.ones_like(questions.prompt_ids_BN),
+            prompt_ids_BN,
+            torch.ones_like(prompt_ids_BN),
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
-            max_new_tokens=questions.answer_ids_BA.shape[1],  # what follows is not asked for
+            max_new_tokens=prompts.answer_length,  # what follows is not asked for
         )
-        answers = tokenizer.batch_decode(sequences[:, questions.prompt_ids_BN.shape[1] :])
+        answers = tokenizer.batch_decode(sequences[:, prompt_ids_BN.shape[1] :])
         correct = sum(
             re.findall(r"\w+", answer)[: len(words)] == words
-            for answer, words in zip(answers, questions.answers, strict=True)
+            for answer, questions in zip(answers, drawn, strict=True)
+            for words in questions.answers
         )
         return {"correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
 

@@ -71,6 +71,7 @@ def measured(model, **options):
         ("overwritten", slice(0, 1), 0.75),  # a quarter of the keys has another value later
         ("multi_value", ALL, 1),
         ("multi_value", slice(None, None, -1), 0),  # in the wrong order
+        ("multi_value", LAST, 0),  # not all
     ],
 )
 def test_a_model_that_reads_finds_all(form, kept, accuracy):

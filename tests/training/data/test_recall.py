@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -67,6 +68,9 @@ def test_a_reader_knows_the_answer(form, options, sentences, answer, room):
         else:
             assert words == known[asked][-1:] and counts == [1] * (40 - sentences) + [2] * (sentences - 20)
         assert all(len(set(values)) == len(values) for values in known.values())
+        said = [key for key, _ in re.findall(SENTENCE, TOKENIZER.decode(prompt))]
+        if sentences > 20:  # another value comes anywhere later, not at once
+            assert sum(first == second for first, second in pairwise(said)) < (sentences - 20) / 2
 
 
 def test_keys_values_and_places_are_drawn_evenly():

@@ -78,10 +78,8 @@ class CurriculumBatches(Dataset):
                 f"{self.curriculum.last_segments} "
                 f"segments of {segment_length} tokens on each of {world_size} ranks: allow at least {longest}."
             )
-        # Texts that do not fit the longest or the shortest length are refused before the first step.
-        shortest, generator = self.curriculum.first_segments * segment_length, np.random.default_rng(recipe.seed)
-        task.example(longest // world_size, 1.0, self.background, generator)
-        task.training_batch(1, shortest, self.background, generator)
+        # Texts that do not fit the longest length are refused before the first step, and of the shortest one with it.
+        task.example(longest // world_size, 1.0, self.background, np.random.default_rng(recipe.seed))
 
     def __len__(self) -> int:
         return self.recipe.steps * self.world_size

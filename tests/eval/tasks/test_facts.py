@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import condense.cli
 from condense import CondenseForCausalLM
-from condense.eval.models import EvaluatedModel
+from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.report import write_report
 from condense.eval.runner import measure
 from condense.eval.statistics import wilson
@@ -97,12 +97,10 @@ def test_prompts_are_those_of_no_training(tokenizer, monkeypatch):
     assert model.texts[20:] == first[20:]
 
 
-@pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
-def test_command_on_folded_and_stock_models(kind, folder, tmp_path):
+def test_command_on_a_folded_model(folder, tmp_path):
     (tmp_path / "text.txt").write_text("A dog ran by. Nobody knew whose it was! They sat down.")
     model = tmp_path / "model"
-    fields = {"segment_length": 40} if kind is CondenseForCausalLM else {}
-    kind.from_pretrained(folder / "llama", **fields).save_pretrained(model)
+    CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=40).save_pretrained(model)
     AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(model)
     (model / "recipe.json").write_text(json.dumps({"stages": [{"total_length": 120}]}))
     arguments = ["--model", f"small={model}", "--lengths", "100,200", "--prompts", "3", "--kinds", "one_fact,two_facts"]
@@ -118,7 +116,7 @@ def test_command_on_folded_and_stock_models(kind, folder, tmp_path):
     assert all((tmp_path / "out" / f"facts.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
     assert "small: % of right answers" in done.output and "two facts" in done.output
     held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}
-    assert held[100] == held[200] if kind is CondenseForCausalLM else held[100] < held[200]
+    assert held[100] == held[200]
     assert "exactly its tokens" in write_report(tmp_path / "out").read_text()
     # Another text in the same files is another measurement.
     (tmp_path / "text.txt").write_text("A cat ran by.")
@@ -126,16 +124,23 @@ def test_command_on_folded_and_stock_models(kind, folder, tmp_path):
     assert done.exit_code != 0
 
 
+def test_a_stock_model_keeps_the_whole_text(folder):
+    evaluated = load_evaluated(str(folder / "llama"))
+    short, long = cells_of(evaluated, lengths=[80, 160], num_prompts=4, kinds=("two_arguments",))
+    assert (short["total"], long["total"]) == (4, 4)
+    assert short["state_bytes"] < long["state_bytes"] < 2.1 * short["state_bytes"]
+
+
 def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Facts, "draw", lambda *given: None)
     options = {"models": [str(folder / "llama")], "lengths": [90, 120], "num_prompts": 2}
-    whole = evaluate("facts", tmp_path / "whole", **options)
-    evaluate("facts", tmp_path / "cut", **options)
-    path = tmp_path / "cut" / "facts.records.jsonl"
+    whole = evaluate("facts", tmp_path, **options)
+    path = tmp_path / "facts.records.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:5]) + lines[5][:20])
     measured, measure_batch = [], Facts.measure
     monkeypatch.setattr(Facts, "measure", lambda *given: measured.append(given) or measure_batch(*given))
-    assert evaluate("facts", tmp_path / "cut", **options)["cells"] == whole["cells"]
+    assert evaluate("facts", tmp_path, **options)["cells"] == whole["cells"]
     assert len(measured) == 6  # of ten
 
 

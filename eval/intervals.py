@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Scale(NamedTuple):
@@ -48,3 +48,20 @@ def shown(values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR
     if low is None:
         return f"{mean:,.{digits}{form}}"
     return f"{mean:,.{digits}{form}} [{low:,.{digits}{form}}, {high:,.{digits}{form}}]"
+
+
+def band(
+    panel: Any,
+    x: Sequence[float],
+    curves: Sequence[Sequence[float]],
+    label: str,
+    color: str,
+    scale: Scale = LINEAR,
+    **style: Any,
+) -> None:
+    """Draws the mean of the curves of several seeds, and its interval at each `x` where it has one."""
+    found = [interval(values, scale) for values in zip(*curves, strict=True)]
+    panel.plot(x, [mean for mean, _, _ in found], **{"label": label, "color": color, "linewidth": 1.2} | style)
+    if len(curves) > 1:
+        low, high = ([math.nan if values[side] is None else values[side] for values in found] for side in (1, 2))
+        panel.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)

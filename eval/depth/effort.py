@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..intervals import LINEAR, LOG, LOGIT, shown
+from ..intervals import LOG, LOGIT, band, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
@@ -27,7 +27,7 @@ from .lexicon import PAPER_PAIR, PAPER_PROMPT
 from .pretraining import Setup, trained
 from .probe import probe_accuracy
 from .steered import TRAINED_ON, Labels, Prompts, lexicon_of, num_steps, parts_of, steered, steered_block
-from .steering import FEW_CONTROLS, band, pair_log_probs
+from .steering import DOTS, FEW_CONTROLS, pair_log_probs
 from .words import Ids, encode_prompt, encode_word
 
 SOLVERS = ("dopri5", "adaptive_heun")
@@ -426,7 +426,7 @@ def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
         for way, style in (("common", "-"), ("last", ":")):
             curves = [record["sweep"][number][way] for record in records]
             label = f"{tolerance:g}, {'common' if way == 'common' else 'last token'}"
-            band(panel, results["controls"], curves, LINEAR, label, f"C{number}", style)
+            band(panel, results["controls"], curves, label, f"C{number}", linestyle=style, **DOTS)
     panel.axvline(BOUNDARY, color="grey", lw=0.8, ls="--")
     panel.set_title(f'dopri5 on "{PAPER_PROMPT}", by tolerance', fontsize=10)
     _finish(panel, "u", "NFE")
@@ -435,7 +435,7 @@ def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
 def _draw_labels(results: dict[str, Any], panel: Any) -> None:
     for color, (prompts, labels) in enumerate(BLOCKS):
         curves = [record["sweep"][-1]["others"] for record in _of(results, prompts, labels, "dopri5")]
-        band(panel, results["controls"], curves, LINEAR, f"{TRAINED_ON[prompts]}, {labels} labels", f"C{color}")
+        band(panel, results["controls"], curves, f"{TRAINED_ON[prompts]}, {labels} labels", f"C{color}", **DOTS)
     panel.set_title(f"dopri5, last tokens of new prompts, {results['tolerances'][-1]:g}", fontsize=10)
     _finish(panel, "u", "NFE, mean")
 
@@ -446,7 +446,16 @@ def _draw_scaling(results: dict[str, Any], panel: Any) -> None:
         for way, style in (("common", "-"), ("mean", ":")):
             by_tolerance = [_mean_steps(results, "paper", solver, way, number) for number in range(len(tolerances))]
             label = f"{solver}, {'common' if way == 'common' else 'by token'}"
-            band(panel, tolerances, list(zip(*by_tolerance, strict=True)), LOG, label, f"C{color}", style)
+            band(
+                panel,
+                tolerances,
+                list(zip(*by_tolerance, strict=True)),
+                label,
+                f"C{color}",
+                LOG,
+                linestyle=style,
+                **DOTS,
+            )
     panel.plot([tolerances[0], tolerances[0] / 1000], PAPER_STEPS, "kx", label="the paper, dopri5")
     panel.set_xscale("log")
     panel.set_yscale("log")
@@ -461,7 +470,7 @@ def _draw_probes(results: dict[str, Any], panel: Any) -> None:
             records = _of(results, "many", "own", "probes")
             curves = [[line[kind] for line in record["probes"][reading]] for record in records]
             label = reading if kind == "accuracy" else "shuffled labels"
-            band(panel, TAUS, curves, LOGIT, label, f"C{color}", style)
+            band(panel, TAUS, curves, label, f"C{color}", LOGIT, linestyle=style, **DOTS)
     panel.set_ylim(0, 1.05)
     panel.set_title("linear probes, block trained on many prompts", fontsize=10)
     _finish(panel, "tau", "right")

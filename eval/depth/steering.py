@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..intervals import LINEAR, LOGIT, Scale, interval, shown
+from ..intervals import LINEAR, LOGIT, band, interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .data import described_line
@@ -171,6 +171,9 @@ class Steering(Experiment[Run]):
         with picture(path.with_name(f"{path.name}-dimensions"), columns=3, figsize=(11, 3.6)) as axes:
             for panel, method in zip(axes, JOINT_METHODS, strict=True):
                 _draw_effects(results, method, panel)
+
+
+DOTS: dict[str, Any] = {"marker": ".", "markersize": 3}
 
 
 @torch.no_grad()
@@ -384,28 +387,13 @@ def _effect_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
     return columns, rows
 
 
-def band(
-    panel: Any,
-    controls: Sequence[float],
-    curves: Sequence[Sequence[float]],
-    scale: Scale,
-    label: str,
-    color: str,
-    style: str = "-",
-) -> None:
-    """The mean of curves and its interval on a scale, at each control; none where a value is at the scale's bound."""
-    found = [interval(values, scale) for values in zip(*curves, strict=True)]
-    panel.plot(controls, [mean for mean, _, _ in found], label=label, color=color, ls=style, marker=".", ms=3, lw=1.2)
-    if len(curves) > 1:
-        low, high = (np.array([values[side] for values in found], dtype=float) for side in (1, 2))
-        panel.fill_between(controls, low, high, color=color, alpha=0.15, lw=0)
-
-
 def _draw_paper(results: dict[str, Any], panel: Any) -> None:
     for number, (name, color) in enumerate((("good", "tab:green"), ("bad", "tab:red"))):
         for method, style in (("flow", "-"), ("unfrozen", ":")):
             curves = [record[name] for record in _of(results, method, "paper")]
-            band(panel, results["controls"], curves, LOGIT, f"P({name}), {NAMES[method]}", color, style)
+            band(
+                panel, results["controls"], curves, f"P({name}), {NAMES[method]}", color, LOGIT, linestyle=style, **DOTS
+            )
         values = [paper[number] for paper in PAPER.values()]
         panel.plot(list(PAPER), values, "x", color=color, label=f"P({name}), the paper")
     panel.set_title(f'trained on "{PAPER_PROMPT}"', fontsize=10)
@@ -423,7 +411,7 @@ def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
         shares = [record["groups"]["new prompts"]["share"] for record in _of(results, method, "many")]
         odds = [[LOGIT.to(min(max(share, 1e-12), 1 - 1e-12)) for share in own] for own in shares]
         curves = [[value - own[uncontrolled] for value in own] for own in odds]
-        band(panel, results["controls"], curves, LINEAR, NAMES[method], f"C{number}")
+        band(panel, results["controls"], curves, NAMES[method], f"C{number}", **DOTS)
     panel.set_title("trained on many prompts: new prompts", fontsize=10)
     panel.set_xlabel("u")
     panel.set_ylabel("log odds of the positive word's share,\nminus those at u = 0")

@@ -21,7 +21,7 @@ from condense.files import read_text
 from condense.loading import load_config, load_model, load_tokenizer
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
-from ..intervals import interval, shown
+from ..intervals import band, shown
 from ..models import EvaluatedModel, generate
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -278,12 +278,8 @@ class Swap(Experiment[Start]):
                         known = [losses for losses in records if losses is not None]
                         if not known:
                             continue
-                        costs = [interval([losses[n] - untouched for losses in known]) for n in range(len(steps))]
-                        style = {"color": f"C{number}", "marker": "osD^v<>P"[number], "markersize": 4}
-                        axes.plot(steps, [mean for mean, _, _ in costs], label=ARMS[arm], linewidth=1.2, **style)
-                        lows = [mean if low is None else low for mean, low, _ in costs]
-                        highs = [mean if high is None else high for mean, _, high in costs]
-                        axes.fill_between(steps, lows, highs, color=f"C{number}", alpha=0.2, linewidth=0)
+                        costs = [[loss - untouched for loss in losses] for losses in known]
+                        band(axes, steps, costs, ARMS[arm], f"C{number}", marker="osD^v<>P"[number], markersize=4)
                     first, end = _select(results, where, "original")[0]["layers"]
                     axes.set_title(f"layers {first}:{end} ({described})\ntrained: {trained}", fontsize=9)
                     axes.axhline(0, color="grey", linewidth=0.8)

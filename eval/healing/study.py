@@ -19,7 +19,7 @@ from condense.adapters import merged
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import Recipe
 
-from ..intervals import interval, shown
+from ..intervals import band, shown
 from ..models import load_evaluated
 from ..options import stored
 from ..results import Table, picture
@@ -268,12 +268,8 @@ def _memories(results: Results) -> Table:
 def _draw_losses(results: Results, length: int, panel: Any) -> None:
     tokens, folded = results["tokens"], _methods(results, length)
     for method in ("stock", *folded):
-        _band(
-            panel,
-            tokens,
-            [run["losses"] for run in _select(results, method, 0 if method == "stock" else length)],
-            method,
-        )
+        runs = _select(results, method, 0 if method == "stock" else length)
+        band(panel, tokens, [run["losses"] for run in runs], METHODS[method], COLORS[method], marker=".")
     panel.axhline(results["stock_loss"], color="black", linestyle="--", linewidth=0.8, label="stock model, not trained")
     panel.set_title(f"segments of {length} tokens", fontsize=10)
     panel.set_xlabel("tokens")
@@ -285,17 +281,7 @@ def _draw_losses(results: Results, length: int, panel: Any) -> None:
 def _draw_memory(results: Results, length: int, panel: Any) -> None:
     for method in _methods(results, length):
         curves = [run["by_before"] for run in _select(results, method, length)]
-        _band(panel, range(len(curves[0])), curves, method)
+        band(panel, range(len(curves[0])), curves, METHODS[method], COLORS[method], marker=".")
     panel.set_xlabel("segments before")
     panel.set_ylabel("loss of the same segments [nats a token]")
     panel.grid(alpha=0.3)
-
-
-def _band(panel: Any, x: Sequence[int], curves: Sequence[Sequence[float]], method: str) -> None:
-    found = [interval(values) for values in zip(*curves, strict=True)]
-    panel.plot(
-        x, [mean for mean, _, _ in found], color=COLORS[method], label=METHODS[method], marker=".", linewidth=1.2
-    )
-    if len(curves) > 1:
-        low, high = (np.array([values[side] for values in found], dtype=float) for side in (1, 2))
-        panel.fill_between(x, low, high, color=COLORS[method], alpha=0.15, linewidth=0)

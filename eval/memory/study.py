@@ -21,7 +21,7 @@ from condense.files import atomic_folder
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Recipe, Source
 
-from ..intervals import interval, shown
+from ..intervals import band, shown
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -250,16 +250,14 @@ class Memory(Task[Trained]):
         """Loss by segments before; by position in the segment; validation loss in training."""
         with picture(path, columns=3, figsize=(15, 4.5)) as (before, position, training):
             for memory in results["memories"]:
-                models = _select(results, memory)
+                models, look = _select(results, memory), (MEMORIES[memory], COLORS[memory])
                 curves = [model["loss_by_segments_before"] for model in models]
                 if len(curves[0]) == 1:
                     before.axhline(np.mean(curves), color=COLORS[memory], linestyle="--", label=MEMORIES[memory])
                 else:
-                    _band(before, range(1, len(curves[0]) + 1), curves, memory)
-                _band(
-                    position, range(len(models[0]["by_position"])), [model["by_position"] for model in models], memory
-                )
-                _band(training, range(len(models[0]["validation"])), [model["validation"] for model in models], memory)
+                    band(before, range(1, len(curves[0]) + 1), curves, *look)
+                band(position, range(results["segment_length"]), [model["by_position"] for model in models], *look)
+                band(training, range(len(models[0]["validation"])), [model["validation"] for model in models], *look)
             before.set_xscale("log", base=2)
             before.set_xlabel("segments read, its own included")
             position.set_xlabel("position in the segment [tokens], all text before")
@@ -277,11 +275,3 @@ def _documents(files: Sequence[str]) -> list[str]:
 
 def _select(results: Results, memory: str) -> list[dict[str, Any]]:
     return [model for model in results["models"] if model["memory"] == memory]
-
-
-def _band(panel: Any, x: Sequence[int], curves: Sequence[Sequence[float]], memory: str) -> None:
-    found = [interval(values) for values in zip(*curves, strict=True)]
-    panel.plot(x, [mean for mean, _, _ in found], color=COLORS[memory], label=MEMORIES[memory], linewidth=1.2)
-    if len(curves) > 1:
-        low, high = (np.array([values[side] for values in found], dtype=float) for side in (1, 2))
-        panel.fill_between(x, low, high, color=COLORS[memory], alpha=0.15, linewidth=0)

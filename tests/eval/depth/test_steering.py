@@ -11,7 +11,6 @@ from condense.eval.depth import effort, probe, steered, steering
 from condense.eval.depth.experiments import EXPERIMENTS, find_experiment
 from condense.eval.depth.models import SMALL, block_of, build
 from condense.eval.depth.options import DepthOptions
-from condense.eval.intervals import LINEAR, LOGIT, interval
 from condense.eval.runner import run
 
 
@@ -243,21 +242,3 @@ def test_one_block_s_effort(trained_once):
     assert [line["tau"] for line in lines] == list(effort.TAUS)
     assert lines[0]["accuracy"] == 0.5  # at tau = 0 the control has done nothing
     assert probes["sentiment, new prompts"][0]["accuracy"] > 0.9  # it reads the words
-
-
-def test_a_band_has_the_interval_of_its_scale():
-    """Of numbers of evaluations too, which are no shares."""
-    from matplotlib.figure import Figure
-
-    for curves, scale, bands in (
-        ([[14.0, 20.0], [20.0, 26.0]], LINEAR, 1),
-        ([[0.2, 0.4], [0.3, 0.6]], LOGIT, 1),
-        ([[0.2, 0.4]], LOGIT, 0),
-    ):
-        panel = Figure().subplots()
-        steering.band(panel, [-1.0, 1.0], curves, scale, "name", "C0")
-        assert len(panel.collections) == bands
-        for drawn in panel.collections:
-            path = drawn.get_paths()[0].vertices
-            _, low, high = interval([curve[1] for curve in curves], scale)
-            assert {low, high} <= set(path[path[:, 0] == 1.0][:, 1])

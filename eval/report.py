@@ -45,7 +45,7 @@ ABOUT = {
     "suite": "Benchmarks of long text, as lm-evaluation-harness has them. Where a benchmark makes its texts, it makes "
     "them at each length; else a length holds the texts of more than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
-    "healing": "A stock checkpoint is folded and trained until its memory is of use. What folding costs is the "
+    "healing": "A stock checkpoint is folded and trained to use its memory. What folding costs is the "
     "held-out loss before any training, less that of the stock model with full attention.",
     "memory": "Models that differ in their memory alone, trained alike from the same random weights: the loss of the "
     "same held-out segments by the segments before them.",

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -22,6 +23,12 @@ def train_alone(recipe: Recipe) -> None:
             train(recipe)
     finally:
         os.environ.update(taken)
+
+
+def remove_checkpoints(output: Path) -> None:
+    """The states of optimizers take several times the space of the trained model."""
+    for folder in output.glob("checkpoint-*"):
+        shutil.rmtree(folder)
 
 
 def read_curve(output: Path) -> list[dict[str, float]]:

@@ -110,6 +110,7 @@ def run(
     model = recipe.objective.prepare_model(base, recipe)
     if recipe.lora:
         model = add_adapters(model, recipe.lora)
+    batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
     if process.is_first:
         begin_output(recipe, checkpoint)
     if recipe.record_memory_history:
@@ -121,7 +122,6 @@ def run(
         snapshot_when_full(snapshot, smaller_passes(recipe)),
         reporting,
     ):
-        batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
         trainer = make_trainer(recipe, model, arguments, data, batches)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)
         trainer.add_callback(stop)

@@ -17,6 +17,7 @@ import torch
 from condense import CondenseForCausalLM, loading
 from condense.adapters import merged
 from condense.training.data.tasks import make_examples
+from condense.training.preflight import check_run
 from condense.training.recipe import Recipe
 
 from ..intervals import band, shown
@@ -27,7 +28,7 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import bootstrap
 from ..tasks.windows import paired, plan_windows, window_losses
-from ..training_runs import read_curve, train_alone
+from ..training_runs import read_curve, remove_checkpoints, train_alone
 from .options import METHODS, HealingOptions
 
 VALIDATIONS = 16  # of a run, after the one before its first step
@@ -57,7 +58,9 @@ class Healing(Task[Run]):
 
     def __init__(self, options: HealingOptions, output: Path):
         self.options, self.output = options, output
-        self.recipe(self.items()[0])  # refuses what can't be trained before anything is
+        for item in self.items():  # what can't be trained is refused before anything is
+            if item.seed == 0:
+                check_run(self.recipe(item), 1, None)
 
     def settings(self) -> dict[str, Any]:
         described = load_evaluated(self.options.model).describe()
@@ -110,6 +113,7 @@ class Healing(Task[Run]):
     def measure(self, item: Run) -> Record:
         recipe = self.recipe(item)
         train_alone(recipe)
+        remove_checkpoints(recipe.output)
         record: Record = {"curve": read_curve(recipe.output)}
         if item.segment_length:
             record["memory"] = memory_worth(self._trained(item, recipe), self.held_out, item.segment_length)
@@ -131,7 +135,12 @@ class Healing(Task[Run]):
         return [torch.as_tensor(examples.sequence(number, length)[0].input_ids) for number in numbers]
 
     def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
-        """`runs`, each with its loss before and after, and what it has won back by validation."""
+        """`runs`, each with its losses by validation, and the share of the cost that it has `won_back` at each: None
+        where folding costs nothing.
+
+        What is left of the cost is the loss above that of the stock model, trained with as many tokens or not at all,
+        whichever is lower: what any model learns of a new text is not won back.
+        """
         by_run = dict(measured)
         stock = by_run[Run("stock", 0, 0)]["curve"][0]["loss"]
         runs = []
@@ -139,9 +148,11 @@ class Healing(Task[Run]):
             losses = [point["loss"] for point in record["curve"]]
             found = {**self.key(run), "losses": losses, "cost": losses[0] - stock}
             if run.segment_length:
-                shares = [(losses[0] - loss) / found["cost"] for loss in losses]
-                tokens = self._tokens(record)
-                found |= {"won_back": shares, "tokens_to_bar": tokens_to_bar(tokens, shares), **record["memory"]}
+                trained = [point["loss"] for point in by_run[Run("stock", 0, run.seed)]["curve"]]
+                left = [loss - min(stock, known) for loss, known in zip(losses, trained, strict=True)]
+                shares = [1 - one / left[0] for one in left] if left[0] > 0 else None
+                until = None if shares is None else tokens_to_bar(self._tokens(record), shares)
+                found |= {"won_back": shares, "tokens_to_bar": until, **record["memory"]}
             runs.append(found)
         seeds = self.options.seeds
         return {"seeds": seeds, "stock_loss": stock, "tokens": self._tokens(measured[0][1]), "runs": runs}
@@ -155,7 +166,7 @@ class Healing(Task[Run]):
         for run in results["runs"]:
             for number, (tokens, loss) in enumerate(zip(results["tokens"], run["losses"], strict=True)):
                 key = {name: run[name] for name in ("method", "segment_length", "seed")}
-                won_back = run["won_back"][number] if "won_back" in run else None
+                won_back = run["won_back"][number] if run.get("won_back") else None
                 lines.append(key | {"tokens": tokens, "loss": loss, "won_back": won_back})
         return lines
 
@@ -238,20 +249,24 @@ def _costs(results: Results) -> Table:
     for length in (0, *_lengths(results)):
         for method in _methods(results, length):
             runs = _select(results, method, length)
-            before, after = (shown([run["losses"][number] for run in runs], 4) for number in (0, -1))
+            # Before training all seeds are the same model.
+            before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
             if not length:
                 rows.append(["-", METHODS[method], before, after, *["-"] * (len(columns) - 4)])
                 continue
+            row = [length, METHODS[method], before, after, f"{runs[0]['cost']:.4f}"]
+            if runs[0]["won_back"] is None:  # folding costs nothing
+                rows.append([*row, *["-"] * (len(columns) - len(row))])
+                continue
             shares = [shown([100 * run["won_back"][number] for run in runs], 1) for number in quarters]
             reached = [run["tokens_to_bar"] for run in runs]
-            until = "not reached" if None in reached else shown(reached, 0)
-            rows.append([length, METHODS[method], before, after, shown([r["cost"] for r in runs], 4), *shares, until])
+            rows.append([*row, *shares, "not reached" if None in reached else shown(reached, 0)])
     return Table("held-out loss [nats a token], and what training wins back of the cost of folding", columns, rows)
 
 
 def _memories(results: Results) -> Table:
-    columns = ["segment [tokens]", "trained", "segments before: 0", "1", "all", "these are"]
-    columns += ["more than one is worth", "interval over texts, worst seed", "segments measured"]
+    columns = ["segment [tokens]", "trained", "0 segments before", "1 before", "the most before", "the most"]
+    columns += ["worth of those beyond the last one", "interval over texts, worst seed", "segments measured"]
     rows = []
     for length in _lengths(results):
         for method in _methods(results, length):

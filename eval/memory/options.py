@@ -52,6 +52,8 @@ class MemoryOptions(Options):
         super().__post_init__()
         if unknown := [name for name in self.memories if name not in MEMORIES]:
             raise ValueError(f"memories {unknown} are not known: choose from {', '.join(MEMORIES)}.")
+        if twice := [name for name in self.memories if list(self.memories).count(name) > 1]:
+            raise ValueError(f"memories names {twice[0]} twice: it would be counted twice; leave one out.")
         if self.segments_held_out <= self.segments_before:
             raise ValueError(
                 f"segments_held_out={self.segments_held_out}: no segment has segments_before={self.segments_before} "

@@ -28,7 +28,7 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..tasks.windows import paired, plan_windows, read_texts, window_losses
 from ..texts import train_tokenizer
-from ..training_runs import read_curve, train_alone
+from ..training_runs import read_curve, remove_checkpoints, train_alone
 from .options import MEMORIES, MemoryOptions
 
 HEAD_DIM = 32
@@ -78,8 +78,9 @@ class Memory(Task[Trained]):
         return {"memory": item.memory, "seed": item.seed}
 
     def measure(self, item: Trained) -> Record:
-        recipe = self.recipe(item)
+        recipe, _ = self.recipe(item), self.held_out  # too short a text is refused before anything is trained
         train_alone(recipe)
+        remove_checkpoints(recipe.output)
         model = AutoModelForCausalLM.from_pretrained(recipe.output).eval()
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         losses_nSL = self.losses(model, 1 if item.memory == "no_memory" else self.options.segments_before + 1)
@@ -204,7 +205,7 @@ class Memory(Task[Trained]):
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
         """`models`, each with its mean loss by segments before, and `against_folded`: how much more it loses than the
-        folded one of its seed on the same segments, each with all of the text before that it was measured with."""
+        folded one of its seed on the same segments, each with as much text before as in training, and with the most."""
         losses = {item: np.array(record["losses"]) for item, record in measured}
         models = []
         for item, record in measured:
@@ -216,11 +217,18 @@ class Memory(Task[Trained]):
                     "loss_by_segments_before": losses[item].mean(0).tolist(),
                     "by_position": record["by_position"],
                     "validation": [point["loss"] for point in record["curve"]],
-                    "against_folded": None if folded is None else float((losses[item][:, -1] - folded[:, -1]).mean()),
+                    "against_folded": None if folded is None else self._against(losses[item], folded),
                     "segments_measured": len(losses[item]),
                 }
             )
         return {"models": models, "seeds": self.options.seeds, "memories": list(self.options.memories)}
+
+    def _against(self, losses_nS: np.ndarray, folded_nS: np.ndarray) -> list[float]:
+        trained = min(self.options.segments - 1, folded_nS.shape[1] - 1)
+        return [
+            float((losses_nS[:, min(before, losses_nS.shape[1] - 1)] - folded_nS[:, before]).mean())
+            for before in (trained, folded_nS.shape[1] - 1)
+        ]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return [
@@ -234,14 +242,17 @@ class Memory(Task[Trained]):
         """A line a memory, with the numbers of segments before that are powers of two."""
         most = results["segments_before"]
         shown_at = [0, *(2**n for n in range(most.bit_length()) if 2**n < most), most]
-        columns = ["memory", "parameters", *(f"{before} before" for before in shown_at), "more than folded"]
+        trained = min(results["segments"] - 1, most)  # as much text before as the models were trained with
+        columns = ["memory", "parameters", *(f"{before} before" for before in shown_at)]
+        columns += [f"more than folded, {before} before" for before in (trained, most)]
         rows: list[list[Any]] = []
         for memory in results["memories"]:
             models = _select(results, memory)
             curves = [model["loss_by_segments_before"] for model in models]
             cells = [shown([curve[at] for curve in curves], 4) if at < len(curves[0]) else "-" for at in shown_at]
-            more = [model["against_folded"] for model in models]
-            rows.append([MEMORIES[memory], f"{models[0]['parameters']:,}", *cells, shown(more, 4)])
+            more = [model["against_folded"] or [None, None] for model in models]
+            against = [shown([values[which] for values in more], 4) for which in (0, 1)]
+            rows.append([MEMORIES[memory], f"{models[0]['parameters']:,}", *cells, *against])
         counted = results["models"][0]["segments_measured"]
         return [Table(f"loss of the same {counted:,} segments by the segments before [nats a token]", columns, rows)]
 

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
-from condense.training.data.fact_kinds import KINDS
+from condense.training.data.fact_kinds import KINDS, guess_accuracy
 from condense.training.data.facts import FactsTask
 from condense.training.data.generated import read_sentences
 from condense.training.recipe import Source
@@ -78,11 +79,15 @@ class Facts(Grid):
         return {"correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        return super().summarise(measured) | {"kinds": list(self.options.kinds)}
+        guesses = {kind: guess_accuracy(kind, self.options.num_facts) for kind in self.options.kinds}
+        return super().summarise(measured) | {"kinds": list(self.options.kinds), "guesses": guesses}
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """One per model: the accuracy by kind and length, of all kinds together, and the bytes of the state."""
+        """One per model: the accuracy by kind and length, of all kinds together, and the bytes of the state.
+
+        Beside it the accuracy of a reader who says the last word of the right sort, whatever the question is.
+        """
         lengths, tables = results["lengths"], []
         for model in results["models"]:
             name = model["name"]
@@ -91,13 +96,14 @@ class Facts(Grid):
             rows = [
                 [
                     label,
+                    f"{100 * fmean(results['guesses'][kind] for kind in kinds):.1f}",
                     *(_share(cell for cell in cells if cell["length"] == n and cell["kind"] in kinds) for n in lengths),
                 ]
                 for label, kinds in [*by_kind, ("all", results["kinds"])]
             ]
             held = [max(cell["state_bytes"] for cell in cells if cell["length"] == length) for length in lengths]
-            rows.append(["state [KiB]", *(f"{num_bytes / 1024:,.1f}" for num_bytes in held)])
-            columns = ["kind", *(f"{length:,} tokens" for length in lengths)]
+            rows.append(["state [KiB]", "-", *(f"{num_bytes / 1024:,.1f}" for num_bytes in held)])
+            columns = ["kind", "the last such word", *(f"{length:,} tokens" for length in lengths)]
             tables.append(Table(f"{name}: % of right answers (95 % interval)", columns, rows))
         return tables
 

@@ -137,7 +137,7 @@ class FactsOptions(Options):
     lengths: Annotated[
         Sequence[int],
         Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
-    ] = (1024, 65536, 2**20)
+    ] = (1024, 8192, 65536)
     kinds: Annotated[
         Sequence[str], Option("Kinds of questions, with commas between them.", spelling=NAMES, may_change=True)
     ] = tuple(KINDS)

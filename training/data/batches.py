@@ -87,8 +87,10 @@ class ValidationBatches(Dataset):
     """The sequences to validate with in micro-batches, all as long as the longest stage: losses of all stages compare.
 
     `source_names` has the names of several sources, for a loss of each; it is empty where there is one, or where
-    packed sequences mix them. A micro-batch has sequences of one source. Generated texts come one by one: the
-    answers of texts of unequal lengths lie far apart, and the accuracy needs all logits from the first one on.
+    packed sequences mix them. A micro-batch has sequences of one source. With `equal_lengths`, for ZeRO-3,
+    sequences come one by one: of unequal micro-batches, ranks would use the head unequally often. So do texts
+    that are generated, whose answers lie far apart where lengths differ: the accuracy needs all logits from the first
+    one on.
     """
 
     def __init__(self, recipe: Recipe, examples: Examples, equal_lengths: bool = False):
@@ -97,7 +99,7 @@ class ValidationBatches(Dataset):
         self.equal_lengths = equal_lengths
         self.total_length = max(stage.total_length for stage in recipe.stages)
         self.source_names = evaluated_sources(recipe)
-        rows = 1 if isinstance(recipe.data, GeneratedData) else recipe.micro_batch
+        rows = 1 if equal_lengths or isinstance(recipe.data, GeneratedData) else recipe.micro_batch
         self.numbers = [  # of the sequences of each micro-batch
             of_source[first : first + rows]
             for of_source in self._by_source()

@@ -78,7 +78,9 @@ class CurriculumBatches(Dataset):
                 f"{self.curriculum.last_segments} "
                 f"segments of {segment_length} tokens on each of {world_size} ranks: allow at least {longest}."
             )
-        # Texts that do not fit the longest length are refused before the first step, and of the shortest one with it.
+        # Texts that do not fit the first length or the last are refused before the first step.
+        shortest = self.curriculum.first_segments * segment_length
+        task.training_batch(1, shortest, self.background, np.random.default_rng(recipe.seed))
         task.example(longest // world_size, 1.0, self.background, np.random.default_rng(recipe.seed))
 
     def __len__(self) -> int:

@@ -221,6 +221,21 @@ def tell(kind: str, most_facts: int, generator: np.random.Generator) -> Story:
     return make(generator, int(generator.integers(least, min(most_facts, most or most_facts) + 1)))
 
 
+def guess(story: Story) -> str | None:
+    """What a reader says who tracks nothing: the last word of the answer's kind that the question does not name."""
+    (alike,) = (words for words in (PEOPLE, PLACES, THINGS) if story.answer in words)
+    said = " ".join(story.facts).replace(".", "").split()
+    named = story.question.replace("?", "").split()
+    return next((word for word in reversed(said) if word in alike and word not in named), None)
+
+
+def guess_accuracy(kind: str, most_facts: int, stories: int = 1000) -> float:
+    """The share of stories of a kind in which `guess` is right."""
+    generator = np.random.default_rng(0)
+    told = [tell(kind, most_facts, generator) for _ in range(stories)]
+    return sum(guess(story) == story.answer for story in told) / stories
+
+
 def all_texts() -> list[str]:
     """Texts with all words of all stories."""
     templates = [*TEMPLATES, QUESTION, *QUESTIONS]

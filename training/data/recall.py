@@ -100,6 +100,8 @@ class RecallTask:
         question = self._encode(QUESTIONS[form].format(place=place, owner=owner))
         self.answer_length = len(self._encode(_spaced(answer)))
         self.frame_length = len(self.preamble) + len(question) + self.answer_length
+        asked = len(self._encode(ASKED.format(place=place, owner=owner)))
+        self.least_predictable = len(self.preamble) - 1 + len(question) - asked  # tokens of a text without filler
         self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
 
     def _tokenize(self, text: str) -> list[int]:
@@ -132,18 +134,27 @@ class RecallTask:
     def _num_overwritten(self, pairs: int) -> int:
         return math.ceil(self.overwritten * pairs)
 
-    def check_length(self, num_tokens: int) -> None:
-        """Raises `ValueError` where a text with all pairs needs more tokens."""
-        if self.length(self.pairs) > num_tokens:
-            most = self._most_pairs(num_tokens)
+    def _filler_for(self, background: int) -> int:
+        """Tokens of filler that a text needs for `background` labels; the first one can't be predicted."""
+        lacking = background - self.least_predictable
+        return lacking + 1 if lacking > 0 else 0
+
+    def check_length(self, num_tokens: int, background: int = 0) -> None:
+        """Raises `ValueError` where a text with all pairs and `background` labels needs more tokens."""
+        filler = self._filler_for(background)
+        needed = self.length(self.pairs) + filler
+        if needed > num_tokens:
+            most = self._most_pairs(num_tokens, background)
+            labelled = f" with background={background}" if filler else ""
             remedy = f"allow more, or set pairs={most} or less" if most else "allow more"
             raise ValueError(
-                f"pairs={self.pairs} of the form {self.form} need {self.length(self.pairs)} tokens and {num_tokens} "
-                f"are allowed: {remedy}."
+                f"pairs={self.pairs} of the form {self.form}{labelled} need {needed} tokens and {num_tokens} are "
+                f"allowed: {remedy}."
             )
 
-    def _most_pairs(self, num_tokens: int) -> int:
-        return next((pairs for pairs in range(self.pairs, 0, -1) if self.length(pairs) <= num_tokens), 0)
+    def _most_pairs(self, num_tokens: int, background: int) -> int:
+        room = num_tokens - self._filler_for(background)
+        return next((pairs for pairs in range(self.pairs, 0, -1) if self.length(pairs) <= room), 0)
 
     def batch(self, num_rows: int, num_tokens: int, generator: np.random.Generator) -> Questions:
         """Prompts with exactly `pairs` keys and with answers, of together exactly `num_tokens` tokens.
@@ -162,7 +173,7 @@ class RecallTask:
         the sentences with keys and the question up to its key, which are random. Raises `ValueError` where a text has
         no room for one key.
         """
-        rows = [self._training_row(num_tokens, generator) for _ in range(num_rows)]
+        rows = [self._training_row(num_tokens, background, generator) for _ in range(num_rows)]
         questions = _stack(rows)
         input_ids = torch.cat([questions.prompt_ids_BN, questions.answer_ids_BA], dim=1)
         labels = np.stack([_labels(row, background, generator) for row in rows])
@@ -173,16 +184,16 @@ class RecallTask:
 
         Raises `ValueError` where all pairs do not fit into `total_length` tokens.
         """
-        self.check_length(total_length)
+        self.check_length(total_length, background)
         pairs = int(generator.integers(1, self.pairs + 1))
-        least = max(self.length(pairs), math.ceil(shortest * total_length))
+        least = max(self.length(pairs) + self._filler_for(background), math.ceil(shortest * total_length))
         row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator)
         return Example(np.append(row.prompt, row.answer), _labels(row, background, generator))
 
-    def _training_row(self, num_tokens: int, generator: np.random.Generator) -> _Row:
-        most = self._most_pairs(num_tokens)
+    def _training_row(self, num_tokens: int, background: int, generator: np.random.Generator) -> _Row:
+        most = self._most_pairs(num_tokens, background)
         if not most:
-            self.check_length(num_tokens)
+            self.check_length(num_tokens, background)
         return self._row(int(generator.integers(1, most + 1)), num_tokens, generator)
 
     def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator) -> _Row:
@@ -245,10 +256,7 @@ def _stack(rows: list[_Row]) -> Questions:
 def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
     """Labels [N + A]: the answer, and `background` tokens that can be predicted."""
     known = np.flatnonzero(row.predictable)
-    if background > len(known):
-        raise ValueError(
-            f"background={background} and the text has {len(known)} tokens that can be predicted: lower it."
-        )
+    assert background <= len(known)
     labels = np.full(len(row.prompt) + len(row.answer), IGNORE_INDEX)
     labelled = generator.choice(known, background, replace=False)
     labels[labelled] = row.prompt[labelled]

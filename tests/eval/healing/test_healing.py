@@ -79,7 +79,10 @@ def test_every_method_is_trained_from_the_same_checkpoint(start, studied):
     for found in results["runs"]:
         if found["method"] != "stock":
             assert found["cost"] == pytest.approx(cost, rel=1e-2)
-            assert found["won_back"][-1] == pytest.approx((found["losses"][0] - found["losses"][-1]) / found["cost"])
+            control = next(run for run in results["runs"] if (run["method"], run["seed"]) == ("stock", found["seed"]))
+            left = found["losses"][-1] - min(results["stock_loss"], control["losses"][-1])
+            assert found["won_back"][-1] == pytest.approx(1 - left / found["cost"])
+            assert found["won_back"][0] == 0
     assert results["tokens"] == [0, 68, 136, 204, 272]
 
 
@@ -106,6 +109,18 @@ def test_files(studied, monkeypatch):
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
     monkeypatch.setattr("condense.eval.healing.study.train_alone", pytest.fail)
     assert run(Healing(options, output), output)["runs"] == results["runs"]
+
+
+def test_folding_that_costs_nothing(studied):
+    """Nothing can be won back: dashes, not shares of nothing."""
+    options, output, _ = studied
+    task = Healing(options, output)
+    curve = [{"step": step, "loss": 2.0} for step in range(5)]
+    memory = {"by_before": [2.0, 2.0, 2.0], "further": 0.0, "further_low": 0.0, "further_high": 0.0, "segments": 4}
+    measured = [(item, {"curve": curve, "memory": memory}) for item in task.items()]
+    results = task.summarise(measured) | {"seeds": 2}
+    assert results["runs"][1]["won_back"] is None
+    assert Healing.tables(results)[0].rows[1][4:] == ["0.0000", "-", "-", "-", "-"]
 
 
 def test_what_further_segments_are_worth():
@@ -140,6 +155,8 @@ def test_tokens_to_the_bar():
         ({"segment_lengths": (4, 6)}, "segments of 6 tokens: texts of 17 tokens have fewer than four"),
         ({"text": "a.txt"}, "--text and --held-out belong together"),
         ({"steps": 1}, "steps=1: pass 2 or more"),
+        ({"methods": ("stock",)}, "name one that trains a folded model"),
+        ({"methods": ("full", "full")}, "names full twice"),
     ],
 )
 def test_refusals(changed, message):

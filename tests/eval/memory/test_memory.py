@@ -16,7 +16,7 @@ from condense.eval.memory.study import Memory, Trained
 from condense.eval.runner import run
 from condense.training.sample_data import story
 
-SMALL = {"segment_length": 8, "segments": 4, "segments_before": 3, "segments_held_out": 9, "width": 32, "layers": 1}
+SMALL = {"segment_length": 8, "segments": 3, "segments_before": 3, "segments_held_out": 9, "width": 32, "layers": 1}
 SMALL |= {"vocab_size": 300, "batch": 2, "steps": 2, "seeds": 1}
 
 
@@ -80,10 +80,11 @@ def test_losses_are_those_of_a_naive_loop(compared, memory):
 def test_differences_from_the_folded_model(compared):
     _, _, results = compared
     folded = results["models"][0]
-    assert folded["memory"] == "folded" and folded["against_folded"] == 0
+    assert folded["memory"] == "folded" and folded["against_folded"] == [0, 0]
     for other in results["models"]:
-        difference = other["loss_by_segments_before"][-1] - folded["loss_by_segments_before"][-1]
-        assert other["against_folded"] == pytest.approx(difference, abs=1e-4)
+        ends = other["loss_by_segments_before"]
+        expected = [ends[min(before, len(ends) - 1)] - folded["loss_by_segments_before"][before] for before in (2, 3)]
+        assert other["against_folded"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_files(compared, monkeypatch):
@@ -91,7 +92,7 @@ def test_files(compared, monkeypatch):
     for ending in ("json", "csv", "png", "svg"):
         assert (output / f"memory.{ending}").stat().st_size > 100
     (table,) = Memory.tables(json.loads((output / "memory.json").read_text()))
-    assert table.columns[2:-1] == ["0 before", "1 before", "2 before", "3 before"]
+    assert table.columns[2:-2] == ["0 before", "1 before", "2 before", "3 before"]
     assert len(table.rows) == len(MEMORIES) and all(len(row) == len(table.columns) for row in table.rows)
     monkeypatch.setattr("condense.eval.memory.study.train_alone", pytest.fail)
     assert run(Memory(options, output), output)["models"] == results["models"]
@@ -109,6 +110,7 @@ def test_the_fold_is_loaded_with_its_segments(compared):
         ({"memories": ("folded", "magic")}, r"\['magic'\] are not known: choose from folded"),
         ({"segments_held_out": 5, "segments_before": 5}, "no segment has segments_before=5 before it"),
         ({"width": 40}, "width=40: heads are 32 wide"),
+        ({"memories": ("folded", "folded")}, "names folded twice"),
     ],
 )
 def test_refusals(changed, message):
@@ -117,7 +119,8 @@ def test_refusals(changed, message):
 
 
 def test_too_short_a_held_out_text(compared, tmp_path):
-    options, output, _ = compared
+    options, _, _ = compared
     longer = MemoryOptions(**{**options.__dict__, "segments_held_out": 10**6})
     with pytest.raises(ValueError, match="need 8,000,001: pass more text"):
-        _ = Memory(longer, output).held_out
+        run(Memory(longer, tmp_path / "out"), tmp_path / "out")
+    assert not (tmp_path / "out" / "models").exists()  # before anything is trained

@@ -89,3 +89,10 @@ def test_the_sources_of_the_second_finetuning_have_losses_of_their_own():
     two = "evaluation={sources: [{files: a.txt}, {files: b.txt}]}"
     assert evaluated_sources(load_recipe("passkey_pretrain_1b", [two])) == ["a", "b"]
     assert evaluated_sources(load_recipe("passkey_pretrain_1b", [two, "data.fit=pack", "micro_batch=1"])) == []
+
+
+def test_zero_3_validates_sequences_one_by_one():
+    """The last micro-batch would be smaller than the others, and its rank would gather the head less often."""
+    fields = ["micro_batch=2", "evaluation.sequences=3"]
+    batches = ValidationBatches(load_recipe("passkey_pretrain_1b", fields), Sources(), equal_lengths=True)
+    assert [len(batches[index]["input_ids"]) for index in range(len(batches))] == [1, 1, 1]

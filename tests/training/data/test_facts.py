@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from condense.training.data.background import Background, sentences_of
-from condense.training.data.fact_kinds import ANSWERS, KINDS, all_texts, tell
+from condense.training.data.fact_kinds import ANSWERS, KINDS, Story, all_texts, guess, guess_accuracy, tell
 from condense.training.data.facts import FactsTask
 from condense.training.data.generated import GeneratedExamples, make_generated_task
 from condense.training.data.passkey import FILLER
@@ -220,3 +220,14 @@ def test_mistakes_are_named(task, tokenizer, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="empty document"):
         make_generated_task(FactsData(task="facts", sources=[{"files": str(tmp_path / "empty.txt")}]), tokenizer)
+
+
+def test_a_guess_is_the_last_word_of_the_right_sort():
+    """By hand; and over many stories it is right far more often than one of nine places would be."""
+    story = Story(["Odile walks to the attic.", "Bruno walks to the tower."], "Where is Odile?", "attic")
+    assert guess(story) == "tower"
+    before = Story(
+        ["Odile walks to the attic.", "Odile walks to the tower."], "Where was it before the tower?", "attic"
+    )
+    assert guess(before) == "attic"
+    assert 0.4 < guess_accuracy("one_fact", 6) < 0.65 and guess_accuracy("one_fact", 1) == 1

@@ -146,8 +146,13 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="need 202 tokens and 27 are allowed: allow more"):
         task.training_batch(1, 27, 2, generator)
     assert task.training_batch(1, 28, 2, generator)["input_ids"].shape == (1, 28)
-    with pytest.raises(ValueError, match="background=16 and the text has 15 tokens"):
-        RecallTask(TOKENIZER, 1).training_batch(1, 28, 16, generator)
+    one = RecallTask(TOKENIZER, 1)  # 15 tokens of a text without filler can be predicted
+    assert one.training_batch(1, 28, 15, generator)["labels"].ne(-100).sum() == 16
+    with pytest.raises(ValueError, match="pairs=1 of the form single with background=16 need 30 tokens and 29"):
+        one.training_batch(1, 29, 16, generator)
+    for seed in range(30):
+        batch = one.training_batch(1, 30, 16, np.random.default_rng(seed))
+        assert batch["labels"].ne(-100).sum() == 17
 
 
 @pytest.mark.parametrize(

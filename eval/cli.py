@@ -8,6 +8,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
@@ -157,20 +158,12 @@ def run_ablation(options: AblationOptions, output: Path, name: str) -> None:
         show(found, shown_by(f"ablation_{name}"), output)
 
 
-def run_healing(options: HealingOptions, output: Path) -> None:
-    """Trains the runs of the study, and prints its tables."""
-    from .healing.study import Healing
+def run_study(path: str, options: Options, output: Path) -> None:
+    """Runs the study whose class is at `path`, which is imported here since that loads torch."""
     from .runner import run
 
-    show(run(Healing(options, output), output), Healing, output)
-
-
-def run_memory(options: MemoryOptions, output: Path) -> None:
-    """Trains the models of the comparison, and prints its table."""
-    from .memory.study import Memory
-    from .runner import run
-
-    show(run(Memory(options, output), output), Memory, output)
+    study = resolve_name(path)
+    show(run(study(options, output), output), study, output)
 
 
 def run_profile(options: ProfileOptions, output: Path) -> None:
@@ -215,8 +208,8 @@ recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
-healing = command(HealingOptions, run_healing, "eval healing")
-memory = command(MemoryOptions, run_memory, "eval memory")
+healing = command(HealingOptions, partial(run_study, "condense.eval.healing.study:Healing"), "eval healing")
+memory = command(MemoryOptions, partial(run_study, "condense.eval.memory.study:Memory"), "eval memory")
 attention = command(
     AttentionOptions, lambda options, output: run_task("attention", options, output, "attention_mass"), "attention"
 )

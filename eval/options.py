@@ -6,7 +6,7 @@ constructor of the dataclass, which checks the ranges), and the settings that a 
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -28,7 +28,8 @@ class Option:
     """What the annotation of a field says beside its type.
 
     `flags` are the names on the command line where they differ from the field's name. `may_change`: a measurement that
-    was stopped may resume with another value. `check` raises `ValueError` for a wrong value.
+    was stopped may resume with another value. `choices`: the values that a list may hold. `check` raises `ValueError`
+    for a wrong value.
     """
 
     help: str = ""
@@ -36,19 +37,30 @@ class Option:
     min: int | None = None
     spelling: Spelling | None = None
     may_change: bool = False
+    choices: Collection[str] = ()
     check: Callable[[Any], None] | None = None
 
 
 class Options:
-    """The base of dataclasses of options. Raises `ValueError` for a value outside its range."""
+    """The base of dataclasses of options. Raises `ValueError` for a value outside its range or twice in a list."""
 
     def __post_init__(self) -> None:
         for name, field in described(type(self)).items():
-            value, low = getattr(self, name), field.option.min
-            if low is not None and value is not None and not low <= value < math.inf:
-                raise ValueError(f"{name}={value}: pass {low} or more.")
-            if field.option.check is not None:
-                field.option.check(value)
+            option, value = field.option, getattr(self, name)
+            if option.min is not None and value is not None and not option.min <= value < math.inf:
+                raise ValueError(f"{name}={value}: pass {option.min} or more.")
+            if option.spelling is not None and isinstance(value, Sequence):
+                _check_list(name, list(value), option, option.spelling)
+            if option.check is not None:
+                option.check(value)
+
+
+def _check_list(name: str, values: list[Any], option: Option, spelling: Spelling) -> None:
+    """Raises `ValueError` for a value that is no choice, and for one that would be measured or counted twice."""
+    if unknown := [value for value in values if option.choices and value not in option.choices]:
+        raise ValueError(f"{name} {unknown} are not known: choose from {', '.join(option.choices)}.")
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise ValueError(f"{name}={spelling.write(values)} names {spelling.write(twice[:1])} twice: leave one out.")
 
 
 Chosen = TypeVar("Chosen", bound=Options)
@@ -133,13 +145,6 @@ def numbers(text: str) -> list[int]:
         if not number.strip().isdecimal() or int(number) == 0:
             raise ValueError(f"{text!r}: {part!r} is no positive whole number; write 2048,4096 or 2k,4k,1m.")
         found.append(int(number) * factor)
-    return distinct(found, text)
-
-
-def distinct(found: list[Any], text: str) -> list[Any]:
-    """The list as it is. Raises `ValueError` where it holds a value twice, which would be measured or counted twice."""
-    if twice := [item for item in found if found.count(item) > 1]:
-        raise ValueError(f"{text!r} names {twice[0]:g} twice: leave one out.")
     return found
 
 
@@ -153,14 +158,14 @@ def percentages(text: str) -> list[float]:
             found.append(-1.0)
         if not 0 <= found[-1] <= 100:
             raise ValueError(f"{text!r}: {part!r} is no percentage; write 0,25,100.")
-    return [value / 100 for value in distinct(found, text)]
+    return [value / 100 for value in found]
 
 
 def indices(text: str) -> list[int]:
     """The whole numbers of `0,2,5`. Raises `ValueError` for other text."""
     if wrong := [part for part in text.split(",") if not part.strip().isdecimal()]:
         raise ValueError(f"{text!r}: {wrong[0]!r} is no whole number; write 0,2,5.")
-    return distinct([int(part) for part in text.split(",")], text)
+    return [int(part) for part in text.split(",")]
 
 
 def number_or_all(text: str) -> int | None:

@@ -33,7 +33,10 @@ class HealingOptions(Options):
         Sequence[int], Option("Tokens of a segment.", flags=("--segments",), spelling=NUMBERS, may_change=True)
     ] = (32, 64, 128)
     methods: Annotated[
-        Sequence[str], Option(f"Of {', '.join(METHODS)}; stock is always run.", spelling=NAMES, may_change=True)
+        Sequence[str],
+        Option(
+            f"Of {', '.join(METHODS)}; stock is always run.", spelling=NAMES, choices=tuple(METHODS), may_change=True
+        ),
     ] = tuple(METHODS)
     total_length: Annotated[int, Option("Tokens of a text.", flags=("--length",), min=2)] = 512
     batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
@@ -48,10 +51,6 @@ class HealingOptions(Options):
         super().__post_init__()
         if (self.text is None) != (self.held_out is None):
             raise ValueError("--text and --held-out belong together: pass both, or none for the model's own samples.")
-        if unknown := [name for name in self.methods if name not in METHODS]:
-            raise ValueError(f"methods {unknown} are not known: choose from {', '.join(METHODS)}.")
-        if twice := [name for name in self.methods if list(self.methods).count(name) > 1]:
-            raise ValueError(f"methods names {twice[0]} twice: it would be counted twice; leave one out.")
         if set(self.methods) <= {"stock"}:
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model; stock is always run.")
         if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:

@@ -64,7 +64,8 @@ class Healing(Task[Run]):
 
     def settings(self) -> dict[str, Any]:
         described = load_evaluated(self.options.model).describe()
-        texts = [] if self.options.text is None else [_content(self.options.text), _content(self.options.held_out)]
+        files = [path for path in (self.options.text, self.options.held_out) if path is not None]
+        texts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
         model = {name: described[name] for name in ("name", "parameters", "weights")}
         return stored(self.options) | {"model": model, "texts": texts}
 
@@ -83,7 +84,7 @@ class Healing(Task[Run]):
         """The recipe of a run, which `condense train` could run too."""
         options, steps = self.options, self.options.steps
         is_stock, is_lora = item.method == "stock", item.method == "lora"
-        kind = {"kind": "stock"} if is_stock else {"kind": "condense", "segment_length": item.segment_length}
+        model = {"kind": "stock"} if is_stock else {"kind": "condense", "segment_length": item.segment_length}
         prepared = self.output / "prepared"
         evaluation: dict[str, Any] = {"every": max(1, steps // VALIDATIONS), "sequences": options.sequences}
         data: dict[str, Any] = {"task": "samples", "prepared": prepared}
@@ -92,7 +93,7 @@ class Healing(Task[Run]):
             evaluation["sources"] = [{"files": str(options.held_out)}]
         learning_rate = options.lora_learning_rate if is_lora else options.learning_rate
         fields = {
-            "model": {"source": options.model, **kind},
+            "model": {"source": options.model, **model},
             "objective": {"kind": "distill" if item.method in ("distill", "lora") else "next_token"},
             "output": self.output / "runs" / item.folder,
             "data": data,
@@ -220,11 +221,6 @@ def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | N
         if before < BAR <= after:
             return start + (end - start) * (BAR - before) / (after - before)
     return None
-
-
-def _content(path: Path | None) -> str:
-    assert path is not None
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _lengths(results: Results) -> list[int]:

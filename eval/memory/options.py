@@ -31,9 +31,10 @@ class MemoryOptions(Options):
         Sequence[str], Option("Files or glob patterns to train on; repeat it for several.", may_change=True)
     ]
     held_out: Annotated[Sequence[str], Option("Files or glob patterns to evaluate on.", may_change=True)]
-    memories: Annotated[Sequence[str], Option(f"Of {', '.join(MEMORIES)}.", spelling=NAMES, may_change=True)] = tuple(
-        MEMORIES
-    )
+    memories: Annotated[
+        Sequence[str],
+        Option(f"Of {', '.join(MEMORIES)}.", spelling=NAMES, choices=tuple(MEMORIES), may_change=True),
+    ] = tuple(MEMORIES)
     segment_length: Annotated[int, Option("Tokens of a segment.", flags=("--segment",), min=2)] = 64
     segments: Annotated[int, Option("Segments of a text in training.", min=2)] = 16
     segments_before: Annotated[int, Option("Segments before a segment in the evaluation, at most.", min=2)] = 63
@@ -50,10 +51,6 @@ class MemoryOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown := [name for name in self.memories if name not in MEMORIES]:
-            raise ValueError(f"memories {unknown} are not known: choose from {', '.join(MEMORIES)}.")
-        if twice := [name for name in self.memories if list(self.memories).count(name) > 1]:
-            raise ValueError(f"memories names {twice[0]} twice: it would be counted twice; leave one out.")
         if self.segments_held_out <= self.segments_before:
             raise ValueError(
                 f"segments_held_out={self.segments_held_out}: no segment has segments_before={self.segments_before} "

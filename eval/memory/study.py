@@ -1,7 +1,7 @@
 """Models that differ in their memory alone, and what it is worth to them: loss by the segments before, on novels.
 
-All have the same parameters, the same first weights and the same batches of each seed. A model without memory reads the
-same tokens segment by segment.
+All have the same parameters and, with the same seed, the same first weights and the same batches; but the model without
+memory trains on as many tokens with every segment as a text of its own.
 """
 
 import hashlib
@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from condense import CondenseForCausalLM
 from condense.files import atomic_folder
@@ -109,8 +116,6 @@ class Memory(Task[Trained]):
     @cached_property
     def held_out(self) -> torch.Tensor:
         """The token ids [N] of the held-out text: whole segments and one token."""
-        from transformers import AutoTokenizer
-
         most = self.options.segments_held_out * self.options.segment_length + 1
         tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
         ids = torch.cat(read_texts(tokenizer, self.options.held_out, most))
@@ -135,10 +140,8 @@ class Memory(Task[Trained]):
 
     def start(self, item: Trained) -> Path:
         """A checkpoint with random weights: those of a seed are the same in all models."""
-        from transformers import AutoTokenizer
-
-        kinds = {"transformer_xl": "transformer_xl", "sliding_window": "sliding_window"}
-        path = self.inputs / f"start-{kinds.get(item.memory, 'llama')}-{item.seed}"
+        kind = item.memory if item.memory in ("transformer_xl", "sliding_window") else "llama"
+        path = self.inputs / f"start-{kind}-{item.seed}"
         with FileLock(self.inputs / ".start-lock"):
             if path.exists():
                 return path
@@ -172,16 +175,16 @@ class Memory(Task[Trained]):
     def recipe(self, item: Trained) -> Recipe:
         """The recipe of a model, which `condense train` could run too."""
         options, memory, steps = self.options, item.memory, self.options.steps
-        kind: dict[str, Any] = {"kind": "condense", "segment_length": options.segment_length}
+        model: dict[str, Any] = {"kind": "condense", "segment_length": options.segment_length}
         if memory in ("sliding_window", "full_attention"):
-            kind = {"kind": "stock"}
+            model = {"kind": "stock"}
         elif memory.startswith("folded_"):
-            kind["bptt_segments"] = int(memory.removeprefix("folded_"))
+            model["bptt_segments"] = int(memory.removeprefix("folded_"))
         # Without memory, the segments of a text are texts of their own.
         texts = options.segments if memory == "no_memory" else 1
         length, batch = options.segments * options.segment_length // texts, options.batch * texts
         fields = {
-            "model": {"source": str(self.start(item)), **kind},
+            "model": {"source": str(self.start(item)), **model},
             "output": self.output / "models" / item.folder,
             "data": {
                 "task": "text", "sources": [{"files": files} for files in options.text], "fit": "cut",

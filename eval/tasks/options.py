@@ -24,7 +24,6 @@ from ..options import (
     SegmentLength,
     Spelling,
     TextField,
-    distinct,
     numbers,
 )
 
@@ -37,10 +36,18 @@ SEGMENTS = (2, 4, 6)  # those of figure 10
 
 def _lengths_or_0(text: str) -> list[int]:
     """As `numbers`, with 0 for no length."""
-    return distinct([0 if part.strip() == "0" else numbers(part)[0] for part in text.split(",")], text)
+    return [0 if part.strip() == "0" else numbers(part)[0] for part in text.split(",")]
 
 
 LENGTHS_OR_0 = Spelling(_lengths_or_0, NUMBERS.write)
+Lengths = Annotated[
+    Sequence[int],
+    Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
+]
+NumPrompts = Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)]
+PromptSeed = Annotated[int, Option("Seed of the prompts.", min=0)]
+# Answers do not depend on the implementation of attention, but for rounding: a resumed grid may have another.
+AnyAttention = Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)]
 BadDocuments = Literal["refuse", "skip"]
 LongestTrained = Annotated[
     int | None,
@@ -58,24 +65,17 @@ class PasskeyOptions(Options):
 
     models: Models
     chat: Chat = ()
-    lengths: Annotated[
-        Sequence[int],
-        Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
-    ] = LENGTHS
+    lengths: Lengths = LENGTHS
     depths: Annotated[Sequence[float], Option("Percentages of the text before the key.", spelling=PERCENTAGES)] = DEPTHS
-    num_prompts: Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)] = 20
+    num_prompts: NumPrompts = 20
     num_keys: Annotated[int, Option("Keys in a text, one of which is asked for.", flags=("--keys",), min=1)] = 1
     num_digits: Annotated[int, Option("Digits of a key.", flags=("--digits",), min=1)] = 4
-    seed: Annotated[int, Option("Seed of the prompts.")] = 0
+    seed: PromptSeed = 0
     longest_trained: LongestTrained = None
     ranks: Ranks = 1
     device_map: DeviceMap = None
     dtype: Dtype = "auto"
-    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_distinct(self, "lengths", "depths")
+    attention: AnyAttention = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,27 +106,19 @@ class RecallOptions(Options):
     ] = ("single",)
     values: Annotated[int, Option("Values of a key, in the form multi_value.", min=1)] = 2
     overwritten: Annotated[float, Option("Share of keys with another value later, in the form overwritten.")] = 0.5
-    num_prompts: Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)] = 100
-    seed: Annotated[int, Option("Seed of the prompts.", min=0)] = 0
+    num_prompts: NumPrompts = 100
+    seed: PromptSeed = 0
     ranks: Ranks = 1
     device_map: DeviceMap = None
     dtype: Dtype = "auto"
-    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)] = "auto"
+    attention: AnyAttention = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_distinct(self, "pairs", "lengths", "forms")
         from condense.training.data.recall import FORMS  # loads torch, which a command without work does not need
 
         if unknown := [form for form in self.forms if form not in FORMS]:
             raise ValueError(f"there is no form {unknown[0]!r}: choose from {', '.join(FORMS)}.")
-
-
-def _check_distinct(options: Options, *names: str) -> None:
-    for name in names:
-        values = getattr(options, name)
-        if len(set(values)) < len(values):
-            raise ValueError(f"{name}={list(values)} names a cell of the grid twice: it would be counted twice.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +126,7 @@ class FactsOptions(Options):
     """Questions about facts in long text, by length and kind."""
 
     models: Models
-    lengths: Annotated[
-        Sequence[int],
-        Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
-    ] = (1024, 8192, 65536)
+    lengths: Lengths = (1024, 8192, 65536)
     kinds: Annotated[
         Sequence[str], Option("Kinds of questions, with commas between them.", spelling=NAMES, may_change=True)
     ] = tuple(KINDS)
@@ -147,18 +136,17 @@ class FactsOptions(Options):
     ] = ()
     text_field: TextField = "text"
     num_facts: Annotated[int, Option("Facts in a text, at most.", flags=("--facts",), min=1)] = 6
-    num_prompts: Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)] = 100
-    seed: Annotated[int, Option("Seed of the prompts.", min=0)] = 0
+    num_prompts: NumPrompts = 100
+    seed: PromptSeed = 0
     longest_trained: LongestTrained = None
     ranks: Ranks = 1
     device_map: DeviceMap = None
     dtype: Dtype = "auto"
-    attention: Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)] = "auto"
+    attention: AnyAttention = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_kinds(self.kinds, self.num_facts)
-        _check_distinct(self, "lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +171,12 @@ class PerplexityOptions(Options):
     ] = 2**16
     curves: Annotated[
         Sequence[str],
-        Option("Curves, with commas between them; a stock model has the last one.", spelling=NAMES, may_change=True),
+        Option(
+            "Curves, with commas between them; a stock model has the last one.",
+            spelling=NAMES,
+            choices=CURVES,
+            may_change=True,
+        ),
     ] = CURVES
     batch_size: Annotated[int, Option("Windows in a batch.", flags=("--batch",), min=1)] = 8
     ranks: Ranks = 1

@@ -153,7 +153,7 @@ def test_mistakes_are_named(tokenizer, tmp_path):
         FactsOptions(models=[], kinds=("tow_facts",))
     with pytest.raises(ValueError, match="facts=1, and the kind 'three_facts' needs 3"):
         FactsOptions(models=[], num_facts=1, kinds=("three_facts",))
-    with pytest.raises(ValueError, match="names a cell of the grid twice"):
+    with pytest.raises(ValueError, match="names 100 twice"):
         FactsOptions(models=[], lengths=(100, 100))
     with pytest.raises(ValueError, match="names no file"):
         cells_of(evaluated, lengths=[200], data=[str(tmp_path / "*.txt")])

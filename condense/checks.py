@@ -179,6 +179,16 @@ def real_tokens(attention_mask: torch.Tensor | None, num_columns: int) -> torch.
     return None if attention_mask is None else attention_mask[:, -num_columns:].bool().cpu()
 
 
+def check_full_attention(config, num_tokens: int, reader: str) -> None:
+    """Raises `ValueError` for a text with more tokens than `reader`, a stock model, has positions for."""
+    known = config.max_position_embeddings
+    if num_tokens > known:
+        raise ValueError(
+            f"{reader} reads texts of up to {num_tokens:,} tokens with full attention, and its config.json has "
+            f"max_position_embeddings={known:,}: take shorter texts, or another model."
+        )
+
+
 def check_tokenizer(config, tokenizer) -> None:
     """Raises `ValueError` if a tokenizer has ids for which the model has no embedding."""
     if len(tokenizer) > config.vocab_size:

@@ -14,7 +14,7 @@ def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> in
     """Rows [B, N] whose whole answer the model gives, each token as the likeliest one after those before it.
 
     Greedy decoding gives the same, one token at a time. A row's labels are `background` tokens of its text, then its
-    answer.
+    answer; of several answers, all must be right.
     """
     labels_BN = batch["labels"]
     starts = [int(labels_N.ne(IGNORE_INDEX).nonzero()[background]) for labels_N in labels_BN]

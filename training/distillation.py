@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from condense import loading, to_stock
+from condense.checks import check_full_attention
 from condense.configuration import IGNORE_INDEX
 from condense.families import FAMILIES
 from condense.loss import MAX_LOGITS
@@ -71,12 +72,13 @@ class Distillation(ObjectiveKind):
     def check_zero_3(self) -> None:
         raise ValueError("objective.kind=distill computes logits of whole weights beside the model: use ZeRO-2.")
 
-    def check_model(self, config: Any, tokenizer: Any) -> None:
+    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
         if self.teacher is None:
             if config.depth is not None:
                 raise ValueError(
                     "a model with a depth block has no stock model of the same weights: name an objective.teacher."
                 )
+            check_full_attention(config, longest, "the teacher, the stock model of the same weights,")
             return
         teacher = loading.load_config(AutoConfig, self.teacher)
         if hasattr(teacher, "segment_length"):
@@ -89,6 +91,7 @@ class Distillation(ObjectiveKind):
                 f"objective.teacher={self.teacher!r} is of type {teacher.model_type!r}: name a model of one of the "
                 f"types {', '.join(FAMILIES)}."
             )
+        check_full_attention(teacher, longest, f"objective.teacher={self.teacher!r}")
         if loading.load_tokenizer(self.teacher, teacher).get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"objective.teacher={self.teacher!r} has another tokenizer than the model: name a teacher of the same "

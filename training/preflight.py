@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from condense.checks import check_attention
+from condense.checks import check_attention, check_full_attention
 from condense.files import check_output_folder
 
 from .adapters import check_targets
@@ -31,7 +31,9 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     config = recipe.model.load_config()
     if deepspeed and deepspeed["zero_optimization"]["stage"] == 3:
         check_zero_3(recipe, config.vocab_size)
-    recipe.objective.check_model(config, recipe.model.load_tokenizer(config))
+    check_samples(recipe, config)
+    longest = recipe.longest_text(getattr(config, "segment_length", 1))  # a stock model has stages
+    recipe.objective.check_model(config, recipe.model.load_tokenizer(config), longest)
     model = recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     if recipe.lora:
         check_targets(model, recipe.lora)
@@ -69,12 +71,17 @@ def check_prepared(recipe: Recipe) -> None:
         check_output_folder(Path(recipe.data.prepared))
 
 
+def check_samples(recipe: Recipe, config: Any) -> None:
+    """Raises `ValueError` for texts that are longer than those that the model can write."""
+    if isinstance(recipe.data, SampleData):
+        check_full_attention(config, recipe.longest_text(), f"model={recipe.model.source!r} writes its texts and")
+
+
 def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
     """Raises `ValueError` for a run in which ranks would use the weights unequally often."""
     if recipe.curriculum:
         raise ValueError("a curriculum gives ranks texts of unequal lengths, which ZeRO-3 can't run: use ZeRO-2.")
-    assert recipe.stages is not None
-    tokens = recipe.micro_batch * max(stage.total_length for stage in recipe.stages)
+    tokens = recipe.micro_batch * recipe.longest_text()
     equal_lengths = recipe.data.task == "text" and recipe.data.fit == "cut"
     recipe.model.check_zero_3(tokens, vocab_size, equal_lengths)
     recipe.objective.check_zero_3()

@@ -3,7 +3,7 @@
 import os
 
 from .data.tasks import make_examples
-from .preflight import check_former_recipe, check_prepared
+from .preflight import check_former_recipe, check_prepared, check_samples
 from .recipe import DocumentData, Recipe, SampleData
 
 
@@ -20,9 +20,11 @@ def prepare(recipe: Recipe, num_workers: int) -> None:
     A preparation that was stopped resumes. Raises `ValueError` for documents that can't be read, or are too few.
     """
     if not isinstance(recipe.data, (DocumentData, SampleData)):
-        print(f"data.task={recipe.data.task} reads no documents: there is nothing to prepare", flush=True)
+        print(f"data.task={recipe.data.task} makes its texts in training: there is nothing to prepare", flush=True)
         return
     check_former_recipe(recipe.model.source)
     check_prepared(recipe)
-    tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
+    config = recipe.model.load_config()
+    check_samples(recipe, config)
+    tokenizer = recipe.model.load_tokenizer(config)
     make_examples(recipe, tokenizer, num_workers)

@@ -214,6 +214,11 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
         (["objective.teacher=GPT"], "is of type 'gpt2': name a model of one of the types llama"),
         (["objective.teacher=OTHER"], "has another tokenizer than the model"),
         (["objective.teacher=DEEP", "objective.hidden_weight=1"], "has 3 layers of width 16 where the model has 2"),
+        (["objective.teacher=SHORT"], "SHORT' reads texts of up to .* max_position_embeddings=16: take shorter texts"),
+        (
+            ["model.source=SHORT"],
+            "the stock model of the same weights, reads texts of up to .* max_position_embeddings=16",
+        ),
         (["model.source=HYBRID"], "a model with a depth block has no stock model of the same weights"),
     ],
 )
@@ -228,6 +233,9 @@ def test_refusals_come_before_the_weights(folder, options, words, tmp_path, monk
         name = "WIDE" if "WIDE" in str(options) else "DEEP"
         shutil.copytree(start, tmp_path / name)
         LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    if "SHORT" in str(options):
+        shutil.copytree(start, tmp_path / "SHORT")
+        LlamaConfig.from_pretrained(start, max_position_embeddings=16).save_pretrained(tmp_path / "SHORT")
     if "GPT" in str(options):
         GPT2Config(vocab_size=60).save_pretrained(tmp_path / "GPT")
     if "OTHER" in str(options):

@@ -92,7 +92,7 @@ def test_the_curriculum_trains_on_facts(folder, tmp_path):
 def test_validation_counts_answers(folder, tmp_path, capsys):
     recipe = load_recipe(
         folder / "recipe.yaml",
-        [f"output={tmp_path}", "stages=[{total_length: 60, steps: 4}]", "global_batch=8", "evaluation={sequences: 16}"],
+        [f"output={tmp_path}", "stages=[{total_length: 60, steps: 8}]", "global_batch=8", "evaluation={sequences: 48}"],
     )
     train.train(recipe)
     line = log_lines(tmp_path, "eval_loss")[-1]
@@ -100,12 +100,12 @@ def test_validation_counts_answers(folder, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     _, held_out = make_examples(recipe, tokenizer)
     right = 0
-    for number in range(16):
+    for number in range(48):
         (example,) = held_out.sequence(number, 60)
         ids = torch.from_numpy(example.input_ids)
         right += int(model.generate(ids[None, :-1], max_new_tokens=1, do_sample=False)[0, -1] == ids[-1])
-    assert line["eval_facts_accuracy"] == right / 16
-    assert f"facts accuracy {right / 16:.1%}" in capsys.readouterr().out
+    assert 0 < right < 48 and line["eval_facts_accuracy"] == right / 48  # a constant place is right now and then
+    assert f"facts accuracy {right / 48:.1%}" in capsys.readouterr().out
 
 
 def test_recipes_that_do_not_fit_are_refused(folder, tmp_path):

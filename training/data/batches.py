@@ -97,7 +97,7 @@ class ValidationBatches(Dataset):
         assert recipe.evaluation is not None and recipe.stages is not None
         self.examples, self.num_sequences = examples, recipe.evaluation.sequences
         self.equal_lengths = equal_lengths
-        self.total_length = max(stage.total_length for stage in recipe.stages)
+        self.total_length = recipe.longest_text()
         self.source_names = evaluated_sources(recipe)
         rows = 1 if equal_lengths or isinstance(recipe.data, GeneratedData) else recipe.micro_batch
         self.numbers = [  # of the sequences of each micro-batch

@@ -69,6 +69,6 @@ def make_generated_task(data: GeneratedData, tokenizer: Any) -> GeneratedTask:
     if isinstance(data, FactsData):
         return FactsTask(tokenizer, data.kinds, data.facts, read_sentences(data.sources) if data.sources else None)
     if isinstance(data, RecallData):
-        return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten)
+        return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten, data.questions)
     assert isinstance(data, PasskeyData)
     return PasskeyTask(tokenizer, data.num_keys, data.num_digits)

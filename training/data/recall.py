@@ -62,23 +62,37 @@ class Questions:
     answers: list[list[str]]  # the words of each answer
 
 
+# Roles of tokens: a model can know what comes next, or it can't, or the token belongs to an answer.
+KNOWN, RANDOM, ANSWER = range(3)
+
+
 class _Row(NamedTuple):
-    prompt: np.ndarray  # [N]
-    predictable: np.ndarray  # [N], whether a model can know the token before it is there
-    answer: list[int]
+    """A text that ends with its last answer: token ids and roles [N + A], and the words of that answer."""
+
+    input_ids: np.ndarray
+    role: np.ndarray
     words: list[str]
 
 
 class RecallTask:
     """Makes texts of exactly a given number of tokens with sentences at random places between those of the filler."""
 
-    def __init__(self, tokenizer: Any, pairs: int, form: str = "single", values: int = 2, overwritten: float = 0.5):
+    def __init__(
+        self,
+        tokenizer: Any,
+        pairs: int,
+        form: str = "single",
+        values: int = 2,
+        overwritten: float = 0.5,
+        questions: int = 1,
+    ):
         """`pairs` are the keys in a text, at most in a text to train on; a key counts once, also with the `values` of
         the form `multi_value`. In the form `overwritten` this share of the keys, rounded up, has another value later.
+        `questions` are those of a text to train on, each about another key; texts with fewer keys ask about all.
 
         Raises `ValueError` for more pairs or values than there are, and for a tokenizer without the words.
         """
-        self.tokenizer, self.pairs, self.form = tokenizer, pairs, form
+        self.tokenizer, self.pairs, self.form, self.num_questions = tokenizer, pairs, form, questions
         self.num_values, self.overwritten = values, overwritten
         if form not in FORMS:
             raise ValueError(f"there is no form={form!r}: choose from {', '.join(FORMS)}.")
@@ -98,7 +112,9 @@ class RecallTask:
         self.filler, self.filler_lengths = np.concatenate(filler), [len(sentence) for sentence in filler]
         (place, owner), answer = self.keys[0], self.words[: values if form == "multi_value" else 1]
         question = self._encode(QUESTIONS[form].format(place=place, owner=owner))
+        self.stop = np.array(self._encode("."))  # after an answer, before the next question
         self.answer_length = len(self._encode(_spaced(answer)))
+        self.question_length = len(question) + self.answer_length + len(self.stop)
         self.frame_length = len(self.preamble) + len(question) + self.answer_length
         asked = len(self._encode(ASKED.format(place=place, owner=owner)))
         self.least_predictable = len(self.preamble) - 1 + len(question) - asked  # tokens of a text without filler
@@ -123,9 +139,10 @@ class RecallTask:
             by_length[len(self._encode(" " + word))].append(word)
         return max(by_length.values(), key=len)
 
-    def length(self, pairs: int) -> int:
-        """Tokens of a text with this number of keys and without filler, answer included."""
-        return self.frame_length + self._num_sentences(pairs) * self.sentence_length
+    def length(self, pairs: int, questions: int = 1) -> int:
+        """Tokens of a text with this number of keys and without filler, answers included."""
+        more = (min(questions, pairs) - 1) * self.question_length
+        return self.frame_length + self._num_sentences(pairs) * self.sentence_length + more
 
     def _num_sentences(self, pairs: int) -> int:
         more = {"single": 0, "multi_value": (self.num_values - 1) * pairs, "overwritten": self._num_overwritten(pairs)}
@@ -139,22 +156,23 @@ class RecallTask:
         lacking = background - self.least_predictable
         return lacking + 1 if lacking > 0 else 0
 
-    def check_length(self, num_tokens: int, background: int = 0) -> None:
+    def check_length(self, num_tokens: int, background: int = 0, questions: int = 1) -> None:
         """Raises `ValueError` where a text with all pairs and `background` labels needs more tokens."""
         filler = self._filler_for(background)
-        needed = self.length(self.pairs) + filler
+        needed = self.length(self.pairs, questions) + filler
         if needed > num_tokens:
-            most = self._most_pairs(num_tokens, background)
+            most = self._most_pairs(num_tokens, background, questions)
+            asked = f" with questions={questions}" if questions > 1 else ""
             labelled = f" with background={background}" if filler else ""
             remedy = f"allow more, or set pairs={most} or less" if most else "allow more"
             raise ValueError(
-                f"pairs={self.pairs} of the form {self.form}{labelled} need {needed} tokens and {num_tokens} are "
-                f"allowed: {remedy}."
+                f"pairs={self.pairs} of the form {self.form}{asked}{labelled} need {needed} tokens and {num_tokens} "
+                f"are allowed: {remedy}."
             )
 
-    def _most_pairs(self, num_tokens: int, background: int) -> int:
+    def _most_pairs(self, num_tokens: int, background: int, questions: int) -> int:
         room = num_tokens - self._filler_for(background)
-        return next((pairs for pairs in range(self.pairs, 0, -1) if self.length(pairs) <= room), 0)
+        return next((pairs for pairs in range(self.pairs, 0, -1) if self.length(pairs, questions) <= room), 0)
 
     def batch(self, num_rows: int, num_tokens: int, generator: np.random.Generator) -> Questions:
         """Prompts with exactly `pairs` keys and with answers, of together exactly `num_tokens` tokens.
@@ -162,69 +180,78 @@ class RecallTask:
         `length(pairs)` tokens leave no filler. Raises `ValueError` where the pairs do not fit.
         """
         self.check_length(num_tokens)
-        return _stack([self._row(self.pairs, num_tokens, generator) for _ in range(num_rows)])
+        rows = [self._row(self.pairs, num_tokens, generator, num_questions=1) for _ in range(num_rows)]
+        ids_BT = torch.from_numpy(np.stack([row.input_ids for row in rows]))
+        return Questions(
+            ids_BT[:, : -self.answer_length], ids_BT[:, -self.answer_length :], [row.words for row in rows]
+        )
 
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` [B, num_tokens]: the answer's tokens, and `background` other tokens a row.
+        """`input_ids` and `labels` [B, num_tokens]: the answers' tokens, and `background` tokens before them in a row.
 
         A row has 1 to `pairs` keys, or to the most that it has room for, all equally likely. The background excludes
         the sentences with keys and the question up to its key, which are random. Raises `ValueError` where a text has
         no room for one key.
         """
         rows = [self._training_row(num_tokens, background, generator) for _ in range(num_rows)]
-        questions = _stack(rows)
-        input_ids = torch.cat([questions.prompt_ids_BN, questions.answer_ids_BA], dim=1)
-        labels = np.stack([_labels(row, background, generator) for row in rows])
-        return {"input_ids": input_ids, "labels": torch.from_numpy(labels)}
+        return {
+            "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
+            "labels": torch.from_numpy(np.stack([_labels(row, background, generator) for row in rows])),
+        }
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
-        """A text with its answer and labels as in a training batch, of any length from `shortest` of the total on.
+        """A text with its answers and labels as in a training batch, of any length from `shortest` of the total on.
 
         Raises `ValueError` where all pairs do not fit into `total_length` tokens.
         """
-        self.check_length(total_length, background)
+        self.check_length(total_length, background, self.num_questions)
         pairs = int(generator.integers(1, self.pairs + 1))
-        least = max(self.length(pairs) + self._filler_for(background), math.ceil(shortest * total_length))
-        row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator)
-        return Example(np.append(row.prompt, row.answer), _labels(row, background, generator))
+        needed = self.length(pairs, self.num_questions) + self._filler_for(background)
+        least = max(needed, math.ceil(shortest * total_length))
+        row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator, self.num_questions)
+        return Example(row.input_ids, _labels(row, background, generator))
 
     def _training_row(self, num_tokens: int, background: int, generator: np.random.Generator) -> _Row:
-        most = self._most_pairs(num_tokens, background)
+        most = self._most_pairs(num_tokens, background, self.num_questions)
         if not most:
-            self.check_length(num_tokens, background)
-        return self._row(int(generator.integers(1, most + 1)), num_tokens, generator)
+            self.check_length(num_tokens, background, self.num_questions)
+        return self._row(int(generator.integers(1, most + 1)), num_tokens, generator, self.num_questions)
 
-    def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator) -> _Row:
+    def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator, num_questions: int) -> _Row:
         counts = np.full(pairs, self.num_values if self.form == "multi_value" else 1)
         if self.form == "overwritten":
             counts[: self._num_overwritten(pairs)] = 2  # the keys are in no order
         keys = [self.keys[number] for number in generator.choice(len(self.keys), pairs, replace=False)]
         values = [generator.choice(self.words, count, replace=False).tolist() for count in counts]
-        asked = int(generator.integers(pairs))
         sentences, said = list[list[int]](), [iter(of_key) for of_key in values]
         for which in generator.permutation(np.repeat(np.arange(pairs), counts)):
             place, owner = keys[which]
             sentences.append(self._encode(SENTENCE.format(place=place, owner=owner, value=next(said[which]))))
-        place, owner = keys[asked]
-        question = self._encode(QUESTIONS[self.form].format(place=place, owner=owner))
-        surprise = len(self._encode(ASKED.format(place=place, owner=owner)))
-        words = values[asked] if self.form == "multi_value" else values[asked][-1:]
-        answer = self._encode(_spaced(words))
-        room = num_tokens - len(self.preamble) - sum(map(len, sentences)) - len(question) - len(answer)
-        if room < 0 or len(answer) != self.answer_length:
+        pieces = [(self.preamble, KNOWN)]
+        pieces += self._between(sentences, num_tokens - self.length(pairs, num_questions), generator)
+        tail, words = KNOWN, list[str]()  # after an answer, nothing is background
+        for asked in generator.choice(pairs, min(num_questions, pairs), replace=False):
+            if words:
+                pieces.append((self.stop, RANDOM))
+            place, owner = keys[asked]
+            question = np.array(self._encode(QUESTIONS[self.form].format(place=place, owner=owner)))
+            surprise = len(self._encode(ASKED.format(place=place, owner=owner)))
+            words = values[asked] if self.form == "multi_value" else values[asked][-1:]
+            answer = np.array(self._encode(_spaced(words)))
+            pieces += [(question[:surprise], RANDOM), (question[surprise:], tail), (answer, ANSWER)]
+            tail = RANDOM
+        ids = np.concatenate([ids for ids, _ in pieces])
+        if len(ids) != num_tokens or len(answer) != self.answer_length:
             raise ValueError("this tokenizer splits sentences of equally long words into unequal numbers of tokens.")
-        pieces = [(self.preamble, True), *self._between(sentences, room, generator)]
-        pieces += [(np.array(question[:surprise]), False), (np.array(question[surprise:]), True)]
-        prompt = np.concatenate([ids for ids, _ in pieces])
-        predictable = np.repeat([known for _, known in pieces], [len(ids) for ids, _ in pieces])
-        predictable[0] = False  # nothing comes before it
-        return _Row(prompt, predictable, answer, words)
+        role = np.repeat([role for _, role in pieces], [len(ids) for ids, _ in pieces])
+        role[0] = RANDOM  # nothing comes before it
+        return _Row(ids, role, words)
 
     def _between(
         self, sentences: list[list[int]], room: int, generator: np.random.Generator
-    ) -> list[tuple[np.ndarray, bool]]:
+    ) -> list[tuple[np.ndarray, int]]:
         """The sentences, each in a gap of `room` tokens of filler, whose first sentence is cut to fit exactly.
 
         Those that meet in one gap keep their order.
@@ -235,9 +262,9 @@ class RecallTask:
         gaps = np.append(0, ends[ends > 0])
         places = np.sort(gaps[generator.integers(0, len(gaps), len(sentences))])
         first, *others = np.split(filler, places)
-        pieces = [(first[:1], False), (first[1:], True)]  # where the filler is cut is random
+        pieces = [(first[:1], RANDOM), (first[1:], KNOWN)]  # where the filler is cut is random
         for ids, after in zip(sentences, others, strict=True):
-            pieces += [(np.array(ids), False), (after, True)]
+            pieces += [(np.array(ids), RANDOM), (after, KNOWN)]
         return pieces
 
 
@@ -245,20 +272,11 @@ def _spaced(words: list[str]) -> str:
     return "".join(f" {word}" for word in words)
 
 
-def _stack(rows: list[_Row]) -> Questions:
-    return Questions(
-        torch.from_numpy(np.stack([row.prompt for row in rows])),
-        torch.tensor([row.answer for row in rows]),
-        [row.words for row in rows],
-    )
-
-
 def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
-    """Labels [N + A]: the answer, and `background` tokens that can be predicted."""
-    known = np.flatnonzero(row.predictable)
+    """Labels [N + A]: the answers, and `background` tokens that can be known."""
+    known = np.flatnonzero(row.role == KNOWN)
     assert background <= len(known)
-    labels = np.full(len(row.prompt) + len(row.answer), IGNORE_INDEX)
-    labelled = generator.choice(known, background, replace=False)
-    labels[labelled] = row.prompt[labelled]
-    labels[len(row.prompt) :] = row.answer
+    labelled = np.append(generator.choice(known, background, replace=False), np.flatnonzero(row.role == ANSWER))
+    labels = np.full(len(row.input_ids), IGNORE_INDEX)
+    labels[labelled] = row.input_ids[labelled]
     return labels

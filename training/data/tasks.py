@@ -44,7 +44,7 @@ def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Exam
 def sampled_examples(recipe: Recipe, data: SampleData, tokenizer) -> tuple[Examples, Examples | None]:
     """The model's own texts; the first ones are held out for the evaluation."""
     assert recipe.stages is not None and recipe.global_batch is not None
-    longest = max(stage.total_length for stage in recipe.stages)
+    longest = recipe.longest_text()
     tokens = sum(stage.steps * recipe.global_batch * stage.total_length for stage in recipe.stages)
     num_texts = data.texts or -(-tokens // longest)
     num_held_out = recipe.evaluation.sequences if recipe.evaluation else 0
@@ -62,7 +62,7 @@ class DocumentTask:
     ):
         assert recipe.stages is not None and recipe.global_batch is not None
         self.recipe, self.data, self.tokenizer, self.num_workers = recipe, data, tokenizer, num_workers
-        self.longest = max(stage.total_length for stage in recipe.stages)
+        self.longest = recipe.longest_text()
         self.asked = {stage.total_length: 0 for stage in recipe.stages}  # sequences of each length
         for stage in recipe.stages:
             self.asked[stage.total_length] += stage.steps * recipe.global_batch

@@ -156,6 +156,12 @@ class Recipe(Section):
     def steps(self) -> int:
         return self.curriculum.steps if self.curriculum else sum(stage.steps for stage in self.stages or ())
 
+    def longest_text(self, segment_length: int = 1) -> int:
+        """Tokens of the longest text; a curriculum counts in segments."""
+        if self.curriculum:
+            return self.curriculum.last_segments * segment_length
+        return max(stage.total_length for stage in self.stages or ())
+
     @property
     def decay_steps(self) -> int:
         return self.optimizer.decay_steps or self.steps - self.optimizer.warmup_steps

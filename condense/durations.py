@@ -12,6 +12,10 @@ chunk without padding.
 """
 
 import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -57,6 +61,84 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
             f"the duration of token {token} in row {row} is {durations_BN[row, token].item()}: durations must be "
             "finite and not negative."
         )
+
+
+# The duration of each generated token, or a function from the generation step, counted from 0, to one for all texts or
+# one for each text, [B].
+NewTokenDuration = float | Callable[[int], Any]
+
+
+def durations_for_generation(
+    arguments: Mapping[str, Any], num_texts: int, rows_per_text: int, is_assistant: bool = False
+) -> dict[str, Any]:
+    """The arguments `durations` [B * rows_per_text, N], on the host, and `new_token_duration`, a function from the
+    generation step to the durations [B] of its tokens. Nothing where `generate` has been given neither.
+
+    `arguments` are those that `generate` has prepared: beams are rows already. The prompt of an assistant also has
+    tokens that were generated: only there it may be longer than its durations. Raises `ValueError` for durations that
+    do not fit the prompt, and for wrong durations of the first step.
+    """
+    durations, new = arguments.get("durations"), arguments.get("new_token_duration")
+    if durations is None and new is None:
+        return {}
+    columns = arguments["attention_mask"] if arguments.get("attention_mask") is not None else arguments["position_ids"]
+    num_columns = columns.shape[1]
+    if durations is None:
+        durations = torch.ones(num_texts * rows_per_text, num_columns)
+    if not isinstance(durations, torch.Tensor):
+        raise ValueError(f"durations is a {type(durations).__name__}: pass a tensor [texts, tokens] for the prompt.")
+    if is_assistant:
+        num_columns = min(num_columns, durations.shape[-1])
+    # In the terms of the caller, who knows no rows of beams.
+    check_durations(durations[::rows_per_text], (num_texts, num_columns))
+    if new is not None and not isinstance(new, Real) and not callable(new):
+        raise ValueError(
+            f"new_token_duration is a {type(new).__name__}: pass a number, or a function from the generation step to "
+            "a number or a tensor [texts]."
+        )
+    durations_of_step = partial(_durations_of_step, 1.0 if new is None else new, num_texts, durations.dtype)
+    durations_of_step(0)
+    return {"durations": durations.cpu(), "new_token_duration": durations_of_step}
+
+
+def _durations_of_step(new: NewTokenDuration, num_texts: int, dtype: torch.dtype, step: int) -> torch.Tensor:
+    """[B]; raises `ValueError` unless they are finite, not negative, and one for all texts or for each."""
+    found = new(step) if callable(new) else new
+    try:
+        durations_B = torch.as_tensor(found, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"new_token_duration gives {found!r} at step {step}: a number or a tensor is needed."
+        ) from None
+    if durations_B.dim() == 0:
+        durations_B = durations_B.expand(num_texts)
+    if durations_B.shape != (num_texts,):
+        raise ValueError(
+            f"new_token_duration gives shape {tuple(durations_B.shape)} at step {step}: a number is needed, or one for "
+            f"each text, ({num_texts},)."
+        )
+    if not bool((torch.isfinite(durations_B) & (durations_B >= 0)).all()):
+        raise ValueError(
+            f"new_token_duration gives {durations_B.tolist()} at step {step}: durations must be finite and not "
+            "negative."
+        )
+    return durations_B
+
+
+def durations_of_columns(
+    durations_RP: torch.Tensor, new_token_duration: Callable[[int], torch.Tensor], seen: int, num_columns: int
+) -> torch.Tensor:
+    """The durations [R, num_columns] of the columns after those `seen`: of the prompt, P of them, and of new tokens.
+
+    `new_token_duration` gives those of texts, each of which has as many rows.
+    """
+    num_rows, num_prompt = durations_RP.shape
+    end = seen + num_columns
+    parts = [durations_RP[:, seen:end]]
+    for step in range(max(seen - num_prompt, 0), end - num_prompt):
+        durations_B = new_token_duration(step)
+        parts.append(durations_B.repeat_interleave(num_rows // len(durations_B))[:, None])
+    return torch.cat(parts, dim=1)
 
 
 class Timeline:

@@ -22,7 +22,7 @@ from .call import Call
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .control import check_control_of_prompt, control_of_columns, zero_control
-from .durations import Timeline
+from .durations import Timeline, durations_for_generation, durations_of_columns
 from .evaluations import EvaluationCounts
 from .execution import EXECUTORS, schedule_for
 from .execution.cuda_graph import can_decode, decode
@@ -384,9 +384,21 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         return output
 
     def prepare_inputs_for_generation(
-        self, input_ids, next_sequence_length=None, past_key_values=None, is_first_iteration=False, **kwargs
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        is_first_iteration=False,
+        new_token_duration: Any = None,
+        **kwargs,
     ):
-        """As in transformers. The first call of assisted decoding also leaves out the tokens that the cache has."""
+        """As in transformers. The first call of assisted decoding also leaves out the tokens that the cache has.
+
+        `generate` takes `new_token_duration` beside the arguments of `forward`: the duration of each generated token, 1
+        by default, or a function from the generation step, counted from 0, to one duration for all texts or one for
+        each, [B]. It depends on the step alone: drafts of assisted decoding ask for a step several times. `durations`
+        [B, N] are then those of the prompt, 1 by default; with a cache of an earlier call, of the whole text.
+        """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if is_first_iteration and next_sequence_length is None and 0 < seen < input_ids.shape[1]:
             next_sequence_length = input_ids.shape[1] - seen
@@ -397,10 +409,24 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+        given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         if (control := inputs.get("control")) is not None:
-            given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             inputs["control"] = control_of_columns(control, seen, given.shape[1])
+        if new_token_duration is not None:  # with durations of the prompt: `_prepare_cache_for_generation`
+            inputs["durations"] = durations_of_columns(kwargs["durations"], new_token_duration, seen, given.shape[1])
         return inputs
+
+    def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
+        """As in transformers. Another model, or one of other tokens, drafts without durations."""
+        if not isinstance(assistant_model, CondenseForCausalLM) or assistant_tokenizer is not None:
+            timed = ("durations", "new_token_duration")
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name not in timed}
+        return super()._get_candidate_generator(
+            model_kwargs=model_kwargs,
+            assistant_model=assistant_model,
+            assistant_tokenizer=assistant_tokenizer,
+            **options,
+        )
 
     def _assisted_decoding(self, *arguments, **options):
         try:
@@ -409,7 +435,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             if isinstance(cache := options.get("past_key_values"), FoldedCache):
                 cache.deactivate_past_recording()
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
+    ) -> None:
         if (generation_config.prompt_lookup_num_tokens or 0) > CROP_TOKENS:
             raise ValueError(
                 f"prompt_lookup_num_tokens={generation_config.prompt_lookup_num_tokens}: a FoldedCache can remove the "
@@ -423,7 +451,26 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         if generation_config.use_cache is False:
             raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
         check_control_of_prompt(model_kwargs)
+        rows_per_text = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        timed = durations_for_generation(model_kwargs, batch_size, rows_per_text, generation_config.is_assistant)
+        if timed:
+            _check_timed_generation(generation_config)
+            model_kwargs.update(timed)
         if model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = FoldedCache(self.config)
         if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens
             model_kwargs["past_key_values"].activate_past_recording()
+
+
+def _check_timed_generation(generation_config) -> None:
+    """Raises `ValueError` for options of `generate` that read other tokens than those that durations are given for."""
+    if generation_config.guidance_scale not in (None, 1):
+        raise ValueError(
+            f"guidance_scale={generation_config.guidance_scale} reads a second text, which has no durations: leave it "
+            "out, or durations and new_token_duration."
+        )
+    if generation_config.token_healing:
+        raise ValueError(
+            "token_healing=True changes the end of the prompt, and its durations would no longer fit: leave it out, or "
+            "durations and new_token_duration."
+        )

@@ -114,7 +114,18 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = [name for name in before | now if before.get(name) != now.get(name)]
+    changed = list(_differences("", before, now))
     if changed:
-        was = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
+        was = "; ".join(changed)
         raise ValueError(f"{path} comes from another measurement: {was}. Pass another --output, or delete the file.")
+
+
+def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """The fields that differ, also within objects and lists of equal length: `models.0.dtype was ... and is ...`."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = ({str(place): value for place, value in enumerate(values)} for values in (before, now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        for field in before | now:
+            yield from _differences(f"{name}.{field}" if name else field, before.get(field), now.get(field))
+    elif before != now:
+        yield f"{name} was {before!r} and is {now!r}"

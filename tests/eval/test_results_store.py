@@ -52,3 +52,12 @@ def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ResultsStore(None, {}).get({"a": 1}, lambda: {"value": 1}) == {"value": 1}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_names_the_fields_that_differ_alone(tmp_path):
+    def models(dtype):
+        return {"models": [{"name": "one", "dtype": dtype, "config": {"size": 3}}]}
+
+    ResultsStore(tmp_path / "a.jsonl", models("float32"))
+    with pytest.raises(ValueError, match=r"measurement: models\.0\.dtype was 'float32' and is 'float16'\. Pass"):
+        ResultsStore(tmp_path / "a.jsonl", models("float16"))

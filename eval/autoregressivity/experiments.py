@@ -4,6 +4,7 @@ A name leads to its class without importing it, since that loads torch.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -60,19 +61,31 @@ def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None
 
 
 def ablate_all(output: Path, options: AblationOptions) -> "dict[str, Results]":
-    """Every experiment in turn, and the summary of the properties; results by the name of their files.
+    """Every experiment in turn, and the summary of the properties as soon as all five are measured; results by the name
+    of their files.
 
     Nothing in a process that is not the first of several.
     """
+    properties = _ablate_each(PROPERTIES, output, options)
+    summary = _write_summary(properties, output) if len(properties) == len(PROPERTIES) else None
+    designs = _ablate_each(DESIGNS, output, options)
+    if summary is None:
+        return {}
+    return {f"ablation_{name}": results for name, results in (properties | designs).items()} | {"ablation": summary}
+
+
+def _ablate_each(names: Iterable[str], output: Path, options: AblationOptions) -> "dict[str, Results]":
+    found = {name: ablate(name, output, options) for name in names}
+    return {name: results for name, results in found.items() if results is not None}
+
+
+def _write_summary(properties: "dict[str, Results]", output: Path) -> "Results":
+    """Writes the files of `ablation`, which compares the properties, and returns what the JSON holds."""
     from ..results import write_results
     from .ablation import Summary
     from .pictures import draw_summary
 
-    found = {name: ablate(name, output, options) for name in EXPERIMENTS}
-    known = {name: results for name, results in found.items() if results is not None}
-    if len(known) < len(EXPERIMENTS):
-        return {}
-    summary = Summary.of({name: known[name] for name in PROPERTIES})
+    summary = Summary.of(properties)
     write_results(output / "ablation", summary, summary["rows"])
     draw_summary(summary, output / "ablation")
-    return {f"ablation_{name}": results for name, results in known.items()} | {"ablation": summary}
+    return summary

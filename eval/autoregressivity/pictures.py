@@ -41,6 +41,8 @@ def draw_property(results: dict[str, Any], path: Path) -> None:
             panel.set_ylabel("change of the validation loss [%]" if is_seen else "difference of the Fréchet distance")
             panel.set_title(" and ".join(models), fontsize=10)
             panel.grid(alpha=0.3)
+            if is_seen:
+                panel.plot([], [], color="grey", ls=":", label="at equal operations")
             panel.legend(fontsize=7)
 
 
@@ -73,6 +75,9 @@ def draw_summary(results: dict[str, Any], path: Path) -> None:
             places = [list(PROPERTIES).index(name) + (number - 1) * width for name in names]
             found = [rows[name, model] for name in names]
             panel.bar(places, [100 * row["change"] for row in found], width, color=COLORS[model], label=model)
+            for place, name in enumerate(PROPERTIES):
+                if name not in names:  # not a change of 0
+                    panel.annotate("not seen\nby the loss", (place + (number - 1) * width, 0), ha="center", fontsize=6)
             for at, row in zip(places, found, strict=True):
                 if row["low"] is not None:
                     panel.plot([at, at], [100 * row["low"], 100 * row["high"]], color="black", lw=0.8)

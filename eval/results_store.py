@@ -121,11 +121,18 @@ def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None
 
 
 def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """The fields that differ, also within objects and lists of equal length: `models.0.dtype was ... and is ...`."""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+    """The fields that differ, also within objects and lists of objects: `models.0.dtype was ... and is ...`."""
+    if _holds_objects(before) and _holds_objects(now):
+        if len(before) != len(now):
+            yield f"{name} had {len(before)} items and has {len(now)}"
+            return
         before, now = ({str(place): value for place, value in enumerate(values)} for values in (before, now))
     if isinstance(before, dict) and isinstance(now, dict):
         for field in before | now:
             yield from _differences(f"{name}.{field}" if name else field, before.get(field), now.get(field))
     elif before != now:
         yield f"{name} was {before!r} and is {now!r}"
+
+
+def _holds_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

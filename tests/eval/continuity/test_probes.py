@@ -315,8 +315,11 @@ def test_another_measurement_is_not_gone_on_with(folder, tmp_path, undrawn):
     for options, changed in (
         (["--limit", 2], "limit was 1 and is 2"),
         (["--limit", 1, "--data", tmp_path / "own.json"], "data was"),
-        (["--limit", 1, "--position-anchor", "start"], "models was"),
-        (["--limit", 1, "--model", folder / "folded"], "models was"),
+        (
+            ["--limit", 1, "--position-anchor", "start"],
+            "measurement: models.0.position_anchor was 'end' and is 'start'. Pass",
+        ),
+        (["--limit", 1, "--model", folder / "folded"], "models had 1 items and has 2"),
     ):
         done = asked(*first, *options)
         assert isinstance(done.exception, ValueError) and "comes from another measurement" in str(done.exception)

@@ -201,7 +201,8 @@ def _hash(value: Any) -> str:
 
 
 def _lines(record: Record) -> Iterator[dict[str, Any]]:
-    columns = {f"p({name})": curve for name, curve in record.get("curves", {}).items()}
+    curves = record.get("curves", {}).items()  # of classes, or a distance, which is no probability
+    columns = {name if name == "distance" else f"p({name})": curve for name, curve in curves}
     columns |= {f"token({name})": curve for name, curve in record.get("likely", {}).items()}
     columns |= {name: record[name] for name in ("distance", "same_top", "recall", "found") if name in record}
     for number, factor in enumerate(record["factors"]):

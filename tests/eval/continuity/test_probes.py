@@ -69,7 +69,10 @@ def cells_of(results):
         for record in model["records"]:
             for n, factor in enumerate(record["factors"] if record["valid"] else []):
                 cells = {"model": model["name"], "group": record["group"], "item": record["name"], "factor": factor}
-                cells |= {f"p({name})": curve[n] for name, curve in record.get("curves", {}).items()}
+                watched = dict(record.get("curves", {}))
+                distance = watched.pop("distance", None)  # no probability
+                cells |= {} if distance is None else {"distance": distance[n]}
+                cells |= {f"p({name})": curve[n] for name, curve in watched.items()}
                 cells |= {f"token({name})": curve[n] for name, curve in record.get("likely", {}).items()}
                 for name in ("distance", "same_top", "recall", "found"):
                     cells |= {name: record[name][n]} if name in record else {}
@@ -198,6 +201,13 @@ def test_a_folded_models_own_limits(folder, tmp_path, undrawn):
     assert "a folded model knows rectangles only" in reasons
     assert "a folded model knows no positions but those that durations give" in reasons
     assert set(results["models"][0]["summary"]["rules"]) == {"France, rectangles"}
+
+
+def test_a_probe_that_no_model_can_take_is_named(folder, tmp_path, undrawn, monkeypatch, capsys):
+    monkeypatch.setattr(probes, "PROBES", {name: PROBES[name] for name in ("translation", "memory")})
+    found = probe_all(tmp_path, probe_options(models=[str(folder / "llama")], limit=1))
+    assert set(found) == {"translation"}
+    assert "probe memory is left out: it needs a folded model" in capsys.readouterr().out
 
 
 def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
     """The fields that differ, also within objects and lists of objects: `models.0.dtype was ... and is ...`."""
     if _holds_objects(before) and _holds_objects(now):
         if len(before) != len(now):
-            yield f"{name} had {len(before)} items and has {len(now)}"
+            yield f"the length of {name} was {len(before)} and is {len(now)}"
             return
         before, now = ({str(place): value for place, value in enumerate(values)} for values in (before, now))
     if isinstance(before, dict) and isinstance(now, dict):

@@ -6,6 +6,7 @@ Axes: B rows of a batch, N columns of an input (padding included), n target toke
 """
 
 import copy
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,9 @@ class WrapperForCausalLM(PreTrainedModel, GenerationMixin):
     _supported_generation_modes = [GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE]
 
     @property
+    @abstractmethod
     def bases(self) -> list[Any]:
         """The base models."""
-        raise NotImplementedError
 
     @classmethod
     def around(cls, base: Any, **fields: Any) -> Any:

@@ -27,13 +27,12 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import bootstrap
-from ..tasks.windows import paired, plan_windows, window_losses
+from ..tasks.windows import paired_losses
 from ..training_runs import read_curve, remove_checkpoints, train_alone
 from .options import METHODS, HealingOptions
 
 VALIDATIONS = 16  # of a run, after the one before its first step
 BAR = 0.8  # of the cost: the tokens until so much is won back are in the table
-WINDOWS_AT_ONCE = 64
 COLORS = {"stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green"}
 
 
@@ -190,17 +189,8 @@ def memory_worth(model: Any, texts: Sequence[torch.Tensor], segment_length: int)
     these are worth together: `further`, paired by segment, with a 95 % interval (bootstrap over texts)."""
     sizes = [(len(text) - 1) // segment_length for text in texts]
     num_segments = max(3, (min(sizes) + 1) // 2)
-    windows = plan_windows(texts, num_segments, segment_length)
-    loss_WS = np.concatenate(
-        [
-            window_losses(model, texts, windows[first : first + WINDOWS_AT_ONCE], num_segments, segment_length).mean(-1)
-            for first in range(0, len(windows), WINDOWS_AT_ONCE)
-        ]
-    )
-    counted_WS = paired(windows, num_segments)
-    losses_nS = loss_WS.T[counted_WS.T].reshape(num_segments, -1).T
-    # The windows of the first column end at the segments that are predicted.
-    text_n = np.array([window.text for window in windows])[counted_WS[:, 0]]
+    loss_nSL, text_n = paired_losses(model, texts, num_segments, segment_length)
+    losses_nS = loss_nSL.mean(-1)
     further_n = losses_nS[:, 1] - losses_nS[:, -1]
     by_text = [further_n[text_n == text].mean() for text in sorted(set(text_n))]
     low, high = bootstrap(by_text)

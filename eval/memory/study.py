@@ -33,13 +33,12 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from ..tasks.windows import paired, plan_windows, read_texts, window_losses
+from ..tasks.windows import paired_losses, read_texts
 from ..texts import train_tokenizer
 from ..training_runs import read_curve, remove_checkpoints, train_alone
 from .options import MEMORIES, MemoryOptions
 
 HEAD_DIM = 32
-WINDOWS_AT_ONCE = 16
 COLORS = dict(
     zip(
         MEMORIES,
@@ -102,16 +101,8 @@ class Memory(Task[Trained]):
         """[n, S, L] of the held-out segments that have `segments_before` others before them."""
         options, length = self.options, self.options.segment_length
         first = options.segments_before + 1 - num_segments  # the same segments are predicted by every model
-        texts = [self.held_out[first * length :]]
-        windows = plan_windows(texts, num_segments, length)
-        loss_WSL = np.concatenate(
-            [
-                window_losses(model, texts, windows[start : start + WINDOWS_AT_ONCE], num_segments, length)
-                for start in range(0, len(windows), WINDOWS_AT_ONCE)
-            ]
-        )
-        counted_WS = paired(windows, num_segments)
-        return np.stack([loss_WSL[counted_WS[:, column], column] for column in range(num_segments)], axis=1)
+        losses_nSL, _ = paired_losses(model, [self.held_out[first * length :]], num_segments, length)
+        return losses_nSL
 
     @cached_property
     def held_out(self) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Texts, cut into windows of segments, and the loss of every token in them.
 
-Axes: N tokens of a text, W windows, S segments of a window, L tokens of a segment, V vocabulary.
+Axes: N tokens of a text, W windows, S segments of a window, L tokens of a segment, V vocabulary, n segments
+that are compared.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from condense.prefill import encode
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Source
+
+TOKENS_AT_ONCE = 2**16  # of the windows that are read together
 
 
 class Window(NamedTuple):
@@ -70,6 +73,26 @@ def paired(windows: Sequence[Window], num_segments: int) -> np.ndarray:
     size_W1 = np.array([window.size for window in windows])[:, None]
     before_S = np.arange(num_segments)
     return (first_W1 + before_S >= num_segments - 1) & (before_S < size_W1)
+
+
+def paired_losses(
+    model: Any, texts: Sequence[torch.Tensor], num_segments: int, segment_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the n segments that have windows with every number of segments before them, the losses [n, S, L] with 0 to
+    S - 1 segments before, and the text [n] that each belongs to."""
+    windows = plan_windows(texts, num_segments, segment_length)
+    at_once = max(1, TOKENS_AT_ONCE // (num_segments * segment_length))
+    loss_WSL = np.concatenate(
+        [
+            window_losses(model, texts, windows[first : first + at_once], num_segments, segment_length)
+            for first in range(0, len(windows), at_once)
+        ]
+    )
+    counted_WS = paired(windows, num_segments)
+    loss_nSL = np.stack([loss_WSL[counted_WS[:, column], column] for column in range(num_segments)], axis=1)
+    # The windows of the first column begin at the segments that are predicted.
+    text_W = np.array([window.text for window in windows])
+    return loss_nSL, text_W[counted_WS[:, 0]]
 
 
 def window_losses(

@@ -23,7 +23,7 @@ NAMES = [f"{field}-{depth['solver']}" for field, depth in EVERY]
 N = 13  # in segments of 5
 
 
-def close(actual, expected, tolerance=1e-8):
+def assert_close(actual, expected, tolerance=1e-8):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -46,8 +46,8 @@ def test_equals_the_equations(field, solver, memory_source):
     with torch.no_grad():
         output = model(ids, control=control, durations=durations)
         # The model's rotary tables are float32.
-        close(output.logits[0], reference_logits(model, ids[0], control[0], durations[0]), 1e-4)
-        close(model(ids, control=control[:, 0]).logits[0], reference_logits(model, ids[0], control[0, 0]), 1e-4)
+        assert_close(output.logits[0], reference_logits(model, ids[0], control[0], durations[0]), 1e-4)
+        assert_close(model(ids, control=control[:, 0]).logits[0], reference_logits(model, ids[0], control[0, 0]), 1e-4)
     stages = {"euler": 1, "midpoint": 2, "rk4": 4}[solver]
     assert output.function_evaluations.tolist() == [[2 * stages] * N]
 
@@ -76,7 +76,7 @@ def test_a_cache_continues_where_the_last_call_ended(model, widths, by_token):
         own = control[:, columns] if by_token else control
         parts.append(model(ids[:, columns], control=own, past_key_values=cache))
         start += width
-    close(torch.cat([part.logits for part in parts], 1), expected.logits)
+    assert_close(torch.cat([part.logits for part in parts], 1), expected.logits)
     counts = torch.cat([part.function_evaluations for part in parts], 1)
     assert torch.equal(counts, expected.function_evaluations)
 
@@ -94,9 +94,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_padding(model, side):
     for row, text in enumerate(texts):
         real = mask[row] == 1
         alone = model(text[None], control=control[row, real][None])
-        close(output.logits[row, real], alone.logits[0])
+        assert_close(output.logits[row, real], alone.logits[0])
         assert torch.equal(output.function_evaluations[row, real], alone.function_evaluations[0])
-        close(output_by_text.logits[row, real], model(text[None], control=by_text[row : row + 1]).logits[0])
+        assert_close(output_by_text.logits[row, real], model(text[None], control=by_text[row : row + 1]).logits[0])
 
 
 @torch.no_grad()
@@ -163,12 +163,12 @@ def test_snapshots_and_removed_tokens(model):
     model(ids[:, :6], control=control, past_key_values=cache)
     snapshot = cache.snapshot()
     for _ in range(2):
-        close(model(ids[:, 6:], control=control, past_key_values=cache).logits, expected[:, 6:])
+        assert_close(model(ids[:, 6:], control=control, past_key_values=cache).logits, expected[:, 6:])
         cache.restore(snapshot)
     cache.activate_past_recording()
     model(random_ids(2, 6, seed=9), control=-control, past_key_values=cache)
     cache.crop(-6)  # back across a border of segments
-    close(model(ids[:, 6:], control=control, past_key_values=copy.deepcopy(cache)).logits, expected[:, 6:])
+    assert_close(model(ids[:, 6:], control=control, past_key_values=copy.deepcopy(cache)).logits, expected[:, 6:])
 
 
 @torch.no_grad()
@@ -180,9 +180,9 @@ def test_packed_documents_are_texts_of_their_own(model):
     by_text = model(ids, position_ids=positions, control=control[:, 0])
     for part in (slice(0, 6), slice(6, N)):
         alone = model(ids[:, part], control=control[:, part])
-        close(output.logits[:, part], alone.logits)
-        close(labelled.logits[:, part], alone.logits)
-        close(by_text.logits[:, part], model(ids[:, part], control=control[:, 0]).logits)
+        assert_close(output.logits[:, part], alone.logits)
+        assert_close(labelled.logits[:, part], alone.logits)
+        assert_close(by_text.logits[:, part], model(ids[:, part], control=control[:, 0]).logits)
         for counted in (output, labelled):
             assert torch.equal(counted.function_evaluations[:, part], alone.function_evaluations)
 

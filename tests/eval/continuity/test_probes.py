@@ -329,7 +329,7 @@ def test_another_measurement_is_not_gone_on_with(folder, tmp_path, undrawn):
             ["--limit", 1, "--position-anchor", "start"],
             "measurement: models.0.position_anchor was 'end' and is 'start'. Pass",
         ),
-        (["--limit", 1, "--model", folder / "folded"], "models had 1 items and has 2"),
+        (["--limit", 1, "--model", folder / "folded"], "the length of models was 1 and is 2"),
     ):
         done = asked(*first, *options)
         assert isinstance(done.exception, ValueError) and "comes from another measurement" in str(done.exception)

@@ -6,6 +6,7 @@ from math import sqrt
 import numpy as np
 
 Z = 1.959963984540054  # two-sided 95 %
+RESAMPLED_AT_ONCE = 2**16  # values, which a cache holds
 
 
 def wilson(correct: int, total: int) -> tuple[float, float]:
@@ -24,6 +25,8 @@ def bootstrap(values: Sequence[float], samples: int = 1000, seed: int = 0) -> tu
         raise ValueError("there are no values to take the mean of.")
     observed = np.asarray(values, dtype=np.float64)
     generator = np.random.default_rng(seed)
-    means = [generator.choice(observed, len(observed)).mean() for _ in range(samples)]
-    low, high = np.percentile(means, [2.5, 97.5])
+    most = max(1, RESAMPLED_AT_ONCE // len(observed))
+    sizes = [min(most, samples - first) for first in range(0, samples, most)]
+    means = [generator.choice(observed, (size, len(observed))).mean(axis=1) for size in sizes]
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)

@@ -34,6 +34,14 @@ def test_bootstrap_covers_the_mean_about_as_often_as_it_says():
     assert 0.89 <= covered / 300 <= 0.98
 
 
+@pytest.mark.parametrize("number", [1, 14, 1001])
+def test_bootstrap_is_that_of_one_resample_after_another(number, monkeypatch):
+    monkeypatch.setattr("condense.eval.statistics.RESAMPLED_AT_ONCE", 3000)
+    values, generator = np.random.default_rng(number).random(number), np.random.default_rng(0)
+    means = [generator.choice(values, number).mean() for _ in range(1000)]
+    assert bootstrap(values) == tuple(np.percentile(means, [2.5, 97.5]))
+
+
 def test_bootstrap_by_hand():
     assert bootstrap([2.0, 2.0, 2.0]) == (2.0, 2.0)
     low, high = bootstrap([0.0, 1.0])  # means of 0, 1/2 and 1 with chances of 1/4, 1/2, 1/4

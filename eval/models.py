@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -64,8 +65,10 @@ class InMemory:
 
     def model_of(self, owner: Any, load: Callable[[], Any]) -> Any:
         if self._owner is not owner:
+            former = [] if self._model is None else [weakref.ref(one) for one in self._model.parameters()]
             self._owner = self._model = None  # the former one goes before the next one comes
-            gc.collect()
+            if any(parameter() is not None for parameter in former):  # references in a cycle hold it
+                gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self._model = load()

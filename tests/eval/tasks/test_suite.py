@@ -1,6 +1,7 @@
 """The suite asks what lm-evaluation-harness itself asks, keeps RULER's samples, and never lets a prompt be cut."""
 
 import json
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
 
 import lm_eval
+import wonderwords
 from lm_eval.tasks import TaskManager
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
@@ -30,9 +32,14 @@ NODES = "a node and an edge "
 
 @pytest.fixture(scope="module", autouse=True)
 def without_a_network():
-    """RULER's module asks for nltk's sentence splitter, which essays alone need, from a server."""
+    """RULER's module asks for nltk's sentence splitter, which essays alone need, from a server.
+
+    It also sorts all pairs of an adjective and a noun, for 13 s: there are some words of each here.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nltk.data.find", lambda name: name)
+        words = {name: found[:99] for name, found in wonderwords.RandomWord()._categories.items()}
+        patch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=words))
         yield
 
 

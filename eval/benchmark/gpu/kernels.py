@@ -24,7 +24,6 @@ from .session import Session, build_models
 from .sizes import TINY
 
 SEGMENT = 16
-SEGMENTS = (8, 32)
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH", "Memcpy HtoD")
 
 
@@ -35,17 +34,18 @@ def kernels(session: Session) -> None:
 
 
 def _waits_by_segments(session: Session) -> None:
+    counts = session.sizes.waits_segments
     model = build_models(session, TINY, ["folded"])["folded"]
     for variant in folded_variants([SEGMENT]):
         configure(model, variant)
         for mode, workload in WHOLE_TEXT_WORKLOADS.items():
             warned, traced = [], []
-            for count in SEGMENTS:
+            for count in counts:
                 call = workload(model, random_ids(model, 2, count * SEGMENT))
                 call()  # kernels are loaded and the allocator is filled
                 warned.append(_warnings(session, call))
                 traced.append(_waits(session, call))
-            note = f"{SEGMENTS[0]} segments: {_counts(warned[0])}; {SEGMENTS[1]}: {_counts(warned[1])}"
+            note = f"{counts[0]} segments: {_counts(warned[0])}; {counts[1]}: {_counts(warned[1])}"
             note += f"; trace: {_counts(traced[0])}; {_counts(traced[1])}"
             few, many = (sum(counter.values()) for counter in warned)
             grew = many > few or any(traced[1][name] > traced[0][name] for name in WAITS if name != "Memcpy HtoD")

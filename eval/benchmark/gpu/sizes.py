@@ -13,6 +13,7 @@ class Sizes:
     table_1: dict[str, Any]
     large: dict[str, Any]
     checked: dict[str, tuple[dict[str, Any], int]]  # name: shape, tokens of a segment
+    waits_segments: tuple[int, int]  # of two texts of the tiny shape, whose waits of the host are compared
     segment: int  # of the large shape
     training_segments: tuple[int, ...]  # of the Table I shape
     training_eager: int
@@ -56,6 +57,7 @@ REAL = Sizes(
     table_1=table_1(),
     large=table_1() | {"hidden_size": 2048, "num_hidden_layers": 16},  # Llama-3.2-1B
     checked={"tiny": (TINY, 16), "middle": (MIDDLE, 128)},
+    waits_segments=(8, 32),
     segment=512,
     training_segments=(256, 512),
     training_eager=8192,
@@ -78,6 +80,7 @@ SMOKE = Sizes(
     table_1=REHEARSAL,
     large=REHEARSAL,
     checked={"tiny": (TINY, 16)},
+    waits_segments=(2, 4),
     segment=16,
     training_segments=(16, 32),
     training_eager=128,
@@ -93,6 +96,6 @@ SMOKE = Sizes(
     schedule_lengths=(32, 64),
     schedule_training_lengths=(32,),
     longest_first=32,
-    longest_cap=1024,
+    longest_cap=128,
     repeats=2,
 )

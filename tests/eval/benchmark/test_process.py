@@ -56,14 +56,6 @@ def test_every_call_has_a_process_of_its_own(server):
     assert len(server.call("large")) == 2**22
 
 
-def test_calls_run_in_the_folder_of_the_caller(tmp_path, monkeypatch):
-    """Where a relative path, such as that of snapshots, means the same."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with ForkServer(behave) as elsewhere:
-        assert elsewhere.call("folder") == str(tmp_path)
-
-
 def test_a_killed_and_a_failing_call_are_told_apart(server):
     with pytest.raises(ProcessKilledError, match="killed"):
         server.call("killed")
@@ -76,36 +68,62 @@ def test_a_killed_and_a_failing_call_are_told_apart(server):
     assert server.call("ordinary")["calls"] == 1
 
 
-def test_a_server_that_is_killed_is_replaced(server):
-    first = server.call("ordinary")["parent"]
-    os.kill(first, signal.SIGKILL)
+@pytest.fixture(scope="module")
+def replaced(server, tmp_path_factory):
+    """The processes of a server before and after it is killed, and the folder that the caller is in by then."""
+    folder, before = tmp_path_factory.mktemp("elsewhere"), server.call("ordinary")["parent"]
+    os.kill(before, signal.SIGKILL)
     with pytest.raises(ProcessKilledError):
         server.call("ordinary")
-    assert server.call("ordinary")["parent"] != first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        return before, server.call("ordinary")["parent"], folder
 
 
-def test_a_fork_holds_the_memory_of_a_fresh_process(server):
-    code = "import torch; from tests.eval.benchmark import test_process; print(test_process.resident())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    fresh, forked = eval(done.stdout), server.call("memory")
+def test_a_server_that_is_killed_is_replaced(replaced):
+    before, after, _ = replaced
+    assert before != after
+
+
+def test_calls_run_in_the_folder_of_the_caller(server, replaced):
+    """Where a relative path, such as that of snapshots, means the same."""
+    *_, folder = replaced
+    assert server.call("folder") == str(folder)
+
+
+@pytest.fixture(scope="module")
+def asking():
+    """A fresh process that prints its memory, then the process of a server of its own, and waits for a call of it."""
+    code = """if True:
+        import torch
+        from tests.eval.benchmark.test_process import ForkServer, behave, resident
+        print(resident())
+        with ForkServer(behave) as server:
+            print(server.call("ordinary")["parent"], flush=True)
+            server.call("sleeping")
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        yield process, eval(process.stdout.readline()), int(process.stdout.readline())
+        process.kill()
+
+
+def test_a_fork_holds_the_memory_of_a_fresh_process(server, asking):
+    _, fresh, _ = asking
+    forked = server.call("memory")
     for kind in fresh:
         assert forked[kind] == pytest.approx(fresh[kind], rel=0.03)
 
 
-def test_a_call_ends_with_the_process_that_asked_for_it():
-    code = (
-        "from condense.eval.benchmark.process import ForkServer; from tests.eval.benchmark.test_process import behave\n"
-    )
-    code += "with ForkServer(behave) as server: print(server.call('ordinary')['parent'], flush=True)\n"
-    code = code[:-1] + "; server.call('sleeping')"
-    asking = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert asking.stdout is not None
-    server = psutil.Process(int(asking.stdout.readline()))
+def test_a_call_ends_with_the_process_that_asked_for_it(asking):
+    process, _, pid = asking
+    server = psutil.Process(pid)
     end = time.monotonic() + 30
     while not (children := server.children()) and time.monotonic() < end:
         time.sleep(0.1)
-    asking.kill()
-    asking.wait()
+    process.kill()
+    process.wait()
     gone, alive = psutil.wait_procs([server, *children], timeout=30)
     assert len(gone) == 2
     assert not alive

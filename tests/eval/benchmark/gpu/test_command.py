@@ -1,6 +1,7 @@
 """The GPU benchmark at tiny sizes: every part runs, the last table has the measured ratios, a wrong model is found."""
 
 import csv
+import gc
 import json
 import subprocess
 import sys
@@ -8,22 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from condense.attention import AttentionMask
 from condense.eval.benchmark.gpu.command import ROOT, main
 
 EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
 MEASURED = ("training", "prefill", "decoding", "schedules", "longest")
-
-# One query of each segment sees one key too many.
-WRONG = """
-import condense.attention as attention
-right = attention.AttentionMask.boolean
-def wrong(self, num_queries, num_keys, device):
-    mask = right(self, num_queries, num_keys, device)
-    if num_queries > 1:
-        mask[..., -2, -1] = True
-    return mask
-attention.AttentionMask.boolean = wrong
-"""
 
 
 def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess:
@@ -128,13 +118,25 @@ def test_the_ratios_are_those_of_the_points(rehearsal):
     assert found["longest training text, 1.2 B shape, checkpointing on both sides: folded / stock"]["met"] == "unknown"
 
 
-def test_a_wrong_model_stops_the_run(tmp_path):
-    run = benchmark(tmp_path, "--only", "correctness,prefill", before=WRONG)
-    assert run.returncode == 1
+def test_a_wrong_model_stops_the_run(tmp_path, monkeypatch, capsys):
+    """One query of each segment sees one key too many."""
+    right = AttentionMask.boolean
+
+    def wrong(self, num_queries, num_keys, device):
+        mask = right(self, num_queries, num_keys, device)
+        if num_queries > 1:
+            mask[..., -2, -1] = True
+        return mask
+
+    monkeypatch.setattr(AttentionMask, "boolean", wrong)
+    try:
+        assert main(["--smoke", "--output", str(tmp_path), "--only", "correctness,prefill"]) == 1
+    finally:
+        gc.unfreeze()  # what the command froze
     parts = read(tmp_path)["parts"]
     assert parts["correctness"]["status"] == "failed" and "sdpa" in parts["correctness"]["reason"]
     assert parts["prefill"]["status"] == "skipped" and "correctness failed" in parts["prefill"]["reason"]
-    assert "correctness: failed: " in run.stdout
+    assert "correctness: failed: " in capsys.readouterr().out
     assert not read(tmp_path)["points"]
 
 

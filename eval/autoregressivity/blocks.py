@@ -158,9 +158,9 @@ class Blocks(Task[Item]):
             right.axhline(results["real_text"]["reference_loss"], color="grey", ls="--", lw=1, label="real text")
             right.set_xscale("log", base=2)
             right.set(xlabel="evaluations of a token", ylabel="loss of the reference model [nats]")
-            for panel in (left, right):
+            for panel, place in ((left, "upper left"), (right, "lower left")):
                 panel.grid(alpha=0.3)
-                panel.legend(fontsize=7)
+                panel.legend(fontsize=7, loc=place)
 
 
 @torch.no_grad()

@@ -114,18 +114,24 @@ class Classification(runner.Task[Cell]):
 
     @classmethod
     def draw(cls, results: runner.Results, path: Path) -> None:
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
         groups = _groups(results)
         with picture(path, columns=3, figsize=(13, 3.8)) as (errors, losses, by_step):
-            _draw_by_steps(errors, groups, lambda cell: 100 * cell["accuracy"])
+            _draw_by_steps(errors, groups, "accuracy", LOGIT, 100)
             errors.set_ylabel("accuracy on held-out images [%]")
-            _draw_by_steps(losses, groups, lambda cell: cell["loss"], LOG)
+            _draw_by_steps(losses, groups, "loss", LOG)
             losses.set_ylabel("loss on held-out images")
             losses.set_yscale("log")
+            losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            losses.yaxis.set_major_formatter("{x:g}")
+            losses.yaxis.set_minor_formatter(NullFormatter())
             longest = max(steps for classifier, steps in groups if classifier == WALK)
             for classifier in (WALK, FREE):
                 columns = zip(*(cell["accuracies"] for cell in groups[classifier, longest]), strict=True)
-                found = [interval([100 * accuracy for accuracy in column]) for column in columns]
-                _draw_line(by_step, list(range(1, longest + 1)), found, classifier)
+                found = [interval(column, LOGIT) for column in columns]
+                _draw_line(by_step, list(range(1, longest + 1)), found, classifier, 100)
+            by_step.xaxis.set_major_locator(MaxNLocator(integer=True))
             by_step.set_xlabel(f"steps taken, of T = {longest}")
             by_step.set_ylabel("accuracy of the likeliest class [%]")
             for panel in (errors, losses, by_step):
@@ -152,20 +158,22 @@ def _points(cells: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -
     return shown([100 * (cell["accuracy"] - other["accuracy"]) for cell, other in zip(cells, others, strict=True)], 1)
 
 
-def _draw_by_steps(panel: Any, groups: dict, value: Any, scale: Scale | None = None) -> None:
+def _draw_by_steps(panel: Any, groups: dict, name: str, scale: Scale, unit: float = 1) -> None:
     for classifier in COLORS:
-        numbers = [steps for name, steps in groups if name in (classifier, WALK) and (name == classifier or steps == 1)]
+        numbers = [steps for other, steps in groups if other == classifier or (other, steps) == (WALK, 1)]
         cells = [groups.get((classifier, steps)) or groups[WALK, 1] for steps in numbers]
-        found = [interval([value(cell) for cell in group], *([scale] if scale else [])) for group in cells]
-        _draw_line(panel, numbers, found, classifier)
+        found = [interval([cell[name] for cell in group], scale) for group in cells]
+        _draw_line(panel, numbers, found, classifier, unit)
     every = sorted({steps for _, steps in groups})
     panel.set_xscale("log", base=2)
     panel.set_xticks(every, [str(steps) for steps in every])
     panel.set_xlabel("steps T, or the operations of as many")
 
 
-def _draw_line(panel: Any, places: list[int], found: list, label: str) -> None:
-    panel.plot(places, [mean for mean, _, _ in found], color=COLORS[label], marker="o", ms=4, label=label)
-    known = [(place, low, high) for place, (_, low, high) in zip(places, found, strict=True) if low is not None]
+def _draw_line(panel: Any, places: list[int], found: list, label: str, unit: float) -> None:
+    panel.plot(places, [unit * mean for mean, _, _ in found], color=COLORS[label], marker="o", ms=4, label=label)
+    known = [
+        (place, unit * low, unit * high) for place, (_, low, high) in zip(places, found, strict=True) if low is not None
+    ]
     if known:
         panel.fill_between(*zip(*known, strict=True), color=COLORS[label], alpha=0.1, lw=0)

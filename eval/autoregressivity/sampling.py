@@ -33,7 +33,7 @@ ABOUT = (
     "choice among as many candidates is its control. Fréchet distances and their ratios, paired by seed, have "
     "geometric means; 95 % t intervals over seeds."
 )
-QUALITY = ("frechet_distance", "confident", "class_entropy")
+QUALITY = {"frechet_distance": "Fréchet distance", "confident": "confident", "class_entropy": "class entropy [nats]"}
 EVALUATIONS, SMALL_EVALUATIONS = (5, 25, 125), (5, 25)  # all of them are exact for each sampler
 
 
@@ -119,8 +119,7 @@ class Sampling(Task[int]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        names = [name.replace("_", " ") for name in QUALITY]
-        columns = ["evaluations", "sampler", "steps", *names, "Fréchet / DDPM's", "/ random's", "error"]
+        columns = ["evaluations", "sampler", "steps", *QUALITY.values(), "Fréchet / DDPM's", "/ random's", "error"]
         real = ["-", "held-out images", "-", *(f"{results['real_images'][name]:.3f}" for name in QUALITY), *"---"]
         rows = [_row(results, sampler, evaluations) for evaluations in results["evaluations"] for sampler in SAMPLERS]
         return [Table("sampled digits at equal evaluations", columns, [real, *rows])]
@@ -129,7 +128,7 @@ class Sampling(Task[int]):
     def draw(cls, results: Results, path: Path) -> None:
         evaluations = results["evaluations"]
         with picture(path, columns=len(QUALITY), figsize=(13, 4)) as panels:
-            for panel, name in zip(panels, QUALITY, strict=True):
+            for panel, (name, label) in zip(panels, QUALITY.items(), strict=True):
                 for number, sampler in enumerate(SAMPLERS):
                     found = [interval(_values(results, sampler, count, name), _scale(name)) for count in evaluations]
                     places = [at + (number - len(SAMPLERS) // 2) / 12 for at in range(len(evaluations))]
@@ -141,7 +140,7 @@ class Sampling(Task[int]):
                             panel.plot([place, place], [low, high], color=f"C{number}", lw=1.5, alpha=0.5)
                 panel.axhline(results["real_images"][name], color="grey", ls="-.", lw=1, label="held-out images")
                 panel.set_xticks(range(len(evaluations)), [str(count) for count in evaluations])
-                panel.set(xlabel="evaluations of the network for an image", ylabel=name.replace("_", " "))
+                panel.set(xlabel="evaluations of the network for an image", ylabel=label)
                 panel.grid(alpha=0.3)
             panels[0].set_yscale("log")
             panels[0].legend(fontsize=7)

@@ -90,7 +90,8 @@ def command(
         if options in (AblationOptions, HealingOptions, MemoryOptions):
             check_installed(f"condense {name}", "train")
         quiet()
-        others = {argument.name: given.pop(argument.name) for argument in arguments}
+        # A plain string: a choice of the command line can't be passed to other processes.
+        others = {argument.name: str(given.pop(argument.name)) for argument in arguments}
         chosen = from_command_line(options, given)
         if not hasattr(chosen, "ranks"):
             from .ranks import check_alone

@@ -166,7 +166,7 @@ class SyntheticStates(runner.Task[Cell]):
                 )
                 for (label, found), (color, style) in zip(curves, STYLES, strict=True):
                     _draw_curve(panel, found, color, style, label)
-                panel.set(xlabel="states before each token", ylabel="validation loss of the next token")
+                panel.set(xlabel="states before each token", ylabel="validation loss of the next token [nats]")
                 panel.set_xticks(sorted({value["states"] for value in values}))
                 panel.set_title(model, fontsize=10)
                 panel.grid(alpha=0.3)

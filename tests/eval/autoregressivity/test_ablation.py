@@ -1,6 +1,7 @@
 """The grid of ablations: what is trained, how it is compared, and one property from end to end."""
 
 import json
+import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from math import log
@@ -12,7 +13,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from condense.cli import app
+from condense.eval import ranks
 from condense.eval.autoregressivity import training
 from condense.eval.autoregressivity.ablation import Ablation, Summary, changes
 from condense.eval.autoregressivity.experiments import EXPERIMENTS, ablate, ablate_all
@@ -288,3 +292,13 @@ def test_processes_share_the_models(tmp_path):
     one = ablate("task_subdivision", tmp_path / "one", SMALL)
     two = ablate("task_subdivision", tmp_path / "two", AblationOptions(small=True, seeds=1, ranks=2))
     assert [cell["curve"] for cell in one["cells"]] == [cell["curve"] for cell in two["cells"]]
+
+
+def test_the_command_passes_its_arguments_to_processes(tmp_path, monkeypatch):
+    passed = []
+    monkeypatch.setattr(ranks, "call_on_ranks", lambda number, *work: passed.append((number, pickle.dumps(work))))
+    options = ["--small", "--ranks", "2", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, ["ablate", "sampling", *options])
+    assert isinstance(done.exception, FileNotFoundError), done.exception  # the processes write no results here
+    ((number, work),) = passed
+    assert number == 2 and pickle.loads(work)[:2] == (ablate, "sampling")

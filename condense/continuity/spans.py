@@ -65,6 +65,27 @@ def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
     return _covering(encode_with_offsets(tokenizer, text)[1], first, last, text[first:last])
 
 
+def containing_span(
+    tokenizer: Any, text: str, first: str, last: str, after: str | None = None, before: str | None = None
+) -> range:
+    """The tokens from the first one that contains `first` to the last one that contains `last`: the published rule.
+
+    It knows no places in the text. `after` and `before` narrow the search: it begins at the first token that contains
+    `after` and ends with the first that contains `before`. Raises `ValueError` where no token contains a part.
+    """
+    names = [tokenizer.decode([token], skip_special_tokens=True) for token in tokenizer(text)["input_ids"]]
+
+    def found(part: str, tokens: range) -> int:
+        for token in tokens:
+            if part in names[token]:
+                return token
+        raise ValueError(f"no token contains {part!r}")
+
+    start = found(after, range(len(names))) if after is not None else 0
+    end = found(before, range(len(names))) + 1 if before is not None else len(names)
+    return range(found(first, range(start, end)), found(last, range(end - 1, start - 1, -1)) + 1)
+
+
 def _without_space(text: str, start: int, end: int) -> tuple[int, int]:
     part = text[start:end]
     first = start + len(part) - len(part.lstrip())

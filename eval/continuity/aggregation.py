@@ -5,6 +5,8 @@ from typing import Any
 
 from .engine import Record
 
+# Below one half something else is likelier than all watched answers together: then the likeliest of them is no answer.
+LEAST_MASS = 0.5
 SET = "set"  # the group of the items of a data set, which are counted and not drawn one by one
 
 
@@ -19,6 +21,23 @@ def valid(records: Sequence[Record]) -> list[Record]:
 def mean(values: Sequence[float]) -> float | None:
     """The mean; None where there is no value."""
     return sum(values) / len(values) if values else None
+
+
+def mass(records: Sequence[Record]) -> float | None:
+    """The mean probability of the watched classes together, over the factors and the valid records."""
+    curves = [list(record["curves"].values()) for record in valid(records)]
+    return mean([sum(map(sum, one)) / len(one[0]) for one in curves])
+
+
+def answers(found: dict[str, Any]) -> bool:
+    """Whether a model puts at least `LEAST_MASS` on the watched classes."""
+    return found["mass"] is None or found["mass"] >= LEAST_MASS
+
+
+def answering(models: dict[str, dict[str, Any]], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The summaries, without the figures of models that give no answer; `Global` then leaves these out."""
+    nothing = dict.fromkeys(fields)
+    return {name: found if answers(found) else found | nothing for name, found in models.items()}
 
 
 def with_global(models: dict[str, dict[str, Any]], fields: Sequence[str]) -> dict[str, dict[str, Any]]:

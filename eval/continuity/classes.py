@@ -4,18 +4,28 @@ Axes: F factors, V vocabulary.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from .items import NotValid, Watched
+from .items import NotValid, Rule, Watched
 
 DIGITS = [str(digit) for digit in range(10)]
 SHOWN_FROM = 0.05  # classes that never reach this probability are drawn as one
 
 Classes = dict[str, list[int]]
+
+# The published classes: a token belongs to the first class of which it contains a part.
+_DIGIT_PARTS: dict[str, tuple[str, ...]] = {digit: (digit,) for digit in DIGITS}
+PUBLISHED_PARTS: dict[Watched, dict[str, tuple[str, ...]]] = {
+    "digits": _DIGIT_PARTS,
+    "first_digits": _DIGIT_PARTS,
+    "yes_no": {"yes": ("yes",), "no": ("no",)},
+    "bits": {"1": ("1", "tr"), "0": ("0", "fa")},
+    "tokens": {},
+}
 
 
 @lru_cache(maxsize=8)
@@ -45,6 +55,21 @@ def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
     )
 
 
+def substring_classes(tokenizer: Any, parts: Mapping[str, Sequence[str]]) -> Classes:
+    """The published classes: for each name the tokens that contain one of its parts, in upper or lower case.
+
+    A token is in the first class that it fits, so that "21" counts as "1". Tokens of single bytes ("<0x31>") do not
+    count. The text of a token is that of the vocabulary, with its mark of a space.
+    """
+    classes: Classes = {name: [] for name in parts}
+    for text, token in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        fitting = (name for name, wanted in parts.items() if any(part in text.lower() for part in wanted))
+        name = None if "0x" in text else next(fitting, None)
+        if name is not None:
+            classes[name].append(token)
+    return _known(classes, tokenizer)
+
+
 def _beginning(tokenizer: Any, word: str) -> str | None:
     """The text of the first token of a word; None where the tokenizer does not know the word."""
     names = vocabulary(tokenizer)
@@ -64,8 +89,10 @@ def _known(classes: Classes, tokenizer: Any) -> Classes:
 
 
 @lru_cache(maxsize=32)
-def watched_classes(tokenizer: Any, watched: Watched) -> Classes:
-    """The classes of the next token that an item watches; none for `tokens`."""
+def watched_classes(tokenizer: Any, watched: Watched, rule: Rule = "exact") -> Classes:
+    """The classes of the next token that an item watches, by either rule; none for `tokens`."""
+    if rule == "published":
+        return substring_classes(tokenizer, PUBLISHED_PARTS[watched])
     if watched == "digits":
         return digit_classes(tokenizer)
     if watched == "first_digits":
@@ -79,8 +106,13 @@ def likely_tokens(probabilities_FV: torch.Tensor, tokenizer: Any) -> Classes:
     classes, names = defaultdict(list), vocabulary(tokenizer)
     for token in (probabilities_FV >= SHOWN_FROM).any(0).nonzero()[:, 0].tolist():
         name = names[token] if token < len(names) else ""
-        classes[name or repr(tokenizer.decode([token]))].append(token)
+        classes[name or _visible(tokenizer.decode([token]))].append(token)
     return dict(classes)
+
+
+def _visible(text: str) -> str:
+    """White space as marks; a token without a text is one too."""
+    return repr(text)[1:-1].replace(" ", "␣") or "(no text)"
 
 
 def class_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:

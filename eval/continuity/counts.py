@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..results import Table
-from .aggregation import SET, figure, in_set, mean, percent, valid, with_global
+from .aggregation import SET, answering, figure, in_set, mass, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
-from .items import DURATIONS, EVENT_DURATIONS, Item
+from .items import DURATIONS, EVENT_DURATIONS, Item, Rule
 from .metrics import likeliest, peak_frequencies
 from .options import ProbeOptions
 from .probe import Probe
@@ -19,20 +19,41 @@ PAPER: dict[str, dict[str, Any]] = {
         "Llama 3 8b": (0.935, (0.2594, 0.8953, 3.57), (0.2594, 0.8914, 3.56)),
         "Llama 2 13b": (0.545, (0.2599, 0.9174, 3.60), (0.2599, 0.8263, 3.27)),
         "Gemma 1 7b": (1.0, (0.2610, 0.5127, 1.95), (0.2610, 0.3503, 1.34)),
+        "Gemma 2 9b": (1.0, (None, None, None), (None, None, None)),
+        "all six models": (None, (None, None, 2.90), (None, None, None)),  # "190 % more", section 4.1
     },
     "events": {
         "Llama 3 8b": (None, (0.2186, 0.7564, 3.70), (0.2186, 0.6397, 3.26)),
         "Llama 2 13b": (None, (0.2186, 0.7274, 3.42), (0.2186, 0.4854, 2.54)),
         "Gemma 1 7b": (None, (0.2186, 0.6967, 3.46), (0.2186, 0.5984, 3.04)),
+        "all six models": (None, (None, None, 3.05), (None, None, None)),  # "205 % more", section 4.2
     },
 }
+RULES: tuple[Rule, ...] = ("exact", "published")
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
 
-def _item(name: str, group: str, text: str, char_spans: Sequence[CharSpan], repetitions: int, words: bool) -> Item:
+def _item(
+    name: str,
+    group: str,
+    text: str,
+    char_spans: Sequence[CharSpan],
+    repetitions: int,
+    containing: tuple[str, str],
+    words: bool,
+) -> Item:
     factors = DURATIONS if words or group != SET else EVENT_DURATIONS
     return Item(
-        name, group, text, "shrink", factors, "digits", char_spans, one_token=words, facts={"repetitions": repetitions}
+        name,
+        group,
+        text,
+        "shrink",
+        factors,
+        "digits",
+        char_spans,
+        one_token=words,
+        containing=containing,
+        facts={"repetitions": repetitions},
     )
 
 
@@ -40,6 +61,7 @@ class _Counts(Probe):
     """Both experiments count peaks: digits that are the likeliest of all digits at some duration."""
 
     varied = "duration factor"
+    has_spans = True
     can_be_timed = True
     tables_of_the_paper: ClassVar[tuple[str, str, str]]
 
@@ -51,39 +73,57 @@ class _Counts(Probe):
         return {
             "records": len(in_set(records)),
             "valid": len(counted),
+            "mass": mass(counted),
+            **{
+                f"allowed_{rule}": sum(
+                    record.get("allowed_by", {}).get(rule, record["valid"]) for record in in_set(records)
+                )
+                for rule in RULES
+            },
             "right_at_1": mean(right),
             **{name: mean([one[name] for one in frequencies]) for name in peak_frequencies({"1": [1.0]}, 1)},
         }
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        models = with_global(models, ("right_at_1", *peak_frequencies({"1": [1.0]}, 1)))
+        fields = ("right_at_1", *peak_frequencies({"1": [1.0]}, 1))
+        allowed = {rule: {name: found[f"allowed_{rule}"] for name, found in models.items()} for rule in RULES}
+        models = with_global(answering(models, fields), (*fields, "mass"))
         rows_valid, rows_all, rows_expected = [], [], []
         for model, found in models.items():
-            share = found["valid"] / found["records"] if found["records"] else None
-            rows_valid.append(
-                [model, percent(share), f"{found['valid']} of {found['records']}", percent(found["right_at_1"])]
-            )
+            by_rule = [allowed[rule].get(model, sum(allowed[rule].values())) for rule in RULES]
+            shares = [percent(number / found["records"] if found["records"] else None) for number in by_rule]
+            rows_valid.append([model, *shares, found["records"], percent(found["right_at_1"]), percent(found["mass"])])
             rows_all.append(
                 [model, *(figure(found[f]) for f in ("counterfactual", "observed")), figure(found["ratio"], 2)]
+                + [percent(found["mass"])]
             )
             rows_expected.append(
                 [
                     model,
                     *(figure(found[field]) for field in ("counterfactual", "observed_expected")),
                     figure(found["ratio_expected"], 2),
+                    percent(found["mass"]),
                 ]
             )
         for model, (share, every, expected) in PAPER[cls.name()].items():
-            rows_valid.append([f"{model} (paper)", percent(share), "", ""])
-            rows_all.append([f"{model} (paper)", *map(figure, every[:2]), figure(every[2], 2)])
-            rows_expected.append([f"{model} (paper)", *map(figure, expected[:2]), figure(expected[2], 2)])
-        columns = ["model", "counterfactual", "observed", "average ratio"]
+            name = f"{model} (paper, published spans and classes)"
+            rows_valid.append([name, "", percent(share), "", "", ""])
+            rows_all.append([name, *map(figure, every[:2]), figure(every[2], 2), ""])
+            rows_expected.append([name, *map(figure, expected[:2]), figure(expected[2], 2), ""])
+        columns = ["model", "counterfactual", "observed", "average ratio", "mass of digits"]
         valid_table, all_table, expected_table = cls.tables_of_the_paper
         return [
             Table(
                 f"valid records{valid_table}",
-                ["model", "valid", "records", "right count at durations of 1"],
+                [
+                    "model",
+                    "valid, exact spans",
+                    "valid, published spans",
+                    "records",
+                    "right count at durations of 1",
+                    "mass of digits",
+                ],
                 rows_valid,
             ),
             Table(f"normalised peak frequency, all peaks ({all_table})", columns, rows_all),
@@ -106,7 +146,12 @@ class Counting(_Counts):
         records = load("words", options.data)[: options.limit]
         examples = [
             _item(
-                word, "words", *counting_prompt(word, 4, category, article, options.template), repetitions=4, words=True
+                word,
+                "words",
+                *counting_prompt(word, 4, category, article, options.template),
+                repetitions=4,
+                containing=(word, word),
+                words=True,
             )
             for word, category, article in WORDS
         ]
@@ -122,6 +167,7 @@ class Counting(_Counts):
                     options.template,
                 ),
                 repetitions=record["repetitions"],
+                containing=(record["word"], record["word"]),
                 words=True,
             )
             for number, record in enumerate(records)
@@ -140,8 +186,10 @@ class Events(_Counts):
         for name, (beginning, events, question) in PASSAGES.items():
             text = EVENTS_QUESTION.format(passage=" ".join([beginning, *events]), question=question)
             char_spans = [char_span for event in events for char_span in char_spans_of(text, event)]
-            items.append(_item(name, "passages", text, char_spans, len(events), words=False))
+            subject = events[0].split()[0], "."
+            items.append(_item(name, "passages", text, char_spans, len(events), subject, words=False))
         for number, record in enumerate(load("tutorials", options.data)[: options.limit]):
             text = record["sentence"]
-            items.append(_item(str(number), SET, text, step_char_spans(text), record["num_sentences"], words=False))
+            spans = step_char_spans(text)
+            items.append(_item(str(number), SET, text, spans, record["num_sentences"], ("-", "."), words=False))
         return items

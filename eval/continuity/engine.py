@@ -9,19 +9,21 @@ import torch
 
 from condense.continuity import ContinuousLM, Sentence, interpolate
 from condense.continuity.adapter import OutsideTable
-from condense.continuity.spans import encode_with_offsets, span_between
+from condense.continuity.spans import containing_span, encode_with_offsets, span_between
 
 from .classes import Classes, class_curves, likely_tokens, watched_classes
-from .items import Item, NotValid, Watched
+from .items import Item, NotValid, Rule, Watched
 
 Record = dict[str, Any]
 
 
 class Reader(NamedTuple):
-    """A model with continuous inputs, and its tokenizer."""
+    """A model with continuous inputs, and its tokenizer; the rules for the tokens that shrink, and for classes."""
 
     lm: ContinuousLM
     tokenizer: Any
+    spans: Rule = "exact"
+    classes: Rule = "exact"
 
     def sentences(self, item: Item) -> list[Sentence]:
         """The sentences of an item, one per factor. Raises `NotValid`."""
@@ -52,6 +54,16 @@ class Reader(NamedTuple):
         return Sentence(ids)
 
     def tokens(self, item: Item) -> list[int]:
+        """The tokens that shrink. Raises `NotValid`."""
+        return self.tokens_by(self.spans, item)
+
+    def tokens_by(self, rule: Rule, item: Item) -> list[int]:
+        """The tokens of the parts of the text; or of one span by the published rule, for an item that has it."""
+        if rule == "published" and item.containing:
+            try:
+                return list(containing_span(self.tokenizer, item.text, *item.containing))  # type: ignore[arg-type]
+            except ValueError as reason:
+                raise NotValid(str(reason)) from reason
         spans = [span_between(self.tokenizer, item.text, *char_span) for char_span in item.char_spans]
         for char_span, span in zip(item.char_spans, spans, strict=True):
             part = item.text[slice(*char_span)]
@@ -70,7 +82,19 @@ class Reader(NamedTuple):
 
     def curves(self, probabilities_FV: torch.Tensor, watched: Watched) -> dict[str, list[float]]:
         """The curves of the watched classes; none for `tokens`. Raises `NotValid`."""
-        return _short_curves(probabilities_FV, watched_classes(self.tokenizer, watched))
+        return _short_curves(probabilities_FV, watched_classes(self.tokenizer, watched, self.classes))
+
+    def rules_that_allow(self, item: Item) -> dict[str, bool]:
+        """Whether each rule for spans finds the tokens of an item that shrinks; nothing where there is one rule."""
+        allowed: dict[str, bool] = {}
+        rules: tuple[Rule, ...] = ("exact", "published") if item.containing else ()
+        for rule in rules:
+            try:
+                self.sentence(item.text)
+                allowed[rule] = bool(self.tokens_by(rule, item))
+            except NotValid:
+                allowed[rule] = False
+        return allowed
 
     def record(self, item: Item) -> Record:
         """The curves of an item; for an item that is not valid, the reason.
@@ -78,7 +102,9 @@ class Reader(NamedTuple):
         `likely`: the tokens that reach 5 %. `distance` and `same_top` compare with the unchanged sentence: half the
         summed differences of probabilities, and whether the likeliest token is the same.
         """
-        named = {"name": item.name, "group": item.group}
+        named: Record = {"name": item.name, "group": item.group}
+        if allowed := self.rules_that_allow(item):
+            named["allowed_by"] = allowed
         try:
             return named | {"valid": True} | self._curves_of(item)
         except (NotValid, OutsideTable) as reason:
@@ -86,7 +112,7 @@ class Reader(NamedTuple):
 
     def _curves_of(self, item: Item) -> Record:
         sentences, facts = self.sentences(item), dict(item.facts)
-        watched_classes(self.tokenizer, item.watched)
+        watched_classes(self.tokenizer, item.watched, self.classes)
         plain = [] if item.vary == "interpolate" else [self.sentence(item.text)]
         probabilities_FV = self.probabilities([*sentences, *plain])
         if plain:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 Vary = Literal["shrink", "interpolate", "shift", "scale", "densify", "dial"]
+Rule = Literal["exact", "published"]
 Watched = Literal["digits", "first_digits", "yes_no", "bits", "tokens"]
 
 DURATIONS = tuple(np.linspace(0.1, 1, 100).tolist())
@@ -29,7 +30,8 @@ class Item:
     `group` collects the records of one table or picture. `vary` is an operation of `Sentence`, or `dial`, which sets
     the duration of the memory (`memory.dialled`). `watched` names the classes of next tokens. `char_spans` are spans of
     characters of `text` whose tokens shrink; `other` is the text that `text` is interpolated to. With `one_token`,
-    each span has to be a single token. `positions`: see `Sentence.densify`. `facts` are kept with the record.
+    each span has to be a single token. `containing`: arguments of `containing_span`.
+    `positions`: see `Sentence.densify`. `facts` are kept with the record.
     """
 
     name: str
@@ -42,4 +44,5 @@ class Item:
     other: str = ""
     one_token: bool = False
     positions: Literal["spread", "equal"] = "spread"
+    containing: tuple[str | None, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -67,6 +67,34 @@ def sum_properties(curves: Curves, original: str, shrunk: set[str]) -> dict[str,
     }
 
 
+def published_other_labels(other: int, shrunk: int) -> set[str]:
+    """The labels that the published rule takes for others: first digits of `other` + 0 to `other` + 9, without those
+    of the right answer and of the shrunk number. Mostly one digit, and often none."""
+    digits = {str(other + digit)[0] for digit in range(10)}
+    return digits - shrunk_labels(other, shrunk) - {str(other + shrunk)[0]}
+
+
+def published_sum_properties(curves: Curves, original: str, shrunk: set[str], others: set[str]) -> dict[str, bool]:
+    """P1, P2 and P3 by the rule of the published code: no digits count but the right, the shrunk and the `others`.
+
+    valid: the unchanged sentence gives the original label more than the shrunk labels together and than each of the
+    others. P3: where the shrunk labels lead the original one, none of the others is above them. A label that is both
+    original and shrunk counts as both, so that such a record is never valid.
+    """
+    values = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
+    right_F = values[original]
+    together_F = sum((values[name] for name in shrunk), start=np.zeros_like(right_F))
+    highest_F = np.max([values[name] for name in others], axis=0) if others else np.full_like(right_F, -np.inf)
+    above_F = together_F > right_F
+    p2 = bool((above_F & (together_F > highest_F)).any())
+    return {
+        "valid": bool(right_F[-1] > together_F[-1] and right_F[-1] > highest_F[-1]),
+        "P1": bool(above_F.any()),
+        "P2": p2,
+        "P3": p2 and not bool((above_F & (together_F < highest_F)).any()),
+    }
+
+
 def normalised_max_derivative(factors: Sequence[float], curve: Sequence[float]) -> float | None:
     """max |f'| / (max f - min f), by central differences inside; None where f is constant."""
     values_F = np.asarray(curve, dtype=np.float64)

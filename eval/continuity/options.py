@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ..options import Dtype, Models, Option, Options
+from .items import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,17 @@ class ProbeOptions(Options):
     template: Annotated[str, Option("Prompt of the probe counting: sentence, or listed for models that need it.")] = (
         "sentence"
     )
+    spans: Annotated[
+        Rule,
+        Option(
+            "Tokens that shrink in counting, events and sums: exact, those of the words alone; or published, from the "
+            "first token that contains the word to the last one."
+        ),
+    ] = "exact"
+    classes: Annotated[
+        Rule,
+        Option("Tokens that count as an answer: exact, those that are it; or published, those that contain it."),
+    ] = "exact"
     position_anchor: Annotated[
         str | None,
         Option("end or start of a token's interval; default end, or the folded model's own.", may_change=True),

@@ -11,7 +11,6 @@ from .classes import DIGITS, SHOWN_FROM
 
 COLORS = {digit: f"C{digit}" for digit in DIGITS}  # the same in every panel
 MOST_PANELS = 4  # in a row
-MOST_CURVES = 10  # in a panel
 MOST_DRAWN = 12  # prompts of a group in panels of their own; more are drawn as their mean
 
 
@@ -49,10 +48,13 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
         for panel, (model, record) in zip(axes.flat, panels, strict=False):
             title = f"{record['name']}" + (f" ({model})" if many else "")
             panel.set_title(title, fontsize=7, wrap=True)
-            for name, curve in shown_curves(record).items():
+            shown = shown_curves(record)
+            if all(name.startswith("other ") for name in shown):
+                panel.text(0.5, 0.5, "nothing reached 5 %", transform=panel.transAxes, ha="center", fontsize=8)
+            for number, (name, curve) in enumerate(shown.items()):
                 color = {"other tokens": "grey", "other digits": "silver"}.get(name) or COLORS.get(name)
-                style = ":" if name.startswith("other") else "-"
-                panel.plot(record["factors"], curve, label=name, linewidth=1.3, linestyle=style, color=color)
+                style = ":" if name.startswith("other ") else ("-", "--", "-.")[number // 10 % 3]  # ten colours
+                panel.plot(record["factors"], curve, label=_label(name), linewidth=1.3, linestyle=style, color=color)
             panel.set_ylim(-0.02, 1.02)
             panel.set_xlabel(varied, fontsize=7)
             panel.set_ylabel("probability", fontsize=7)
@@ -61,6 +63,10 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
             panel.legend(fontsize=6).set_in_layout(False)
         for panel in list(axes.flat)[len(panels) :]:
             panel.axis("off")
+
+
+def _label(name: str) -> str:
+    return f"{name} (each below 5 %)" if name.startswith("other ") else name
 
 
 def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path) -> None:
@@ -78,10 +84,9 @@ def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
 
 
 def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Classes that reach 5 % somewhere, or the ten that reach most; the rest of the digits as one, and all others."""
+    """All classes that reach 5 % somewhere; the rest of the digits as one, and all others."""
     curves = {name: np.asarray(curve) for name, curve in (record["curves"] or record["likely"]).items()}
-    likely = sorted(curves, key=lambda name: -curves[name].max())[:MOST_CURVES]
-    shown = {name: curves[name] for name in curves if name in likely and curves[name].max() >= SHOWN_FROM}
+    shown = {name: curve for name, curve in curves.items() if curve.max() >= SHOWN_FROM}
     everything = sum(curves.values(), start=np.zeros(len(record["factors"])))
     if set(curves) == set(DIGITS):
         shown["other digits"] = everything - sum(shown.values(), start=np.zeros(len(everything)))

@@ -52,6 +52,7 @@ class Probe(Task[Measurement]):
     varied: ClassVar[str]
     data_set: ClassVar[str | None] = None
     has_templates: ClassVar[bool] = False
+    has_spans: ClassVar[bool] = False
     can_be_timed: ClassVar[bool] = False
     folded_only: ClassVar[bool] = False
     Options = ProbeOptions
@@ -80,6 +81,8 @@ class Probe(Task[Measurement]):
             raise ValueError(f"template={options.template!r}: choose sentence or listed.")
         if options.template != "sentence" and not cls.has_templates:
             raise ValueError(f"template={options.template!r} belongs to counting: leave it out for {cls.name()}.")
+        if options.spans != "exact" and not cls.has_spans:
+            raise ValueError(f"spans={options.spans!r} belongs to counting, events and sums: leave it out here.")
         if cls.data_set is None and (options.data is not None or options.limit is not None):
             raise ValueError(f"the probe {cls.name()} has no data set: leave out --data and --limit.")
         if options.timed and not cls.can_be_timed:
@@ -138,7 +141,7 @@ class Probe(Task[Measurement]):
         return {"models": models}
 
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Measurement, Record]]) -> Results:
-        asked = {name: settings[name] for name in ("data", "limit", "template")}
+        asked = {name: settings[name] for name in ("data", "limit", "template", "spans", "classes")}
         return {**asked, "about": self.about, **self.summarise(measured)}
 
     def rows(self, results: Results) -> list[dict[str, Any]]:
@@ -153,7 +156,8 @@ class Probe(Task[Measurement]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        found = cls.summary_tables({model["name"]: model["summary"] for model in results["models"]})
+        rules = [f", published {what}" for what in ("spans", "classes") if results.get(what) == "published"]
+        found = cls.summary_tables({model["name"] + "".join(rules): model["summary"] for model in results["models"]})
         speeds = [
             [model["name"], *(figure(model["speed"][f], 2) for f in ("one_by_one", "together", "speed_up"))]
             for model in results["models"]
@@ -187,7 +191,9 @@ def load_probed(options: ProbeOptions) -> list[ProbedModel]:
             "attention": model.model.config._attn_implementation,
             "tokenizer": _hash(sorted(model.tokenizer.get_vocab().items())),
         }
-        found.append(ProbedModel(model.name, model.describe() | own, Reader(lm, model.tokenizer)))
+        found.append(
+            ProbedModel(model.name, model.describe() | own, Reader(lm, model.tokenizer, options.spans, options.classes))
+        )
     return found
 
 

@@ -45,6 +45,7 @@ def probe_all(output: Path, options: ProbeOptions) -> dict[str, Results]:
             options,
             limit=options.limit if kind.data_set else None,
             template=options.template if kind.has_templates else "sentence",
+            spans=options.spans if kind.has_spans else "exact",
             timed=options.timed and kind is Counting,
         )
         if chosen:

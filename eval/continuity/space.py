@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from ..results import Table
-from .aggregation import SET, figure, in_set, mean, percent, valid, with_global
+from .aggregation import LEAST_MASS, SET, answering, figure, in_set, mass, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
@@ -79,6 +79,7 @@ class Space(Probe):
         return {
             "records": len(in_set(records)),
             "valid": len(compared),
+            "mass": mass(compared),
             "derivative": mean(derivatives),
             "constant_curves": 2 * len(compared) - len(derivatives),
             "m_max": mean(most),
@@ -88,7 +89,8 @@ class Space(Probe):
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        models = with_global(models, ("derivative", "m_max", "far_outside"))
+        fields = ("derivative", "m_max", "far_outside")
+        models = with_global(answering(models, fields), (*fields, "mass"))
         rows = [
             [
                 name,
@@ -97,12 +99,15 @@ class Space(Probe):
                 figure(found["derivative"], 3),
                 figure(found["m_max"]),
                 percent(found["far_outside"]),
+                percent(found["mass"]),
             ]
             for name, found in models.items()
         ]
         for name, (share, derivative, m_max, far) in PAPER.items():
-            rows.append([f"{name} (paper)", percent(share), "", figure(derivative, 3), figure(m_max), percent(far)])
+            rows.append([f"{name} (paper)", percent(share), "", figure(derivative, 3), figure(m_max), percent(far), ""])
+        rows.append(["all six models (paper)", "", "", "", "", "20 %", ""])  # appendix C.4.3
         columns = ["model", "valid", "records", "normalised max. |derivative|", "mean m_max", "m_max ≥ 0.05"]
+        columns.append("mass of yes and no")
         return [Table("from one object to the other (tables 8, 9 and 10)", columns, rows)]
 
 
@@ -140,7 +145,7 @@ class Boolean(Probe):
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         rows = [
-            [name, prompt, *(figure(values[f], 3) for f in ("first", "half", "second", "outside", "on_bits"))]
+            [name, prompt, *_truths(values), figure(values["on_bits"], 3)]
             for name, found in models.items()
             for prompt, values in found["truth"].items()
         ]
@@ -158,6 +163,11 @@ class Boolean(Probe):
             Table("pairs of operators with equally many tokens", ["model", "prompts"], counts),
             Table("truth values between operators: the share of 1 in the probability of 0 and 1", columns, rows),
         ]
+
+
+def _truths(values: dict[str, float]) -> list[str]:
+    answered = values["on_bits"] >= LEAST_MASS
+    return [figure(values[name] if answered else None, 3) for name in ("first", "half", "second", "outside")]
 
 
 def _between(name: str, group: str, texts: list[str], factors: Sequence[float], watched: Watched) -> Item:

@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..results import Table
-from .aggregation import SET, in_set, mean, percent, valid, with_global
+from .aggregation import SET, answering, answers, in_set, mass, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
-from .metrics import shrunk_labels, sum_properties
+from .metrics import published_other_labels, published_sum_properties, shrunk_labels, sum_properties
 from .options import ProbeOptions
 from .probe import Probe
 from .prompts import PAIRS, SUM, sum_prompt
 
-PAPER = {  # valid share (table 6); P1, P2 and P3 (table 7)
+PAPER = {  # valid share (table 6); P1, P2 and P3 (table 7), all by the published rule
     "Llama 3 8b": (0.60, 0.2917, 0.2583, 0.2583),
     "Llama 2 13b": (0.195, 0.9231, 0.8718, 0.7692),
     "Gemma 1 7b": (0.945, 0.9788, 0.9735, 0.9048),
     "Gemma 2 9b": (0.95, 0.9579, 0.9579, 0.8947),
 }
+PROPERTIES = ("P1", "P2", "P3")
 SMALL_SCALES = tuple(0.05 + 0.95 * step / 99 for step in range(100))
 
 
@@ -34,6 +35,7 @@ class Sums(Probe):
     )
     varied = "factor"
     data_set = "sums"
+    has_spans = True
     can_be_timed = True
 
     @classmethod
@@ -57,35 +59,70 @@ class Sums(Probe):
             facts = {
                 "original": str(shrunk + other_number)[0],
                 "shrunk": sorted(shrunk_labels(other_number, shrunk)),
+                "published_other": sorted(published_other_labels(other_number, shrunk)),
             }
-            found.append(Item(str(number), SET, text, "shrink", DURATIONS, "first_digits", char_spans, facts=facts))
+            digits = str(shrunk)[0], str(shrunk)[-1]
+            where = (None, "and") if record["shrink_1"] else ("and", ".")
+            found.append(
+                Item(
+                    str(number),
+                    SET,
+                    text,
+                    "shrink",
+                    DURATIONS,
+                    "first_digits",
+                    char_spans,
+                    containing=(*digits, *where),
+                    facts=facts,
+                )
+            )
         return found
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
         posed = valid(in_set(records))
-        properties = [sum_properties(record["curves"], record["original"], set(record["shrunk"])) for record in posed]
-        right = [one for one in properties if one["valid"]]
-        return {
-            "records": len(in_set(records)),
-            "posed": len(posed),
-            "valid": len(right),
-            **{name: mean([float(one[name]) for one in right]) for name in ("P1", "P2", "P3")},
-        }
+        ours = [sum_properties(record["curves"], record["original"], set(record["shrunk"])) for record in posed]
+        published = [
+            published_sum_properties(
+                record["curves"], record["original"], set(record["shrunk"]), set(record["published_other"])
+            )
+            for record in posed
+        ]
+        shared = {"records": len(in_set(records)), "posed": len(posed), "mass": mass(in_set(records))}
+        return shared | _shares(ours) | {"published": shared | _shares(published)}
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        models = with_global(models, ("P1", "P2", "P3"))
-        shares = {
-            name: found["valid"] / found["records"] if found["records"] else None for name, found in models.items()
-        }
-        rates = [
-            [name, percent(shares[name]), f"{found['valid']} of {found['records']}"] for name, found in models.items()
-        ]
-        rates += [[f"{name} (paper)", percent(share), ""] for name, (share, *_) in PAPER.items()]
-        rows = [[name, *(percent(found[p]) for p in ("P1", "P2", "P3"))] for name, found in models.items()]
-        rows += [[f"{name} (paper)", *map(percent, found)] for name, (_, *found) in PAPER.items()]
+        ours = with_global(answering(models, PROPERTIES), (*PROPERTIES, "mass"))
+        published = {name: found["published"] for name, found in models.items()}
+        published = with_global(answering(published, PROPERTIES), (*PROPERTIES, "mass"))
+        rates, rows = [], []
+        for name, found in ours.items():
+            rates.append([name, *_rate(found), *_rate(published[name]), percent(found["mass"])])
+            rows.append(
+                [
+                    name,
+                    *(percent(one[p]) for one in (found, published[name]) for p in PROPERTIES),
+                    percent(found["mass"]),
+                ]
+            )
+        for name, (share, *properties) in PAPER.items():
+            rates.append([f"{name} (paper)", "", "", percent(share), "", ""])
+            rows.append([f"{name} (paper)", "", "", "", *map(percent, properties), ""])
+        columns = ["model", "valid", "records", "valid, published rule", "records, published rule", "mass of digits"]
+        named = [*PROPERTIES, *(f"{name}, published rule" for name in PROPERTIES)]
         return [
-            Table("valid records: the unchanged sum is right (table 6)", ["model", "valid", "records"], rates),
-            Table("of these, how many have each property (table 7)", ["model", "P1", "P2", "P3"], rows),
+            Table("valid records: the unchanged sum is right (table 6)", columns, rates),
+            Table("of these, how many have each property (table 7)", ["model", *named, "mass of digits"], rows),
         ]
+
+
+def _shares(properties: Sequence[dict[str, bool]]) -> dict[str, Any]:
+    right = [one for one in properties if one["valid"]]
+    return {"valid": len(right), **{name: mean([float(one[name]) for one in right]) for name in PROPERTIES}}
+
+
+def _rate(found: dict[str, Any]) -> tuple[str, str]:
+    if not found["records"] or not answers(found):
+        return "-", "-"
+    return percent(found["valid"] / found["records"]), f"{found['valid']} of {found['records']}"

@@ -36,7 +36,7 @@ def speed(reader: Reader, items: Sequence[Item]) -> dict[str, Any]:
 def _can_read(reader: Reader, item: Item) -> bool:
     """Whether the item is valid on this model. Reads its first and last sentence, which also warms the model up."""
     try:
-        watched_classes(reader.tokenizer, item.watched)
+        watched_classes(reader.tokenizer, item.watched, reader.classes)
         sentences = reader.sentences(item)
         reader.probabilities([sentences[0], sentences[-1]])
     except (NotValid, OutsideTable):

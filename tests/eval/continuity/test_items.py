@@ -121,5 +121,9 @@ def test_labels_of_sums(tmp_path):
     records = [one, one | {"shrink_1": False}]
     (tmp_path / "own.json").write_text(json.dumps(records))
     first, second = (item for item in Sums.prompts(options(data=tmp_path / "own.json")) if item.group == SET)
-    assert first.facts == {"original": "6", "shrunk": ["3", "4"]} and parts(first.text, first.char_spans) == ["24"]
-    assert second.facts == {"original": "6", "shrunk": ["2", "3"]} and parts(second.text, second.char_spans) == ["37"]
+    assert first.facts == {"original": "6", "shrunk": ["3", "4"], "published_other": []} and parts(
+        first.text, first.char_spans
+    ) == ["24"]
+    assert second.facts == {"original": "6", "shrunk": ["2", "3"], "published_other": []} and parts(
+        second.text, second.char_spans
+    ) == ["37"]

@@ -281,7 +281,7 @@ def test_likely_tokens_of_the_same_text_are_one():
         [[0.50, 0.06, 0.049, 0.0, 0.0, 0.05, 0.05], [0.80, 0.00, 0.04, 0.05, 0.06, 0.0, 0.0]], dtype=torch.float64
     )
     found = likely_tokens(probabilities_FV, tokenizer)
-    assert found == {"cat": [0, 1], "cow": [3], "' '": [4], "'  '": [5], "''": [6]}  # the last has no text: padding
+    assert found == {"cat": [0, 1], "cow": [3], "␣": [4], "␣␣": [5], "(no text)": [6]}  # the last has no text: padding
     curves = class_curves(probabilities_FV, found)
     assert curves["cat"] == pytest.approx([0.56, 0.80]) and curves["cow"] == [0.0, 0.05]
 
@@ -304,6 +304,9 @@ def test_summary_of_counts():
     assert Counting.summary(records) == {
         "records": 3,
         "valid": 2,
+        "allowed_exact": 2,
+        "allowed_published": 2,
+        "mass": pytest.approx(0.59),
         "right_at_1": 0.5,
         "counterfactual": (1 / 4 + 1 / 2) / 2,
         "observed": (3 / 4 + 2 / 2) / 2,
@@ -321,9 +324,14 @@ def test_summary_of_sums():
     plain = digit_curves(*"..", d6=[0.6, 0.6])
     third = digit_curves(*"..", d6=[0.2, 0.6], d2=[0.3, 0.1], d9=[0.4, 0.1])
     wrong = digit_curves(*"..", d6=[0.2, 0.2], d2=[0.5, 0.5])
-    records = [record_of(curves=curves, original="6", shrunk=["2", "3"]) for curves in (good, plain, third, wrong)]
+    labels = {"original": "6", "shrunk": ["2", "3"], "published_other": []}
+    records = [record_of(curves=curves, **labels) for curves in (good, plain, third, wrong)]
     records += [record_of(valid=False, reason="no"), record_of(group="duration", curves=wrong)]
-    assert Sums.summary(records) == {"records": 5, "posed": 4, "valid": 3, "P1": 2 / 3, "P2": 1 / 3, "P3": 1 / 3}
+    found = Sums.summary(records)
+    assert {name: found[name] for name in ("records", "posed", "valid")} == {"records": 5, "posed": 4, "valid": 3}
+    assert [found[name] for name in ("P1", "P2", "P3")] == [2 / 3, 1 / 3, 1 / 3]
+    assert [found["published"][name] for name in ("valid", "P1", "P2", "P3")] == [3, 2 / 3, 2 / 3, 2 / 3]
+    assert found["mass"] == found["published"]["mass"] == pytest.approx((1.04 * 2 + 1.07 + 0.78) / 4, abs=0.2)
 
 
 def test_summary_of_space():

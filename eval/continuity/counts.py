@@ -95,8 +95,12 @@ class _Counts(Probe):
             shares = [percent(number / found["records"] if found["records"] else None) for number in by_rule]
             rows_valid.append([model, *shares, found["records"], percent(found["right_at_1"]), percent(found["mass"])])
             rows_all.append(
-                [model, *(figure(found[f]) for f in ("counterfactual", "observed")), figure(found["ratio"], 2)]
-                + [percent(found["mass"])]
+                [
+                    model,
+                    *(figure(found[f]) for f in ("counterfactual", "observed")),
+                    figure(found["ratio"], 2),
+                    percent(found["mass"]),
+                ]
             )
             rows_expected.append(
                 [

@@ -67,9 +67,12 @@ def show(results: dict[str, Any], shown_by: Any, output: Path) -> None:
     """Prints the tables of a result, and the names of its files. `shown_by` is the task, or a module with `tables`."""
     for table in shown_by.tables(results):
         print(table, end="\n\n")
-    one_picture = (output / f"{results['kind']}.png").exists()
-    pictures = "" if one_picture else f"{results['kind']}-*"
-    print(f"{output}/{results['kind']}.json, .csv, {pictures}.png and .svg")
+    kind = results["kind"]
+    written = [f"{kind}.json"]
+    written += [".csv"] if (output / f"{kind}.csv").exists() else []
+    written += [".png and .svg"] if (output / f"{kind}.png").exists() else []
+    written += [f"{kind}-*.png and .svg"] if any(output.glob(f"{kind}-*.png")) else []
+    print(f"{output}/{', '.join(written)}" + (" alone: nothing was measured" if len(written) == 1 else ""))
 
 
 def command(

@@ -92,12 +92,18 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
-    """Writes `path`.json, a line per field, and `path`.csv, without the values that are dictionaries."""
+    """Writes `path`.json, a line per field, and `path`.csv, without the values that are dictionaries.
+
+    Without records there is no `path`.csv.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in results.items())
     path.with_suffix(".json").write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
     flat = [{name: value for name, value in record.items() if not isinstance(value, dict)} for record in records]
     names = list(dict.fromkeys(name for record in flat for name in record))
+    if not flat:
+        path.with_suffix(".csv").unlink(missing_ok=True)
+        return
     with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=names)
         writer.writeheader()

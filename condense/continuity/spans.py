@@ -83,7 +83,10 @@ def containing_span(
 
     start = found(after, range(len(names))) if after is not None else 0
     end = found(before, range(len(names))) + 1 if before is not None else len(names)
-    return range(found(first, range(start, end)), found(last, range(end - 1, start - 1, -1)) + 1)
+    tokens = range(found(first, range(start, end)), found(last, range(end - 1, start - 1, -1)) + 1)
+    if not tokens:
+        raise ValueError(f"the first token that contains {first!r} comes after the last one that contains {last!r}")
+    return tokens
 
 
 def _without_space(text: str, start: int, end: int) -> tuple[int, int]:

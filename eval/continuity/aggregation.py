@@ -30,26 +30,41 @@ def mass(records: Sequence[Record]) -> float | None:
 
 
 def answers(found: dict[str, Any]) -> bool:
-    """Whether a model puts at least `LEAST_MASS` on the watched classes."""
-    return found["mass"] is None or found["mass"] >= LEAST_MASS
+    """Whether a model puts at least `LEAST_MASS` on the watched classes. Summaries of earlier versions don't tell."""
+    known = found.get("mass")
+    return known is None or known >= LEAST_MASS
 
 
-def answering(models: dict[str, dict[str, Any]], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The summaries, without the figures of models that give no answer; `Global` then leaves these out."""
+def mass_column(what: str) -> str:
+    """The title of the column of the mass, which says below which mass figures are left out."""
+    return f"mass of {what} (below {LEAST_MASS:.0%}: no figures)"
+
+
+def with_global(
+    models: dict[str, dict[str, Any]], fields: Sequence[str], counts: Sequence[str] = ("records", "valid")
+) -> dict[str, dict[str, Any]]:
+    """The models with their mass and figures, and, where there are several, `Global`.
+
+    A model that gives no answer has no figures. `Global` is over all records of the others, with `counts` summed, and
+    figures weighted by the valid records. A figure that a summary of an earlier version does not have is None.
+    """
     nothing = dict.fromkeys(fields)
-    return {name: found if answers(found) else found | nothing for name, found in models.items()}
-
-
-def with_global(models: dict[str, dict[str, Any]], fields: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The models and, where there are several, `Global`: all records, figures weighted by the valid ones."""
+    shown: dict[str, dict[str, Any]] = {
+        name: {"mass": None} | (nothing | found if answers(found) else found | nothing)
+        for name, found in models.items()
+    }
+    heard = [found for name, found in shown.items() if answers(models[name])]
     if len(models) < 2:
-        return models
-    total: dict[str, Any] = {name: sum(found[name] for found in models.values()) for name in ("records", "valid")}
-    for field in fields:
-        known = [(found[field], found["valid"]) for found in models.values() if found[field] is not None]
-        weight = sum(number for _, number in known)
-        total[field] = sum(value * number for value, number in known) / weight if weight else None
-    return models | {"Global": total}
+        return shown
+    total: dict[str, Any] = {}
+    for name in counts:
+        numbers = [found[name] for found in heard]
+        total[name] = None if None in numbers else sum(numbers)
+    for field in ("mass", *fields):
+        known = [found for found in heard if found[field] is not None]
+        weight = sum(found["valid"] for found in known)
+        total[field] = sum(found[field] * found["valid"] for found in known) / weight if weight else None
+    return shown | {"Global": total}
 
 
 def percent(share: float | None) -> str:

@@ -106,13 +106,14 @@ def likely_tokens(probabilities_FV: torch.Tensor, tokenizer: Any) -> Classes:
     classes, names = defaultdict(list), vocabulary(tokenizer)
     for token in (probabilities_FV >= SHOWN_FROM).any(0).nonzero()[:, 0].tolist():
         name = names[token] if token < len(names) else ""
-        classes[name or _visible(tokenizer.decode([token]))].append(token)
+        classes[name or _visible(tokenizer, token)].append(token)
     return dict(classes)
 
 
-def _visible(text: str) -> str:
-    """White space as marks; a token without a text is one too."""
-    return repr(text)[1:-1].replace(" ", "␣") or "(no text)"
+def _visible(tokenizer: Any, token: int) -> str:
+    """White space as marks. A tokenizer of pieces decodes a single space to nothing: the name of the piece tells."""
+    text = tokenizer.decode([token]) or tokenizer.convert_ids_to_tokens(token) or ""
+    return repr(text)[1:-1].replace("▁", " ").replace("<0x20>", " ").replace(" ", "␣") or "(no text)"
 
 
 def class_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..results import Table
-from .aggregation import SET, answering, figure, in_set, mass, mean, percent, valid, with_global
+from .aggregation import SET, figure, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DURATIONS, EVENT_DURATIONS, Item, Rule
@@ -13,20 +13,21 @@ from .options import ProbeOptions
 from .probe import Probe
 from .prompts import EVENTS_QUESTION, PASSAGES, CharSpan, char_spans_of, counting_prompt, step_char_spans
 
+NOT_PRINTED = (None, None, None)
 # Valid share (table 1); counterfactual, observed and ratio, of all peaks (tables 2, 4) and of expected ones (3, 5).
 PAPER: dict[str, dict[str, Any]] = {
     "counting": {
         "Llama 3 8b": (0.935, (0.2594, 0.8953, 3.57), (0.2594, 0.8914, 3.56)),
         "Llama 2 13b": (0.545, (0.2599, 0.9174, 3.60), (0.2599, 0.8263, 3.27)),
         "Gemma 1 7b": (1.0, (0.2610, 0.5127, 1.95), (0.2610, 0.3503, 1.34)),
-        "Gemma 2 9b": (1.0, (None, None, None), (None, None, None)),
-        "all six models": (None, (None, None, 2.90), (None, None, None)),  # "190 % more", section 4.1
+        "Gemma 2 9b": (1.0, NOT_PRINTED, NOT_PRINTED),
+        "all six models": (None, (None, None, 2.90), NOT_PRINTED),  # "190 % more", section 4.1
     },
     "events": {
         "Llama 3 8b": (None, (0.2186, 0.7564, 3.70), (0.2186, 0.6397, 3.26)),
         "Llama 2 13b": (None, (0.2186, 0.7274, 3.42), (0.2186, 0.4854, 2.54)),
         "Gemma 1 7b": (None, (0.2186, 0.6967, 3.46), (0.2186, 0.5984, 3.04)),
-        "all six models": (None, (None, None, 3.05), (None, None, None)),  # "205 % more", section 4.2
+        "all six models": (None, (None, None, 3.05), NOT_PRINTED),  # "205 % more", section 4.2
     },
 }
 RULES: tuple[Rule, ...] = ("exact", "published")
@@ -74,12 +75,7 @@ class _Counts(Probe):
             "records": len(in_set(records)),
             "valid": len(counted),
             "mass": mass(counted),
-            **{
-                f"allowed_{rule}": sum(
-                    record.get("allowed_by", {}).get(rule, record["valid"]) for record in in_set(records)
-                )
-                for rule in RULES
-            },
+            **{f"allowed_{rule}": sum(record["allowed_by"][rule] for record in in_set(records)) for rule in RULES},
             "right_at_1": mean(right),
             **{name: mean([one[name] for one in frequencies]) for name in peak_frequencies({"1": [1.0]}, 1)},
         }
@@ -87,52 +83,42 @@ class _Counts(Probe):
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         fields = ("right_at_1", *peak_frequencies({"1": [1.0]}, 1))
-        allowed = {rule: {name: found[f"allowed_{rule}"] for name, found in models.items()} for rule in RULES}
-        models = with_global(answering(models, fields), (*fields, "mass"))
-        rows_valid, rows_all, rows_expected = [], [], []
-        for model, found in models.items():
-            by_rule = [allowed[rule].get(model, sum(allowed[rule].values())) for rule in RULES]
-            shares = [percent(number / found["records"] if found["records"] else None) for number in by_rule]
-            rows_valid.append([model, *shares, found["records"], percent(found["right_at_1"]), percent(found["mass"])])
-            rows_all.append(
-                [
-                    model,
-                    *(figure(found[f]) for f in ("counterfactual", "observed")),
-                    figure(found["ratio"], 2),
-                    percent(found["mass"]),
-                ]
-            )
-            rows_expected.append(
-                [
-                    model,
-                    *(figure(found[field]) for field in ("counterfactual", "observed_expected")),
-                    figure(found["ratio_expected"], 2),
-                    percent(found["mass"]),
-                ]
-            )
+        allowed = [f"allowed_{rule}" for rule in RULES]
+        before = {name: {"allowed_exact": found["valid"], "allowed_published": None} for name, found in models.items()}
+        found_of = with_global(
+            {name: before[name] | found for name, found in models.items()}, fields, ("records", "valid", *allowed)
+        )
+        valid_rows, every_rows, expected_rows = [], [], []
+        for model, found in found_of.items():
+            shares = [percent(_share(found[name], found["records"])) for name in allowed]
+            mass_shown = percent(found["mass"])
+            valid_rows.append([model, *shares, found["records"], percent(found["right_at_1"]), mass_shown])
+            every_rows.append([model, *_frequencies(found, "observed", "ratio"), mass_shown])
+            expected_rows.append([model, *_frequencies(found, "observed_expected", "ratio_expected"), mass_shown])
         for model, (share, every, expected) in PAPER[cls.name()].items():
             name = f"{model} (paper, published spans and classes)"
-            rows_valid.append([name, "", percent(share), "", "", ""])
-            rows_all.append([name, *map(figure, every[:2]), figure(every[2], 2), ""])
-            rows_expected.append([name, *map(figure, expected[:2]), figure(expected[2], 2), ""])
-        columns = ["model", "counterfactual", "observed", "average ratio", "mass of digits"]
-        valid_table, all_table, expected_table = cls.tables_of_the_paper
+            valid_rows += [[name, "", percent(share), "", "", ""]] if share is not None else []
+            for rows, values in ((every_rows, every), (expected_rows, expected)):
+                if any(value is not None for value in values):
+                    rows.append([name, figure(values[0]), figure(values[1]), figure(values[2], 2), ""])
+        valid_table, every_table, expected_table = cls.tables_of_the_paper
+        of_digits = mass_column("digits")
+        rules = [f"valid, {rule} spans" for rule in RULES]
+        columns = ["model", "counterfactual", "observed", "average ratio", of_digits]
+        valid_columns = ["model", *rules, "records", "right count at durations of 1", of_digits]
         return [
-            Table(
-                f"valid records{valid_table}",
-                [
-                    "model",
-                    "valid, exact spans",
-                    "valid, published spans",
-                    "records",
-                    "right count at durations of 1",
-                    "mass of digits",
-                ],
-                rows_valid,
-            ),
-            Table(f"normalised peak frequency, all peaks ({all_table})", columns, rows_all),
-            Table(f"normalised peak frequency, expected peaks only ({expected_table})", columns, rows_expected),
+            Table(f"valid records{valid_table}", valid_columns, valid_rows),
+            Table(f"normalised peak frequency, all peaks ({every_table})", columns, every_rows),
+            Table(f"normalised peak frequency, expected peaks only ({expected_table})", columns, expected_rows),
         ]
+
+
+def _share(number: int | None, records: int) -> float | None:
+    return number / records if number is not None and records else None
+
+
+def _frequencies(found: dict[str, Any], observed: str, ratio: str) -> list[str]:
+    return [figure(found["counterfactual"]), figure(found[observed]), figure(found[ratio], 2)]
 
 
 class Counting(_Counts):

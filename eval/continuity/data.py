@@ -21,8 +21,10 @@ def load(name: str, path: Path | None = None) -> list[dict[str, Any]]:
         records = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} cannot be read as JSON: {error}") from error
-    if not isinstance(records, list) or not records:
+    if not isinstance(records, list):
         raise ValueError(f"{source} is no list of records: the probe needs one of {', '.join(FIELDS[name])}.")
+    if not records:
+        raise ValueError(f"{source} is an empty list: the probe needs a record with {', '.join(FIELDS[name])}.")
     for number, record in enumerate(records):
         problem = _problem(name, record)
         if problem:

@@ -99,8 +99,9 @@ class Reader(NamedTuple):
     def record(self, item: Item) -> Record:
         """The curves of an item; for an item that is not valid, the reason.
 
-        `likely`: the tokens that reach 5 %. `distance` and `same_top` compare with the unchanged sentence: half the
-        summed differences of probabilities, and whether the likeliest token is the same.
+        `likely`: the tokens that reach 5 %, and `unwatched` those of them that are in no watched class. `distance` and
+        `same_top` compare with the unchanged sentence: half the summed differences of probabilities, and whether the
+        likeliest token is the same.
         """
         named: Record = {"name": item.name, "group": item.group}
         if allowed := self.rules_that_allow(item):
@@ -112,7 +113,7 @@ class Reader(NamedTuple):
 
     def _curves_of(self, item: Item) -> Record:
         sentences, facts = self.sentences(item), dict(item.facts)
-        watched_classes(self.tokenizer, item.watched, self.classes)
+        watched = watched_classes(self.tokenizer, item.watched, self.classes)
         plain = [] if item.vary == "interpolate" else [self.sentence(item.text)]
         probabilities_FV = self.probabilities([*sentences, *plain])
         if plain:
@@ -121,10 +122,13 @@ class Reader(NamedTuple):
                 "distance": [_short(value) for value in ((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()],
                 "same_top": (probabilities_FV.argmax(1) == plain_V.argmax()).tolist(),
             }
+        likely = likely_tokens(probabilities_FV, self.tokenizer)
+        counted = {token for tokens in watched.values() for token in tokens}
         return {
             "factors": [_short(factor) for factor in item.factors],
             "curves": self.curves(probabilities_FV, item.watched),
-            "likely": _short_curves(probabilities_FV, likely_tokens(probabilities_FV, self.tokenizer)),
+            "likely": _short_curves(probabilities_FV, likely),
+            "unwatched": [name for name, tokens in likely.items() if not counted.intersection(tokens)],
             **facts,
         }
 

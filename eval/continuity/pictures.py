@@ -1,5 +1,6 @@
 """Pictures of the probes: probability against the factor, as in the papers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ from .classes import DIGITS, SHOWN_FROM
 
 COLORS = {digit: f"C{digit}" for digit in DIGITS}  # the same in every panel
 MOST_PANELS = 4  # in a row
+MOST_INSIDE = 10  # names of curves in a panel; the names of more stand below it
 MOST_DRAWN = 12  # prompts of a group in panels of their own; more are drawn as their mean
 
 
-def draw(results: dict[str, Any], varied: str, path: Path) -> None:
-    """A picture per group of items, with models below each other; a whole data set is one picture."""
+def draw(results: dict[str, Any], varied_in: Callable[[str], str], path: Path) -> None:
+    """A picture per group of items, with models below each other; a whole data set is one picture.
+
+    `varied_in` gives the label of the factor's axis for a group.
+    """
     groups = dict.fromkeys(record["group"] for model in results["models"] for record in model["records"])
     for group in groups:
         panels = [
@@ -26,6 +31,7 @@ def draw(results: dict[str, Any], varied: str, path: Path) -> None:
         ]
         if not panels:
             continue
+        varied = varied_in(group)
         here = path.with_name(f"{path.name}-{''.join(c if c.isalnum() else '_' for c in group)}")
         if "recall" in panels[0][1]:
             _draw_dial(results, group, here)
@@ -44,13 +50,16 @@ def _belongs(record: dict[str, Any], group: str) -> bool:
 def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path, many: bool) -> None:
     columns = min(MOST_PANELS, len(panels))
     rows = -(-len(panels) // columns)
-    with picture(path, rows, columns, figsize=(3.6 * columns, 2.9 * rows), squeeze=False) as axes:
+    longest = max(len(shown_curves(record)) for _, record in panels)
+    crowded = longest > MOST_INSIDE
+    height = 2.9 + (0.12 * -(-longest // 4) if crowded else 0)
+    with picture(path, rows, columns, figsize=(3.6 * columns, height * rows), squeeze=False) as axes:
         for panel, (model, record) in zip(axes.flat, panels, strict=False):
             title = f"{record['name']}" + (f" ({model})" if many else "")
             panel.set_title(title, fontsize=7, wrap=True)
             shown = shown_curves(record)
-            if all(name.startswith("other ") for name in shown):
-                panel.text(0.5, 0.5, "nothing reached 5 %", transform=panel.transAxes, ha="center", fontsize=8)
+            if said := _nothing_said(record, shown):
+                panel.text(0.03, 0.94, said, transform=panel.transAxes, fontsize=8)
             for number, (name, curve) in enumerate(shown.items()):
                 color = {"other tokens": "grey", "other digits": "silver"}.get(name) or COLORS.get(name)
                 style = ":" if name.startswith("other ") else ("-", "--", "-.")[number // 10 % 3]  # ten colours
@@ -60,9 +69,19 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
             panel.set_ylabel("probability", fontsize=7)
             panel.tick_params(labelsize=7)
             panel.grid(alpha=0.3)
-            panel.legend(fontsize=6).set_in_layout(False)
+            if crowded:
+                panel.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)
+            else:
+                panel.legend(fontsize=6).set_in_layout(False)
         for panel in list(axes.flat)[len(panels) :]:
             panel.axis("off")
+
+
+def _nothing_said(record: dict[str, Any], shown: dict[str, np.ndarray]) -> str | None:
+    """What to say where no curve of the answers that are asked for is drawn."""
+    if all(name.startswith("other ") for name in shown):
+        return "nothing reached 5 %"
+    return "no answer reached 5 %" if record["curves"] and not set(shown) & set(record["curves"]) else None
 
 
 def _label(name: str) -> str:
@@ -84,15 +103,14 @@ def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
 
 
 def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
-    """All classes that reach 5 % somewhere; the rest of the digits as one, and all others."""
-    curves = {name: np.asarray(curve) for name, curve in (record["curves"] or record["likely"]).items()}
+    """All classes and other tokens that reach 5 % somewhere; the rest of the digits as one, and all others."""
+    nothing = np.zeros(len(record["factors"]))
+    curves = {name: np.asarray(curve) for name, curve in record["curves"].items()}
     shown = {name: curve for name, curve in curves.items() if curve.max() >= SHOWN_FROM}
-    everything = sum(curves.values(), start=np.zeros(len(record["factors"])))
     if set(curves) == set(DIGITS):
-        shown["other digits"] = everything - sum(shown.values(), start=np.zeros(len(everything)))
-        shown["other tokens"] = 1 - everything
-    else:
-        shown["other tokens"] = 1 - sum(shown.values(), start=np.zeros(len(everything)))
+        shown["other digits"] = sum(curves.values(), start=nothing) - sum(shown.values(), start=nothing)
+    shown |= {f"“{name}”" if curves else name: np.asarray(record["likely"][name]) for name in record["unwatched"]}
+    shown["other tokens"] = 1 - sum(shown.values(), start=nothing)
     return shown
 
 

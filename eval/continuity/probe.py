@@ -112,7 +112,7 @@ class Probe(Task[Measurement]):
         return stored(self.options) | {
             "probe": self.name(),
             "data": str(self.options.data or OWN_DATA),
-            "items": _hash([_stored(item) for item in self.set_items]),
+            "items": _hash([asdict(item) for item in self.set_items]),
             "models": [model.described for model in self.models],
         }
 
@@ -169,7 +169,7 @@ class Probe(Task[Measurement]):
         reasons = [
             [model["name"], reason, number]
             for model in results["models"]
-            for reason, number in _reasons(model["records"]).items()
+            for reason, number in _reasons(model.get("records", ())).items()  # a published summary has no records
         ]
         if reasons:
             columns = ["model", "because, for example", "records"]
@@ -178,7 +178,12 @@ class Probe(Task[Measurement]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        pictures.draw(results, cls.varied, path)
+        pictures.draw(results, cls.varied_in, path)
+
+    @classmethod
+    def varied_in(cls, group: str) -> str:
+        """The label of the factor's axis in the picture of a group."""
+        return cls.varied
 
 
 def load_probed(options: ProbeOptions) -> list[ProbedModel]:
@@ -195,11 +200,6 @@ def load_probed(options: ProbeOptions) -> list[ProbedModel]:
             ProbedModel(model.name, model.describe() | own, Reader(lm, model.tokenizer, options.spans, options.classes))
         )
     return found
-
-
-def _stored(item: Item) -> dict[str, Any]:
-    """The item as JSON, with the field names of earlier versions, so that their measurements resume."""
-    return {"places" if name == "char_spans" else name: value for name, value in asdict(item).items()}
 
 
 def _hash(value: Any) -> str:

@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from ..results import Table
-from .aggregation import LEAST_MASS, SET, answering, figure, in_set, mass, mean, percent, valid, with_global
+from .aggregation import LEAST_MASS, SET, figure, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
@@ -90,7 +90,7 @@ class Space(Probe):
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         fields = ("derivative", "m_max", "far_outside")
-        models = with_global(answering(models, fields), (*fields, "mass"))
+        models = with_global(models, fields)
         rows = [
             [
                 name,
@@ -107,7 +107,7 @@ class Space(Probe):
             rows.append([f"{name} (paper)", percent(share), "", figure(derivative, 3), figure(m_max), percent(far), ""])
         rows.append(["all six models (paper)", "", "", "", "", "20 %", ""])  # appendix C.4.3
         columns = ["model", "valid", "records", "normalised max. |derivative|", "mean m_max", "m_max ≥ 0.05"]
-        columns.append("mass of yes and no")
+        columns.append(mass_column("yes and no"))
         return [Table("from one object to the other (tables 8, 9 and 10)", columns, rows)]
 
 
@@ -145,7 +145,7 @@ class Boolean(Probe):
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         rows = [
-            [name, prompt, *_truths(values), figure(values["on_bits"], 3)]
+            [name, prompt, *_truths(values), percent(values["on_bits"])]
             for name, found in models.items()
             for prompt, values in found["truth"].items()
         ]
@@ -156,7 +156,7 @@ class Boolean(Probe):
             "half way",
             "at the second",
             "most outside the ends",
-            "probability of 0 and 1",
+            mass_column("0 and 1"),
         ]
         counts = [[name, f"{found['valid']} of {found['records']}"] for name, found in models.items()]
         return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..results import Table
-from .aggregation import SET, answering, answers, in_set, mass, mean, percent, valid, with_global
+from .aggregation import SET, answers, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
@@ -23,6 +23,12 @@ PAPER = {  # valid share (table 6); P1, P2 and P3 (table 7), all by the publishe
     "Gemma 2 9b": (0.95, 0.9579, 0.9579, 0.8947),
 }
 PROPERTIES = ("P1", "P2", "P3")
+VARIED = {
+    "embedding": "interpolation factor",
+    "translation": "shift [units]",
+    "scaling": "scale factor",
+    "density": "samples per token",
+}
 SMALL_SCALES = tuple(0.05 + 0.95 * step / 99 for step in range(100))
 
 
@@ -33,7 +39,7 @@ class Sums(Probe):
         "at some duration they are together likelier than the right one (P1), and than any other digit (P2); and no "
         "other is ever the likeliest (P3)."
     )
-    varied = "factor"
+    varied = "duration factor"
     data_set = "sums"
     has_spans = True
     can_be_timed = True
@@ -79,6 +85,10 @@ class Sums(Probe):
         return found
 
     @classmethod
+    def varied_in(cls, group: str) -> str:
+        return VARIED.get(group, cls.varied)
+
+    @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
         posed = valid(in_set(records))
         ours = [sum_properties(record["curves"], record["original"], set(record["shrunk"])) for record in posed]
@@ -93,27 +103,23 @@ class Sums(Probe):
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        ours = with_global(answering(models, PROPERTIES), (*PROPERTIES, "mass"))
-        published = {name: found["published"] for name, found in models.items()}
-        published = with_global(answering(published, PROPERTIES), (*PROPERTIES, "mass"))
+        ours = with_global(models, PROPERTIES)
+        unknown = {"records": 0, "valid": 0}  # earlier versions measured by the rule of the text alone
+        published = with_global({name: found.get("published", unknown) for name, found in models.items()}, PROPERTIES)
         rates, rows = [], []
         for name, found in ours.items():
-            rates.append([name, *_rate(found), *_rate(published[name]), percent(found["mass"])])
-            rows.append(
-                [
-                    name,
-                    *(percent(one[p]) for one in (found, published[name]) for p in PROPERTIES),
-                    percent(found["mass"]),
-                ]
-            )
+            both, mass_shown = (found, published[name]), percent(found["mass"])
+            rates.append([name, *_rate(found), *_rate(published[name]), mass_shown])
+            rows.append([name, *(percent(one[field]) for one in both for field in PROPERTIES), mass_shown])
         for name, (share, *properties) in PAPER.items():
             rates.append([f"{name} (paper)", "", "", percent(share), "", ""])
             rows.append([f"{name} (paper)", "", "", "", *map(percent, properties), ""])
-        columns = ["model", "valid", "records", "valid, published rule", "records, published rule", "mass of digits"]
+        of_digits = mass_column("digits")
+        columns = ["model", "valid", "records", "valid, published rule", "records, published rule", of_digits]
         named = [*PROPERTIES, *(f"{name}, published rule" for name in PROPERTIES)]
         return [
             Table("valid records: the unchanged sum is right (table 6)", columns, rates),
-            Table("of these, how many have each property (table 7)", ["model", *named, "mass of digits"], rows),
+            Table("of these, how many have each property (table 7)", ["model", *named, of_digits], rows),
         ]
 
 
@@ -123,6 +129,7 @@ def _shares(properties: Sequence[dict[str, bool]]) -> dict[str, Any]:
 
 
 def _rate(found: dict[str, Any]) -> tuple[str, str]:
+    """The share of right answers; none of a model that gives no answer."""
     if not found["records"] or not answers(found):
         return "-", "-"
     return percent(found["valid"] / found["records"]), f"{found['valid']} of {found['records']}"

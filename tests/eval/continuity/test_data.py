@@ -141,7 +141,13 @@ def test_a_malformed_record_is_named(name, wrong, message, tmp_path):
 def test_a_file_that_is_no_list_of_records_is_named(text, tmp_path):
     path = tmp_path / "own.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=r"own\.json (cannot be read as JSON|is no list of records)"):
+    with pytest.raises(ValueError, match=r"own\.json (cannot be read as JSON|is no list of records|is an empty list)"):
         load("words", path)
     with pytest.raises(ValueError, match=r"nowhere\.json cannot be read"):
         load("words", tmp_path / "nowhere.json")
+
+
+def test_an_empty_list_is_a_list(tmp_path):
+    (tmp_path / "own.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"own\.json is an empty list: the probe needs a record with word, category"):
+        load("words", tmp_path / "own.json")

@@ -282,6 +282,10 @@ def test_likely_tokens_of_the_same_text_are_one():
     )
     found = likely_tokens(probabilities_FV, tokenizer)
     assert found == {"cat": [0, 1], "cow": [3], "␣": [4], "␣␣": [5], "(no text)": [6]}  # the last has no text: padding
+    pieces = tokens_as(["cat"])
+    pieces.convert_ids_to_tokens = lambda token: "▁"  # of pieces, a space alone is decoded to nothing
+    pieces.decode = lambda tokens, **_: "cat" if tokens == [0] else ""
+    assert list(likely_tokens(probabilities_FV[:, [0, 6]], pieces)) == ["cat", "␣"]
     curves = class_curves(probabilities_FV, found)
     assert curves["cat"] == pytest.approx([0.56, 0.80]) and curves["cow"] == [0.0, 0.05]
 
@@ -290,7 +294,8 @@ def test_likely_tokens_of_the_same_text_are_one():
 
 
 def record_of(group=SET, valid=True, **fields):
-    return {"name": "x", "group": group, "valid": valid, "factors": [0.5, 1.0], **fields}
+    allowed = {"exact": valid, "published": valid}
+    return {"name": "x", "group": group, "valid": valid, "factors": [0.5, 1.0], "allowed_by": allowed, **fields}
 
 
 def test_summary_of_counts():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import condense.cli
 from condense import CondenseForCausalLM
-from condense.eval.continuity import probes, space, sums, transformations
+from condense.eval.continuity import pictures, probes, space, sums, transformations
 from condense.eval.continuity.aggregation import SET
 from condense.eval.continuity.classes import DIGITS
 from condense.eval.continuity.data import load
@@ -264,6 +264,31 @@ def test_own_data(folder, tmp_path, undrawn):
     assert results["data"] == str(tmp_path / "own.json") and results["models"][0]["summary"]["records"] == 3
 
 
+def test_files_that_are_not_written_are_not_named(folder, tmp_path):
+    """The model does not know the words: no record is valid, so there is nothing to list and to draw."""
+    _, shown = probed(tmp_path, "counting", folder / "stories", options=["--limit", 1])
+    assert shown.endswith(f"{tmp_path}/probe_counting.json alone: nothing was measured\n")
+    written = {path.name for path in tmp_path.glob("probe_*")}
+    assert written == {"probe_counting.json", "probe_counting.records.jsonl"}
+
+
+def test_the_axis_of_sums_says_what_varies(tmp_path, monkeypatch):
+    labels = {}
+    for name in ("_draw_curves", "_draw_set"):
+        monkeypatch.setattr(pictures, name, lambda *given, **_: labels.update({given[-1].name: given[-2]}))
+    groups = ("duration", "embedding", "translation", "scaling", "density", SET)
+    records = [{"name": "1 + 1", "group": group, "valid": True, "curves": {}} for group in groups]
+    PROBES["sums"].draw({"models": [{"name": "m", "records": records}]}, tmp_path / "sums")
+    assert [labels[f"sums-{group}"] for group in groups] == [
+        "duration factor",
+        "interpolation factor",
+        "shift [units]",
+        "scale factor",
+        "samples per token",
+        "duration factor",
+    ]
+
+
 def test_templates_pose_other_prompts(folder, tmp_path, undrawn, whole):
     results, _ = probed(tmp_path, "counting", folder / "llama", options=["--limit", 1, "--template", "listed"])
     record = results["models"][0]["records"][0]
@@ -395,9 +420,13 @@ def test_tables_by_hand():
     """Figures of each model, of all together by their valid records, then those of the paper; and what was not valid,
     reasons of the same kind in one line."""
     figures = ("right_at_1", "counterfactual", "observed", "observed_expected", "ratio", "ratio_expected")
-    first = {"records": 4, "valid": 3} | dict(zip(figures, (0.5, 0.25, 0.5, 0.4, 2.0, 1.5), strict=True))
-    second = {"records": 6, "valid": 1} | dict(zip(figures, (0.1, 0.21, 0.9, 0.8, 4.0, 3.5), strict=True))
-    nothing = {"records": 2, "valid": 0} | dict.fromkeys(figures)
+    first = {"records": 4, "valid": 3, "mass": 0.6, "allowed_exact": 3, "allowed_published": 4} | dict(
+        zip(figures, (0.5, 0.25, 0.5, 0.4, 2.0, 1.5), strict=True)
+    )
+    second = {"records": 6, "valid": 1, "mass": 0.8, "allowed_exact": 1, "allowed_published": 1} | dict(
+        zip(figures, (0.1, 0.21, 0.9, 0.8, 4.0, 3.5), strict=True)
+    )
+    nothing = {"records": 2, "valid": 0, "allowed_exact": 0, "allowed_published": 0} | dict.fromkeys(("mass", *figures))
     reasons = ["'cat' is 2 tokens, not one", "'catfish' is 3 tokens, not one", "3 and 4 tokens: nothing lies between"]
     records = [{"valid": False, "reason": reason} for reason in reasons] + [{"valid": True}]
     models = [
@@ -417,12 +446,18 @@ def test_tables_by_hand():
         )
     )
     assert list(right)[:4] == ["m", "t", "none", "Global"]
-    assert right["m"] == ["75.00 %", "3 of 4", "50.00 %"] and right["Global"] == ["33.33 %", "4 of 12", "40.00 %"]
-    assert right["none"] == ["0.00 %", "0 of 2", "-"] and right["Llama 3 8b (paper)"] == ["93.50 %", "", ""]
-    assert every["m"] == ["0.2500", "0.5000", "2.00"] and expected["m"] == ["0.2500", "0.4000", "1.50"]
-    assert every["Global"] == ["0.2400", "0.6000", "2.50"] and expected["Global"] == ["0.2400", "0.5000", "2.00"]
-    assert every["Llama 2 13b (paper)"] == ["0.2599", "0.9174", "3.60"]
-    assert expected["Gemma 1 7b (paper)"] == ["0.2610", "0.3503", "1.34"]
+    assert right["m"] == ["75.00 %", "100.00 %", 4, "50.00 %", "60.00 %"]
+    assert right["Global"] == ["33.33 %", "41.67 %", 12, "40.00 %", "65.00 %"]
+    assert right["none"] == ["0.00 %", "0.00 %", 2, "-", "-"]
+    paper = " (paper, published spans and classes)"
+    assert right[f"Llama 3 8b{paper}"] == ["", "93.50 %", "", "", ""]
+    assert f"all six models{paper}" not in right and every[f"all six models{paper}"] == ["-", "-", "2.90", ""]
+    assert every["m"] == ["0.2500", "0.5000", "2.00", "60.00 %"]
+    assert expected["m"] == ["0.2500", "0.4000", "1.50", "60.00 %"]
+    assert every["Global"] == ["0.2400", "0.6000", "2.50", "65.00 %"]
+    assert expected["Global"] == ["0.2400", "0.5000", "2.00", "65.00 %"]
+    assert every[f"Llama 2 13b{paper}"] == ["0.2599", "0.9174", "3.60", ""]
+    assert expected[f"Gemma 1 7b{paper}"] == ["0.2610", "0.3503", "1.34", ""]
     assert rows["time for three items"] == [["t", "4.00", "1.00", "4.00"]]
     assert [row[::2] for row in rows["records that are not valid"]] == [["m", 2], ["m", 1]]
     alone = PROBES["counting"].tables({"kind": "probe_counting", "models": models[:1]})
@@ -430,34 +465,41 @@ def test_tables_by_hand():
 
 
 def test_papers_figures_in_the_tables():
-    nothing = {"records": 0, "valid": 0, "P1": None, "P2": None, "P3": None}
-    rates, shares = sums.Sums.summary_tables({"m": nothing})
-    assert rates.rows[0] == ["m", "-", "0 of 0"] and rates.rows[2] == ["Llama 2 13b (paper)", "19.50 %", ""]
-    assert shares.rows[0] == ["m", "-", "-", "-"]
-    assert shares.rows[1] == ["Llama 3 8b (paper)", "29.17 %", "25.83 %", "25.83 %"]
-    some = {"records": 4, "valid": 2, "P1": 0.5, "P2": 0.4, "P3": 0.3}
-    rates, shares = sums.Sums.summary_tables({"m": some, "n": some | {"valid": 1, "P3": 0.9}})
-    assert rates.rows[2] == ["Global", "37.50 %", "3 of 8"]
-    assert shares.rows[2] == ["Global", "50.00 %", "40.00 %", "50.00 %"]
-    nothing = {"records": 0, "valid": 0, "derivative": None, "m_max": None, "far_outside": None}
+    """Those of sums stand under the published rule alone."""
+    nothing = {"records": 0, "valid": 0, "mass": None, "P1": None, "P2": None, "P3": None}
+    rates, shares = sums.Sums.summary_tables({"m": nothing | {"published": nothing}})
+    assert rates.rows[0] == ["m", "-", "-", "-", "-", "-"]
+    assert rates.rows[2] == ["Llama 2 13b (paper)", "", "", "19.50 %", "", ""]
+    assert shares.rows[0] == ["m", *["-"] * 7]
+    assert shares.rows[1] == ["Llama 3 8b (paper)", "", "", "", "29.17 %", "25.83 %", "25.83 %", ""]
+    some = {"records": 4, "valid": 2, "mass": 0.9, "P1": 0.5, "P2": 0.4, "P3": 0.3}
+    more = some | {"valid": 1, "P3": 0.9}
+    summaries = {"m": some | {"published": more}, "n": more | {"published": more}}
+    rates, shares = sums.Sums.summary_tables(summaries)
+    assert rates.rows[2] == ["Global", "37.50 %", "3 of 8", "25.00 %", "2 of 8", "90.00 %"]
+    assert shares.rows[2][1:] == ["50.00 %", "40.00 %", "50.00 %", "50.00 %", "40.00 %", "90.00 %", "90.00 %"]
+    nothing = {"records": 0, "valid": 0, "mass": None, "derivative": None, "m_max": None, "far_outside": None}
     (table,) = space.Space.summary_tables({"m": nothing})
-    assert table.rows[0] == ["m", "-", "0 of 0", "-", "-", "-"]
-    assert table.rows[4] == ["Gemma 2 9b (paper)", "84.00 %", "", "5.402", "0.0178", "9.52 %"]
-    some = {"records": 4, "valid": 2, "derivative": 5.0, "m_max": 0.1, "far_outside": 0.5}
+    assert table.rows[0] == ["m", "-", "0 of 0", "-", "-", "-", "-"]
+    assert table.rows[4] == ["Gemma 2 9b (paper)", "84.00 %", "", "5.402", "0.0178", "9.52 %", ""]
+    some = {"records": 4, "valid": 2, "mass": 0.8, "derivative": 5.0, "m_max": 0.1, "far_outside": 0.5}
     (table,) = space.Space.summary_tables({"m": some, "n": some | {"valid": 1, "m_max": 0.4}})
-    assert table.rows[2] == ["Global", "37.50 %", "3 of 8", "5.000", "0.2000", "50.00 %"]
+    assert table.rows[2] == ["Global", "37.50 %", "3 of 8", "5.000", "0.2000", "50.00 %", "80.00 %"]
+    (table,) = space.Space.summary_tables({"m": some | {"mass": 0.3}})
+    assert table.rows[0] == ["m", "50.00 %", "2 of 4", "-", "-", "-", "30.00 %"]
 
 
 def test_curves_that_are_drawn():
-    """Of the digits those that reach 5 %, the others in one, and all that is no digit in another."""
+    """Of the digits those that reach 5 %, the others in one; other tokens that reach it, and all the rest in one."""
     curves = {digit: [0.0, 0.0] for digit in DIGITS} | {"3": [0.5, 0.1], "4": [0.2, 0.6], "7": [0.04, 0.01]}
-    shown = shown_curves({"factors": [0.5, 1.0], "curves": curves, "likely": {"x": [0.3, 0.3]}})
-    assert list(shown) == ["3", "4", "other digits", "other tokens"]
-    assert shown["other digits"] == pytest.approx([0.04, 0.01]) and shown["other tokens"] == pytest.approx([0.26, 0.29])
+    likely = {"x": [0.1, 0.2], "3": curves["3"], "4": curves["4"]}
+    shown = shown_curves({"factors": [0.5, 1.0], "curves": curves, "likely": likely, "unwatched": ["x"]})
+    assert list(shown) == ["3", "4", "other digits", "“x”", "other tokens"]
+    assert shown["other digits"] == pytest.approx([0.04, 0.01]) and shown["other tokens"] == pytest.approx([0.16, 0.09])
     likely = {"cat": [0.5, 0.1], "dog": [0.3, 0.7]}
-    shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely})
+    shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely, "unwatched": list(likely)})
     assert list(shown) == ["cat", "dog", "other tokens"] and shown["other tokens"] == pytest.approx([0.2, 0.2])
-    likely = {f"word {n}": [0.05 + 0.001 * n, 0.0] for n in range(12)}  # the ten that reach most
-    shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely})
-    assert list(shown) == [*list(likely)[2:], "other tokens"]
-    assert shown["other tokens"] == pytest.approx([1 - sum(0.05 + 0.001 * n for n in range(2, 12)), 1])
+    likely = {f"word {n}": [0.05 + 0.001 * n, 0.0] for n in range(12)}
+    shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely, "unwatched": list(likely)})
+    assert list(shown) == [*likely, "other tokens"]
+    assert shown["other tokens"] == pytest.approx([1 - sum(0.05 + 0.001 * n for n in range(12)), 1])

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from condense.continuity.spans import containing_span
-from condense.eval.continuity.aggregation import LEAST_MASS, SET, answering, mass
+from condense.eval.continuity.aggregation import LEAST_MASS, SET, mass
 from condense.eval.continuity.classes import DIGITS, watched_classes
 from condense.eval.continuity.counts import Counting, Events
+from condense.eval.continuity.items import Item
 from condense.eval.continuity.metrics import published_other_labels, published_sum_properties, sum_properties
 from condense.eval.continuity.pictures import shown_curves
 from condense.eval.continuity.prompts import counting_prompt
@@ -28,6 +29,8 @@ def test_a_word_that_is_split_once_shrinks_from_its_first_whole_token():
     assert containing_span(tokenizer, text, "mall", "mall") == range(3, 5)
     with pytest.raises(ValueError, match="no token contains 'ball'"):
         containing_span(tokenizer, text, "ball", "mall")
+    with pytest.raises(ValueError, match="that contains 'in' comes after the last one that contains 'm'"):
+        containing_span(tokenizer, text, "in", "m")
 
 
 def test_a_span_is_searched_between_two_markers():
@@ -130,7 +133,8 @@ def test_both_rules_for_sums_in_one_table():
     """9 is on top once: P3 fails by the paper's text, and not by its code, for which 9 is no label."""
     curves = digit_curves(*"...", d6=[0.2, 0.1, 0.6], d2=[0.5, 0.1, 0.1], d9=[0.1, 0.4, 0.1])
     record = record_of(curves=curves, original="6", shrunk=["2", "3"], published_other=[]) | {"factors": [0.1, 0.5, 1]}
-    _, table = Sums.summary_tables({"a": Sums.summary([record])})
+    rates, table = Sums.summary_tables({"a": Sums.summary([record])})
+    assert rates.rows[0][1:5] == ["100.00 %", "1 of 1", "100.00 %", "1 of 1"]
     assert table.rows[0][1:7] == ["100.00 %", "100.00 %", "0.00 %", "100.00 %", "100.00 %", "100.00 %"]
     assert all(row[1:4] == ["", "", ""] and row[4].endswith("%") for row in table.rows[1:])
 
@@ -152,10 +156,50 @@ def test_a_model_that_gives_no_answer_has_no_figures():
     rows = {row[0]: row for row in tables[1].rows}
     assert rows["silent"][1:4] == ["-", "-", "-"] and rows["silent"][-1] == "28.00 %"
     assert rows["loud"][2] == rows["Global"][2] == "0.5000"
-    assert answering({"a": {"mass": 0.4, "P1": 1}}, ("P1",))["a"]["P1"] is None
+    assert tables[1].columns[-1] == "mass of digits (below 50%: no figures)"
 
 
 def test_every_curve_of_five_percent_is_drawn():
     likely = {f"token {n}": [0.01, 0.06] for n in range(14)} | {"low": [0.01, 0.02]}
-    shown = shown_curves(record_of(curves={}, likely=likely))
+    shown = shown_curves(record_of(curves={}, likely=likely, unwatched=list(likely)[:14]))
     assert len(shown) == 15 and "low" not in shown and shown["other tokens"][1] == pytest.approx(1 - 14 * 0.06)
+
+
+def test_a_likely_token_beside_the_digits_is_drawn():
+    """A model that says "the" where a digit is asked for: it is named and not hidden among the others."""
+    words = ["the", "a", "cat", "dog"]
+    record = stock_reader(tokens_as([*words, *DIGITS])).record(Item("x", "words", "the4cat", "scale", (1.0,), "digits"))
+    assert record["unwatched"] == [name for name in words if name in record["likely"]] != []
+    shown = shown_curves(record)
+    for name in record["unwatched"]:
+        assert shown[f"“{name}”"].tolist() == record["likely"][name]
+    rest = shown["other tokens"] + shown["other digits"]
+    named = [curve for name, curve in shown.items() if not name.startswith("other")]
+    assert sum(named) + rest == pytest.approx([1.0])
+
+
+def test_a_model_that_gives_no_answer_is_not_in_the_rows_of_all_models():
+    """One of 2 is right for the one that answers; the digits of the other hold a fifth of the probability."""
+    right = digit_curves(*"..", d6=[0.6, 0.6])
+    wrong = digit_curves(*"..", d6=[0.2, 0.2], d2=[0.5, 0.5])
+    labels = {"original": "6", "shrunk": ["2"], "published_other": []}
+    loud = [record_of(curves=curves, **labels) for curves in (right, wrong)]
+    silent = [record_of(curves={name: [v / 5 for v in curve] for name, curve in right.items()}, **labels)]
+    rates, _ = Sums.summary_tables({"loud": Sums.summary(loud), "silent": Sums.summary(silent)})
+    rows = {row[0]: row for row in rates.rows}
+    assert rows["silent"][1:5] == ["-", "-", "-", "-"] and rows["Global"][1:5] == rows["loud"][1:5]
+    assert rows["Global"][2] == "1 of 2"
+
+
+def test_results_of_earlier_versions_are_shown():
+    """They have no mass and one rule: figures as they were measured, and "-" for the rest."""
+    records = [record_of(curves=digit_curves("1", "4"), repetitions=4)]
+    new = Counting.summary(records)
+    old = {name: value for name, value in new.items() if name != "mass" and not name.startswith("allowed")}
+    tables = Counting.summary_tables({"a": old, "b": old})
+    assert tables[0].rows[0] == ["a", "100.00 %", "-", 1, "100.00 %", "-"]
+    assert tables[0].rows[2] == ["Global", "100.00 %", "-", 2, "100.00 %", "-"]
+    assert tables[1].rows[0][1:] == ["0.2500", "0.5000", "2.00", "-"]
+    rates, shares = Sums.summary_tables({"a": {"records": 4, "posed": 4, "valid": 2, "P1": 0.5, "P2": 0.5, "P3": 0.0}})
+    assert rates.rows[0] == ["a", "50.00 %", "2 of 4", "-", "-", "-"]
+    assert shares.rows[0] == ["a", "50.00 %", "50.00 %", "0.00 %", "-", "-", "-", "-"]

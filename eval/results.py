@@ -127,6 +127,7 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
             text.set_parse_math(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path.with_suffix(".png"), dpi=150)
+        figure.set_layout_engine("none")  # both files have the layout of the first one
         with matplotlib.rc_context({"svg.hashsalt": "condense"}):
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     finally:

@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 
@@ -19,6 +20,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # garbage collections, of which each `Trainer.train` makes one, then pass over what imports have made
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,12 @@ import pytest
 from condense.training.small_llama import save_small_llama
 
 
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Pictures are drawn and not written: that takes longer than a small measurement."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """The folder of a small Llama with random weights."""

@@ -175,6 +175,7 @@ def test_two_commands_train_a_model_once(tmp_path, monkeypatch):
     assert trained == [cell] and found == [{"loss": 1.0}] * 2
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_grid_goes_on(folder, monkeypatch):
     """A model that was trained is not trained again, also for another property."""
     monkeypatch.setattr("condense.eval.autoregressivity.training._train", lambda cell, setup: pytest.fail(cell.folder))
@@ -221,6 +222,7 @@ def test_the_summary_ranks_by_cost(tmp_path):
     assert by_name["weight sharing"][3] == "w: 70.0 [70.0, 70.0]" and by_name["teacher forcing"][3] == "-"
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_samples_of_fewer_steps_take_fewer_evaluations(folder):
     """1,000 / k steps, and 40 / k evaluations, which are 25 steps of 1,000 apart and so go through all residues."""
     ablate("task_subdivision", folder, SMALL)

@@ -1,19 +1,25 @@
 """A process that asks for more memory than there is gets an error, which is told from others."""
 
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
 
-from condense.eval.benchmark.memory import is_out_of_memory
+import torch
 
-ROOT = Path(__file__).resolve().parents[3]
+from condense.eval.benchmark.memory import ResidentMemory, is_out_of_memory
+
+
+def ask_for_too_much(sender):
+    ResidentMemory()
+    try:
+        torch.empty(2**45)
+    except RuntimeError as error:
+        sender.send(is_out_of_memory(error))
 
 
 def test_an_allocation_that_does_not_fit_is_refused():
-    code = (
-        "import torch; from condense.eval.benchmark.memory import ResidentMemory, is_out_of_memory; ResidentMemory()\n"
-        "try: torch.empty(2**45)\nexcept RuntimeError as error: print(is_out_of_memory(error))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "True\n", done.stderr
+    fork = multiprocessing.get_context("fork")  # `ResidentMemory` limits its process
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=ask_for_too_much, args=(sender,))
+    process.start()
+    process.join()
+    assert receiver.poll() and receiver.recv() is True
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shapes differ"))

@@ -68,6 +68,7 @@ def test_tables_are_printed_and_curves_drawn(results):
     assert (output / "profile.png").stat().st_size > 20_000
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_profile_resumes(llama, results, monkeypatch):
     before, _, output = results
     path = output / "profile.records.jsonl"
@@ -83,6 +84,7 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
     assert again["points"][:-1] == before["points"][:-1]
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
     options = ProfileOptions(
         config=str(llama), kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
@@ -92,6 +94,7 @@ def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
     assert {point["state_bytes"] for point in measured["points"]} == {2 * 2 * 64 * 4 * 127}
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
     """The system kills the processes of the stock model."""
     real = ForkServer.call
@@ -177,6 +180,7 @@ def test_ratios_with_an_optimizer_have_their_own_column():
     assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x", "2.50x"]]
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_states_of_the_optimizer_are_measured(one_server, llama, tmp_path):
     """Parameters of 64 MiB and more, of which AdamW keeps two moments."""
     options = ProfileOptions(

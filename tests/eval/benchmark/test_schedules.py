@@ -153,6 +153,7 @@ def test_blocked_attention_is_left_out_where_a_model_drops_out(llama):
     assert list(compared["times"]) == ["sequential", "wavefront", "sdpa"]
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_measurement_resumes(llama, measured, monkeypatch):
     before, _, output = measured
     path = output / "schedules.records.jsonl"
@@ -169,6 +170,7 @@ def test_a_stopped_measurement_resumes(llama, measured, monkeypatch):
         module.schedules(output, replace(options, modes=None, repeats=5))
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
     def killed(self, *given):
         raise ProcessKilledError

@@ -71,6 +71,7 @@ def test_tables_and_files(results, output):
     assert len((output / "depth_fold.csv").read_text().splitlines()) == 1 + 2 * 2 + 1
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_more_seeds_resume(results, output, monkeypatch):
     more = Fold(DepthOptions(small=True, seeds=2), output)
     monkeypatch.setattr(Fold, "measure", lambda self, item: results["records"][0] | {"seed": item.seed, "new": True})

@@ -100,6 +100,7 @@ def test_the_last_losses_are_those_of_the_saved_models(start, studied):
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_files(studied, monkeypatch):
     options, output, results = studied
     for ending in ("json", "csv", "png", "svg"):

@@ -87,6 +87,7 @@ def test_differences_from_the_folded_model(compared):
         assert other["against_folded"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_files(compared, monkeypatch):
     options, output, results = compared
     for ending in ("json", "csv", "png", "svg"):

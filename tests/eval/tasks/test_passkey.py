@@ -174,6 +174,7 @@ def test_the_papers_column_stands_beside_keys_of_its_kind():
         assert "paper: % correct" not in Passkey.tables(results | other)[0].columns
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_measurement_goes_on(tmp_path, monkeypatch):
     model = small_model(tmp_path)
     options = {"models": [str(model)], "lengths": [80, 120], "num_prompts": 2}

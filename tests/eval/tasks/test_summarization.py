@@ -162,6 +162,7 @@ def test_the_papers_rows_stand_beside_what_is_measured_alike():
         assert len(Summarization.tables(results | other)[0].rows) == 1
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, monkeypatch):
     arguments = ["--model", f"ours={folded}", "--model", f"stock={stock}", "--data", data]
     command(*arguments, "--output", tmp_path / "whole")
@@ -175,7 +176,6 @@ def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, mo
         return real(model, ids, *rest, **options)
 
     monkeypatch.setattr(summarization, "generate", counted)
-    monkeypatch.setattr(Summarization, "draw", lambda *_: None)  # it takes longer than the models
     for name, kept, missing in (
         ("between lines", "".join(lines[:3]), [3, 2, 3, 3, 3, 2]),
         ("within a line", "".join(lines[:6]) + lines[6][:200], [3, 3, 2]),
@@ -193,6 +193,7 @@ def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, mo
         assert written[0]["documents"] == written[1]["documents"] and written[0]["cells"] == written[1]["cells"]
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_other_documents_or_settings_are_another_measurement(folded, data, tmp_path):
     arguments = ["--model", folded, "--data", data, "--output", tmp_path / "out"]
     command(*arguments, "--documents", "3")
@@ -268,6 +269,7 @@ def chat(tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("chat"), [BEFORE, AFTER, TEXT])
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_chat_model_reads_its_template_and_stops_at_its_turns_end(chat, folded, data, tmp_path):
     """A padded batch of a folded model, against reading the whole text again for every token."""
     command(

@@ -130,10 +130,20 @@ def _measured(path: Path, folder: Path) -> Section:
         shown_by = shown_by_ablation(kind)
     else:
         shown_by = resolve_name(SHOWN_BY[kind])
-    pictures = [_embed(found) for found in sorted(path.parent.glob(f"{kind}*.png"))]
+    pictures = [_embed(found) for found in _pictures(path)]
     return Section(
         _title(kind, path, folder), results.get("about") or ABOUT[kind], shown_by.tables(results), pictures, results
     )
+
+
+def _pictures(path: Path) -> list[Path]:
+    """The pictures of a result: those whose names begin with its name, and with no longer name of another result."""
+    names = [other.stem for other in path.parent.glob("*.json")]
+    return [
+        found
+        for found in sorted(path.parent.glob(f"{path.stem}*.png"))
+        if path.stem == max((name for name in names if found.stem.startswith(name)), key=len)
+    ]
 
 
 def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:

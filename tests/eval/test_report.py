@@ -2,12 +2,16 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
 from condense.eval.report import write_report
 from condense.eval.results import run_metadata
 from condense.eval.tasks.passkey import Passkey
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,16 @@ def test_the_page_stands_alone(folder):
     for cell in ("1,000", "75.0", "2.0", "run/trained", "0.5208", "0.2500"):
         assert cell in cells, cell
     assert run_metadata()["hardware"] in page and f"torch {run_metadata()['versions']['torch']}" in page
+
+
+def test_each_result_has_its_own_pictures(tmp_path):
+    """`ablation` has one picture, and not those of `ablation_blocks`."""
+    for name in ("ablation", "ablation_blocks"):
+        for suffix in (".json", ".png"):
+            shutil.copy(RESULTS / "autoregressivity" / f"{name}{suffix}", tmp_path)
+    shutil.copy(tmp_path / "ablation_blocks.png", tmp_path / "ablation_blocks-again.png")
+    _, *sections = write_report(tmp_path).read_text().split("<h2")
+    assert [section.count("data:image/png;base64,") for section in sections] == [1, 2]
 
 
 def test_an_empty_folder_is_named(tmp_path):

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .encoding import encode_within
+
 # A sentence ends with its mark and closing quotes; "Mr. Knightley" is no two sentences.
 SENTENCE = re.compile(
     r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?]+[\"'\u201d\u2019)\]_]*(?=\s|$)|\Z|\n\s*\n)", re.DOTALL
@@ -26,7 +28,7 @@ class Background:
         texts = [f" {sentence}" for sentence in sentences]
         ids: list[list[int]] = []
         for first in range(0, len(texts), SENTENCES_AT_ONCE):
-            ids += tokenizer(texts[first : first + SENTENCES_AT_ONCE], add_special_tokens=False)["input_ids"]
+            ids += encode_within(tokenizer, texts[first : first + SENTENCES_AT_ONCE])
         ids = [sentence for sentence in ids if sentence]
         if not ids:
             raise ValueError("the background text has no sentences: name files with text.")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .background import Background, sentences_of
+from .encoding import encode_within
 from .examples import IGNORE_INDEX, Example
 from .fact_kinds import ANSWERS, KINDS, QUESTION, QUESTIONS, TEMPLATES, WORDS, all_texts, check_kinds, tell
 from .passkey import FILLER
@@ -61,7 +62,7 @@ class FactsTask:
         self.longest_frame = self._longest_frame()
 
     def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer(" " + text, add_special_tokens=False)["input_ids"]
+        return encode_within(self.tokenizer, [f" {text}"])[0]
 
     def _check_words(self) -> None:
         unknown = self.tokenizer.unk_token_id

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .encoding import encode_within
 from .examples import IGNORE_INDEX, Example
 
 PREAMBLE = (
@@ -79,12 +80,12 @@ class PasskeyTask:
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         before, self.after = (start, []) if frame is None else frame
-        self.preamble = before + self._encode(PREAMBLE)
+        self.preamble = before + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"]
         self.filler = self._encode(FILLER)
         self.names = self._usable_names() if num_keys > 1 else []
 
     def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode_within(self.tokenizer, [text])[0]
 
     def _usable_names(self) -> list[str]:
         """The names of the most common number of tokens, so that the rows of a batch have the same length."""

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from .encoding import encode_within
 from .examples import IGNORE_INDEX, Example
 from .passkey import FILLER, NAMES
 
@@ -107,7 +108,7 @@ class RecallTask:
         if not 0 <= overwritten <= 1:
             raise ValueError(f"overwritten={overwritten} is no share of the keys: pass 0 to 1.")
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self.preamble = np.array(start + self._encode(PREAMBLE))
+        self.preamble = np.array(start + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"])
         filler = [self._encode(f" {sentence}.") for sentence in FILLER.strip().rstrip(".").split(". ")]
         self.filler, self.filler_lengths = np.concatenate(filler), [len(sentence) for sentence in filler]
         (place, owner), answer = self.keys[0], self.words[: values if form == "multi_value" else 1]
@@ -121,7 +122,7 @@ class RecallTask:
         self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
 
     def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode_within(self.tokenizer, [text])[0]
 
     def _check_words(self) -> None:
         words = {word for text in RECALL_TEXTS for word in re.findall(r"\w+|[^\w\s]", text)}

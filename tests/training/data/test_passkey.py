@@ -112,6 +112,8 @@ def test_other_tokenizers(stories):
     for prompt, answer, key in zip(passkeys.prompt_ids_BN, passkeys.answer_ids_BA, passkeys.keys, strict=True):
         text = tokenizer.decode(torch.cat([prompt, answer]))
         assert text.count(key) == 3 and text.rstrip().endswith(key)
+        whole = tokenizer(tokenizer.decode([*prompt, *answer], skip_special_tokens=True))["input_ids"]
+        assert whole == [*prompt, *answer]  # as if the text had not been made of parts
 
 
 def test_the_stream_of_one_key_is_that_of_earlier_versions():

@@ -221,6 +221,8 @@ def test_other_tokenizers(stories):
         assert PREAMBLE in text and tokenizer.decode(ids).strip() == word
         key = re.search(r"What does the (\w+ \w+) have\?", text)[1]
         assert re.findall(rf"The {key} has (\w+)\.", text) == [word]
+        whole = tokenizer(tokenizer.decode([*prompt, *ids], skip_special_tokens=True))["input_ids"]
+        assert whole == [*prompt, *ids]  # as if the text had not been made of parts
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,12 @@ def _check_list(name: str, values: list[Any], option: Option, spelling: Spelling
         raise ValueError(f"{name}={spelling.write(values)} names {spelling.write(twice[:1])} twice: leave one out.")
 
 
+def check_rate(value: float) -> None:
+    """Raises `ValueError` for what is no learning rate."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"a learning rate of {value}: pass a number above 0.")
+
+
 Chosen = TypeVar("Chosen", bound=Options)
 
 

@@ -1,10 +1,27 @@
 """Texts and tokenizers of experiments that train their own models."""
 
+from collections.abc import Iterable
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from condense.training.data.shards import source_files
+from condense.training.recipe import Source
+
 END = "<|endoftext|>"
 HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+
+
+def check_apart(text: Iterable[str], held_out: Iterable[str]) -> None:
+    """Raises `ValueError` for a file that two lists of files or glob patterns have in common, or that is not there."""
+    files, others = (
+        {path.resolve(): path for pattern in patterns for path in source_files(Source(files=pattern))}
+        for patterns in (text, held_out)
+    )
+    if both := [str(files[path]) for path in files if path in others]:
+        raise ValueError(
+            f"{', '.join(both)}: text to train on and to evaluate with; the held-out text must be another."
+        )
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -8,19 +8,27 @@ import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import torch
+
 from condense.training.recipe import Recipe
 from condense.training.train import train
 
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def train_alone(recipe: Recipe) -> None:
-    """Trains in this process, also where it is one of several that share a measurement, and prints nothing."""
+    """Trains in this process, also where it is one of several that share a measurement, and prints nothing.
+
+    Raises `ValueError` where the loss or the gradient is not finite.
+    """
     taken = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
     try:
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of names that transformers changes
             train(recipe)
+    except FloatingPointError as error:
+        raise ValueError(f"{recipe.output}: {error} A lower learning rate may help.") from error
     finally:
         os.environ.update(taken)
 

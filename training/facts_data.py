@@ -27,6 +27,8 @@ def common_words(files: Sequence[str], number: int) -> tuple[list[str], float]:
 
     Raises `ValueError` for files that can't be read.
     """
+    if number < 0:
+        raise ValueError(f"words={number}: pass 0 or more.")
     counts = Counter[str]()
     for sentence in read_sentences([Source(files=pattern) for pattern in files]):
         counts.update(words_of(sentence))

@@ -11,6 +11,7 @@ from condense.files import check_output_folder
 
 from .adapters import check_targets
 from .checkpoints.resume import find_checkpoint
+from .data.samples import check_writer, first_token
 from .data.shards import source_files
 from .presets import find_recipe, recipe_names
 from .recipe import DocumentData, Recipe, SampleData
@@ -31,9 +32,10 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     config = recipe.model.load_config()
     if deepspeed and deepspeed["zero_optimization"]["stage"] == 3:
         check_zero_3(recipe, config.vocab_size)
-    check_samples(recipe, config)
+    tokenizer = recipe.model.load_tokenizer(config)
+    check_samples(recipe, config, tokenizer)
     longest = recipe.longest_text(getattr(config, "segment_length", 1))  # a stock model has stages
-    recipe.objective.check_model(config, recipe.model.load_tokenizer(config), longest)
+    recipe.objective.check_model(config, tokenizer, longest)
     model = recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     if recipe.lora:
         check_targets(model, recipe.lora)
@@ -71,9 +73,11 @@ def check_prepared(recipe: Recipe) -> None:
         check_output_folder(Path(recipe.data.prepared))
 
 
-def check_samples(recipe: Recipe, config: Any) -> None:
-    """Raises `ValueError` for texts that are longer than those that the model can write."""
+def check_samples(recipe: Recipe, config: Any, tokenizer: Any) -> None:
+    """Raises `ValueError` for a model that can't write texts, or none that are as long."""
     if isinstance(recipe.data, SampleData):
+        check_writer(config, recipe.model.source)
+        first_token(tokenizer)
         check_full_attention(config, recipe.longest_text(), f"model={recipe.model.source!r} writes its texts and")
 
 

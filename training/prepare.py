@@ -25,6 +25,6 @@ def prepare(recipe: Recipe, num_workers: int) -> None:
     check_former_recipe(recipe.model.source)
     check_prepared(recipe)
     config = recipe.model.load_config()
-    check_samples(recipe, config)
     tokenizer = recipe.model.load_tokenizer(config)
+    check_samples(recipe, config, tokenizer)
     make_examples(recipe, tokenizer, num_workers)

@@ -4,6 +4,7 @@ python -m condense.training.small_llama FOLDER [--task recall]
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -41,6 +42,11 @@ def passkey_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, layers: int = 2) -> LlamaForCausalLM:
+    """Raises `ValueError` for a width that four heads can't share, and for no layer."""
+    if width < 8 or width % 8:
+        raise ValueError(f"width={width}: four heads of an even size need a multiple of 8.")
+    if layers < 1:
+        raise ValueError(f"layers={layers}: pass 1 or more.")
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -83,4 +89,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:  # for the user: the message is the answer
+        sys.exit(f"small_llama: {error}")

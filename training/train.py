@@ -43,6 +43,7 @@ from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
 from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
+from condense.training.distillation import Distillation
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
 from condense.training.planning.operations import uncounted
@@ -290,7 +291,7 @@ def make_trainer(
 
 def counted_answers(recipe: Recipe) -> GeneratedData | None:
     """The data whose answers validation counts; None where the model gives none by predicting next tokens."""
-    if isinstance(recipe.data, GeneratedData) and isinstance(recipe.objective, NextToken):
+    if isinstance(recipe.data, GeneratedData) and isinstance(recipe.objective, (NextToken, Distillation)):
         return recipe.data
     return None
 

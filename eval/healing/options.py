@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from ..options import NAMES, NUMBERS, Option, Options
+from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
 # What is trained, and on what.
 METHODS = {
@@ -25,9 +24,11 @@ class HealingOptions(Options):
 
     model: Annotated[str, Option("Stock model of a family that can be folded: folder or hub id.")]
     # Results are stored under the texts, not under the names of the files.
-    text: Annotated[Path | None, Option("Text to train on; default the model's own samples.", may_change=True)] = None
+    text: Annotated[
+        str | None, Option("File or glob pattern to train on; default the model's own samples.", may_change=True)
+    ] = None
     held_out: Annotated[
-        Path | None, Option("Text to evaluate on; default the model's own samples.", may_change=True)
+        str | None, Option("File or glob pattern to evaluate on; default the model's own samples.", may_change=True)
     ] = None
     segment_lengths: Annotated[
         Sequence[int], Option("Tokens of a segment.", flags=("--segments",), spelling=NUMBERS, may_change=True)
@@ -41,8 +42,8 @@ class HealingOptions(Options):
     total_length: Annotated[int, Option("Tokens of a text.", flags=("--length",), min=2)] = 512
     batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 256
-    learning_rate: Annotated[float, Option("Where all weights are trained.", min=0)] = 1e-3
-    lora_learning_rate: Annotated[float, Option("Where adapters are trained.", min=0)] = 3e-3
+    learning_rate: Annotated[float, Option("Where all weights are trained.", check=check_rate)] = 1e-3
+    lora_learning_rate: Annotated[float, Option("Where adapters are trained.", check=check_rate)] = 3e-3
     rank: Annotated[int, Option("Of the adapters.", min=1)] = 16
     sequences: Annotated[int, Option("Held-out texts.", min=2)] = 64
     seeds: Annotated[int, Option("Runs of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3

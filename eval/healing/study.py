@@ -16,9 +16,11 @@ import torch
 
 from condense import CondenseForCausalLM, loading
 from condense.adapters import merged
+from condense.checks import check_full_attention
+from condense.training.data.shards import source_files
 from condense.training.data.tasks import make_examples
 from condense.training.preflight import check_run
-from condense.training.recipe import Recipe
+from condense.training.recipe import Recipe, Source
 
 from ..intervals import band, shown
 from ..models import load_evaluated
@@ -28,9 +30,11 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import bootstrap
 from ..tasks.windows import paired_losses
-from ..training_runs import read_curve, remove_checkpoints, train_alone
+from ..texts import check_apart
+from ..training_runs import DTYPE, read_curve, remove_checkpoints, train_alone
 from .options import METHODS, HealingOptions
 
+DISTILLED = ("distill", "lora")
 VALIDATIONS = 16  # of a run, after the one before its first step
 BAR = 0.8  # of the cost: the tokens until so much is won back are in the table
 COLORS = {"stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green"}
@@ -57,16 +61,21 @@ class Healing(Task[Run]):
 
     def __init__(self, options: HealingOptions, output: Path):
         self.options, self.output = options, output
+        if options.text is not None and options.held_out is not None:
+            check_apart([options.text], [options.held_out])
         for item in self.items():  # what can't be trained is refused before anything is
             if item.seed == 0:
                 check_run(self.recipe(item), 1, None)
+        config = self.recipe(Run("stock", 0, 0)).model.load_config()
+        check_full_attention(config, options.total_length, "the stock model that folded ones are compared with")
 
     def settings(self) -> dict[str, Any]:
         described = load_evaluated(self.options.model).describe()
-        files = [path for path in (self.options.text, self.options.held_out) if path is not None]
+        patterns = [pattern for pattern in (self.options.text, self.options.held_out) if pattern is not None]
+        files = [path for pattern in patterns for path in source_files(Source(files=pattern))]
         texts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
         model = {name: described[name] for name in ("name", "parameters", "weights")}
-        return stored(self.options) | {"model": model, "texts": texts}
+        return stored(self.options) | {"model": model, "texts": texts, "dtype": DTYPE}
 
     def items(self) -> list[Run]:
         found = []
@@ -82,18 +91,19 @@ class Healing(Task[Run]):
     def recipe(self, item: Run) -> Recipe:
         """The recipe of a run, which `condense train` could run too."""
         options, steps = self.options, self.options.steps
+        quarter = max(1, steps // 4)
         is_stock, is_lora = item.method == "stock", item.method == "lora"
         model = {"kind": "stock"} if is_stock else {"kind": "condense", "segment_length": item.segment_length}
         prepared = self.output / "prepared"
         evaluation: dict[str, Any] = {"every": max(1, steps // VALIDATIONS), "sequences": options.sequences}
         data: dict[str, Any] = {"task": "samples", "prepared": prepared}
         if options.text is not None:
-            data = {"task": "text", "sources": [{"files": str(options.text)}], "fit": "cut", "prepared": prepared}
-            evaluation["sources"] = [{"files": str(options.held_out)}]
+            data = {"task": "text", "sources": [{"files": options.text}], "fit": "cut", "prepared": prepared}
+            evaluation["sources"] = [{"files": options.held_out}]
         learning_rate = options.lora_learning_rate if is_lora else options.learning_rate
         fields = {
             "model": {"source": options.model, **model},
-            "objective": {"kind": "distill" if item.method in ("distill", "lora") else "next_token"},
+            "objective": {"kind": "distill" if item.method in DISTILLED else "next_token"},
             "output": self.output / "runs" / item.folder,
             "data": data,
             "stages": [{"total_length": options.total_length, "steps": steps}],
@@ -104,8 +114,8 @@ class Healing(Task[Run]):
                 "warmup_steps": max(1, steps // 16),
             },
             "lora": {"rank": options.rank, "alpha": 2 * options.rank} if is_lora else None,
-            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-            "evaluation": evaluation, "checkpoints": {"every": steps, "keep": 1}, "log_every": steps,
+            "dtype": DTYPE,
+            "evaluation": evaluation, "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter,
             "report_to": "none", "seed": item.seed,
         }  # fmt: skip
         return Recipe.model_validate(fields)
@@ -113,10 +123,10 @@ class Healing(Task[Run]):
     def measure(self, item: Run) -> Record:
         recipe = self.recipe(item)
         train_alone(recipe)
-        remove_checkpoints(recipe.output)
         record: Record = {"curve": read_curve(recipe.output)}
         if item.segment_length:
             record["memory"] = memory_worth(self._trained(item, recipe), self.held_out, item.segment_length)
+        remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
         return record
 
     def _trained(self, item: Run, recipe: Recipe) -> Any:
@@ -138,8 +148,9 @@ class Healing(Task[Run]):
         """`runs`, each with its losses by validation, and the share of the cost that it has `won_back` at each: None
         where folding costs nothing.
 
-        What is left of the cost is the loss above that of the stock model, trained with as many tokens or not at all,
-        whichever is lower: what any model learns of a new text is not won back.
+        What is left of the cost is the loss above that of the stock model: of what learns next tokens, above the stock
+        model that was trained with as many tokens or not at all, whichever is lower, since what any model learns of a
+        new text is not won back; of what is distilled, above the stock model that it learns from.
         """
         by_run = dict(measured)
         stock = by_run[Run("stock", 0, 0)]["curve"][0]["loss"]
@@ -149,6 +160,8 @@ class Healing(Task[Run]):
             found = {**self.key(run), "losses": losses, "cost": losses[0] - stock}
             if run.segment_length:
                 trained = [point["loss"] for point in by_run[Run("stock", 0, run.seed)]["curve"]]
+                if run.method in DISTILLED:  # what they learn from
+                    trained = [stock] * len(losses)
                 left = [loss - min(stock, known) for loss, known in zip(losses, trained, strict=True)]
                 shares = [1 - one / left[0] for one in left] if left[0] > 0 else None
                 until = None if shares is None else tokens_to_bar(self._tokens(record), shares)
@@ -241,8 +254,8 @@ def _costs(results: Results) -> Table:
                 rows.append(["-", METHODS[method], before, after, *["-"] * (len(columns) - 4)])
                 continue
             row = [length, METHODS[method], before, after, f"{runs[0]['cost']:.4f}"]
-            if runs[0]["won_back"] is None:  # folding costs nothing
-                rows.append([*row, *["-"] * (len(columns) - len(row))])
+            if runs[0]["won_back"] is None:
+                rows.append([*row, "folding costs nothing", *["-"] * (len(columns) - len(row) - 1)])
                 continue
             shares = [shown([100 * run["won_back"][number] for run in runs], 1) for number in quarters]
             reached = [run["tokens_to_bar"] for run in runs]

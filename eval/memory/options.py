@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..options import NAMES, Option, Options
+from ..options import NAMES, Option, Options, check_rate
 
 # What a token sees of the text before its own segment.
 MEMORIES = {
@@ -36,7 +36,7 @@ class MemoryOptions(Options):
         Option(f"Of {', '.join(MEMORIES)}.", spelling=NAMES, choices=tuple(MEMORIES), may_change=True),
     ] = tuple(MEMORIES)
     segment_length: Annotated[int, Option("Tokens of a segment.", flags=("--segment",), min=2)] = 64
-    segments: Annotated[int, Option("Segments of a text in training.", min=2)] = 16
+    total_length: Annotated[int, Option("Tokens of a text in training.", flags=("--length",), min=4)] = 1024
     segments_before: Annotated[int, Option("Segments before a segment in the evaluation, at most.", min=2)] = 63
     segments_held_out: Annotated[int, Option("Segments of held-out text, these included.", min=4)] = 512
     width: Annotated[int, Option("Hidden size.", min=8)] = 128
@@ -46,7 +46,7 @@ class MemoryOptions(Options):
     ] = 2048
     batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 400
-    learning_rate: Annotated[float, Option("At its highest.", min=0)] = 3e-3
+    learning_rate: Annotated[float, Option("At its highest.", check=check_rate)] = 3e-3
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
 
     def __post_init__(self) -> None:
@@ -56,5 +56,15 @@ class MemoryOptions(Options):
                 f"segments_held_out={self.segments_held_out}: no segment has segments_before={self.segments_before} "
                 "before it; take more of the held-out text."
             )
+        if self.total_length % self.segment_length or self.segments < 2:
+            raise ValueError(
+                f"total_length={self.total_length}: pass a multiple of segment_length={self.segment_length}, at least "
+                "two of them."
+            )
         if self.width % 32:
             raise ValueError(f"width={self.width}: heads are 32 wide; take a multiple of 32.")
+
+    @property
+    def segments(self) -> int:
+        """Of a text in training."""
+        return self.total_length // self.segment_length

@@ -34,8 +34,8 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..tasks.windows import paired_losses, read_texts
-from ..texts import train_tokenizer
-from ..training_runs import read_curve, remove_checkpoints, train_alone
+from ..texts import check_apart, train_tokenizer
+from ..training_runs import DTYPE, read_curve, remove_checkpoints, train_alone
 from .options import MEMORIES, MemoryOptions
 
 HEAD_DIM = 32
@@ -67,6 +67,7 @@ class Memory(Task[Trained]):
 
     def __init__(self, options: MemoryOptions, output: Path):
         self.options, self.output = options, output
+        check_apart(options.text, options.held_out)
 
     @cached_property
     def texts(self) -> tuple[list[str], list[str]]:
@@ -75,7 +76,7 @@ class Memory(Task[Trained]):
 
     def settings(self) -> dict[str, Any]:
         fingerprint = hashlib.sha256("\0".join("".join(texts) for texts in self.texts).encode()).hexdigest()
-        return stored(self.options) | {"texts": fingerprint}
+        return stored(self.options) | {"texts": fingerprint, "dtype": DTYPE}
 
     def items(self) -> list[Trained]:
         return [Trained(memory, seed) for seed in range(self.options.seeds) for memory in self.options.memories]
@@ -86,10 +87,10 @@ class Memory(Task[Trained]):
     def measure(self, item: Trained) -> Record:
         recipe, _ = self.recipe(item), self.held_out  # too short a text is refused before anything is trained
         train_alone(recipe)
-        remove_checkpoints(recipe.output)
         model = AutoModelForCausalLM.from_pretrained(recipe.output).eval()
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         losses_nSL = self.losses(model, 1 if item.memory == "no_memory" else self.options.segments_before + 1)
+        remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
         return {
             "curve": read_curve(recipe.output),
             "parameters": model.num_parameters(),
@@ -119,14 +120,15 @@ class Memory(Task[Trained]):
 
     @cached_property
     def inputs(self) -> Path:
-        """The folder of the tokenizer and of the models that training starts from."""
-        folder = self.output / "inputs"
+        """The folder of the tokenizer and of the models that training starts from: one for each choice of settings."""
+        settings = json.dumps(self.settings(), sort_keys=True)
+        folder = self.output / "inputs" / hashlib.sha256(settings.encode()).hexdigest()[:12]
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not (folder / "tokenizer").exists():
                 with atomic_folder(folder / "tokenizer") as made:
                     train_tokenizer("\n".join(self.texts[0]), self.options.vocab_size).save_pretrained(made)
-                    (made / "settings.json").write_text(json.dumps(self.settings()), encoding="utf-8")
+                    (made / "settings.json").write_text(settings, encoding="utf-8")
         return folder
 
     def start(self, item: Trained) -> Path:
@@ -166,6 +168,7 @@ class Memory(Task[Trained]):
     def recipe(self, item: Trained) -> Recipe:
         """The recipe of a model, which `condense train` could run too."""
         options, memory, steps = self.options, item.memory, self.options.steps
+        quarter = max(1, steps // 4)
         model: dict[str, Any] = {"kind": "condense", "segment_length": options.segment_length}
         if memory in ("sliding_window", "full_attention"):
             model = {"kind": "stock"}
@@ -173,7 +176,7 @@ class Memory(Task[Trained]):
             model["bptt_segments"] = int(memory.removeprefix("folded_"))
         # Without memory, the segments of a text are texts of their own.
         texts = options.segments if memory == "no_memory" else 1
-        length, batch = options.segments * options.segment_length // texts, options.batch * texts
+        length, batch = options.total_length // texts, options.batch * texts
         fields = {
             "model": {"source": str(self.start(item)), **model},
             "output": self.output / "models" / item.folder,
@@ -188,12 +191,13 @@ class Memory(Task[Trained]):
                 "learning_rate": options.learning_rate, "final_learning_rate": options.learning_rate / 100,
                 "warmup_steps": max(1, steps // 16), "weight_decay": 0.1,
             },
-            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+            "dtype": DTYPE,
             "evaluation": {
                 "every": max(1, steps // 8), "sequences": 16 * texts,
                 "sources": [{"files": files} for files in options.held_out],
             },
-            "checkpoints": {"every": steps, "keep": 1}, "log_every": steps, "report_to": "none", "seed": item.seed,
+            "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter, "report_to": "none",
+            "seed": item.seed,
         }  # fmt: skip
         return Recipe.model_validate(fields)
 
@@ -236,7 +240,9 @@ class Memory(Task[Trained]):
         """A line a memory, with the numbers of segments before that are powers of two."""
         most = results["segments_before"]
         shown_at = [0, *(2**n for n in range(most.bit_length()) if 2**n < most), most]
-        trained = min(results["segments"] - 1, most)  # as much text before as the models were trained with
+        trained = min(
+            results["total_length"] // results["segment_length"] - 1, most
+        )  # as much text before as the models were trained with
         columns = ["memory", "parameters", *(f"{before} before" for before in shown_at)]
         columns += [f"more than folded, {before} before" for before in (trained, most)]
         rows: list[list[Any]] = []

@@ -94,7 +94,8 @@ class Grid(Task[Batch]):
     def draw(cls, results: Results, path: Path) -> None:
         """A heat map per model."""
         models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
-        size = (1.2 + 0.62 * len(lengths), (1.7 + 0.42 * len(rows)) * len(models))
+        label = max(len(cls.label(row)) for row in rows)
+        size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), (1.7 + 0.42 * len(rows)) * len(models))
         with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
             for axes, model in zip(panels[:, 0], models, strict=True):
                 cls._heat_map(axes, model["name"], results, lengths, rows)

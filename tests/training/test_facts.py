@@ -50,6 +50,14 @@ def test_the_llama_knows_the_facts_and_common_words(folder, tmp_path, capsys):
         write_facts_llama(tmp_path, width=16, layers=1)
     with pytest.raises(ValueError, match="names no file"):
         write_facts_llama(tmp_path, ["nowhere/*.txt"])
+    for changed, message in (
+        ({"width": 30}, "width=30: four heads"),
+        ({"layers": 0}, "layers=0"),
+        ({"words": -1}, "=-1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_facts_llama(tmp_path / "none", **changed)
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_share_of_common_words_is_printed(folder, tmp_path, monkeypatch, capsys):
@@ -106,6 +114,16 @@ def test_validation_counts_answers(folder, tmp_path, capsys):
         right += int(model.generate(ids[None, :-1], max_new_tokens=1, do_sample=False)[0, -1] == ids[-1])
     assert 0 < right < 48 and line["eval_facts_accuracy"] == right / 48  # a constant place is right now and then
     assert f"facts accuracy {right / 48:.1%}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("objective", "counted"), [("kind: distill", True), ("kind: multi_token, tokens: 2", False)])
+def test_which_objectives_answers_are_counted_for(folder, objective, counted):
+    """Where the trained model predicts next tokens."""
+    recipe = load_recipe(
+        folder / "recipe.yaml",
+        ["stages=[{total_length: 60, steps: 8}]", "global_batch=8", f"objective={{{objective}}}"],
+    )
+    assert train.counted_answers(recipe) == (recipe.data if counted else None)
 
 
 def test_recipes_that_do_not_fit_are_refused(folder, tmp_path):

@@ -77,15 +77,19 @@ def stock_model(source: str) -> Any:
     It writes by its own distribution: without the checkpoint's settings of `generate`, such as penalties.
     """
     # A stock model has no segments; those of one token fit every sliding window.
-    config = loading.load_config(CondenseForCausalLM.config_class, source, segment_length=1)
-    if config.depth is not None:
+    check_writer(loading.load_config(CondenseForCausalLM.config_class, source, segment_length=1), source)
+    model = to_stock(loading.load_model(CondenseForCausalLM, source, dtype="auto", segment_length=1))
+    model.generation_config = GenerationConfig()
+    return model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+
+
+def check_writer(config: Any, source: str) -> None:
+    """Raises `ValueError` for a model without a stock model of its weights."""
+    if getattr(config, "depth", None) is not None:
         raise ValueError(
             f"model={source!r} has a depth block, so that no stock model of its weights can write texts: train on "
             "documents (data.task=text)."
         )
-    model = to_stock(loading.load_model(CondenseForCausalLM, source, dtype="auto", segment_length=1))
-    model.generation_config = GenerationConfig()
-    return model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 
 
 @torch.no_grad()

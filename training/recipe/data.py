@@ -98,9 +98,7 @@ class RecallData(GeneratedData):
     overwritten: float = Field(
         0.5, ge=0, le=1, description="share of the keys that get another value, with form=overwritten"
     )
-    questions: int = Field(
-        1, ge=1, description="in a text to train on, each about another key; the evaluation asks one"
-    )
+    questions: int = Field(1, ge=1, description="in a text, each about another key; `condense eval recall` asks one")
 
     @model_validator(mode="after")
     def _used(self):

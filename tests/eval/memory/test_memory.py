@@ -16,7 +16,14 @@ from condense.eval.memory.study import Memory, Trained
 from condense.eval.runner import run
 from condense.training.sample_data import story
 
-SMALL = {"segment_length": 8, "segments": 3, "segments_before": 3, "segments_held_out": 9, "width": 32, "layers": 1}
+SMALL = {
+    "segment_length": 8,
+    "total_length": 24,
+    "segments_before": 3,
+    "segments_held_out": 9,
+    "width": 32,
+    "layers": 1,
+}
 SMALL |= {"vocab_size": 300, "batch": 2, "steps": 2, "seeds": 1}
 
 
@@ -112,11 +119,28 @@ def test_the_fold_is_loaded_with_its_segments(compared):
         ({"segments_held_out": 5, "segments_before": 5}, "no segment has segments_before=5 before it"),
         ({"width": 40}, "width=40: heads are 32 wide"),
         ({"memories": ("folded", "folded")}, "names folded twice"),
+        ({"total_length": 20}, "total_length=20: pass a multiple of segment_length=8, at least two of them"),
+        ({"learning_rate": 0}, "a learning rate of 0"),
     ],
 )
 def test_refusals(changed, message):
     with pytest.raises(ValueError, match=message):
         MemoryOptions(text=("a",), held_out=("b",), **{**SMALL, "segments_held_out": 9, **changed})
+
+
+def test_text_to_evaluate_with_that_is_trained_on(compared, tmp_path):
+    options, _, _ = compared
+    both = MemoryOptions(**{**options.__dict__, "held_out": (options.text[0].replace("*", "1"),)})
+    with pytest.raises(ValueError, match=r"train_1.txt: text to train on and to evaluate with"):
+        Memory(both, tmp_path / "out")
+
+
+def test_other_settings_have_inputs_of_their_own(compared):
+    """A tokenizer and models of another size are not taken up again, also where the records were deleted."""
+    options, output, _ = compared
+    wider = MemoryOptions(**{**options.__dict__, "width": 64})
+    one, other = (Memory(chosen, output).start(Trained("folded", 0)) for chosen in (options, wider))
+    assert [json.loads((path / "config.json").read_text())["hidden_size"] for path in (one, other)] == [32, 64]
 
 
 def test_too_short_a_held_out_text(compared, tmp_path):

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from condense import CondenseForCausalLM
 from condense.training.data import samples
 from condense.training.data.samples import first_token, sample_store
+from condense.training.data.tasks import make_examples
 from condense.training.preflight import check_run
 from condense.training.recipe import SampleData, load_recipe
 from condense.training.small_llama import save_small_llama
@@ -126,6 +127,16 @@ def test_training_without_data(start, tmp_path, monkeypatch):
     assert settings["tokens"] == 32 and len(list(folder.glob("part-*.arrow"))) == 1  # 3 + 4 x 4 x 24/32 + 2 x 4 texts
 
 
+@pytest.mark.parametrize(("texts", "expected"), [("", 4 * 4 * 24 // 32 + 2 * 4), ("data.texts=5", 5)])
+def test_as_many_texts_as_the_run_reads(start, tokenizer, tmp_path, texts, expected):
+    (tmp_path / "start").symlink_to(start)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(folder=tmp_path))
+    training, held_out = make_examples(load_recipe(path, [texts] if texts else []), tokenizer)
+    assert (held_out.first, held_out.last) == (0, 3)
+    assert (training.first, training.last) == (3, 3 + expected)
+
+
 def test_refusals(start, tokenizer, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(folder=tmp_path))
@@ -140,3 +151,7 @@ def test_refusals(start, tokenizer, tmp_path):
     LlamaConfig.from_pretrained(start, max_position_embeddings=31).save_pretrained(tmp_path / "start")
     with pytest.raises(ValueError, match="writes its texts and reads texts of up to 32 tokens .*=31: take shorter"):
         check_run(load_recipe(path), 1, None)
+    without.save_pretrained(tmp_path / "start")
+    with pytest.raises(ValueError, match="neither bos_token nor eos_token"):
+        check_run(load_recipe(path), 1, None)
+    assert not (tmp_path / "prepared").exists()

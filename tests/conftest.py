@@ -1,6 +1,11 @@
 import gc
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -41,3 +46,47 @@ def novel() -> Path:
     if not path.exists():
         pytest.skip("needs ../shared/data/novels beside the checkout")
     return path
+
+
+# Each fork leaves the loop and runs its code as `python -c` would.
+FORKS_AFTER_IMPORT = """
+import gc, json, os, sys
+import condense
+gc.freeze()  # a fork would copy what it collects when it ends
+for line in sys.stdin:
+    code, arguments, folder = json.loads(line)
+    if (child := os.fork()) == 0:
+        for number, name in enumerate((os.devnull, f"{folder}/stdout", f"{folder}/stderr")):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv = ["-c", *arguments]
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+"""
+
+
+class NewProcesses:
+    """Runs code in new processes that have imported `condense` and nothing else; the import is done once for all."""
+
+    def __init__(self, server: subprocess.Popen, folder: Path):
+        self.server, self.folder = server, folder
+
+    def __call__(self, code: str, *arguments: object) -> subprocess.CompletedProcess:
+        command = [code, [str(argument) for argument in arguments], str(self.folder)]
+        print(json.dumps(command), file=self.server.stdin, flush=True)
+        exit_code = int(self.server.stdout.readline())
+        return subprocess.CompletedProcess(
+            command, exit_code, *((self.folder / name).read_text() for name in ("stdout", "stderr"))
+        )
+
+
+@pytest.fixture(scope="session")
+def new_process() -> Iterator[NewProcesses]:
+    command = [sys.executable, "-c", FORKS_AFTER_IMPORT]
+    with (
+        TemporaryDirectory() as folder,
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
+    ):
+        yield NewProcesses(server, Path(folder))

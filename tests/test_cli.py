@@ -19,10 +19,7 @@ from condense.training.small_llama import save_small_llama
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def condense(*arguments, check=True):
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "condense", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=check, cwd=ROOT)
+COMMAND = "import sys; from condense.cli import main; sys.argv[0] = 'condense'; main()"
 
 
 def printed(*arguments):
@@ -39,8 +36,8 @@ def llama(tmp_path_factory):
     return folder
 
 
-def test_help_names_every_command():
-    output = condense("--help").stdout
+def test_help_names_every_command(new_process):
+    output = new_process(COMMAND, "--help").stdout
     assert all(
         f" {name} " in output
         for name in ("convert", "generate", "prepare", "train", "eval", "profile", "probe", "depth", "report")
@@ -72,12 +69,13 @@ def test_convert_there_and_back(llama, tmp_path):
     AutoTokenizer.from_pretrained(tmp_path / "back")
 
 
-def test_generate_streams_what_the_model_answers(llama, tmp_path):
+def test_generate_streams_what_the_model_answers(llama, new_process, tmp_path):
     text = "The grass is green. The sky is blue. " * 40
     (tmp_path / "book.txt").write_text(text)
     arguments = ["--model", llama, "--prompt-file", tmp_path / "book.txt", "--prompt", "What is the"]
     arguments += ["--segment-length", 16, "--max-new-tokens", 20, "--report", tmp_path / "report.json"]
-    run = condense("generate", *arguments)
+    run = new_process(COMMAND, "generate", *arguments)
+    assert run.returncode == 0, run.stderr
     report = json.loads((tmp_path / "report.json").read_text())
 
     model = CondenseForCausalLM.from_pretrained(llama, segment_length=16).eval()
@@ -118,7 +116,8 @@ def test_errors_are_one_line(llama, arguments, words, monkeypatch, capsys):
 
 
 def test_an_error_of_a_process():
-    run = condense("generate", "--model", "nowhere/at/all", "--prompt", "a", check=False)
+    command = [sys.executable, "-m", "condense", "generate", "--model", "nowhere/at/all", "--prompt", "a"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("condense: there is no folder")
     assert "Traceback" not in run.stderr
 

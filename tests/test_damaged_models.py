@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from condense.files import atomic_folder
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
 RECIPE = """
 model: {model}
@@ -312,15 +310,14 @@ def test_outputs_are_checked_before_any_work(models, tmp_path, capsys, monkeypat
     assert "is a file" in refused(capsys, tmp_path, *train)
 
 
-def test_a_full_disk_leaves_no_half_model(models, tmp_path):
+def test_a_full_disk_leaves_no_half_model(models, new_process, tmp_path):
     """A limit on the size of files stands for the disk: writing fails in the middle of the weights."""
     code = (
         "import resource, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "import condense.cli\ncondense.cli.main()"
     )
-    command = ["convert", str(models["llama"]), str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    done = new_process(code, "convert", models["llama"], tmp_path / "out")
     assert done.returncode == 1 and "can't be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -516,14 +513,14 @@ def test_a_temperature_that_divides_to_infinity(models, tmp_path, capsys):
     )
 
 
-def test_training_on_weights_that_are_not_finite_writes_nothing(models, tmp_path):
+def test_training_on_weights_that_are_not_finite_writes_nothing(models, new_process, tmp_path):
     """The front process has read no weights; the ranks refuse before they touch what an earlier run has left."""
     shutil.copytree(models["llama"], tmp_path / "model")
     DAMAGE["weights are not finite"][0](tmp_path / "model")
     (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tmp_path / "model", output=tmp_path / "out"))
-    command = [sys.executable, "training/train.py", "--recipe", str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    code = "import runpy; runpy.run_path('training/train.py', run_name='__main__')"
+    done = new_process(code, "--recipe", tmp_path / "recipe.yaml")
     assert done.returncode == 1 and NORM in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".run.lock", "checkpoint-7"]
 

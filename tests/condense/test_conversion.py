@@ -1,8 +1,6 @@
 """Conversion of Llama checkpoints to folded models, through the Auto classes, and back."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -68,16 +66,17 @@ def test_rope_scaling_reaches_the_memory():
     torch.testing.assert_close(frequencies.float(), to_stock(scaled).model.rotary_emb.inv_freq)
 
 
-def test_a_new_process_loads_a_saved_model(tmp_path):
+def test_a_new_process_loads_a_saved_model(new_process, tmp_path):
     model, ids = tiny_model(torch.float32), random_ids(1, 13)
     model.save_pretrained(tmp_path)
     code = (
-        "import sys, torch, condense, transformers\n"
+        "import sys, torch, transformers\n"
         "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
         f"print(type(model).__name__, model(torch.tensor({ids.tolist()})).logits.double().sum().item())"
     )
-    output = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True).stdout
-    name, total = output.split()
+    done = new_process(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    name, total = done.stdout.split()
     assert name == "CondenseForCausalLM"
     assert float(total) == pytest.approx(model(ids).logits.double().sum().item(), abs=1e-3)
 

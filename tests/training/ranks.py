@@ -4,6 +4,7 @@ A run through the launcher starts five processes, one after another, each of whi
 launcher itself, and one run of each kind, still use it.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -56,6 +57,7 @@ def _wait(processes: list, seconds: float) -> None:
 
 
 def _be_rank(rank: int, ranks: int, port: int, file: Path, function: Callable, arguments: tuple) -> None:
+    gc.freeze()  # what the server has imported
     os.chdir(ROOT)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

@@ -7,44 +7,43 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
+import condense.cli
 from condense.eval.results_store import open_results_store
 from condense.training.output_lock import check_unlocked, output_lock, was_finished
 
+from .ranks import FORKS
 from .runs import ROOT
 
-HOLD = """
-import sys, time
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from condense.training.output_lock import output_lock
-with output_lock(Path({folder!r}), {name!r}):
-    print("held", flush=True)
-    time.sleep(120)
-"""
+
+def hold(folder, name, held):
+    with output_lock(folder, name):
+        held.set()
+        time.sleep(120)
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """Starts processes that hold a folder."""
+def holder(tmp_path, monkeypatch):
+    """Starts processes that hold a folder. Others wait a moment for it, and not for seconds."""
+    monkeypatch.setattr("condense.training.output_lock.PATIENCE_S", 0.2)
     started = []
 
-    def start(name="run") -> subprocess.Popen:
-        code = HOLD.format(root=str(ROOT), folder=str(tmp_path / "out"), name=name)
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    def start(name="run"):
+        held = FORKS.Event()
+        process = FORKS.Process(target=hold, args=(tmp_path / "out", name, held))
+        process.start()
         started.append(process)
-        assert process.stdout.readline() == "held\n"
+        assert held.wait(60)
         return process
 
     yield start
     for process in started:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def test_the_second_is_told_who_holds_it(holder, tmp_path):
@@ -54,7 +53,7 @@ def test_the_second_is_told_who_holds_it(holder, tmp_path):
     with pytest.raises(ValueError, match=f"process {process.pid}"), output_lock(tmp_path / "out"):
         pytest.fail("held by two")
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     check_unlocked(tmp_path / "out")
     assert not was_finished(tmp_path / "out")  # it was killed
     with output_lock(tmp_path / "out"):
@@ -105,8 +104,10 @@ def test_measurements_of_one_kind_do_not_share_a_folder(holder, tmp_path):
         assert records.get({"a": 1}, lambda: {"value": 1}) == {"value": 1}
 
 
-def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path):
-    """Through the front door, in seconds; and what the first has written stays as it is."""
+def test_a_second_run_is_refused_before_it_starts_ranks(holder, new_process, tmp_path, monkeypatch, capsys):
+    """Through the front door, which starts no process, and through training/train.py, in seconds; what the first has
+    written stays as it is.
+    """
     from condense.training.small_llama import save_small_llama
 
     process = holder()
@@ -114,12 +115,17 @@ def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path):
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
     recipe = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
     options = [f"model={tmp_path / 'start'}", f"output={tmp_path / 'out'}", "model.segment_length=40"]
+    capsys.readouterr()
     start = time.perf_counter()
-    command = [sys.executable, "-m", "condense", "train", str(recipe), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and f"in use by process {process.pid}" in done.stderr
-    assert done.stderr.count("\n") == 1 and time.perf_counter() - start < 30
-    command = [sys.executable, "training/train.py", "--recipe", str(recipe), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    monkeypatch.setattr("sys.argv", ["condense", "train", str(recipe), *options])
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started a process"))
+        with pytest.raises(SystemExit) as refused:
+            condense.cli.main()
+    said = capsys.readouterr().err
+    assert refused.value.code == 1 and f"in use by process {process.pid}" in said
+    assert said.count("\n") == 1 and time.perf_counter() - start < 30
+    code = "import runpy; runpy.run_path('training/train.py', run_name='__main__')"
+    done = new_process(code, "--recipe", recipe, *options)
     assert done.returncode == 1 and f"in use by process {process.pid}" in done.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before

@@ -12,26 +12,32 @@ from pathlib import Path
 import psutil
 import pytest
 
+from condense.training.subprocesses import end_with_parents, run_to_end
+
+from .ranks import FORKS, run_ranks
 from .runs import ROOT, launch_command
 
 WAIT_S = 60  # for processes to begin
 END_S = 20  # for processes to end
+# The package without what `import condense` loads, which these ranks do not use.
 RANK = """
-import os, sys, time
-sys.path.insert(0, {root!r})
+import os, sys, time, types
+package = sys.modules["condense"] = types.ModuleType("condense")
+package.__path__ = [os.path.join({root!r}, "condense")]
 from condense.training.subprocesses import end_with_parents
 end_with_parents()
 open(os.path.join({folder!r}, "rank-" + os.environ["RANK"]), "w").write(str(os.getpid()))
 time.sleep(120)
 """
-FRONT = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
-sys.path.insert(0, {root!r})
-from condense.training.subprocesses import run_to_end
-command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "2"]
-sys.exit(run_to_end([*command, "--master_port", "0", {script!r}], os.environ | {{"DS_ACCELERATOR": "cpu"}}))
-"""
+
+
+def run_front(script: str) -> None:
+    """Runs two ranks of a script to their end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_accelerators", "2"]
+    command += ["--master_port", "0", script]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    sys.exit(run_to_end(command, os.environ | {"DS_ACCELERATOR": "cpu"}, **streams))
 
 
 def wait_for(condition, seconds: float) -> bool:
@@ -54,8 +60,8 @@ def tree(tmp_path) -> Iterator[dict[str, list[psutil.Process]]]:
     """A front process, DeepSpeed's runner and launcher, and two ranks that only wait."""
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(root=str(ROOT), folder=str(tmp_path)))
-    code = FRONT.format(root=str(ROOT), script=str(script))
-    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    front = FORKS.Process(target=run_front, args=(str(script),))
+    front.start()
     ranks = [tmp_path / f"rank-{rank}" for rank in range(2)]
     assert wait_for(lambda: all(path.exists() and path.read_text() for path in ranks), WAIT_S)
     found = [psutil.Process(int(path.read_text())) for path in ranks]
@@ -66,7 +72,7 @@ def tree(tmp_path) -> Iterator[dict[str, list[psutil.Process]]]:
     for process in [front, *found, launcher, *processes["runner"]]:
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             process.kill()
-    front.wait()
+    front.join()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def tree(tmp_path) -> Iterator[dict[str, list[psutil.Process]]]:
 )
 def test_no_rank_outlives_those_that_started_it(who, number, tree):
     everybody = [process for processes in tree.values() for process in processes]
-    time.sleep(2)  # the control: as long as nobody is stopped, all continue
+    time.sleep(1.5)  # the control: as long as nobody is stopped, all continue
     assert all(map(is_alive, everybody))
     os.kill(tree[who][0].pid, number)
     if (who, number) == ("front", signal.SIGTERM):  # which can wait for the others
@@ -93,38 +99,43 @@ def test_no_rank_outlives_those_that_started_it(who, number, tree):
 
 
 def test_a_command_that_ends_by_itself():
-    from condense.training.subprocesses import run_to_end
-
     assert run_to_end([sys.executable, "-c", "import sys; sys.exit(3)"], os.environ) == 3
 
 
-def test_a_hang_up_that_is_ignored_remains_so(tmp_path):
+def run_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run_to_end([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+
+
+def test_a_hang_up_that_is_ignored_remains_so():
     """As under nohup: neither the front process nor what it runs ends."""
-    code = f"import os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    code += "from condense.training.subprocesses import run_to_end\n"
-    code += "run_to_end([sys.executable, '-c', 'import time; time.sleep(60)'], os.environ)"
-    front = subprocess.Popen([sys.executable, "-c", code])
+    front = FORKS.Process(target=run_under_nohup)
+    front.start()
     assert wait_for(lambda: psutil.Process(front.pid).children(), WAIT_S)
     (child,) = psutil.Process(front.pid).children()
-    time.sleep(1)
+    time.sleep(0.3)
     os.kill(front.pid, signal.SIGHUP)
     os.kill(child.pid, signal.SIGHUP)
-    time.sleep(2)
-    assert is_alive(child) and front.poll() is None
+    time.sleep(1)
+    assert is_alive(child) and front.is_alive()
     front.terminate()
-    assert front.wait(END_S) == 128 + signal.SIGTERM and not is_alive(child)
+    front.join(END_S)
+    assert front.exitcode == 128 + signal.SIGTERM and not is_alive(child)
 
 
-def test_a_parent_that_had_gone_before(tmp_path):
+def go_on_after(parent: int) -> None:
+    os.environ["CONDENSE_PARENT"] = str(parent)
+    end_with_parents()
+    print("went on")
+
+
+def test_a_parent_that_had_gone_before():
     """Its number is another process's by now, or nobody's."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    code += "from condense.training.subprocesses import end_with_parents\n"
-    code += "end_with_parents()\nprint('went on')"
-    environment = os.environ | {"CONDENSE_PARENT": str(gone.pid)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "has gone" in done.stderr and "went on" not in done.stdout
+    succeeded, printed = run_ranks(go_on_after, gone.pid, ranks=1)
+    assert not succeeded and "has gone" in printed and "went on" not in printed
+    assert run_ranks(go_on_after, os.getpid(), ranks=1) == (True, "went on\n")  # the control: one that is there
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """A converted model is a checkpoint like any other."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,7 +11,8 @@ from ..models import random_ids, tiny_model
 from .models import depth_model, random_control
 
 FRESH = """
-import sys, torch, condense
+import sys, torch
+assert "condense" in sys.modules
 assert not [name for name in sys.modules if name.startswith(("condense.depth", "torchode", "torchdiffeq"))]
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model")
@@ -27,13 +25,13 @@ print(type(model.model.layers[1]).__name__, int(output.function_evaluations.sum(
 
 
 @torch.no_grad()
-def test_loads_in_a_fresh_process_through_the_auto_class(tmp_path):
+def test_loads_in_a_fresh_process_through_the_auto_class(new_process, tmp_path):
     """`import condense` alone does not load the block; the configuration does."""
     model = depth_model("mlp_tau", 1, 3, depth={"solver": "midpoint", "steps": 3}).float()
     ids, control = random_ids(2, 12), random_control(2, 2).float()
     model.save_pretrained(tmp_path / "model")
     torch.save((ids, control, model(ids, control=control).logits), tmp_path / "expected.pt")
-    ran = subprocess.run([sys.executable, "-c", FRESH, tmp_path], capture_output=True, text=True, check=False)
+    ran = new_process(FRESH, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["DepthBlock", str(2 * 12 * 6)]
 

@@ -65,12 +65,13 @@ def test_the_chosen_schedule_runs(schedules_run, monkeypatch):
 
 @pytest.mark.parametrize("reason", ["hooks", "checkpointing", "autocast", "one layer", "wide"])
 def test_auto_takes_the_sequential_order(schedules_run, reason):
-    model = tiny_model(torch.float32, num_hidden_layers=1 if reason == "one layer" else 3)
+    fields = {"one layer": {"num_hidden_layers": 1}, "wide": {"intermediate_size": 4000}}
+    model = tiny_model(torch.float32, **fields.get(reason, {}))
     if reason == "hooks":
         model.model.layers[1].register_forward_hook(lambda *_: None)
     if reason == "checkpointing":
         model.train()._set_gradient_checkpointing(True, torch_checkpoint())
-    rows = 8000 if reason == "wide" else 1
+    rows = 80 if reason == "wide" else 1
     with torch.autocast("cpu", enabled=reason == "autocast"):
         model(random_ids(1, 100).expand(rows, -1), use_cache=False, logits_to_keep=1)
     assert schedules_run == ["sequential"]

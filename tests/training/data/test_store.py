@@ -1,13 +1,12 @@
 """Documents are prepared once, also after an interruption, and are the same for all ranks."""
 
+import contextlib
+import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -20,9 +19,9 @@ from condense.training.data.text import text_encoder
 from condense.training.recipe import Source, TextData
 from condense.training.small_llama import word_tokenizer
 
+from ..ranks import FORKS
 from .stopping import stopped_before_part
 
-ROOT = Path(__file__).resolve().parents[3]
 WORDS = [f"w{n}" for n in range(50)]
 ALL = Need(lambda lengths: lengths, 10**9)
 
@@ -179,38 +178,41 @@ def test_killed_before_the_summary_is_written(documents, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from tests.training.data import test_store as t
-from condense.training.data import preparation
-preparation.PART_TOKENS = 500
-write = preparation._write_part
-def slowly(path, kept, notes):
-    write(path, kept, notes); print('wrote', path.name); time.sleep(float(sys.argv[2]))
-preparation._write_part = slowly
-print(len(t.prepared(t.data_of(Path(sys.argv[1])))))
-"""
+def prepare_slowly(path, seconds, together, results):
+    """In a process of its own: sends the parts it has written, what it has printed, and the number of documents."""
+    write, written = preparation._write_part, []
+
+    def slowly(path, kept, notes):
+        write(path, kept, notes)
+        written.append(path.name)
+        time.sleep(seconds)
+
+    preparation.PART_TOKENS, preparation._write_part = 500, slowly
+    together.wait()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        count = len(prepared(data_of(path)))
+    results.put((written, printed.getvalue(), count))
 
 
-def start(path, seconds):
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(path), str(seconds)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+def start(path, seconds, together):
+    """Processes that prepare the documents, from the same moment on, and what each of them sends."""
+    results = [FORKS.SimpleQueue() for _ in range(together.parties)]
+    processes = [FORKS.Process(target=prepare_slowly, args=(path, seconds, together, queue)) for queue in results]
+    for process in processes:
+        process.start()
+    return processes, results
 
 
 def test_a_killed_preparation_goes_on_with_the_same_documents(documents):
     path, _ = documents
-    process = start(path, 0.2)
+    alone = FORKS.Barrier(1)
+    (process,), _ = start(path, 0.1, alone)
     prepared_folder = path.parent / "prepared"
     deadline = time.monotonic() + 60
     while len(list(prepared_folder.glob("*/part-*.arrow"))) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
     (folder,) = prepared_folder.iterdir()
     (folder / "part-00099.partial").write_text("half a part")  # of the moment it was killed
     done = len(Store(folder))
@@ -226,11 +228,13 @@ def test_a_killed_preparation_goes_on_with_the_same_documents(documents):
 
 def test_two_processes_prepare_once(documents):
     path, _ = documents
-    processes = [start(path, 0.3) for _ in range(2)]  # long enough that they meet
-    outputs = [process.communicate()[0].decode() for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    assert sum("documents read" in output for output in outputs) == 1
-    written = [line for output in outputs for line in output.splitlines() if line.startswith("wrote")]
-    assert len(written) == len(set(written)) > 10
+    together = FORKS.Barrier(2)
+    processes, results = start(path, 0.02, together)
+    for process in processes:
+        process.join()
+    assert all(process.exitcode == 0 for process in processes)
+    (first, second), printed, counts = zip(*(queue.get() for queue in results), strict=True)
+    assert sum("documents read" in text for text in printed) == 1
+    assert len([*first, *second]) == len({*first, *second}) > 10
     (folder,) = (path.parent / "prepared").iterdir()
-    assert len(Store(folder)) == int(outputs[0].split()[-1]) == int(outputs[1].split()[-1])
+    assert len(Store(folder)) == counts[0] == counts[1]

@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for tensor in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.storages:
                 self._note(tensor.untyped_storage())
         return result
@@ -149,7 +149,7 @@ def test_checkpoints_keep_memories_and_nothing_else(dtype, attention):
     """Within 15 % the memories (rotary tables and token ids are the rest), within 10 % the peak."""
     for shape in SHAPES.values():
         config = LlamaConfig(**SMALL | shape)
-        for length, total, span in [(32, 256, None), (24, 230, 2)]:
+        for length, total, span in [(32, 160, None), (24, 182, 2)]:
             trained = recipe(total, 2, dtype, attention, True, segment_length=length, bptt_segments=span)
             kept, peak = measure(config, trained)
             assert estimate(config, trained, PLAIN, 1).memories == pytest.approx(kept, rel=0.15)
@@ -212,8 +212,8 @@ def _flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sc
 @pytest.mark.parametrize(
     ("total", "rows", "fields"),
     [
-        (4096, 1, {}),
-        (4096, 2, {"checkpointing": True}),
+        (2048, 1, {}),
+        (2048, 2, {"checkpointing": True}),
         (4096, 1, {"kind": "stock", "checkpointing": True}),
         pytest.param(512, 1, {}, marks=pytest.mark.slow),
         pytest.param(4096, 1, {"bptt_segments": 2}, marks=pytest.mark.slow),

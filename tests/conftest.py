@@ -1,6 +1,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,8 +86,12 @@ class NewProcesses:
 @pytest.fixture(scope="session")
 def new_process() -> Iterator[NewProcesses]:
     command = [sys.executable, "-c", FORKS_AFTER_IMPORT]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         TemporaryDirectory() as folder,
-        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
+        subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as server,
     ):
-        yield NewProcesses(server, Path(folder))
+        try:
+            yield NewProcesses(server, Path(folder))
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)  # with a process that a test no longer waits for

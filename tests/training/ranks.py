@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,26 +29,34 @@ FORKS.set_forkserver_preload(PRELOAD)
 
 def run_ranks(function: Callable, *arguments, ranks: int = 2) -> tuple[bool, str]:
     """Calls a function as every rank of a run: whether all of them ended well, and all that was printed."""
-    port = _free_port()
     with TemporaryDirectory() as folder:
         files = [Path(folder) / f"rank{rank}.txt" for rank in range(ranks)]
-        processes = [
-            FORKS.Process(target=_be_rank, args=(rank, ranks, port, file, function, arguments))
-            for rank, file in enumerate(files)
-        ]
-        for process in processes:
-            process.start()
-        try:
+        with started_ranks(function, *arguments, files=files) as processes:
             while any(process.is_alive() for process in processes):
                 time.sleep(0.05)
                 if any(process.exitcode for process in processes):
                     _wait(processes, GRACE_S)
                     break
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
         return not any(process.exitcode for process in processes), "".join(file.read_text() for file in files)
+
+
+@contextmanager
+def started_ranks(function: Callable, *arguments, files: Sequence[Path]) -> Iterator[list]:
+    """The processes of a run, each of which prints into its file. Leaving the context kills those that still run."""
+    port, ranks = _free_port(), len(files)
+    processes = [
+        FORKS.Process(target=_be_rank, args=(rank, ranks, port, file, function, arguments))
+        for rank, file in enumerate(files)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
 
 
 def _wait(processes: list, seconds: float) -> None:

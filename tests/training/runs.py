@@ -1,6 +1,8 @@
 """Runs of a recipe on several ranks, and the same training written out plainly."""
 
+import functools
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,7 +18,7 @@ from condense.training.data.batches import StageBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.passkey import PasskeyTask
 from condense.training.data.tasks import make_examples
-from condense.training.launch import local_overrides
+from condense.training.launch import launch, local_overrides
 from condense.training.output_lock import was_finished
 from condense.training.recipe import Recipe, load_recipe
 from condense.training.small_llama import save_small_llama
@@ -60,11 +62,19 @@ def fails(recipe, output, *overrides, ranks=2, launcher=False) -> str:
 
 def _start(recipe, output, overrides, ranks: int, launcher: bool) -> tuple[bool, str]:
     if launcher:
-        command = launch_command(recipe, f"output={output}", *overrides, ranks=ranks)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        return done.returncode == 0, done.stdout + done.stderr
-    arguments = ["--recipe", str(recipe), *local_overrides([f"output={output}", *overrides])]
-    return run_ranks(train_with, arguments, ranks=ranks)
+        return run_ranks(launch_from_a_shell, recipe, [f"output={output}", *overrides], ranks, ranks=1)
+    return run_ranks(train_with, rank_arguments(recipe, output, *overrides), ranks=ranks)
+
+
+def rank_arguments(recipe, output, *overrides) -> list[str]:
+    return ["--recipe", str(recipe), *local_overrides([f"output={output}", *overrides])]
+
+
+def launch_from_a_shell(recipe, overrides: list[str], ranks: int) -> None:
+    """In a process that is no rank: the launcher starts them."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    launch(recipe, overrides, ranks)
 
 
 def train_with(arguments: list[str]) -> None:
@@ -130,6 +140,7 @@ def kill_tree(process: subprocess.Popen) -> None:
     psutil.wait_procs(processes[1:], timeout=20)
 
 
+@functools.cache
 def expected(recipe, *overrides, ranks=2):
     return plain_training(load_recipe(recipe, ["output=o", *overrides]), ranks)
 

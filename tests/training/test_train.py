@@ -21,8 +21,8 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
-from .ranks import run_ranks
-from .runs import ROOT, expected, fails, kill_tree, launch_command, log_lines, run, same_weights, train_with
+from .ranks import run_ranks, started_ranks
+from .runs import ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, train_with
 
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
@@ -216,16 +216,11 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path)
     losses, _ = run(QUICKSTART, tmp_path / "whole", *overrides)
 
     broken = tmp_path / "broken"
-    process = subprocess.Popen(
-        launch_command(QUICKSTART, f"output={broken}", *overrides),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while newest_checkpoint(broken) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    kill_tree(process)
+    files = [tmp_path / f"rank{rank}.txt" for rank in range(2)]
+    with started_ranks(train_with, rank_arguments(QUICKSTART, broken, *overrides), files=files):
+        deadline = time.monotonic() + 120
+        while newest_checkpoint(broken) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
     kept = newest_checkpoint(broken)
     assert kept is not None and not (broken / "model.safetensors").exists()
     (broken / "checkpoint-best").mkdir()  # somebody else's

@@ -11,7 +11,7 @@ from condense.training.planning.memory import estimate
 
 from .shapes import PLAIN, recipe
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 8}
+SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 8}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 600, "tie_word_embeddings": True}
 ROWS, LENGTH, SEGMENT = 4, 256, 64
 

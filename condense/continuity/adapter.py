@@ -36,7 +36,9 @@ class ContinuousLM:
 
     position_anchor: "end" puts a sample at the end of its interval, "start" at its beginning. Both are shifted so that
     tokens of one unit have the positions 0, 1, 2 ... A folded model has an anchor of its own
-    (`config.position_anchor`). Learned positions are interpolated linearly between neighbours.
+    (`config.position_anchor`). Learned positions are interpolated linearly between neighbours, and the default for them
+    is "start": with "end" a first token of less than one unit has a position below 0, before the table. The default
+    for other models is "end".
 
     rule: "rectangle" or "trapezoid", see `quadrature`. A folded model supports the rectangle rule only.
 
@@ -47,7 +49,8 @@ class ContinuousLM:
     def __init__(self, model: Any, position_anchor: str | None = None, rule: Rule = "rectangle"):
         self.model = model
         self.folded = model.config.model_type == "condense_llama"
-        own_anchor = getattr(model.config, "position_anchor", None) or "end"
+        self.table = None if self.folded else _learned_positions(model)
+        own_anchor = model.config.position_anchor if self.folded else "end" if self.table is None else "start"
         self.position_anchor = position_anchor or own_anchor
         self.rule = rule
         if self.position_anchor not in POSITION_ANCHORS:
@@ -67,7 +70,6 @@ class ContinuousLM:
             raise ValueError(
                 f"attn_implementation={attention!r} accepts no mask of weights: load the model with sdpa or eager."
             )
-        self.table = None if self.folded else _learned_positions(model)
         if not self.folded:
             self._check_architecture()
 
@@ -201,6 +203,11 @@ class ContinuousLM:
         offset = 1.0 if self.position_anchor == "end" else sentence.durations_N
         return sentence.time_steps_N - offset
 
+    def check_positions(self, sentence: Sentence) -> None:
+        """Raises `OutsideTable` for a sentence with a position outside the table of learned positions."""
+        if self.table is not None:
+            _check_inside(self.table, self._positions(sentence)[None], 0)
+
     def _check_lengths(self, sentences: list[Sentence]) -> None:
         """Raises `ValueError` if rotary frequencies depend on the longest text of a batch: rows must not interact."""
         config = self.model.config
@@ -303,12 +310,8 @@ def _learned_positions(model: Any) -> nn.Embedding | None:
     return table if isinstance(table, nn.Embedding) else None
 
 
-@contextmanager
-def _at_positions(table: nn.Embedding, positions_BT: torch.Tensor, first: int) -> Iterator[None]:
-    """Makes the table return its rows interpolated at `positions_BT`, whatever indices the model looks up.
-
-    `first` is the index of the first sample in its sentence. Raises `OutsideTable` for positions outside the table.
-    """
+def _check_inside(table: nn.Embedding, positions_BT: torch.Tensor, first: int) -> None:
+    """Raises `OutsideTable` for positions outside the table; `first` is the index of the first sample."""
     last = table.num_embeddings - 1
     outside = ((positions_BT < -1e-9) | (positions_BT > last + 1e-9)).nonzero()
     if len(outside):
@@ -317,6 +320,16 @@ def _at_positions(table: nn.Embedding, positions_BT: torch.Tensor, first: int) -
             f"sample {first + sample} has position {positions_BT[row, sample].item():.4g}, and the model learned "
             f"positions from 0 to {last}: take a shorter or later sentence, or position_anchor='start'."
         )
+
+
+@contextmanager
+def _at_positions(table: nn.Embedding, positions_BT: torch.Tensor, first: int) -> Iterator[None]:
+    """Makes the table return its rows interpolated at `positions_BT`, whatever indices the model looks up.
+
+    `first` is the index of the first sample in its sentence. Raises `OutsideTable` for positions outside the table.
+    """
+    _check_inside(table, positions_BT, first)
+    last = table.num_embeddings - 1
     positions_BT = positions_BT.clamp(0, last).to(table.weight.device)
     below_BT = positions_BT.floor().clamp(max=last - 1).long()
     share_BT1 = (positions_BT - below_BT)[..., None].to(table.weight.dtype)

@@ -128,7 +128,7 @@ class Counting(_Counts):
         "all digits at some duration; frequencies are over the number of repetitions."
     )
     data_set = "words"
-    has_templates = True
+    templates = ("sentence", "listed")
     tables_of_the_paper = (" (table 1)", "table 2", "table 3")
 
     @classmethod

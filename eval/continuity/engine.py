@@ -101,7 +101,8 @@ class Reader(NamedTuple):
 
         `likely`: the tokens that reach 5 %, and `unwatched` those of them that are in no watched class. `distance` and
         `same_top` compare with the unchanged sentence: half the summed differences of probabilities, and whether the
-        likeliest token is the same.
+        likeliest token is the same. `left_out`: the factors at which a position lies outside the table of learned ones,
+        and `because`, the first reason.
         """
         named: Record = {"name": item.name, "group": item.group}
         if allowed := self.rules_that_allow(item):
@@ -111,8 +112,24 @@ class Reader(NamedTuple):
         except (NotValid, OutsideTable) as reason:
             return named | {"valid": False, "reason": str(reason)}
 
+    def _readable(self, item: Item) -> tuple[list[float], list[Sentence], Record]:
+        """The factors that the model has positions for, their sentences, what is left out. Raises `OutsideTable`."""
+        kept: list[tuple[float, Sentence]] = []
+        outside: list[tuple[float, OutsideTable]] = []
+        for factor, sentence in zip(item.factors, self.sentences(item), strict=True):
+            try:
+                self.lm.check_positions(sentence)
+                kept.append((factor, sentence))
+            except OutsideTable as reason:
+                outside.append((factor, reason))
+        if not kept:
+            raise outside[0][1]
+        lost = {"left_out": [_short(factor) for factor, _ in outside], "because": str(outside[0][1])} if outside else {}
+        return [factor for factor, _ in kept], [sentence for _, sentence in kept], lost
+
     def _curves_of(self, item: Item) -> Record:
-        sentences, facts = self.sentences(item), dict(item.facts)
+        factors, sentences, left_out = self._readable(item)
+        facts = dict(item.facts) | left_out
         watched = watched_classes(self.tokenizer, item.watched, self.classes)
         plain = [] if item.vary == "interpolate" else [self.sentence(item.text)]
         probabilities_FV = self.probabilities([*sentences, *plain])
@@ -125,7 +142,7 @@ class Reader(NamedTuple):
         likely = likely_tokens(probabilities_FV, self.tokenizer)
         counted = {token for tokens in watched.values() for token in tokens}
         return {
-            "factors": [_short(factor) for factor in item.factors],
+            "factors": [_short(factor) for factor in factors],
             "curves": self.curves(probabilities_FV, item.watched),
             "likely": _short_curves(probabilities_FV, likely),
             "unwatched": [name for name, tokens in likely.items() if not counted.intersection(tokens)],

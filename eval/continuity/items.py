@@ -15,7 +15,7 @@ EVENT_DURATIONS = tuple(np.linspace(0.1, 1, 40).tolist())
 INTERPOLATIONS = tuple(np.linspace(0, 1, 100).tolist())
 SPACE_INTERPOLATIONS = tuple(np.linspace(0, 1, 40).tolist())
 SHIFTS = tuple(np.linspace(0, 10, 100).tolist())
-SCALES = tuple(np.linspace(0.05, 2, 100).tolist())
+SCALES = tuple(np.linspace(0.01, 1.5, 100).tolist())
 DENSITIES = tuple(range(1, 11))
 
 

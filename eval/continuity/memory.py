@@ -18,7 +18,7 @@ from condense.continuity.adapter import TOKENS_AT_ONCE
 from condense.training.data.passkey import PasskeyTask
 
 from ..results import Table
-from .aggregation import figure, mean, percent, valid
+from .aggregation import answers, figure, mass, mass_column, mean, percent, valid
 from .counts import WORDS
 from .data import load
 from .engine import Reader, Record
@@ -95,6 +95,7 @@ class Memory(Probe):
             names = peak_frequencies({"1": [1.0]}, 1)
             found["distances"][distance] = {
                 "valid": len(group),
+                "mass": mass(group),
                 "right_at_1": mean(right),
                 **{name: mean([one[name] for one in frequencies]) for name in names},
             }
@@ -114,8 +115,10 @@ class Memory(Probe):
         rows, dials = [], []
         for name, found in models.items():
             for distance, values in found["distances"].items():
-                measures = [figure(values[f]) for f in ("counterfactual", "observed", "observed_expected")]
-                rows.append([name, distance, values["valid"], percent(values["right_at_1"]), *measures])
+                seen = values if answers(values) else {}
+                measures = [figure(seen.get(field)) for field in ("counterfactual", "observed", "observed_expected")]
+                right, mass_shown = percent(seen.get("right_at_1")), percent(values.get("mass"))
+                rows.append([name, distance, values["valid"], right, *measures, mass_shown])
             for what, values in found["dials"].items():
                 recalls = [values["recall"][values["factors"].index(dial)] for dial in SHOWN_DIALS]
                 dials.append([name, what.removeprefix("dial, "), values["valid"], *map(percent, recalls)])
@@ -127,6 +130,7 @@ class Memory(Probe):
             "counterfactual",
             "observed",
             "observed, expected",
+            mass_column("digits"),
         ]
         dial_columns = ["model", "recall of", "prompts", *(f"dial {dial:g}" for dial in SHOWN_DIALS)]
         return [

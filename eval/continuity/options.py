@@ -17,9 +17,13 @@ class ProbeOptions(Options):
         None
     )
     limit: Annotated[int | None, Option("Take this many records from the start; default all.", min=1)] = None
-    template: Annotated[str, Option("Prompt of the probe counting: sentence, or listed for models that need it.")] = (
-        "sentence"
-    )
+    template: Annotated[
+        str,
+        Option(
+            "Prompts: sentence; or listed in counting, for models that need it; spaced in sums, digits apart for "
+            "tokenizers that join them; published in space and boolean, those of the paper's code."
+        ),
+    ] = "sentence"
     spans: Annotated[
         Rule,
         Option(
@@ -33,7 +37,10 @@ class ProbeOptions(Options):
     ] = "exact"
     position_anchor: Annotated[
         str | None,
-        Option("end or start of a token's interval; default end, or the folded model's own.", may_change=True),
+        Option(
+            "end or start of a token's interval; default end, start for learned positions, or the folded model's own.",
+            may_change=True,
+        ),
     ] = None
     dtype: Dtype = "float32"
     attention: Annotated[str, Option("eager, sdpa, or auto: the model's own choice.", may_change=True)] = "auto"

@@ -133,24 +133,30 @@ def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> N
                 if not mine:
                     continue
                 if by:
-                    answers_F = np.mean([_answers(record["curves"]) for record in mine], axis=0)
-                    panel.plot(mine[0]["factors"], answers_F, label=f"{value} times")
+                    panel.plot(*_mean(mine, [_answers(record["curves"]) for record in mine]), label=f"{value} times")
                 else:
                     for name, color in (("original", "tab:blue"), ("shrunk", "tab:red")):
                         labels = [[record[name]] if isinstance(record[name], str) else record[name] for record in mine]
-                        mass_F = np.mean(
-                            [
-                                np.sum([r["curves"][x] for x in set(ls)], axis=0)
-                                for r, ls in zip(mine, labels, strict=True)
-                            ],
-                            axis=0,
-                        )
-                        panel.plot(mine[0]["factors"], mass_F, label=f"{name} labels", color=color)
+                        together = [
+                            np.sum([r["curves"][x] for x in set(ls)], axis=0)
+                            for r, ls in zip(mine, labels, strict=True)
+                        ]
+                        panel.plot(*_mean(mine, together), label=f"{name} labels", color=color)
             panel.set_xlabel(varied)
             panel.set_ylabel("likeliest digit, mean" if by else "probability, mean")
             panel.grid(alpha=0.3)
             if records:
                 panel.legend(fontsize=8)
+
+
+def _mean(records: list[dict[str, Any]], curves: list[np.ndarray]) -> tuple[list[float], list[float]]:
+    """Factors and the mean at each of them, over the records that have it."""
+    values: dict[float, list[float]] = {}
+    for record, curve in zip(records, curves, strict=True):
+        for factor, value in zip(record["factors"], curve.tolist(), strict=True):
+            values.setdefault(factor, []).append(value)
+    factors = sorted(values)
+    return factors, [sum(values[factor]) / len(values[factor]) for factor in factors]
 
 
 def _answers(curves: dict[str, list[float]]) -> np.ndarray:

@@ -20,7 +20,6 @@ from .aggregation import figure
 from .engine import Reader, Record
 from .items import Item
 from .options import ProbeOptions
-from .prompts import COUNTING_TEMPLATES
 from .timing import NUM_TIMED, speed
 
 OWN_DATA = "the package's own"
@@ -51,7 +50,7 @@ class Probe(Task[Measurement]):
     about: ClassVar[str]
     varied: ClassVar[str]
     data_set: ClassVar[str | None] = None
-    has_templates: ClassVar[bool] = False
+    templates: ClassVar[tuple[str, ...]] = ("sentence",)
     has_spans: ClassVar[bool] = False
     can_be_timed: ClassVar[bool] = False
     folded_only: ClassVar[bool] = False
@@ -77,10 +76,8 @@ class Probe(Task[Measurement]):
     @classmethod
     def check(cls, options: ProbeOptions) -> None:
         """Raises `ValueError` for options that do not apply to this experiment."""
-        if options.template not in COUNTING_TEMPLATES or options.template == "apart":
-            raise ValueError(f"template={options.template!r}: choose sentence or listed.")
-        if options.template != "sentence" and not cls.has_templates:
-            raise ValueError(f"template={options.template!r} belongs to counting: leave it out for {cls.name()}.")
+        if options.template not in cls.templates:
+            raise ValueError(f"template={options.template!r}: {cls.name()} has {' and '.join(cls.templates)}.")
         if options.spans != "exact" and not cls.has_spans:
             raise ValueError(f"spans={options.spans!r} belongs to counting, events and sums: leave it out here.")
         if cls.data_set is None and (options.data is not None or options.limit is not None):
@@ -174,6 +171,19 @@ class Probe(Task[Measurement]):
         if reasons:
             columns = ["model", "because, for example", "records"]
             found.append(Table("records that are not valid", columns, reasons[:20]))
+        shorter = [
+            [
+                model["name"],
+                shortened[0]["because"],
+                sum(len(record["left_out"]) for record in shortened),
+                len(shortened),
+            ]
+            for model in results["models"]
+            if (shortened := [record for record in model.get("records", ()) if "left_out" in record])
+        ]
+        if shorter:
+            columns = ["model", "because, for example", "factors", "of records"]
+            found.append(Table("factors that are left out", columns, shorter))
         return found
 
     @classmethod
@@ -191,6 +201,11 @@ def load_probed(options: ProbeOptions) -> list[ProbedModel]:
     found = []
     for model in load_models(options.models, options.dtype, options.attention):
         lm = ContinuousLM(model.model, options.position_anchor)
+        if lm.table is not None and options.position_anchor is None:
+            print(
+                f"{model.name} learned its positions, from 0 on: tokens stand at the start of their intervals",
+                flush=True,
+            )
         own = {
             "position_anchor": lm.position_anchor,
             "attention": model.model.config._attn_implementation,

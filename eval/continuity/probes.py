@@ -37,14 +37,15 @@ def probe_all(output: Path, options: ProbeOptions) -> dict[str, Results]:
     """Every experiment with the options that apply to it; those for folded models on the folded ones alone."""
     if options.data is not None:
         raise ValueError("--data belongs to one probe: leave it out with all.")
-    Counting.check(options)
+    if not any(options.template in kind.templates for kind in PROBES.values()):
+        raise ValueError(f"template={options.template!r}: no probe has prompts of that name.")
     models, found = load_probed(options), {}
     for name, kind in PROBES.items():
         chosen = [model for model in models if model.reader.lm.folded or not kind.folded_only]
         applying = replace(
             options,
             limit=options.limit if kind.data_set else None,
-            template=options.template if kind.has_templates else "sentence",
+            template=options.template if options.template in kind.templates else "sentence",
             spans=options.spans if kind.has_spans else "exact",
             timed=options.timed and kind is Counting,
         )

@@ -18,7 +18,11 @@ COUNTING_TEMPLATES = {
 EVENTS_QUESTION = "Question: {passage} {question} Reply with a single-digit number\nAnswer: "
 SUM = "The sum of {first} and {second} is "
 YES_OR_NO = "Question: {question} (yes/no)\nAnswer:"
-BOOLEAN = "Question: What is {left} {operator} {right}? Reply with 0 or 1\nAnswer: "
+BOOLEAN_TEMPLATES = {
+    "sentence": "Question: What is {left} {operator} {right}? Reply with 0 or 1\nAnswer: ",
+    "published": "Question: What is the truth value of the following statement?\n{left} {operator} {right}\n"
+    "Answer (0 or 1): ",
+}
 PAIRS = ((24, 13), (32, 56), (13, 74), (52, 31), (14, 23), (16, 42), (82, 14), (38, 51))
 PASSAGES = {
     "shop": (

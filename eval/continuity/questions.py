@@ -21,7 +21,7 @@ from condense.training.small_llama import small_llama, word_tokenizer
 
 from .data import load
 from .prompts import (
-    BOOLEAN,
+    BOOLEAN_TEMPLATES,
     EVENTS_QUESTION,
     FILLER,
     PAIRS,
@@ -131,7 +131,7 @@ def _parts(text: str) -> tuple[str, list[str]]:
 def _all_texts(counting: Counting) -> Iterator[str]:
     """Texts with every word of the questions and of the probes of this package."""
     yield from PASSKEY_TEXTS
-    yield from (FILLER, SUM, BOOLEAN, "AND OR XOR NAND NOR")
+    yield from (FILLER, SUM, BOOLEAN_TEMPLATES["sentence"], "AND OR XOR NAND NOR")
     for record in load("words"):
         for template in ("sentence", "listed"):
             names = record["word"], 1, record["category"], record["category_with_article"]

@@ -12,7 +12,7 @@ from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
 from .metrics import normalised_max_derivative, outside_ends
 from .options import ProbeOptions
 from .probe import Probe
-from .prompts import BOOLEAN, YES_OR_NO
+from .prompts import BOOLEAN_TEMPLATES, YES_OR_NO
 
 PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_max >= 0.05 (10)
     "Llama 3 8b": (0.74, 4.959, 0.0434, 0.3243),
@@ -32,6 +32,20 @@ SENTENCES = {
     ("cats", "dogs"): ("Alice saw some {} in the", "Repeat the word {}."),
     ("water", "juice"): ("We drank some {} in the", "Repeat the word {}."),
 }
+PUBLISHED_SENTENCES = {  # usage and repetition, as in the published code
+    ("apples", "bananas"): ("Alice bought some {} at the", "The most common colour of {} is"),
+    ("cats", "dogs"): (
+        "We bought two {} at the",
+        "{} are usually kept as",
+        "Question: Repeat the word {}. Answer:",
+    ),
+    ("forks", "spoons"): (
+        "We used the {} to eat",
+        "Typically, {} are made of",
+        "Question: Repeat the word {}. Answer:",
+    ),
+    ("water", "juice"): ("We drank some {} in the", "Question: Repeat the word {}. Answer:"),
+}
 STORIES = {
     ("girl", "boy"): ("Once upon a time, there was a little {} named", "The {} was happy because"),
     ("cat", "dog"): ("Once upon a time, there was a big {}. It liked to", "The {} was sad because"),
@@ -48,13 +62,15 @@ class Space(Probe):
     )
     varied = "interpolation factor"
     data_set = "objects"
+    templates = ("sentence", "published")
     can_be_timed = True
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:
         found = []
         prompts: Mapping[tuple[str, str], tuple[str, ...]]
-        for group, prompts in (("questions", QUESTIONS), ("sentences", SENTENCES), ("stories", STORIES)):
+        sentences = PUBLISHED_SENTENCES if options.template == "published" else SENTENCES
+        for group, prompts in (("questions", QUESTIONS), ("sentences", sentences), ("stories", STORIES)):
             watched: Watched = "yes_no" if group == "questions" else "tokens"
             for (first, second), frames in prompts.items():
                 for frame in frames:
@@ -115,13 +131,15 @@ class Boolean(Probe):
     kind = "probe_boolean"
     about = "One logical operator turns into another: the truth values between them."
     varied = "interpolation factor"
+    templates = ("sentence", "published")
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:
         found = []
         for first, second in OPERATORS:
             for left, right in product((0, 1), repeat=2):
-                texts = [BOOLEAN.format(left=left, operator=operator, right=right) for operator in (first, second)]
+                template = BOOLEAN_TEMPLATES[options.template]
+                texts = [template.format(left=left, operator=operator, right=right) for operator in (first, second)]
                 name = f"{left} {first} to {second} {right}"
                 found.append(_between(name, f"{first}-{second}", texts, INTERPOLATIONS, "bits"))
         return found

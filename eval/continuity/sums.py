@@ -42,14 +42,17 @@ class Sums(Probe):
     varied = "duration factor"
     data_set = "sums"
     has_spans = True
+    templates = ("sentence", "spaced")
     can_be_timed = True
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:
         found = []
         for first, second in PAIRS:
-            text, char_spans = sum_prompt(SUM, {"first": first, "second": second}, "second")
-            other = SUM.format(first=first, second=str(second)[::-1])
+            apart = " " if options.template == "spaced" else ""
+            fields: dict[str, object] = {"first": apart.join(str(first)), "second": apart.join(str(second))}
+            text, char_spans = sum_prompt(SUM, fields, "second")
+            other = SUM.format(**fields | {"second": apart.join(str(second)[::-1])})
             name = f"{first} + {second}"
             found += [
                 Item(name, "duration", text, "shrink", DURATIONS, "first_digits", char_spans),

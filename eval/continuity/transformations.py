@@ -35,7 +35,7 @@ class _Transformation(Probe):
         found = {
             record["name"]: {
                 "most": max(record["distance"]),
-                "last": record["distance"][-1],
+                "last": None if _ends_early(record) else record["distance"][-1],
                 "same_top": sum(record["same_top"]) / len(record["same_top"]),
             }
             for record in valid(records)
@@ -45,12 +45,21 @@ class _Transformation(Probe):
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         rows = [
-            [name, sentence, f"{values['most']:.2g}", f"{values['last']:.2g}", percent(values["same_top"])]
+            [name, sentence, f"{values['most']:.2g}", _brief(values["last"]), percent(values["same_top"])]
             for name, found in models.items()
             for sentence, values in found["sentences"].items()
         ]
         columns = ["model", "sentence", "most total variation", f"total variation {cls.last}", "same likeliest token"]
         return [Table(cls.title, columns, rows)]
+
+
+def _ends_early(record: Record) -> bool:
+    """Whether the last factors are left out: see `Reader.record`."""
+    return any(factor > record["factors"][-1] for factor in record.get("left_out", ()))
+
+
+def _brief(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
 
 
 class Translation(_Transformation):
@@ -69,9 +78,9 @@ class Translation(_Transformation):
 
 class Scaling(_Transformation):
     kind = "probe_scaling"
-    about = "All durations are multiplied. Total variation as in translation."
+    about = "All durations are multiplied, by 0.01 to 1.5. Total variation as in translation."
     varied = "scale factor"
-    title, last = "durations scaled by 0.05 to 2", "at a scale of 2"
+    title, last = "all durations scaled", "at the largest scale"
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:

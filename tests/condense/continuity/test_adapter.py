@@ -27,6 +27,7 @@ from transformers import (
 
 from condense import to_stock
 from condense.continuity import ContinuousLM, Sentence
+from condense.continuity.adapter import OutsideTable
 from condense.reference import reference_logits
 
 from ..models import VOCAB, random_durations, random_ids, tiny_model, weights
@@ -371,7 +372,7 @@ def test_copies_at_one_position_equal_one_token_in_one_layer(name):
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     sentence, at, copies = random_sentence(), 5, 3
     for depth, same in ((1, True), (2, False)):
-        lm = ContinuousLM(any_model(name, **{layers: depth}))
+        lm = ContinuousLM(any_model(name, **{layers: depth}), "end")
         whole = lm.logits(sentence)[at:]
         equal, spread = (lm.logits(split(sentence, at, copies, how))[at + copies - 1 :] for how in ("equal", "spread"))
         if same:
@@ -387,7 +388,7 @@ def test_copies_at_one_position_equal_one_token_in_one_layer(name):
 def test_a_denser_sentence_at_equal_positions_has_the_same_logits(name, density):
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     sentence = random_sentence(integration_start=0.5)
-    lm = ContinuousLM(any_model(name, **{layers: 1}))
+    lm = ContinuousLM(any_model(name, **{layers: 1}), "end")
     dense = lm.logits(sentence.densify(density, positions="equal"))[density - 1 :: density]
     assert_close(dense, lm.logits(sentence))
 
@@ -447,7 +448,7 @@ def test_density_does_not_move_a_window(name):
 @torch.no_grad()
 def test_learned_positions_are_interpolated():
     model = any_model("gpt2")
-    lm, sentence = ContinuousLM(model), random_sentence()
+    lm, sentence = ContinuousLM(model, "end"), random_sentence()
     durations = sentence.durations_N
     for amount in (0.0, 0.25, 3.7):
         positions = explicit_positions(durations, "end") + amount
@@ -468,7 +469,7 @@ def test_whole_learned_positions_are_rows_of_the_table():
 @torch.no_grad()
 def test_positions_outside_the_table_are_refused():
     model, sentence = any_model("gpt2"), Sentence(random_ids(1, LENGTH)[0])
-    lm, before = ContinuousLM(model), model(input_ids=sentence.ids_N[None]).logits
+    lm, before = ContinuousLM(model, "end"), model(input_ids=sentence.ids_N[None]).logits
     for outside, words in (
         (sentence.shift(-0.5), "sample 0 has position -0.5, and the model learned positions from 0 to 31"),
         (sentence.set_duration([0], 0.25), "sample 0 has position -0.75.*position_anchor='start'"),
@@ -477,15 +478,21 @@ def test_positions_outside_the_table_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             lm.logits(outside)
+        with pytest.raises(OutsideTable, match=words):
+            lm.check_positions(outside)
         with pytest.raises(ValueError, match="has position"):
             lm.next_logits([outside, outside.set_duration([13], 2)])
     lm.logits(sentence.shift(2.5))
     assert torch.equal(model(input_ids=sentence.ids_N[None]).logits, before)
-    ContinuousLM(model, "start").logits(sentence.set_duration([0], 0.25))
+    lm.check_positions(sentence.shift(2.5))
+    learned = ContinuousLM(model)  # reads a short first token: the default where positions are learned
+    assert learned.position_anchor == "start"
+    short = sentence.set_duration([0], 0.25)
+    assert torch.equal(learned.logits(short), ContinuousLM(model, "start").logits(short))
 
 
 @torch.no_grad()
 def test_refusals_count_samples_from_the_start_of_the_sentence():
     sentence = Sentence([3] * LENGTH)
     with pytest.raises(ValueError, match="sample 13 has position 42"):
-        ContinuousLM(any_model("gpt2")).next_logits([sentence.set_duration([13], far) for far in (30, 40)])
+        ContinuousLM(any_model("gpt2"), "end").next_logits([sentence.set_duration([13], far) for far in (30, 40)])

@@ -151,12 +151,24 @@ def test_positions_that_were_never_learned(words):
     shift = Item("n", "g", TEXT, "shift", (0.0, 1.0, 1.5), "digits")
     reader = gpt2_reader(words, n_positions=len(words(TEXT)["input_ids"]) + 1)
     record = reader.record(shift)
-    assert not record["valid"] and "position" in record["reason"]
-    within = Item("n", "g", TEXT, "shift", (0.0, 1.0), "digits")
-    assert reader.record(within)["valid"] and max(reader.record(within)["distance"]) > 1e-3
+    assert record["factors"] == [0.0, 1.0] and record["left_out"] == [1.5] and "has position" in record["because"]
+    within = reader.record(Item("n", "g", TEXT, "shift", (0.0, 1.0), "digits"))
+    assert within["valid"] and max(within["distance"]) > 1e-3 and "left_out" not in within
+    for name in ("curves", "likely", "distance", "same_top"):
+        assert record[name] == within[name]
+    far = reader.record(Item("n", "g", TEXT, "shift", (1.5, 2.0), "digits"))
+    assert not far["valid"] and "has position" in far["reason"]
     scale = Item("n", "g", TEXT, "scale", (0.5, 1.0), "digits")
-    assert "position_anchor='start'" in gpt2_reader(words).record(scale)["reason"]
-    assert gpt2_reader(words, position_anchor="start").record(scale)["valid"]
+    ends = gpt2_reader(words, position_anchor="end").record(scale)
+    assert ends["factors"] == [1.0] and ends["left_out"] == [0.5] and "position_anchor='start'" in ends["because"]
+    assert gpt2_reader(words).record(scale)["factors"] == [0.5, 1.0]
+
+
+def test_a_sentence_that_is_too_long_by_itself_is_not_valid(words):
+    """Shorter ones would be within the table, but there is nothing to compare them with."""
+    reader = gpt2_reader(words, n_positions=len(words(TEXT)["input_ids"]) - 1)
+    record = reader.record(Item("n", "g", TEXT, "scale", (0.1, 0.5), "digits"))
+    assert not record["valid"] and "has position" in record["reason"]
 
 
 def test_rounding_keeps_the_order_of_small_probabilities(words):

@@ -87,7 +87,7 @@ def test_factors_of_the_papers():
     assert ends(between[:17]) == {(100, 0, 1)} and ends(between[17:]) == {(40, 0, 1)}
     assert ends(Boolean.prompts(options())) == {(100, 0, 1)}
     assert ends(Translation.prompts(options())) == {(100, 0, 10)}
-    assert ends(Scaling.prompts(options())) == {(100, 0.05, 2)}
+    assert ends(Scaling.prompts(options())) == {(100, 0.01, 1.5)}
     assert ends(transformations.density_items()) == {(10, 1, 10)}
 
 

@@ -398,6 +398,7 @@ def test_summary_of_memory():
     assert found["distances"][3]["right_at_1"] == 1
     assert list(found["dials"]) == ["dial, counting"]
     assert found["dials"]["dial, counting"]["recall"] == pytest.approx([0.3, 0.6])
+    assert (found["distances"][0]["mass"], one["mass"]) == (None, memory.mass(records[:2]))
     assert found["dials"]["dial, counting"]["valid"] == 2 and set(memory.SHOWN_DIALS) <= set(memory.DIALS)
 
 

@@ -10,14 +10,22 @@ from condense.eval.continuity.aggregation import LEAST_MASS, SET, mass
 from condense.eval.continuity.classes import DIGITS, watched_classes
 from condense.eval.continuity.counts import Counting, Events
 from condense.eval.continuity.items import Item
-from condense.eval.continuity.metrics import published_other_labels, published_sum_properties, sum_properties
-from condense.eval.continuity.pictures import shown_curves
+from condense.eval.continuity.memory import Memory
+from condense.eval.continuity.metrics import (
+    peak_frequencies,
+    published_other_labels,
+    published_sum_properties,
+    sum_properties,
+)
+from condense.eval.continuity.pictures import _mean, shown_curves
 from condense.eval.continuity.prompts import counting_prompt
+from condense.eval.continuity.space import Boolean, Space
 from condense.eval.continuity.sums import Sums
+from condense.eval.continuity.transformations import Scaling
 from condense.training.small_llama import word_tokenizer
 from tests.conftest import SHARED
 
-from .models import options, stock_reader
+from .models import options, parts, stock_reader
 from .test_metrics import digit_curves, record_of, tokens_as
 
 
@@ -157,6 +165,49 @@ def test_a_model_that_gives_no_answer_has_no_figures():
     assert rows["silent"][1:4] == ["-", "-", "-"] and rows["silent"][-1] == "28.00 %"
     assert rows["loud"][2] == rows["Global"][2] == "0.5000"
     assert tables[1].columns[-1] == "mass of digits (below 50%: no figures)"
+
+
+def test_a_silent_memory_has_no_figures():
+    """As for the other tables; a summary of an earlier version has no mass and keeps its figures."""
+    frequencies = peak_frequencies(digit_curves("1", "4"), 4)
+    values = {"valid": 1, "right_at_1": 1.0, **frequencies}
+    found = {"distances": {0: values | {"mass": 0.9}, 1: values | {"mass": 0.3}, 2: values}, "dials": {}}
+    table, _ = Memory.summary_tables({"m": found})
+    figures = ["100.00 %", "0.2500", "0.5000", "0.5000"]
+    assert [row[3:] for row in table.rows] == [[*figures, "90.00 %"], ["-"] * 4 + ["30.00 %"], [*figures, "-"]]
+
+
+def test_authors_prompts_are_templates():
+    """Spaced digits, their question on truth values, their sentences for usage and repetition."""
+    item, turned = Sums.prompts(options(template="spaced", limit=1))[:2]
+    assert item.text == "The sum of 2 4 and 1 3 is " and parts(item.text, item.char_spans) == ["1 3"]
+    assert turned.other == "The sum of 2 4 and 3 1 is "
+    item = Boolean.prompts(options(template="published"))[1]
+    asked = "Question: What is the truth value of the following statement?\n0 {} 1\nAnswer (0 or 1): "
+    assert (item.text, item.other) == (asked.format("AND"), asked.format("OR"))
+    by_template = [
+        {item.text: item.other for item in Space.prompts(options(template=template, limit=1))}
+        for template in ("sentence", "published")
+    ]
+    own, published = by_template
+    assert published["Question: Repeat the word forks. Answer:"] == "Question: Repeat the word spoons. Answer:"
+    assert published["cats are usually kept as"] == "dogs are usually kept as"
+    assert "Repeat the word cats." in own and "Repeat the word cats." not in published
+    with pytest.raises(ValueError, match=r"template='spaced': boolean has sentence and published\."):
+        Boolean.check(options(template="spaced"))
+
+
+def test_factors_without_a_position_are_counted(tmp_path):
+    """A record that loses factors is in the means of the factors that it has."""
+    whole = record_of(curves=digit_curves("1", "4"), repetitions=4)
+    short = record_of(curves=digit_curves("2"), repetitions=4, left_out=[0.5], because="no place") | {"factors": [1.0]}
+    model = {"name": "m", "summary": Counting.summary([whole, short]), "records": [whole, short]}
+    assert Counting.tables({"models": [model]})[-1].rows == [["m", "no place", 1, 1]]
+    assert _mean([whole, short], [np.array([1, 4]), np.array([2])]) == ([0.5, 1.0], [1.0, 3.0])
+    lost = {"name": "x", "valid": True, "factors": [0.0, 1.0], "distance": [0.0, 0.5], "same_top": [True, False]}
+    for left_out, last in (([1.5], "-"), ([-1.0], "0.5")):
+        found = Scaling.summary([lost | {"left_out": left_out}])
+        assert Scaling.summary_tables({"m": found})[0].rows[0] == ["m", "x", "0.5", last, "50.00 %"]
 
 
 def test_every_curve_of_five_percent_is_drawn():

@@ -17,11 +17,21 @@ DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def check_one_gpu() -> None:
+    """Raises `ValueError` for several GPUs: an experiment trains its models in one process."""
+    if (number := torch.cuda.device_count()) > 1:
+        raise ValueError(
+            f"this process sees {number} GPUs, and the models are trained on one: set CUDA_VISIBLE_DEVICES=0, or the "
+            "number of another."
+        )
+
+
 def train_alone(recipe: Recipe) -> None:
     """Trains in this process, also where it is one of several that share a measurement, and prints nothing.
 
-    Raises `ValueError` where the loss or the gradient is not finite.
+    Raises `ValueError` for several GPUs, and where the loss or the gradient is not finite.
     """
+    check_one_gpu()
     taken = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
     try:
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():

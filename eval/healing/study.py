@@ -31,7 +31,7 @@ from ..runner import Results, Task
 from ..statistics import bootstrap
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
-from ..training_runs import DTYPE, read_curve, remove_checkpoints, train_alone
+from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
 from .options import METHODS, HealingOptions
 
 DISTILLED = ("distill", "lora")
@@ -60,6 +60,7 @@ class Healing(Task[Run]):
     Options = HealingOptions
 
     def __init__(self, options: HealingOptions, output: Path):
+        check_one_gpu()
         self.options, self.output = options, output
         if options.text is not None and options.held_out is not None:
             check_apart([options.text], [options.held_out])

@@ -35,7 +35,7 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..tasks.windows import paired_losses, read_texts
 from ..texts import check_apart, train_tokenizer
-from ..training_runs import DTYPE, read_curve, remove_checkpoints, train_alone
+from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
 from .options import MEMORIES, MemoryOptions
 
 HEAD_DIM = 32
@@ -66,6 +66,7 @@ class Memory(Task[Trained]):
     Options = MemoryOptions
 
     def __init__(self, options: MemoryOptions, output: Path):
+        check_one_gpu()
         self.options, self.output = options, output
         check_apart(options.text, options.held_out)
 

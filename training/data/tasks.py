@@ -43,13 +43,8 @@ def make_examples(recipe: Recipe, tokenizer, num_workers: int = 0) -> tuple[Exam
 
 def sampled_examples(recipe: Recipe, data: SampleData, tokenizer) -> tuple[Examples, Examples | None]:
     """The model's own texts; the first ones are held out for the evaluation."""
-    assert recipe.stages is not None and recipe.global_batch is not None
-    longest = recipe.longest_text()
-    tokens = sum(stage.steps * recipe.global_batch * stage.total_length for stage in recipe.stages)
-    num_texts = data.texts or -(-tokens // longest)
-    num_held_out = recipe.evaluation.sequences if recipe.evaluation else 0
-    last = num_held_out + num_texts
-    store = sample_store(data, recipe.model.source, tokenizer, longest, last)
+    last, num_held_out = recipe.num_samples(), recipe.evaluation.sequences if recipe.evaluation else 0
+    store = sample_store(data, recipe.model.source, tokenizer, recipe.longest_text(), last)
     training = TextExamples(store, num_held_out, last, "cut", recipe.seed)
     return training, TextExamples(store, 0, num_held_out, "cut", None) if num_held_out else None
 

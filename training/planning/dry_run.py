@@ -55,6 +55,12 @@ def dry_run(
         f"{ranks} ranks x {figures['accumulation']} micro-batches x {figures['sequences_at_once']} sequences: "
         f"{duration_in_words}",
     ]
+    if samples := recipe.num_samples():
+        figures["samples"] = samples
+        lines.append(
+            f"first the model writes {samples:,} texts of {recipe.longest_text():,} tokens, token by token in one "
+            "process: that is not counted here, and may take longer than the training"
+        )
     plan: dict[str, Any] = {"recipe": resolved, "plan": figures, "memory": memory}
     if (not_counted := uncounted(recipe)) is not None:
         figures["uncounted"] = not_counted

@@ -162,6 +162,14 @@ class Recipe(Section):
             return self.curriculum.last_segments * segment_length
         return max(stage.total_length for stage in self.stages or ())
 
+    def num_samples(self) -> int:
+        """Texts of the longest length that the model samples from itself, those to validate with included."""
+        if not isinstance(self.data, SampleData) or self.stages is None or self.global_batch is None:
+            return 0
+        tokens = sum(stage.steps * self.global_batch * stage.total_length for stage in self.stages)
+        training = self.data.texts or -(-tokens // self.longest_text())
+        return training + (self.evaluation.sequences if self.evaluation else 0)
+
     @property
     def decay_steps(self) -> int:
         return self.optimizer.decay_steps or self.steps - self.optimizer.warmup_steps

@@ -183,6 +183,12 @@ def test_refusals_before_anything_is_trained(start, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_several_gpus(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="this process sees 2 GPUs, .*: set CUDA_VISIBLE_DEVICES=0"):
+        Healing(HealingOptions(model=str(start), **SMALL), tmp_path)
+
+
 def test_a_run_that_diverges_is_named(start, tmp_path):
     options = HealingOptions(**{"model": str(start), **SMALL, "learning_rate": 1e30})
     with pytest.raises(ValueError, match=r"runs/stock-0: step \d.* is not finite.* A lower learning rate may help"):

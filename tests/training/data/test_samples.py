@@ -12,6 +12,7 @@ from condense import CondenseForCausalLM
 from condense.training.data import samples
 from condense.training.data.samples import first_token, sample_store
 from condense.training.data.tasks import make_examples
+from condense.training.planning.dry_run import dry_run
 from condense.training.preflight import check_run
 from condense.training.recipe import SampleData, load_recipe
 from condense.training.small_llama import save_small_llama
@@ -135,6 +136,9 @@ def test_as_many_texts_as_the_run_reads(start, tokenizer, tmp_path, texts, expec
     training, held_out = make_examples(load_recipe(path, [texts] if texts else []), tokenizer)
     assert (held_out.first, held_out.last) == (0, 3)
     assert (training.first, training.last) == (3, 3 + expected)
+    figures, printed = dry_run(load_recipe(path, [texts] if texts else []))
+    assert figures["plan"]["samples"] == 3 + expected
+    assert f"first the model writes {3 + expected} texts of 32 tokens" in printed
 
 
 def test_refusals(start, tokenizer, tmp_path):

@@ -11,6 +11,7 @@ from ..intervals import LOG, LOGIT, Scale, interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
 from .options import AblationOptions
+from .pictures import log_scale
 from .walking_classifier import (
     SMALL,
     ClassifierSize,
@@ -114,7 +115,7 @@ class Classification(runner.Task[Cell]):
 
     @classmethod
     def draw(cls, results: runner.Results, path: Path) -> None:
-        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+        from matplotlib.ticker import MaxNLocator
 
         groups = _groups(results)
         with picture(path, columns=3, figsize=(13, 3.8)) as (errors, losses, by_step):
@@ -122,10 +123,7 @@ class Classification(runner.Task[Cell]):
             errors.set_ylabel("accuracy on held-out images [%]")
             _draw_by_steps(losses, groups, "loss", LOG)
             losses.set_ylabel("loss on held-out images")
-            losses.set_yscale("log")
-            losses.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            losses.yaxis.set_major_formatter("{x:g}")
-            losses.yaxis.set_minor_formatter(NullFormatter())
+            log_scale(losses)
             longest = max(steps for classifier, steps in groups if classifier == WALK)
             for classifier in (WALK, FREE):
                 columns = zip(*(cell["accuracies"] for cell in groups[classifier, longest]), strict=True)

@@ -86,3 +86,13 @@ def draw_summary(results: dict[str, Any], path: Path) -> None:
         panel.set_ylabel("change of the validation loss [%]")
         panel.set_title("each property halved", fontsize=10)
         panel.legend(fontsize=8)
+
+
+def log_scale(panel: Any) -> None:
+    """A logarithmic axis of y with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter(NullFormatter())

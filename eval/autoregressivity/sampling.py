@@ -25,6 +25,7 @@ from ..runner import Results, Task
 from ..training_runs import train_alone
 from .digit_quality import digit_quality, held_out_quality
 from .options import AblationOptions
+from .pictures import log_scale
 from .setup import Setup
 
 ABOUT = (
@@ -142,7 +143,7 @@ class Sampling(Task[int]):
                 panel.set_xticks(range(len(evaluations)), [str(count) for count in evaluations])
                 panel.set(xlabel="evaluations of the network for an image", ylabel=label)
                 panel.grid(alpha=0.3)
-            panels[0].set_yscale("log")
+            log_scale(panels[0])
             panels[0].legend(fontsize=7)
 
 

@@ -29,7 +29,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(wheel, tmp_path_factory):
-    """Runs `python -m` from an empty folder with the wheel installed, and returns what is printed."""
+    """Runs `python -m`, or code, from an empty folder with the wheel installed, and returns what is printed."""
     site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
     pip("install", "--no-deps", "--target", site, wheel)
     for name in ("eval", "training", "condense_cli"):
@@ -38,8 +38,8 @@ def run(wheel, tmp_path_factory):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"PYTHONPATH": str(site), "DS_ACCELERATOR": "cpu"}
 
-    def run_module(*arguments) -> str:
-        command = [sys.executable, "-m", *map(str, arguments)]
+    def run_module(*arguments, option="-m") -> str:
+        command = [sys.executable, option, *map(str, arguments)]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
@@ -62,28 +62,28 @@ def test_one_name_is_installed_with_all_its_files(wheel):
         assert {f"condense/{path}" for path in kept} <= set(names)
 
 
+# Two commands in one process, which has imported the package once.
+SAMPLE_AND_TRAIN = """
+import runpy, sys
+import condense.training.train as module
+print(module.__file__)
+sys.argv[1:] = ["runs/sample"]
+runpy.run_module("condense.training.sample_data", run_name="__main__", alter_sys=True)
+sys.argv[1:] = "train passkey_pretrain_1b_tiny stages.0.steps=2 optimizer.warmup_steps=1 global_batch=2".split()
+sys.argv += "micro_batch=1 evaluation.sequences=2 report_to=none --ranks 1".split()
+runpy.run_module("condense", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_training_and_evaluation_from_an_empty_folder(run):
-    run("condense.training.sample_data", "runs/sample")
-    short = [
-        "stages.0.steps=2",
-        "optimizer.warmup_steps=1",
-        "global_batch=2",
-        "micro_batch=1",
-        "evaluation.sequences=2",
-    ]
-    run("condense", "train", "passkey_pretrain_1b_tiny", *short, "report_to=none")
+    printed = run(SAMPLE_AND_TRAIN, option="-c")
+    assert printed.startswith(str(run.site))
     model = "runs/passkey_pretrain_1b_tiny"
     printed = run(
         "condense", "eval", "passkey", "--model", model, "--lengths", "256", "--depths", "0", "--prompts", "1",
         "--output", "results",
     )  # fmt: skip
     assert "% correct" in printed and (run.folder / "results" / "passkey.json").is_file()
-    code = "import condense.training.train as module; print(module.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=run.folder, env=os.environ | {"PYTHONPATH": str(run.site)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert found.stdout.startswith(str(run.site))
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import hashlib
 import io
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,9 @@ class Request(NamedTuple):
     answer_tokens: int
 
 
-def _manager(metadata: dict[str, Any]) -> TaskManager:
+@cache
+def _manager(**metadata: Hashable) -> TaskManager:
+    """Kept, since it reads some hundred files."""
     folder = Path(lm_eval.tasks.__file__).parent
     names = ("ruler", "babilong", "longbench2", "infinitebench", "graphwalks")  # their folders: the others take seconds
     return TaskManager(include_path=[folder / name for name in names], include_defaults=False, metadata=metadata)
@@ -85,7 +88,7 @@ def tasks_of(names: Sequence[str]) -> dict[str, str]:
 
     Raises `ValueError` for a name of neither.
     """
-    index, found = _manager({}).task_index, dict[str, str]()
+    index, found = _manager().task_index, dict[str, str]()
     members = {name: list(dict.fromkeys(_leaves(index, one.group))) for name, one in BENCHMARKS.items()}
     for name in names:
         owners = [name] if name in members else [owner for owner, tasks in members.items() if name in tasks]
@@ -123,12 +126,12 @@ def load_task(benchmark: str, task: str, length: int, source: str, tokenizer: An
         with contextlib.redirect_stdout(io.StringIO()):  # generators print what they try
             if benchmark == "ruler":
                 samples = _ruler_samples(task, length, source, tokenizer, seed, folder)
-                manager = _manager({})
+                manager = _manager()
                 config = load_yaml(manager.task_index[task].yaml_path, resolve_func=True)
                 kept = {"custom_dataset": lambda **_: datasets.load_from_disk(str(samples))}
                 loaded = manager.load([config | kept])
             else:
-                loaded = _manager({"max_seq_lengths": f"{length // 1024}k"}).load([task])
+                loaded = _manager(max_seq_lengths=f"{length // 1024}k").load([task])
     except Exception as error:  # of the harness, of `datasets` or of a server
         raise ValueError(
             f"the texts of {task} cannot be had ({type(error).__name__}: {' '.join(str(error).split())[:300]}). They "
@@ -151,8 +154,8 @@ def _ruler_samples(task: str, length: int, source: str, tokenizer: Any, seed: in
         if not path.exists():
             random.seed(seed)
             np.random.seed(seed)  # the generators draw from both
-            metadata = {"pretrained": source, "max_seq_lengths": [length]}
-            made = _manager(metadata).load([task])["tasks"][task].dataset
+            manager = _manager(pretrained=source, max_seq_lengths=(length,))
+            made = manager.load([task])["tasks"][task].dataset
             partial = path.with_name(f"{path.name}.partial")
             datasets.DatasetDict(made).save_to_disk(str(partial))
             partial.replace(path)

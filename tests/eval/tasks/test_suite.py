@@ -77,7 +77,7 @@ def measured(root):
 def test_prompts_and_answers_are_those_of_the_harness(root, measured):
     cells = {(cell["model"], cell["task"], cell["length"]): cell for cell in measured[0]["cells"]}
     manager = TaskManager(
-        include_path=next(iter(_manager({}).include_path)),  # RULER's folder
+        include_path=next(iter(_manager().include_path)),  # RULER's folder
         include_defaults=False,
         metadata={"pretrained": str(root / "folded"), "max_seq_lengths": [LENGTH]},
     )

@@ -136,10 +136,15 @@ def test_a_document_is_one_text_of_any_length(folders, own, batch_size, monkeypa
     assert found == pytest.approx(expected, abs=1e-9, rel=0)
 
 
+@pytest.fixture(scope="module")
+def written(own):
+    """What the model writes after each prompt."""
+    return {prompt: own.greedy(prompt, 12) for prompt in (words(size, 6) for size in (3, 5, 29, 17, 10, 9))}
+
+
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_generation_goes_on_from_the_whole_prompt(folders, own, batch_size):
-    prompts = [words(size, 6) for size in (3, 5, 29, 17, 10, 9)]
-    texts = [own.greedy(prompt, 12) for prompt in prompts]
+def test_generation_goes_on_from_the_whole_prompt(folders, written, batch_size):
+    prompts, texts = list(written), list(written.values())
     lm = load(folders / "folded", batch_size, truncation=True)
     found = ask(lm, "generate_until", [(prompt, {"until": [], "max_gen_toks": 12}) for prompt in prompts])
     assert found == texts and len(set(texts)) == len(texts)

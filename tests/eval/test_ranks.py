@@ -121,11 +121,12 @@ def test_a_record_that_cannot_be_written_ends_the_measurement(tmp_path, monkeypa
 def test_the_first_process_waits_for_one_that_is_late(tmp_path):
     """The store ends with the first process, also where nothing is left to measure."""
     run(Squares([3, 1]), tmp_path)
-    left = Event()
+    arrived = Event()
 
     class Late(Squares):
         def settings(self):
-            time.sleep(1)
+            time.sleep(0.3)
+            arrived.set()
             return super().settings()
 
     server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
@@ -133,12 +134,11 @@ def test_the_first_process_waits_for_one_that_is_late(tmp_path):
     def other():
         ranks, task = Ranks(server.clone(), 1, 2), Late([3, 1])
         measure_share(task, ranks, ranks.pending(task.settings()))
-        left.set()
 
     thread = Thread(target=other)
     thread.start()
     run(Squares([3, 1]), tmp_path, Ranks(server.clone(), 0, 2))
-    assert left.wait(1)
+    assert arrived.is_set()
     thread.join()
 
 

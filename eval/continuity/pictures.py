@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..results import picture
-from .aggregation import SET
+from .aggregation import SET, answers, percent
 from .classes import DIGITS, SHOWN_FROM
 
 COLORS = {digit: f"C{digit}" for digit in DIGITS}  # the same in every panel
 MOST_PANELS = 4  # in a row
 MOST_INSIDE = 10  # names of curves in a panel; the names of more stand below it
+COLUMNS_BELOW = 3
 MOST_DRAWN = 12  # prompts of a group in panels of their own; more are drawn as their mean
 
 
@@ -52,7 +53,7 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
     rows = -(-len(panels) // columns)
     longest = max(len(shown_curves(record)) for _, record in panels)
     crowded = longest > MOST_INSIDE
-    height = 2.9 + (0.12 * -(-longest // 4) if crowded else 0)
+    height = 2.9 + (0.13 * -(-longest // COLUMNS_BELOW) if crowded else 0)
     with picture(path, rows, columns, figsize=(3.6 * columns, height * rows), squeeze=False) as axes:
         for panel, (model, record) in zip(axes.flat, panels, strict=False):
             title = f"{record['name']}" + (f" ({model})" if many else "")
@@ -70,7 +71,8 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
             panel.tick_params(labelsize=7)
             panel.grid(alpha=0.3)
             if crowded:
-                panel.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4)
+                place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": COLUMNS_BELOW}
+                panel.legend(fontsize=6, columnspacing=1, **place)
             else:
                 panel.legend(fontsize=6).set_in_layout(False)
         for panel in list(axes.flat)[len(panels) :]:
@@ -85,7 +87,7 @@ def _nothing_said(record: dict[str, Any], shown: dict[str, np.ndarray]) -> str |
 
 
 def _label(name: str) -> str:
-    return f"{name} (each below 5 %)" if name.startswith("other ") else name
+    return f"{name}, each < 5 %" if name.startswith("other ") else name
 
 
 def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path) -> None:
@@ -107,9 +109,10 @@ def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
     nothing = np.zeros(len(record["factors"]))
     curves = {name: np.asarray(curve) for name, curve in record["curves"].items()}
     shown = {name: curve for name, curve in curves.items() if curve.max() >= SHOWN_FROM}
-    if set(curves) == set(DIGITS):
-        shown["other digits"] = sum(curves.values(), start=nothing) - sum(shown.values(), start=nothing)
+    rest = sum(curves.values(), start=nothing) - sum(shown.values(), start=nothing)
     shown |= {f"“{name}”" if curves else name: np.asarray(record["likely"][name]) for name in record["unwatched"]}
+    if set(curves) == set(DIGITS):
+        shown["other digits"] = rest
     shown["other tokens"] = 1 - sum(shown.values(), start=nothing)
     return shown
 
@@ -120,7 +123,10 @@ def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> N
     with picture(path, 1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False) as axes:
         for panel, model in zip(axes[0], models, strict=True):
             records = [record for record in model["records"] if _belongs(record, group)]
-            panel.set_title(model["name"], fontsize=9)
+            silent = (
+                "" if answers(model["summary"]) else f"\nno answer: their mass is {percent(model['summary']['mass'])}"
+            )
+            panel.set_title(model["name"] + silent, fontsize=9)
             if "m_max_of_each" in model["summary"]:
                 panel.hist(model["summary"]["m_max_of_each"], bins=np.linspace(0, 1, 41).tolist())
                 panel.set_xlabel("m_max")

@@ -508,7 +508,7 @@ def test_curves_that_are_drawn():
     curves = {digit: [0.0, 0.0] for digit in DIGITS} | {"3": [0.5, 0.1], "4": [0.2, 0.6], "7": [0.04, 0.01]}
     likely = {"x": [0.1, 0.2], "3": curves["3"], "4": curves["4"]}
     shown = shown_curves({"factors": [0.5, 1.0], "curves": curves, "likely": likely, "unwatched": ["x"]})
-    assert list(shown) == ["3", "4", "other digits", "“x”", "other tokens"]
+    assert list(shown) == ["3", "4", "“x”", "other digits", "other tokens"]
     assert shown["other digits"] == pytest.approx([0.04, 0.01]) and shown["other tokens"] == pytest.approx([0.16, 0.09])
     likely = {"cat": [0.5, 0.1], "dog": [0.3, 0.7]}
     shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely, "unwatched": list(likely)})

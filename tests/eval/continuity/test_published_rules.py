@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from condense.continuity.spans import containing_span
 from condense.eval.continuity.aggregation import LEAST_MASS, SET, mass
@@ -214,6 +216,34 @@ def test_every_curve_of_five_percent_is_drawn():
     likely = {f"token {n}": [0.01, 0.06] for n in range(14)} | {"low": [0.01, 0.02]}
     shown = shown_curves(record_of(curves={}, likely=likely, unwatched=list(likely)[:14]))
     assert len(shown) == 15 and "low" not in shown and shown["other tokens"][1] == pytest.approx(1 - 14 * 0.06)
+
+
+@pytest.mark.parametrize(("mass", "title"), [(0.9, "m"), (0.012, "m\nno answer: their mass is 1.20 %")])
+def test_the_picture_of_a_set_says_when_a_model_gives_no_answer(mass, title, tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda panel, text, **_: titles.append(text))
+    record = record_of(curves=digit_curves("1", "4"), repetitions=4)
+    model = {"name": "m", "summary": Counting.summary([record]) | {"mass": mass}, "records": [record]}
+    Counting.draw({"models": [model]}, tmp_path / "counting")
+    assert titles == [title]
+
+
+def test_names_of_many_curves_do_not_narrow_the_panels(tmp_path, monkeypatch):
+    """They stand below the panels, whose width stays that of panels with few curves."""
+    widths = []
+    saved = Figure.savefig
+
+    def noted(figure, *given, **options):
+        saved(figure, *given, **options)
+        widths.append(figure.axes[0].get_position().width)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
+    for many in (2, 14):
+        likely = {f"token {n}": [0.06, 0.06] for n in range(many)}
+        fields = {"curves": digit_curves("1", "4"), "likely": likely, "unwatched": list(likely)}
+        records = [record_of(group="words", repetitions=4, **fields) for _ in range(4)]
+        Counting.draw({"models": [{"name": "m", "summary": {}, "records": records}]}, tmp_path / str(many))
+    assert len(widths) == 4 and widths[-1] == pytest.approx(widths[0], rel=0.1) and widths[0] > 0.15
 
 
 def test_a_likely_token_beside_the_digits_is_drawn():

@@ -154,7 +154,7 @@ def test_each_flag_is_a_field_and_each_field_a_flag(name):
             "model output prompt-file summarize layers segments "
             "heads segment-length text-field ranks device-map dtype attention",
         ),
-        ("probe", "model output data limit template position-anchor dtype attention speed"),
+        ("probe", "model output data limit template spans classes position-anchor dtype attention speed"),
     ],
 )
 def test_flags_keep_their_names(name, flags):

@@ -286,7 +286,7 @@ def test_refusals(folder, tmp_path):
 def test_all_of_it_small(tmp_path):
     results = ablate_all(tmp_path, SMALL)
     assert len(results) == len(EXPERIMENTS) + 1 and len(Summary.tables(results["ablation"])[0].rows) == 5
-    assert "what each property is worth" in write_report(tmp_path).read_text()
+    assert "what it costs to halve each property" in write_report(tmp_path).read_text()
 
 
 @pytest.mark.slow

@@ -135,6 +135,8 @@ def test_probe(folders, models):
         "data": "the package's own",
         "limit": None,
         "template": "sentence",
-        "items": "357acb41aee852d1",
+        "spans": "exact",
+        "classes": "exact",
+        "items": "6a2cf89372af97e4",
         "models": [folded | own | {"attention": "auto"}, stock | own | {"attention": "sdpa"}],
     }

@@ -187,5 +187,9 @@ def _write(output: Path, session: Session, results: dict[str, Any]) -> str:
     write_results(output / "partial", results, session.points)
     (output / "partial.txt").write_text(text + "\n", encoding="utf-8")
     for kind in ("json", "csv", "txt"):
-        os.replace(output / f"partial.{kind}", output / f"gpu.{kind}")
+        partial, whole = output / f"partial.{kind}", output / f"gpu.{kind}"
+        if partial.exists():
+            os.replace(partial, whole)
+        else:  # without points there is no CSV
+            whole.unlink(missing_ok=True)
     return text

@@ -143,6 +143,7 @@ def test_a_wrong_model_stops_the_run(tmp_path, monkeypatch, capsys):
     assert parts["prefill"]["status"] == "skipped" and "correctness failed" in parts["prefill"]["reason"]
     assert "correctness: failed: " in capsys.readouterr().out
     assert not read(tmp_path)["points"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.txt"]  # no points, no CSV
 
 
 @pytest.mark.slow

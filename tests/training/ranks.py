@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 3  # for the messages of other ranks, after one has failed
 FORKS = multiprocessing.get_context("forkserver")
 PRELOAD += ["condense.training.train", "deepspeed"]  # of the one server of this process
+PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # whose decorators import torch's compiler, in each engine
 FORKS.set_forkserver_preload(PRELOAD)
 
 

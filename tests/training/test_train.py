@@ -28,6 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 CURRICULUM = ["curriculum.steps=12", "curriculum.tokens_per_step=320", "curriculum.last_segments=3", "log_every=1"]
 CURRICULUM += ["checkpoints.every=4", "optimizer.warmup_steps=2", "optimizer.decay_steps=4"]
+SHORT = "stages=[{total_length: 120, steps: 2}, {total_length: 200, steps: 2}]"
 STAGES = """
 data: {task: passkey, shortest: 0.4}
 stages: [{total_length: 120, steps: 3}, {total_length: 200, steps: 5}]
@@ -171,8 +172,8 @@ def test_validation_losses_by_source(two_sources, tmp_path):
     ids=["waves", "checkpointed waves"],
 )
 def test_waves_train_as_one_plain_process(stages, tmp_path, overrides):
-    run(stages, tmp_path, *overrides)
-    assert_same_training(stages, tmp_path)
+    run(stages, tmp_path, SHORT, *overrides)
+    assert_same_training(stages, tmp_path, SHORT)
     assert CondenseForCausalLM.from_pretrained(tmp_path).config.schedule == "auto"  # as the model had it
 
 
@@ -198,8 +199,8 @@ def test_zero_3_refuses_waves(stages, tmp_path):
     ["zero3", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2_offload", marks=pytest.mark.slow)],
 )
 def test_the_other_configurations_train_as_one_plain_process(stages, tmp_path, config):
-    run(stages, tmp_path, f"deepspeed=deepspeed_configs/{config}.json", "gradient_checkpointing=true")
-    assert_same_training(stages, tmp_path)
+    run(stages, tmp_path, SHORT, f"deepspeed=deepspeed_configs/{config}.json", "gradient_checkpointing=true")
+    assert_same_training(stages, tmp_path, SHORT)
 
 
 def test_one_process_without_the_launcher(stages, tmp_path):

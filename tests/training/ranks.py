@@ -69,7 +69,7 @@ def _wait(processes: list, seconds: float) -> None:
 def _be_rank(rank: int, ranks: int, port: int, file: Path, function: Callable, arguments: tuple) -> None:
     gc.freeze()  # what the server has imported
     os.chdir(ROOT)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    torch.set_num_threads(1)  # of several, those that wait take the cores of other tests
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies there

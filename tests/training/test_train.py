@@ -204,11 +204,11 @@ def test_the_other_configurations_train_as_one_plain_process(stages, tmp_path, c
 
 
 def test_one_process_without_the_launcher(stages, tmp_path):
-    command = [sys.executable, "training/train.py", "--recipe", str(stages), f"output={tmp_path}"]
+    command = [sys.executable, "training/train.py", "--recipe", str(stages), f"output={tmp_path}", SHORT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "is not used" in done.stdout
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(stages)[0], abs=1e-4)
+    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(stages, SHORT)[0], abs=1e-4)
 
 
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path):

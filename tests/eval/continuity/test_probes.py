@@ -414,6 +414,13 @@ def test_what_is_refused(arguments, message, folder, tmp_path, undrawn):
     assert not (tmp_path / "out").exists()
 
 
+def test_wrong_data_are_found_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("condense.eval.continuity.probe.load_probed", lambda options: pytest.fail("a model was loaded"))
+    (tmp_path / "own.json").write_text('[{"word": 3}]')
+    with pytest.raises(ValueError, match=r"own\.json, record 0: 'word' is 3"):
+        PROBES["counting"].load(probe_options(models=["m"], data=tmp_path / "own.json"))
+
+
 def test_a_refusal_is_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["condense", "probe", "weight", "--model", "m", "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as left:

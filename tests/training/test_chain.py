@@ -35,17 +35,20 @@ def nats_by_segment(model, ids_BN, with_memory: bool):
 
 
 @pytest.mark.parametrize(
-    ("batch", "pretraining", "passkeys", "gain_above"),
-    [pytest.param(8, 40, 15, 0.0, id="short"), pytest.param(16, 400, 60, 0.05, id="long", marks=pytest.mark.slow)],
+    ("batch", "pretraining", "passkeys", "sequences", "gain_above"),
+    [
+        pytest.param(8, 20, 8, 8, 0.0, id="short"),
+        pytest.param(16, 400, 60, 24, 0.05, id="long", marks=pytest.mark.slow),
+    ],
 )
-def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, passkeys, gain_above):
+def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, passkeys, sequences, gain_above):
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
     text = [
         f"model={stories}",
         f"model.segment_length={SEGMENT}",
         f"data.sources=[{{files: '{novel.parent}/[ADFT]*.txt'}}]",
         f"data.prepared={tmp_path / 'prepared'}",
-        f"evaluation={{sequences: 24, sources: [{{files: '{novel.parent}/Eliot_*.txt'}}]}}",
+        f"evaluation={{sequences: {sequences}, sources: [{{files: '{novel.parent}/Eliot_*.txt'}}]}}",
         f"stages=[{{total_length: {LENGTH}, steps: {pretraining}}}]",
         f"global_batch={batch}",
         f"micro_batch={batch // 2}",
@@ -57,7 +60,7 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, pa
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     recipe = load_recipe(RECIPES / "passkey_pretrain_1b_tiny.yaml", [*text, "output=o"])
     _, held_out = make_examples(recipe, tokenizer)
-    ids_BN = torch.stack([torch.as_tensor(held_out.sequence(n, LENGTH)[0].input_ids) for n in range(24)])
+    ids_BN = torch.stack([torch.as_tensor(held_out.sequence(n, LENGTH)[0].input_ids) for n in range(sequences)])
     model = CondenseForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
     with_memory, without = (nats_by_segment(model, ids_BN, memory) for memory in (True, False))
     gain = (without - with_memory)[1:].mean().item()
@@ -69,7 +72,7 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, pa
     stages = [
         f"model={pretrained}",
         f"stages=[{{total_length: 384, steps: {passkeys}}}, {{total_length: 768, steps: {passkeys}}}]",
-        "evaluation.sequences=24",
+        f"evaluation.sequences={sequences}",
         f"global_batch={batch}",
         f"micro_batch={batch // 2}",
     ]

@@ -241,9 +241,8 @@ class Memory(Task[Trained]):
         """A line a memory, with the numbers of segments before that are powers of two."""
         most = results["segments_before"]
         shown_at = [0, *(2**n for n in range(most.bit_length()) if 2**n < most), most]
-        trained = min(
-            results["total_length"] // results["segment_length"] - 1, most
-        )  # as much text before as the models were trained with
+        # As much text before as the models were trained with.
+        trained = min(results["total_length"] // results["segment_length"] - 1, most)
         columns = ["memory", "parameters", *(f"{before} before" for before in shown_at)]
         columns += [f"more than folded, {before} before" for before in (trained, most)]
         rows: list[list[Any]] = []

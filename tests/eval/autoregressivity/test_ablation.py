@@ -280,6 +280,8 @@ def test_refusals(folder, tmp_path):
         Setup(AblationOptions(small=True, reference=str(tmp_path / "other")), folder).make()
     with pytest.raises(ValueError, match="--text and --held-out belong together"):
         AblationOptions(text=tmp_path)
+    with pytest.raises(ValueError, match="text to train on and to evaluate with"):
+        AblationOptions(text=tmp_path / "one.txt", held_out=tmp_path / "runs" / ".." / "one.txt")
 
 
 @pytest.mark.slow

@@ -81,8 +81,7 @@ def test_more_seeds_resume(results, output, monkeypatch):
 
 
 def test_what_is_not_used_is_said(tmp_path, capsys):
-    path = tmp_path / "text.txt"
-    Fold(DepthOptions(text=path, held_out=path), tmp_path)
+    Fold(DepthOptions(text=tmp_path / "text.txt", held_out=tmp_path / "held_out.txt"), tmp_path)
     assert "generates its passkey texts: text is not used" in capsys.readouterr().out
 
 

@@ -69,6 +69,12 @@ def check_rate(value: float) -> None:
         raise ValueError(f"a learning rate of {value}: pass a number above 0.")
 
 
+def check_share(value: float) -> None:
+    """Raises `ValueError` for what is no share of a whole."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"a share of {value}: pass 0 to 1.")
+
+
 Chosen = TypeVar("Chosen", bound=Options)
 
 

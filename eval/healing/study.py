@@ -3,6 +3,8 @@
 Every run starts from the same stock checkpoint. What folding costs is the held-out loss of the folded model before any
 training, less that of the stock model with full attention over the whole text; a run wins back a part of it. The stock
 model trained on the same texts is the control: a text of another kind than the checkpoint's makes any model better.
+Transformer-XL's memory, which holds a layer's input as the checkpoint's keys and values expect it, is the other one: it
+sees a segment as the fold does, and is not trained.
 """
 
 import hashlib
@@ -37,7 +39,9 @@ from .options import METHODS, HealingOptions
 DISTILLED = ("distill", "lora")
 VALIDATIONS = 16  # of a run, after the one before its first step
 BAR = 0.8  # of the cost: the tokens until so much is won back are in the table
-COLORS = {"stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green"}
+COLORS = {
+    "stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green", "transformer_xl": "tab:red",
+}  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -65,7 +69,7 @@ class Healing(Task[Run]):
         if options.text is not None and options.held_out is not None:
             check_apart([options.text], [options.held_out])
         for item in self.items():  # what can't be trained is refused before anything is
-            if item.seed == 0:
+            if item.seed == 0 and item.method != "transformer_xl":
                 check_run(self.recipe(item), 1, None)
         config = self.recipe(Run("stock", 0, 0)).model.load_config()
         check_full_attention(config, options.total_length, "the stock model that folded ones are compared with")
@@ -83,6 +87,8 @@ class Healing(Task[Run]):
         for seed in range(self.options.seeds):
             found.append(Run("stock", 0, seed))  # its loss before training is what others are compared with
             methods = [method for method in self.options.methods if method != "stock"]
+            if seed:  # what is not trained is the same with all seeds
+                methods = [method for method in methods if method != "transformer_xl"]
             found += [Run(method, length, seed) for length in self.options.segment_lengths for method in methods]
         return found
 
@@ -122,6 +128,10 @@ class Healing(Task[Run]):
         return Recipe.model_validate(fields)
 
     def measure(self, item: Run) -> Record:
+        if item.method == "transformer_xl":
+            model = self._transformer_xl(item.segment_length)
+            curve = [{"step": 0, "loss": mean_loss(model, self.held_out)}]
+            return {"curve": curve, "memory": memory_worth(model, self.held_out, item.segment_length)}
         recipe = self.recipe(item)
         train_alone(recipe)
         record: Record = {"curve": read_curve(recipe.output)}
@@ -134,7 +144,11 @@ class Healing(Task[Run]):
         source = self.options.model if item.method == "lora" else recipe.output
         model = loading.load_model(CondenseForCausalLM, source, segment_length=item.segment_length)
         model = merged(model, recipe.output) if item.method == "lora" else model
-        return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        return _placed(model)
+
+    def _transformer_xl(self, segment_length: int) -> Any:
+        fields = {"segment_length": segment_length, "memory_source": "layer_input"}
+        return _placed(loading.load_model(CondenseForCausalLM, self.options.model, **fields))
 
     @cached_property
     def held_out(self) -> list[torch.Tensor]:
@@ -159,7 +173,9 @@ class Healing(Task[Run]):
         for run, record in measured:
             losses = [point["loss"] for point in record["curve"]]
             found = {**self.key(run), "losses": losses, "cost": losses[0] - stock}
-            if run.segment_length:
+            if run.method == "transformer_xl":
+                found |= record["memory"]
+            elif run.segment_length:
                 trained = [point["loss"] for point in by_run[Run("stock", 0, run.seed)]["curve"]]
                 if run.method in DISTILLED:  # what they learn from
                     trained = [stock] * len(losses)
@@ -178,10 +194,10 @@ class Healing(Task[Run]):
         """A line for each validation of each run."""
         lines = []
         for run in results["runs"]:
-            for number, (tokens, loss) in enumerate(zip(results["tokens"], run["losses"], strict=True)):
+            for number, loss in enumerate(run["losses"]):
                 key = {name: run[name] for name in ("method", "segment_length", "seed")}
                 won_back = run["won_back"][number] if run.get("won_back") else None
-                lines.append(key | {"tokens": tokens, "loss": loss, "won_back": won_back})
+                lines.append(key | {"tokens": results["tokens"][number], "loss": loss, "won_back": won_back})
         return lines
 
     @classmethod
@@ -196,6 +212,13 @@ class Healing(Task[Run]):
             for upper, lower, length in zip(*panels, lengths, strict=True):
                 _draw_losses(results, length, upper)
                 _draw_memory(results, length, lower)
+
+
+def mean_loss(model: Any, texts: Sequence[torch.Tensor]) -> float:
+    """Over all tokens of texts [N] that can be predicted."""
+    with torch.no_grad():
+        losses = [model(text[None].to(model.device), labels=text[None].to(model.device)).loss.item() for text in texts]
+    return float(np.average(losses, weights=[len(text) - 1 for text in texts]))
 
 
 def memory_worth(model: Any, texts: Sequence[torch.Tensor], segment_length: int) -> dict[str, Any]:
@@ -227,6 +250,10 @@ def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | N
     return None
 
 
+def _placed(model: Any) -> Any:
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
 def _lengths(results: Results) -> list[int]:
     return sorted({run["segment_length"] for run in results["runs"]} - {0})
 
@@ -251,8 +278,10 @@ def _costs(results: Results) -> Table:
             runs = _select(results, method, length)
             # Before training all seeds are the same model.
             before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
-            if not length:
-                rows.append(["-", METHODS[method], before, after, *["-"] * (len(columns) - 4)])
+            if not length or method == "transformer_xl":
+                after = "-" if method == "transformer_xl" else after
+                cost = f"{runs[0]['cost']:.4f}" if length else "-"
+                rows.append([length or "-", METHODS[method], before, after, cost, *["-"] * (len(columns) - 5)])
                 continue
             row = [length, METHODS[method], before, after, f"{runs[0]['cost']:.4f}"]
             if runs[0]["won_back"] is None:
@@ -284,6 +313,11 @@ def _draw_losses(results: Results, length: int, panel: Any) -> None:
     tokens, folded = results["tokens"], _methods(results, length)
     for method in ("stock", *folded):
         runs = _select(results, method, 0 if method == "stock" else length)
+        if method == "transformer_xl":
+            panel.axhline(
+                runs[0]["losses"][0], color=COLORS[method], linestyle=":", linewidth=0.8, label=METHODS[method]
+            )
+            continue
         band(panel, tokens, [run["losses"] for run in runs], METHODS[method], COLORS[method], marker=".")
     panel.axhline(results["stock_loss"], color="black", linestyle="--", linewidth=0.8, label="stock model, not trained")
     panel.set_title(f"segments of {length} tokens", fontsize=10)

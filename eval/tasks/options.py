@@ -24,6 +24,7 @@ from ..options import (
     SegmentLength,
     Spelling,
     TextField,
+    check_share,
     numbers,
 )
 
@@ -105,7 +106,9 @@ class RecallOptions(Options):
         ),
     ] = ("single",)
     values: Annotated[int, Option("Values of a key, in the form multi_value.", min=1)] = 2
-    overwritten: Annotated[float, Option("Share of keys with another value later, in the form overwritten.")] = 0.5
+    overwritten: Annotated[
+        float, Option("Share of keys with another value later, in the form overwritten.", check=check_share)
+    ] = 0.5
     num_prompts: NumPrompts = 100
     seed: PromptSeed = 0
     ranks: Ranks = 1

@@ -3,6 +3,7 @@
 Axes: B rows, N tokens.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -100,6 +101,9 @@ class FactsTask:
         """A prompt of one kind that leaves room for the longest answer, so that prompts of all answers are as long."""
         self.check_fits(num_tokens)
         return self._fill(self._frame(kind, generator), num_tokens - self.longest_answer, generator)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.background.tokens.tobytes()).hexdigest()
 
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator

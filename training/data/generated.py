@@ -32,6 +32,10 @@ class GeneratedTask(Protocol):
         """`input_ids` and `labels` [B, N] of equally long texts of at most `num_tokens` tokens."""
         ...
 
+    def fingerprint(self) -> str:
+        """Of the text that the task has read from files, the same for the same text; empty where it reads none."""
+        ...
+
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
         """One text of at most `total_length` tokens, and of at least `shortest` of them where it can be."""
         ...
@@ -44,7 +48,7 @@ class GeneratedExamples:
         self.task, self.data, self.seed = task, data, seed
 
     def fingerprint(self) -> str:
-        return ""  # nothing was read
+        return self.task.fingerprint()
 
     def source(self, number: int, total_length: int) -> int:
         return 0

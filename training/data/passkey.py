@@ -87,6 +87,9 @@ class PasskeyTask:
     def _tokenize(self, text: str) -> list[int]:
         return encode_within(self.tokenizer, [text])[0]
 
+    def fingerprint(self) -> str:
+        return ""
+
     def _usable_names(self) -> list[str]:
         """The names of the most common number of tokens, so that the rows of a batch have the same length."""
         by_length = defaultdict(list)

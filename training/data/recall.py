@@ -124,6 +124,9 @@ class RecallTask:
     def _tokenize(self, text: str) -> list[int]:
         return encode_within(self.tokenizer, [text])[0]
 
+    def fingerprint(self) -> str:
+        return ""
+
     def _check_words(self) -> None:
         words = {word for text in RECALL_TEXTS for word in re.findall(r"\w+|[^\w\s]", text)}
         unknown = [word for word in sorted(words) if self.tokenizer.unk_token_id in self._encode(" " + word)]

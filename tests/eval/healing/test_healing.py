@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from condense import CondenseForCausalLM
-from condense.eval.healing.options import METHODS, HealingOptions
+from condense.eval.healing.options import HealingOptions
 from condense.eval.healing.study import Healing, Run, memory_worth, tokens_to_bar
 from condense.eval.runner import run
 from condense.training.small_llama import save_small_llama
@@ -66,18 +66,19 @@ def loss_of(model, texts) -> float:
 def test_every_method_is_trained_from_the_same_checkpoint(start, studied):
     options, output, results = studied
     task = Healing(options, output)
-    assert [tuple(run.values()) for run in map(task.key, task.items())][:4] == [
-        ("stock", 0, 0), ("full", 4, 0), ("distill", 4, 0), ("lora", 4, 0)
+    assert [tuple(run.values()) for run in map(task.key, task.items())] == [
+        ("stock", 0, 0), ("full", 4, 0), ("distill", 4, 0), ("lora", 4, 0), ("transformer_xl", 4, 0),
+        ("stock", 0, 1), ("full", 4, 1), ("distill", 4, 1), ("lora", 4, 1),
     ]  # fmt: skip
     stock, folded = (
         LlamaForCausalLM.from_pretrained(start),
         CondenseForCausalLM.from_pretrained(start, segment_length=4),
     )
     cost = loss_of(folded, task.held_out) - loss_of(stock, task.held_out)
-    assert len(results["runs"]) == 8 and results["stock_loss"] == pytest.approx(loss_of(stock, task.held_out), rel=1e-4)
+    assert len(results["runs"]) == 9 and results["stock_loss"] == pytest.approx(loss_of(stock, task.held_out), rel=1e-4)
     assert cost > 0.01
     for found in results["runs"]:
-        if found["method"] != "stock":
+        if found["method"] not in ("stock", "transformer_xl"):
             assert found["cost"] == pytest.approx(cost, rel=1e-2)
             control = next(run for run in results["runs"] if (run["method"], run["seed"]) == ("stock", found["seed"]))
             least = min(results["stock_loss"], control["losses"][-1])  # of what learns from the stock model, as it was
@@ -90,7 +91,7 @@ def test_every_method_is_trained_from_the_same_checkpoint(start, studied):
 def test_the_last_losses_are_those_of_the_saved_models(start, studied):
     options, output, results = studied
     task = Healing(options, output)
-    for method in METHODS:
+    for method in ("stock", "full", "distill", "lora"):
         item = Run(method, 0 if method == "stock" else 4, 1)
         found = next(one for one in results["runs"] if (one["method"], one["seed"]) == (method, 1))
         recipe = task.recipe(item)
@@ -101,13 +102,29 @@ def test_the_last_losses_are_those_of_the_saved_models(start, studied):
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_the_memory_of_transformer_xl_is_not_trained(start, studied):
+    """The reference: the stock model, that sees the segment before through a mask in each layer."""
+    options, output, results = studied
+    (found,) = [run for run in results["runs"] if run["method"] == "transformer_xl"]
+    stock = LlamaForCausalLM.from_pretrained(start, attn_implementation="eager")
+    place_N = torch.arange(17)
+    behind_NN = place_N[:, None] // 4 - place_N // 4
+    sees_NN = (place_N <= place_N[:, None]) & (behind_NN <= 1)
+    mask = torch.zeros(1, 1, 17, 17).masked_fill(~sees_NN, float("-inf"))
+    texts = Healing(options, output).held_out
+    with torch.no_grad():
+        losses = [F.cross_entropy(stock(text[None], attention_mask=mask).logits[0, :-1], text[1:]) for text in texts]
+    assert found["losses"] == [pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)]
+    assert found["cost"] == pytest.approx(found["losses"][0] - results["stock_loss"]) and len(found["by_before"]) == 3
+
+
 @pytest.mark.usefixtures("without_pictures")
 def test_files(studied, monkeypatch):
     options, output, results = studied
     for ending in ("json", "csv", "png", "svg"):
         assert (output / f"healing.{ending}").stat().st_size > 100
     tables = Healing.tables(json.loads((output / "healing.json").read_text()))
-    assert [len(table.rows) for table in tables] == [4, 3]
+    assert [len(table.rows) for table in tables] == [5, 4]
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
     monkeypatch.setattr("condense.eval.healing.study.train_alone", pytest.fail)
     assert run(Healing(options, output), output)["runs"] == results["runs"]
@@ -153,11 +170,14 @@ def test_tokens_to_the_bar():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"methods": ("full", "magic")}, r"\['magic'\] are not known: choose from stock, full, distill, lora"),
+        (
+            {"methods": ("full", "magic")},
+            r"\['magic'\] are not known: choose from stock, full, distill, lora, transformer_xl",
+        ),
         ({"segment_lengths": (4, 6)}, "segments of 6 tokens: texts of 17 tokens have fewer than four"),
         ({"text": "a.txt"}, "--text and --held-out belong together"),
         ({"steps": 1}, "steps=1: pass 2 or more"),
-        ({"methods": ("stock",)}, "name one that trains a folded model"),
+        ({"methods": ("stock", "transformer_xl")}, "name one that trains a folded model"),
         ({"methods": ("full", "full")}, "names full twice"),
         ({"learning_rate": 0}, "a learning rate of 0: pass a number above 0"),
         ({"lora_learning_rate": -1}, "a learning rate of -1: pass a number above 0"),

@@ -135,6 +135,12 @@ def test_sequences_by_number(tokenizer):
         assert (first.input_ids == second.input_ids).all() and (first.labels == second.labels).all()
 
 
+def test_machines_with_other_background_are_noticed(tokenizer):
+    data, parts = FactsData(task="facts", facts=4), (SENTENCES, SENTENCES, SENTENCES[1:])
+    found = [GeneratedExamples(FactsTask(tokenizer, sentences=part), data, 7).fingerprint() for part in parts]
+    assert found[0] == found[1] != found[2]
+
+
 def test_training_and_validation_have_other_texts(tokenizer):
     recipe = recipe_of([100], evaluation={"sequences": 200})
     examples = make_examples(recipe, tokenizer)

@@ -39,6 +39,7 @@ from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints
 from .options import MEMORIES, MemoryOptions
 
 HEAD_DIM = 32
+VALIDATION_TEXTS = 16  # at most
 COLORS = dict(
     zip(
         MEMORIES,
@@ -105,6 +106,20 @@ class Memory(Task[Trained]):
         first = options.segments_before + 1 - num_segments  # the same segments are predicted by every model
         losses_nSL, _ = paired_losses(model, [self.held_out[first * length :]], num_segments, length)
         return losses_nSL
+
+    @cached_property
+    def validation_texts(self) -> int:
+        """The held-out texts that validate a training, each as long as those to train on. Raises `ValueError` where
+        no document to train on or to evaluate on is so long."""
+        tokenizer, length = AutoTokenizer.from_pretrained(self.inputs / "tokenizer"), self.options.total_length
+        for name, texts in zip(("--text", "--held-out"), self.texts, strict=True):
+            lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+            if max(lengths) < length:
+                raise ValueError(
+                    f"the longest document of {name} has {max(lengths):,} tokens, and a text in training has "
+                    f"{length:,}: pass a longer one, or a shorter --length."
+                )
+        return min(VALIDATION_TEXTS, sum(found // length for found in lengths))
 
     @cached_property
     def held_out(self) -> torch.Tensor:
@@ -194,7 +209,7 @@ class Memory(Task[Trained]):
             },
             "dtype": DTYPE,
             "evaluation": {
-                "every": max(1, steps // 8), "sequences": 16 * texts,
+                "every": max(1, steps // 8), "sequences": self.validation_texts * texts,
                 "sources": [{"files": files} for files in options.held_out],
             },
             "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter, "report_to": "none",

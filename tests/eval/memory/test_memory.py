@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MistralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralForCausalLM
 
 from condense import CondenseForCausalLM
 from condense.eval.memory.options import MEMORIES, MemoryOptions
@@ -149,3 +149,24 @@ def test_too_short_a_held_out_text(compared, tmp_path):
     with pytest.raises(ValueError, match="need 8,000,001: pass more text"):
         run(Memory(longer, tmp_path / "out"), tmp_path / "out")
     assert not (tmp_path / "out" / "models").exists()  # before anything is trained
+
+
+@pytest.mark.parametrize("which", ["text", "held_out"])
+def test_documents_shorter_than_a_text_in_training(compared, tmp_path, which):
+    options, _, _ = compared
+    (tmp_path / "short.txt").write_text("once upon a time")
+    (tmp_path / "long.txt").write_text(" ".join(story(Random(n), 200)[0] for n in range(3)))
+    files = {name: (f"{tmp_path}/{'short' if name == which else 'long'}.txt",) for name in ("text", "held_out")}
+    task = Memory(MemoryOptions(**{**options.__dict__, **files}), tmp_path / "out")
+    flag = f"--{which.replace('_', '-')}"
+    with pytest.raises(ValueError, match=f"the longest document of {flag} has [0-9]+ tokens, .* has 24: pass a longer"):
+        task.recipe(Trained("folded", 0))
+
+
+def test_few_held_out_texts_validate_what_there_are(compared, tmp_path):
+    options, _, _ = compared
+    (tmp_path / "few.txt").write_text(story(Random(7), 60)[0])
+    few = Memory(MemoryOptions(**{**options.__dict__, "held_out": (f"{tmp_path}/few.txt",)}), tmp_path / "out")
+    (ids,) = AutoTokenizer.from_pretrained(few.inputs / "tokenizer")([(tmp_path / "few.txt").read_text()])["input_ids"]
+    found = [few.recipe(Trained(memory, 0)).evaluation.sequences for memory in ("folded", "no_memory")]
+    assert found == [len(ids) // 24, len(ids) // 24 * 3] and found[0] < 16

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
+DPI = 150  # of pictures
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def hardware() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
+@cache  # of what this process has imported
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -82,6 +85,7 @@ def commit() -> dict[str, str]:
     return {} if found is None else {"commit": found}
 
 
+@cache
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git prints; None where it fails or is missing."""
     try:
@@ -117,18 +121,29 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.text import Text
 
-    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+    figure, axes = plt.subplots(rows, columns, layout="constrained", dpi=DPI, **options)
     try:
         yield axes
-        ticks = {text for panel in figure.axes for axis in (panel.xaxis, panel.yaxis) for text in axis.findobj(Text)}
-        for text in set(figure.findobj(Text)) - ticks:  # matplotlib writes the powers at its ticks as formulas
+        for text in _texts(figure):
             text.set_parse_math(False)
+        figure.get_layout_engine().execute(figure)  # once for both files
+        figure.set_layout_engine(None)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path.with_suffix(".png"), dpi=150)
-        figure.set_layout_engine("none")  # both files have the layout of the first one
+        figure.savefig(path.with_suffix(".png"))
         with matplotlib.rc_context({"svg.hashsalt": "condense"}):
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     finally:
         plt.close(figure)
+
+
+def _texts(artist: Any) -> Iterator[Any]:
+    """The texts of a figure but those at its axes: matplotlib writes the powers at the ticks as formulas."""
+    from matplotlib.axis import Axis
+    from matplotlib.text import Text
+
+    for child in artist.get_children():
+        if isinstance(child, Text):
+            yield child
+        if not isinstance(child, Axis):
+            yield from _texts(child)

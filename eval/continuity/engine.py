@@ -27,7 +27,7 @@ class Reader(NamedTuple):
 
     def sentences(self, item: Item) -> list[Sentence]:
         """The sentences of an item, one per factor. Raises `NotValid`."""
-        plain = self.sentence(item.text)
+        plain = self.lm.embed(self.sentence(item.text))  # once for all factors
         if item.vary == "shift":
             return [plain.shift(factor) for factor in item.factors]
         if item.vary == "scale":
@@ -43,8 +43,8 @@ class Reader(NamedTuple):
         other = self.sentence(item.other)
         if len(plain) != len(other):
             raise NotValid(f"{len(plain)} and {len(other)} tokens: nothing lies between them")
-        first, second = self.lm.embed(plain), self.lm.embed(other)
-        return [interpolate(first, second, factor) for factor in item.factors]
+        other = self.lm.embed(other)
+        return [interpolate(plain, other, factor) for factor in item.factors]
 
     def sentence(self, text: str) -> Sentence:
         ids, char_spans = encode_with_offsets(self.tokenizer, text)

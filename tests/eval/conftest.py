@@ -7,7 +7,8 @@ from condense.training.small_llama import save_small_llama
 
 @pytest.fixture
 def without_pictures(monkeypatch):
-    """Pictures are drawn and not written: that takes longer than a small measurement."""
+    """Pictures are drawn, not laid out and not written: that takes longer than a small measurement."""
+    monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
 
 

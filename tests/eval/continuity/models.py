@@ -1,5 +1,8 @@
 """Options, and small models, for the tests of the probes."""
 
+import csv
+import json
+
 import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -77,3 +80,18 @@ def shrink_sets(monkeypatch):
 
 def parts(text, char_spans):
     return [text[start:end] for start, end in char_spans]
+
+
+def check_files(folder, name, names):
+    """JSON, CSV with the same figures, pictures. Returns what the JSON holds."""
+    results = json.loads((folder / f"probe_{name}.json").read_text())
+    assert [model["name"] for model in results["models"]] == names
+    lines = list(csv.DictReader((folder / f"probe_{name}.csv").open()))
+    first = next(record for record in results["models"][0]["records"] if record["valid"])
+    line = next(line for line in lines if (line["item"], line["group"]) == (first["name"], first["group"]))
+    assert float(line["factor"]) == first["factors"][0]
+    for label, curve in first.get("curves", {}).items():
+        assert float(line[f"p({label})"]) == curve[0]
+    pictures = list(folder.glob(f"probe_{name}-*.png"))
+    assert pictures and all(path.with_suffix(".svg").exists() for path in pictures)
+    return results

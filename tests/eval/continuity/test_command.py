@@ -1,8 +1,5 @@
 """Probes against plain loops and hand-worked cases, and every one of them from the command line."""
 
-import csv
-import json
-
 import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -19,7 +16,7 @@ from condense.eval.continuity.probes import PROBES
 from condense.eval.continuity.prompts import counting_prompt
 from condense.eval.continuity.questions import write_questions
 
-from .models import options, probe, shrink_sets
+from .models import check_files, options, probe, shrink_sets
 
 
 @pytest.fixture(scope="module")
@@ -112,40 +109,16 @@ def test_the_dial_at_one_is_the_model(models):
     torch.testing.assert_close(alone_FNV[0, 0], dialled_FNV[1, -1], rtol=1e-4, atol=1e-9)
 
 
-def check_files(folder, name, names):
-    """JSON, CSV with the same figures, pictures."""
-    results = json.loads((folder / f"probe_{name}.json").read_text())
-    assert [model["name"] for model in results["models"]] == names
-    lines = list(csv.DictReader((folder / f"probe_{name}.csv").open()))
-    first = next(record for record in results["models"][0]["records"] if record["valid"])
-    line = next(line for line in lines if (line["item"], line["group"]) == (first["name"], first["group"]))
-    assert float(line["factor"]) == first["factors"][0]
-    for label, curve in first.get("curves", {}).items():
-        assert float(line[f"p({label})"]) == curve[0]
-    pictures = list(folder.glob(f"probe_{name}-*.png"))
-    assert pictures and all(path.with_suffix(".svg").exists() for path in pictures)
-
-
-def test_all_probes(models, tmp_path, monkeypatch):
-    shrink_sets(monkeypatch)
-    shown = condense("probe", "all", "--model", models / "folded", "--limit", 2, "--output", tmp_path, "--speed")
-    assert shown.exit_code == 0 and "speed-up" in shown.output
-    page = (tmp_path / "report.html").read_text()
-    for name in PROBES:
-        check_files(tmp_path, name, ["folded"])
-        assert f"probe_{name}" in page
-
-
 @pytest.mark.parametrize("name", ["counting", "translation", "density"])
-def test_models_side_by_side(models, tmp_path, name):
+def test_models_side_by_side(models, tmp_path, name, monkeypatch):
+    shrink_sets(monkeypatch)
     named = [item for kind in ("llama", "gpt2") for item in ("--model", models / kind)]
     limit = ["--limit", 2] if name == "counting" else []
     shown = condense("probe", name, *named, *limit, "--output", tmp_path)
     assert shown.exit_code == 0 and all(kind in shown.output for kind in ("llama", "gpt2"))
-    check_files(tmp_path, name, ["llama", "gpt2"])
     reasons = [
         record["reason"]
-        for model in json.loads((tmp_path / f"probe_{name}.json").read_text())["models"]
+        for model in check_files(tmp_path, name, ["llama", "gpt2"])["models"]
         for record in model["records"]
         if not record["valid"] and "position_anchor='start'" in record["reason"]
     ]
@@ -155,6 +128,7 @@ def test_models_side_by_side(models, tmp_path, name):
 
 
 def test_a_stopped_probe_goes_on(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(Probe, "draw", lambda *given: None)
     model = [str(models / "llama")]
     before = probe("counting", model, tmp_path, limit=4)
     path = tmp_path / "probe_counting.records.jsonl"

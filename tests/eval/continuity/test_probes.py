@@ -3,7 +3,9 @@
 import csv
 import json
 import re
+import shutil
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from condense.eval.continuity.prompts import counting_prompt
 from condense.eval.continuity.questions import write_questions
 from condense.training.small_llama import word_tokenizer
 
-from .models import first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
+from .models import check_files, first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
 from .models import options as probe_options
 
 # From the command line
@@ -47,9 +49,12 @@ def folder(tmp_path_factory):
     return folder
 
 
+NOT_DRAWN = (Probe, "draw", lambda *given: None)
+
+
 @pytest.fixture
 def undrawn(monkeypatch):
-    monkeypatch.setattr(Probe, "draw", lambda *given: None)
+    monkeypatch.setattr(*NOT_DRAWN)
 
 
 def asked(*arguments):
@@ -81,6 +86,23 @@ def cells_of(results):
 
 
 WITH_LIMIT = {"counting", "events", "sums", "space", "memory"}
+
+
+@pytest.fixture(scope="module")
+def measured(folder, tmp_path_factory):
+    """The results of a probe on one model, its printed tables, and its folder. Each is measured once."""
+
+    @cache
+    def results(name, model):
+        output = tmp_path_factory.mktemp(name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*NOT_DRAWN)
+            options = ["--limit", 2] if name in WITH_LIMIT else []
+            return *probed(output, name, folder / model, options=options), output
+
+    return results
+
+
 TITLES = {
     "counting": "normalised peak frequency, all peaks (table 2)",
     "events": "normalised peak frequency, expected peaks only (table 5)",
@@ -95,10 +117,10 @@ TITLES = {
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_figures_are_the_same_in_every_file(name, folder, tmp_path, undrawn):
+def test_figures_are_the_same_in_every_file(name, folder, measured):
     counts_or_adds = name in ("counting", "events", "sums", "boolean")
     source = folder / ("folded" if name == "memory" else "llama" if counts_or_adds else "stories")
-    results, shown = probed(tmp_path, name, source, options=["--limit", 2] if name in WITH_LIMIT else [])
+    results, shown, output = measured(name, source.name)
     (model,) = results["models"]
     assert results["kind"] == f"probe_{name}" and results["about"] == PROBES[name].about
     assert (model["name"], model["source"]) == (source.name, str(source))
@@ -108,11 +130,11 @@ def test_figures_are_the_same_in_every_file(name, folder, tmp_path, undrawn):
     assert model["summary"] == json.loads(json.dumps(PROBES[name].summary(model["records"])))
     share = sum(record["valid"] for record in model["records"]) / len(items)
     assert share == 1 if name != "memory" else share > 0.5
-    with (tmp_path / f"probe_{name}.csv").open(newline="") as file:
+    with (output / f"probe_{name}.csv").open(newline="") as file:
         rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
     assert rows == list(cells_of(results)) and rows
-    assert TITLES[name] in shown and f"{tmp_path}/probe_{name}.json" in shown
-    assert "\n\n".join(map(str, PROBES[name].tables(results))) == shown.split(f"\n\n{tmp_path}")[0]
+    assert TITLES[name] in shown and f"{output}/probe_{name}.json" in shown
+    assert "\n\n".join(map(str, PROBES[name].tables(results))) == shown.split(f"\n\n{output}")[0]
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +157,9 @@ def whole(folder):
 
 
 @pytest.mark.parametrize("name", ["counting", "events", "sums", "space", "boolean"])
-def test_unchanged_sentences_get_the_models_own_answers(name, folder, tmp_path, undrawn, whole):
+def test_unchanged_sentences_get_the_models_own_answers(name, measured, whole):
     model = "stories" if name == "space" else "llama"
-    results, _ = probed(tmp_path, name, folder / model, options=["--limit", 2] if name in WITH_LIMIT else [])
+    results, *_ = measured(name, model)
     items = PROBES[name].prompts(probe_options(limit=2 if name in WITH_LIMIT else None))
     compared = 0
     for item, record in zip(items, results["models"][0]["records"], strict=True):
@@ -153,7 +175,7 @@ def test_unchanged_sentences_get_the_models_own_answers(name, folder, tmp_path, 
     assert compared > 20
 
 
-def test_what_moving_and_stretching_does(folder, tmp_path, undrawn):
+def test_what_moving_and_stretching_does(folder, tmp_path, undrawn, measured):
     """A rotary model sees no translation, and one layer of it no copies at equal positions; GPT-2's positions move."""
     results, shown = probed(tmp_path, "translation", folder / "stories", f"two={folder / 'gpt2'}")
     rotary, learned = (model["summary"] for model in results["models"])
@@ -163,9 +185,9 @@ def test_what_moving_and_stretching_does(folder, tmp_path, undrawn):
     assert all(one["most"] > 1e-3 for one in learned["sentences"].values())
     for model in results["models"]:
         assert all(record["distance"][0] < 1e-6 for record in model["records"])  # unchanged
-    scaled, _ = probed(tmp_path, "scaling", folder / "stories")
+    scaled, *_ = measured("scaling", "stories")
     assert all(one["most"] > 1e-3 for one in scaled["models"][0]["summary"]["sentences"].values())
-    dense, _ = probed(tmp_path, "density", folder / "stories")
+    dense, *_ = measured("density", "stories")
     for sentence, one in dense["models"][0]["summary"]["sentences"].items():
         assert one["most"] < 1e-5 if "equal" in sentence else one["most"] > 1e-4
     rules = dense["models"][0]["summary"]["rules"]
@@ -220,12 +242,12 @@ def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):
     named = ["--model", f"one={folder / 'llama'}", "--model", f"two={folder / 'folded'}"]
     done = asked("all", *named, "--output", tmp_path, "--limit", 1, "--template", "listed", "--speed")
     assert done.exit_code == 0, (done.output, done.exception)
-    assert done.output.strip().endswith("report.html") and "time for three items" in done.output
+    assert done.output.strip().endswith("report.html")
+    assert "time for three items" in done.output and "speed-up" in done.output
     page = (tmp_path / "report.html").read_text()
     pictures = 0
     for name in PROBES:
-        results = json.loads((tmp_path / f"probe_{name}.json").read_text())
-        assert [model["name"] for model in results["models"]] == (["two"] if name == "memory" else ["one", "two"])
+        results = check_files(tmp_path, name, ["two"] if name == "memory" else ["one", "two"])
         assert results["template"] == ("listed" if name == "counting" else "sentence")
         assert results["limit"] == (1 if name in WITH_LIMIT else None)
         assert ("speed" in results["models"][0]) == (name == "counting")
@@ -236,7 +258,7 @@ def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):
             assert path.stat().st_size > 5_000 and path.with_suffix(".svg").stat().st_size > 5_000, path
         assert len(list(tmp_path.glob(f"probe_{name}-*.png"))) == len(groups)
         pictures += len(groups)
-        assert TITLES[name] in page
+        assert TITLES[name] in page and f"probe_{name}" in page
     assert page.count("data:image/png;base64,") == pictures
 
 
@@ -333,7 +355,7 @@ def test_a_stopped_probe_goes_on(folder, tmp_path, undrawn, monkeypatch):
     """Of two models, in the second one's items."""
     models = folder / "llama", f"b={folder / 'folded'}"
     whole, _ = probed(tmp_path / "whole", "boolean", *models)
-    probed(tmp_path / "cut", "boolean", *models)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     path = tmp_path / "cut" / "probe_boolean.records.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     assert len(lines) == 1 + 2 * 16

@@ -4,6 +4,7 @@ Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimens
 """
 
 from functools import cache, lru_cache
+from unittest.mock import patch
 
 import torch
 
@@ -53,7 +54,15 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
 def _flex_kernel(compiled: bool):
     from torch.nn.attention import flex_attention
 
-    return torch.compile(flex_attention.flex_attention) if compiled else flex_attention.flex_attention
+    if compiled:
+        return torch.compile(flex_attention.flex_attention)
+
+    def plain(*args, **kwargs):
+        """On a CPU torch would trace the call for each new mask, which takes seconds, and then run the same code."""
+        with patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, create=True):
+            return flex_attention.flex_attention(*args, **kwargs)
+
+    return plain
 
 
 @lru_cache(maxsize=16)

@@ -101,9 +101,9 @@ def test_auto_model_is_the_base_of_the_checkpoint(tmp_path):
 
 @torch.no_grad()
 def test_a_forward_pass_can_be_exported():
-    model = tiny_model(torch.float32).eval()
-    program = torch.export.export(model, (random_ids(2, 23),), {"use_cache": False})
-    ids = random_ids(2, 23)
+    model = tiny_model(torch.float32, num_hidden_layers=2).eval()
+    program = torch.export.export(model, (random_ids(2, 13),), {"use_cache": False})
+    ids = random_ids(2, 13, seed=1)
     torch.testing.assert_close(program.module()(ids, use_cache=False).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
 
 

@@ -13,7 +13,7 @@ from condense.recording import CROP_TOKENS
 
 from .models import padded_batch, random_ids, tiny_model
 
-NUM_NEW = 18  # several segments of 5
+NUM_NEW = 13  # two segment borders or three, with segments of 5
 
 
 @torch.no_grad()
@@ -38,6 +38,17 @@ def test_prefill_in_chunks_does_not_change_tokens(chunk_size):
     assert torch.equal(output, greedy(model, ids))
 
 
+LENGTHS = [3, 13, 7, 20, 5]
+
+
+@functools.cache
+def alone(row, implementation, beams):
+    """The new tokens of a text of `padded_batch` without the others."""
+    tokens = padded_batch(LENGTHS, "left")[0][row][None]
+    model = tiny_model(attn_implementation=implementation)
+    return model.generate(tokens, max_new_tokens=NUM_NEW, do_sample=False, num_beams=beams)[0, LENGTHS[row] :].tolist()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     "options", [{}, {"prefill_chunk_size": 4}, {"num_beams": 3}], ids=["greedy", "chunks", "beams"]
@@ -46,30 +57,39 @@ def test_prefill_in_chunks_does_not_change_tokens(chunk_size):
 def test_padding_does_not_change_the_tokens_of_a_prompt(side, options, implementation):
     """Rows have different offsets in their segments, and complete segments at different steps."""
     model = tiny_model(attn_implementation=implementation)
-    rows, ids, mask = padded_batch([3, 13, 7, 20, 5], side)
+    rows, ids, mask = padded_batch(LENGTHS, side)
     output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options)
-    options_alone = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
-    for row, tokens in enumerate(rows):
-        expected = model.generate(tokens[None], max_new_tokens=NUM_NEW, do_sample=False, **options_alone)[
-            0, len(tokens) :
-        ]
-        assert output[row, ids.shape[1] :].tolist() == expected.tolist()
+    for row in range(len(rows)):
+        assert output[row, ids.shape[1] :].tolist() == alone(row, implementation, options.get("num_beams", 1))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(stories):
+    return AutoTokenizer.from_pretrained(stories)
+
+
+PROMPTS = ["Once upon a time", "Tom and Lily went to the park. They saw a big dog. The dog was", "One day"]
+
+
+@pytest.fixture(scope="module")
+def continued_prompts(stories, tokenizer):
+    """A pretrained model, and its tokens after each of the prompts alone."""
+    model, continued = CondenseForCausalLM.from_pretrained(stories, segment_length=16).eval(), []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        continued.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return model, continued
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_change_the_tokens_of_a_pretrained_model(side, stories):
-    model = CondenseForCausalLM.from_pretrained(stories, segment_length=16).eval()
+def test_padding_does_not_change_the_tokens_of_a_pretrained_model(side, stories, continued_prompts):
     tokenizer = AutoTokenizer.from_pretrained(stories)
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token or "</s>", side
-    prompts = ["Once upon a time", "Tom and Lily went to the park. They saw a big dog. The dog was", "One day"]
-    batch = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**batch, max_new_tokens=60, do_sample=False)
-    for row, prompt in enumerate(prompts):
-        alone = model.generate(
-            **tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), max_new_tokens=60, do_sample=False
-        )
-        length = alone.shape[1] - 60
-        assert output[row, batch["input_ids"].shape[1] :].tolist() == alone[0, length:].tolist()
+    batch = tokenizer(PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+    model, expected = continued_prompts
+    output = model.generate(**batch, max_new_tokens=40, do_sample=False)
+    assert output[:, batch["input_ids"].shape[1] :].tolist() == expected
 
 
 @pytest.mark.parametrize("beams", [2, 4])
@@ -117,11 +137,10 @@ def test_num_return_sequences_with_sampling_and_beams():
     assert torch.equal(beams[::3], best)
 
 
-def test_streamers_print_the_output(stories, capsys):
-    model = CondenseForCausalLM.from_pretrained(stories, segment_length=16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(stories)
+def test_streamers_print_the_output(continued_prompts, tokenizer, capsys):
+    model, _ = continued_prompts
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
-    output = model.generate(ids, max_new_tokens=50, do_sample=False, streamer=TextStreamer(tokenizer))
+    output = model.generate(ids, max_new_tokens=30, do_sample=False, streamer=TextStreamer(tokenizer))
     assert capsys.readouterr().out.strip() == tokenizer.decode(output[0]).strip()
 
 
@@ -184,7 +203,7 @@ def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt):
     the model accepts some tokens of a draft and removes others.
     """
     model, ids = tiny_model(segment_length=segment_length), repeating_ids(num_prompt)
-    num_new = 80 if segment_length == 64 else 40
+    num_new = 72 - num_prompt if segment_length == 64 else 26
     options = {
         "prompt lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 2},
         "folded assistant": {"assistant_model": noisy_copy(model, 0.02)},
@@ -206,13 +225,13 @@ def test_drafts_continue_a_cache(kind, seen):
     model, ids = tiny_model(segment_length=5), repeating_ids(20)
     lookup = {"prompt_lookup_num_tokens": 4}
     drafts = lookup if kind == "prompt lookup" else {"assistant_model": noisy_copy(model, 0.02)}
-    plain = model.generate(ids, max_new_tokens=30, do_sample=False)
+    plain = undrafted(5, 20, 22)
     cache = FoldedCache(model.config)
     if seen:
         model(ids[:, :seen], past_key_values=cache)
-    first = model.generate(ids, past_key_values=cache, max_new_tokens=15, do_sample=False, **drafts)
-    assert torch.equal(first, plain[:, :35]) and not cache.is_recording
-    again = model.generate(first, past_key_values=cache, max_new_tokens=15, do_sample=False, **drafts)
+    first = model.generate(ids, past_key_values=cache, max_new_tokens=11, do_sample=False, **drafts)
+    assert torch.equal(first, plain[:, :31]) and not cache.is_recording
+    again = model.generate(first, past_key_values=cache, max_new_tokens=11, do_sample=False, **drafts)
     assert torch.equal(again, plain)
 
 
@@ -243,7 +262,7 @@ def test_generation_continues_after_drafts():
     )
     assert torch.equal(continued, plain)
     longer = model.generate(
-        ids, max_new_tokens=100, do_sample=False, prompt_lookup_num_tokens=9, return_dict_in_generate=True
+        ids, max_new_tokens=62, do_sample=False, prompt_lookup_num_tokens=9, return_dict_in_generate=True
     )
     assert longer.past_key_values.num_bytes <= 1.02 * output.past_key_values.num_bytes
 
@@ -258,9 +277,8 @@ def test_generation_continues_after_drafts():
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_need_a_tokenizer_work_as_in_the_stock_model(options, stories):
+def test_options_that_need_a_tokenizer_work_as_in_the_stock_model(options, stories, tokenizer):
     """With a pretrained model and a text within one segment, the tokens are the same."""
-    tokenizer = AutoTokenizer.from_pretrained(stories)
     inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
     outputs = [
         model_class.from_pretrained(stories).generate(
@@ -273,12 +291,11 @@ def test_options_that_need_a_tokenizer_work_as_in_the_stock_model(options, stori
         assert tokenizer.decode(outputs[1][0]).endswith(".") and outputs[1].shape[1] < 30
 
 
-def test_stop_strings_work_across_segments(stories):
+def test_stop_strings_work_across_segments(stories, tokenizer):
     """Up to the stop string, the text is that of generation without one."""
-    tokenizer = AutoTokenizer.from_pretrained(stories)
     model = CondenseForCausalLM.from_pretrained(stories, segment_length=8)
     inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
-    options = {"max_new_tokens": 60, "do_sample": False}
+    options = {"max_new_tokens": 40, "do_sample": False}
     unstopped = tokenizer.decode(model.generate(**inputs, **options)[0])
     stop = unstopped[len(unstopped) // 2 :][:3]
     stopped = tokenizer.decode(model.generate(**inputs, **options, tokenizer=tokenizer, stop_strings=[stop])[0])

@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
 from condense.training.small_llama import save_small_llama
-
-peft = pytest.importorskip("peft")
-trl = pytest.importorskip("trl")
 
 SENTENCE = "The sky is blue. The sun is yellow. Here we go. There and back again. "
 TEXTS = [SENTENCE * count for count in (1, 2, 1, 3, 1, 1, 2, 1)]  # 17 to 51 tokens and an end
@@ -31,6 +27,7 @@ def both(llama, segment_length=64):
 
 @pytest.mark.parametrize("options", [{}, {"packing": True, "packing_strategy": "bfd"}], ids=["padded", "packed"])
 def test_trl_fine_tunes_as_on_a_stock_llama(options, llama, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     found = []
     for model in both(llama):
         torch.manual_seed(0)
@@ -39,7 +36,7 @@ def test_trl_fine_tunes_as_on_a_stock_llama(options, llama, tmp_path):
             logging_steps=1, report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, **options,
         )  # fmt: skip
         trainer = trl.SFTTrainer(
-            model, args=config, train_dataset=Dataset.from_dict({"text": TEXTS}),
+            model, args=config, train_dataset=datasets.Dataset.from_dict({"text": TEXTS}),
             processing_class=AutoTokenizer.from_pretrained(llama),
         )  # fmt: skip
         trainer.train()
@@ -51,6 +48,7 @@ def test_trl_fine_tunes_as_on_a_stock_llama(options, llama, tmp_path):
 
 def test_peft_adapts_as_on_a_stock_llama(llama):
     """Losses, and gradients of the adapters; then a text of several segments, and the adapters merged."""
+    peft = pytest.importorskip("peft")
     ids = torch.randint(5, 50, (2, 60))
     results = []
     for model in both(llama):

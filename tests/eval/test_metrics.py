@@ -3,7 +3,6 @@
 import evaluate
 import numpy as np
 import pytest
-from rouge_score.rouge_scorer import RougeScorer
 
 from condense.eval import metrics
 from condense.eval.tasks.rouge import METRICS, SCORES
@@ -27,6 +26,8 @@ def load(name, folder):
 
 
 def test_rouge_is_that_of_rouge_score(tmp_path):
+    from rouge_score.rouge_scorer import RougeScorer
+
     metric = load("rouge", tmp_path)
     references = ["The cats were running.\nThey stopped at 7.", "Nobody asked the farmers ."]
     predictions = ["They stopped at 7.\nThe cat runs.", "The farmers were asked."]

@@ -15,8 +15,6 @@ from condense.training.wandb_run import wandb_run
 from .runs import folded_recipe
 from .test_stopping import SignalInStep
 
-wandb = pytest.importorskip("wandb")
-
 RECIPE = """
 data: {task: passkey, shortest: 0.4}
 stages: [{total_length: 120, steps: 3}]
@@ -31,8 +29,13 @@ report_to: wandb
 """
 
 
+@pytest.fixture(scope="module")
+def wandb():
+    return pytest.importorskip("wandb")
+
+
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
+def recipe(wandb, tmp_path, monkeypatch):
     for name in ("WANDB_PROJECT", "WANDB_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -56,7 +59,7 @@ def records(file) -> bytes:
     return found
 
 
-def test_a_resumed_output_continues_its_run(recipe, monkeypatch):
+def test_a_resumed_output_continues_its_run(wandb, recipe, monkeypatch):
     begun = []
     init = wandb.init
     monkeypatch.setattr(wandb, "init", lambda **options: begun.append(init(**options)) or begun[-1])
@@ -74,7 +77,7 @@ def test_a_resumed_output_continues_its_run(recipe, monkeypatch):
     assert all(run.config["recipe"] == recipe.model_dump(mode="json") for run in begun)
 
 
-def test_a_refusal_names_what_to_do(recipe, monkeypatch):
+def test_a_refusal_names_what_to_do(wandb, recipe, monkeypatch):
     def refuse(**options):
         raise wandb.errors.UsageError("no API key")
 
@@ -96,7 +99,7 @@ class Run:
         pass
 
 
-def test_a_run_that_is_killed_while_it_writes_the_id_starts_again(recipe, monkeypatch):
+def test_a_run_that_is_killed_while_it_writes_the_id_starts_again(wandb, recipe, monkeypatch):
     def half(path, text, **options):
         with path.open("w") as file:
             file.write(text[: len(text) // 2])
@@ -114,7 +117,7 @@ def test_a_run_that_is_killed_while_it_writes_the_id_starts_again(recipe, monkey
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '"abc"'])
-def test_an_unreadable_id_is_named(recipe, monkeypatch, text):
+def test_an_unreadable_id_is_named(wandb, recipe, monkeypatch, text):
     recipe.output.mkdir()
     (recipe.output / "wandb.json").write_text(text)
     monkeypatch.setattr(wandb, "init", Run)

@@ -3,6 +3,8 @@
 torch's meta device holds no numbers: a call that reads a number back fails. The tests count copies to the device.
 """
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,9 +28,11 @@ class Copies(TorchDispatchMode):
 
 
 def on_meta(**fields):
-    model = tiny_model(torch.float32, **fields).to("meta")
-    # transformers reads the values of the rotary frequencies, so these are computed again before they move.
-    model.model.rotary_emb = tiny_model(torch.float32).model.rotary_emb.to("meta")
+    model = tiny_model(torch.float32, num_hidden_layers=2, **fields)
+    rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    model = model.to("meta")
+    # transformers reads the values of the rotary frequencies, so these move alone.
+    model.model.rotary_emb = rotary_emb.to("meta")
     return model
 
 
@@ -53,7 +57,7 @@ def test_segments_neither_copy_to_the_device_nor_read_back(schedule, mode):
         else:
             model.train()(ids.to("meta"), labels=ids).loss.backward()
 
-    few, many = (num_copies(lambda segments=segments: call(segments)) for segments in (4, 16))
+    few, many = (num_copies(lambda segments=segments: call(segments)) for segments in (4, 8))
     assert 0 < many <= few
 
 

@@ -23,7 +23,7 @@ from ..models import (
     weights,
 )
 
-LENGTHS = (3, 5, 10, 15, 23, 40, 43)  # with segments of 5: no whole segment, one, several, more than layers
+LENGTHS = (3, 5, 10, 15, 23, 38)  # with segments of 5: no whole segment, one, several, more than layers
 
 
 def with_wavefront(model: CondenseForCausalLM) -> CondenseForCausalLM:
@@ -69,7 +69,8 @@ def test_logits_losses_and_gradients_equal_those_of_the_sequential_order(fields,
         ids = random_ids(2, num_tokens)
         inputs = {"durations": random_durations(2, num_tokens)} if durations else {}
         for mode in ("eval", "train"):
-            one, two = (getattr(m, mode)()(ids, labels=ids, logits_to_keep=0, **inputs) for m in (model, other))
+            with torch.set_grad_enabled(mode == "train"):
+                one, two = (getattr(m, mode)()(ids, labels=ids, logits_to_keep=0, **inputs) for m in (model, other))
             for name in ("loss", "logits", "segment_losses"):
                 torch.testing.assert_close(two[name], one[name], atol=1e-10, rtol=1e-10, msg=f"{name}, {num_tokens}")
             assert two.segment_targets.tolist() == one.segment_targets.tolist()
@@ -105,7 +106,7 @@ def test_each_diagonal_is_one_band_and_each_cell_runs_once(bands, segments, laye
 @torch.no_grad()
 def test_every_attention_implementation_gives_the_same_logits(implementation):
     model = tiny_model(torch.float32, attn_implementation=implementation)
-    ids = random_ids(2, 33)
+    ids = random_ids(2, 18)
     torch.testing.assert_close(with_wavefront(model)(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 

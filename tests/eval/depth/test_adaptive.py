@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
 
 from condense.depth import set_solver
 from condense.eval.depth import adaptive
@@ -113,6 +112,8 @@ def test_steps_that_evaluations_pay_for():
 
 
 def test_rank_correlation():
+    from scipy.stats import spearmanr
+
     generator = np.random.default_rng(0)
     taken = generator.integers(2, 5, (40, 50))
     losses = taken + generator.normal(size=(40, 50))

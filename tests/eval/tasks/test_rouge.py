@@ -5,7 +5,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from rouge_score.rouge_scorer import RougeScorer
 
 from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
 
@@ -85,6 +84,8 @@ PREDICTION = (
 
 @pytest.mark.parametrize("stems", [True, False])
 def test_scores_are_the_reference_packages_on_sentences_split_by_hand(stems):
+    from rouge_score.rouge_scorer import RougeScorer
+
     expected = RougeScorer(list(METRICS), use_stemmer=stems).score(REFERENCE[1], PREDICTION[1])
     found = Rouge().f1(REFERENCE[0], PREDICTION[0])
     for name in METRICS:

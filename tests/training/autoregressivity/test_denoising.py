@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DDIMScheduler, DDPMScheduler, UNet2DModel
 from transformers import get_wsd_schedule
 
 from condense.training.autoregressivity import denoising
@@ -63,8 +62,10 @@ def batch():
     return {"input_ids": values, "labels": values, "places": numbers * 64}
 
 
-def scheduler(steps=1000, kind=DDPMScheduler):
-    return kind(num_train_timesteps=steps, beta_schedule="squaredcos_cap_v2")
+def scheduler(steps=1000, kind="DDPMScheduler"):
+    import diffusers
+
+    return getattr(diffusers, kind)(num_train_timesteps=steps, beta_schedule="squaredcos_cap_v2")
 
 
 def plain_training(recipe, draws, ranks=1):
@@ -73,7 +74,7 @@ def plain_training(recipe, draws, ranks=1):
     `draws` yields the noise and the times of each micro-batch, given the places of its images.
     """
     torch.manual_seed(recipe.seed)
-    unet: UNet2DModel = make_unet(recipe.model.load_config())
+    unet = make_unet(recipe.model.load_config())
     batches = StageBatches(recipe, make_examples(recipe, None)[0], ranks)
     settings = recipe.optimizer
     optimizer = torch.optim.AdamW(
@@ -179,7 +180,7 @@ def switches(**values):
 
 def naive_state(model, image, noise, first, last):
     """One image by diffusers' DDIM steps; `first` is the time of the true state."""
-    ddim = scheduler(T, DDIMScheduler)
+    ddim = scheduler(T, "DDIMScheduler")
     ddim.set_timesteps(T)
     state = ddim.add_noise(image[None], noise[None], torch.tensor([first]))
     for time in range(first, last, -1):

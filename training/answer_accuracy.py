@@ -10,11 +10,12 @@ import torch
 from condense.configuration import IGNORE_INDEX
 
 
-def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> int:
-    """Rows [B, N] whose whole answer the model gives, each token as the likeliest one after those before it.
+def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> tuple[int, int]:
+    """The answers in rows [B, N] that the model gives whole, each token as the likeliest one after those before it, and
+    the number of answers.
 
     Greedy decoding gives the same, one token at a time. A row's labels are `background` tokens of its text, then its
-    answer; of several answers, all must be right.
+    answers, with other tokens between them.
     """
     labels_BN = batch["labels"]
     starts = [int(labels_N.ne(IGNORE_INDEX).nonzero()[background]) for labels_N in labels_BN]
@@ -22,8 +23,14 @@ def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> in
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     kept = labels_BN.shape[1] - first + 1  # a token is predicted in the column before it
     said_BN = model(**inputs, use_cache=False, logits_to_keep=kept).logits[:, :-1].argmax(dim=-1)
-    right = 0
+    right = asked = 0
     for start, labels_N, said_N in zip(starts, labels_BN[:, first:], said_BN, strict=True):
         answer_N, said_N = labels_N[start - first :], said_N[start - first :]
-        right += bool(((answer_N == said_N) | (answer_N == IGNORE_INDEX)).all())
-    return right
+        labelled_N = answer_N.ne(IGNORE_INDEX)
+        # Each answer begins where a token that has a label follows one that has none.
+        begins_N = labelled_N & ~torch.cat([labelled_N.new_zeros(1), labelled_N[:-1]])
+        wrong_N = labelled_N & answer_N.ne(said_N)
+        answers = int(begins_N.sum())
+        asked += answers
+        right += answers - len(begins_N.cumsum(0)[wrong_N].unique())
+    return right, asked

@@ -192,12 +192,12 @@ class RecipeTrainer(Trainer):
         """The mean loss over all targets of the validation sequences, which are divided among the ranks.
 
         Where they come from several sources, the mean of each source too; further losses of the objective; of generated
-        texts also the accuracy: the share whose whole answer the model gives.
+        texts also the accuracy: the share of the answers that the model gives whole.
         """
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
-        losses, by_source, right = SegmentLosses(self.args.device), SegmentLosses(self.args.device), 0
+        losses, by_source, right = SegmentLosses(self.args.device), SegmentLosses(self.args.device), [0, 0]
         further: dict[str, SegmentLosses] = {}
         names = self.validation.source_names
         ranks, rank = self.args.world_size, self.args.process_index
@@ -208,14 +208,14 @@ class RecipeTrainer(Trainer):
             batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
-                now = num_right(model, batch, self.answers.background) if self.answers else 0
+                now = num_right(model, batch, self.answers.background) if self.answers else (0, 0)
             for name in output.further:  # on all ranks, for the sums over them
                 further.setdefault(name, SegmentLosses(self.args.device))
             if n < len(numbers):
                 for name, other in output.further.items():
                     further[name].add(other.sums_S, other.targets_S)
                 losses.add(output.sums_S, output.targets_S)
-                right += now
+                right = [sum(pair) for pair in zip(right, now, strict=True)]
                 if names:
                     own = torch.arange(len(names)) == self.validation.source(numbers[n])
                     by_source.add(own.to(self.args.device) * output.sums_S.sum(), own * output.targets_S.sum().cpu())
@@ -231,9 +231,8 @@ class RecipeTrainer(Trainer):
         if self.by_segment:
             metrics |= by_octave(losses_S, targets_S)
         if self.answers:
-            metrics[f"{self.answers.task}_accuracy"] = (
-                over_ranks(right, self.args.device) / self.validation.num_sequences
-            )
+            given, asked = (over_ranks(number, self.args.device) for number in right)
+            metrics[f"{self.answers.task}_accuracy"] = given / asked
         metrics["seconds"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)

@@ -58,13 +58,23 @@ def test_by_hand(said_N, found):
     """Tokens 3 (background, in column 2), then 7 and 8 (the answer, in columns 4 and 5), then padding."""
     labels = torch.tensor([[-100, -100, 3, -100, 7, 8, -100]])
     batch = {"input_ids": torch.tensor([[1, 2, 3, 4, 7, 8, 0]]), "labels": labels}
-    assert num_right(Says([said_N]), batch, background=1) == found
+    assert num_right(Says([said_N]), batch, background=1) == (found, 1)
 
 
 def test_rows_whose_answers_begin_apart():
     labels = torch.tensor([[-100, 5, 6, -100], [-100, -100, 7, 8], [-100, -100, 7, 8]])
     says = Says([[0, 5, 6, 0], [0, 1, 7, 8], [0, 1, 7, 1]])
-    assert num_right(says, {"input_ids": labels, "labels": labels}, background=0) == 2
+    assert num_right(says, {"input_ids": labels, "labels": labels}, background=0) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("said_N", "found"), [([7, 8, 1, 9], 2), ([7, 8, 1, 8], 1), ([7, 7, 1, 9], 1), ([8, 7, 1, 8], 0)]
+)
+def test_rows_with_several_answers(said_N, found):
+    """7 and 8 are one answer, 9 is another."""
+    labels = torch.tensor([[-100, 7, 8, -100, 9]])
+    says = Says([[0, *said_N]])
+    assert num_right(says, {"input_ids": labels, "labels": labels}, background=0) == (found, 2)
 
 
 def greedy_accuracy(recipe_path, output) -> float:

@@ -1,4 +1,4 @@
-"""Short stories of facts, each with a question whose answer is one word: five kinds, as the first bAbI tasks have them.
+"""Short stories of facts, with questions whose answers are one word: five kinds, as the first bAbI tasks have them.
 
 People walk about, carry things and hand them on; places lie beside each other. What was said last holds. All names and
 sentences are here.
@@ -6,7 +6,7 @@ sentences are here.
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,12 +40,18 @@ ANSWERS = [*PEOPLE, *PLACES, *THINGS]
 SIDE = 3  # of the map, in places
 
 
+class Question(NamedTuple):
+    """The answer is one of `ANSWERS`."""
+
+    text: str
+    answer: str
+
+
 class Story(NamedTuple):
-    """Sentences in order; the answer is one of `ANSWERS`."""
+    """Sentences in order, and all questions of the story's kind about them, in random order."""
 
     facts: list[str]
-    question: str
-    answer: str
+    questions: list[Question]
 
 
 class Kind(NamedTuple):
@@ -58,6 +64,10 @@ class Kind(NamedTuple):
 
 def pick(generator: np.random.Generator, items: Sequence[str]) -> str:
     return items[int(generator.integers(len(items)))]
+
+
+def shuffled(generator: np.random.Generator, items: Sequence[Any]) -> list[Any]:
+    return [items[number] for number in generator.permutation(len(items))]
 
 
 class World:
@@ -113,8 +123,8 @@ class World:
             self.move(person)
 
 
-def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> tuple[World, str]:
-    """A world in which somebody takes a thing and then moves `num_moves` times, among other facts; and the thing."""
+def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> World:
+    """A world in which somebody takes a thing and then moves `num_moves` times, among other facts."""
     world, person, thing = World(generator), pick(generator, PEOPLE), pick(generator, THINGS)
     needed = sorted(generator.choice(num_facts, 1 + num_moves, replace=False))
     for number in range(num_facts):
@@ -124,7 +134,7 @@ def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> tup
             world.move(person)
         else:
             world.anything(untouched=thing if number < needed[0] else None)
-    return world, thing
+    return world
 
 
 def one_fact(generator: np.random.Generator, num_facts: int) -> Story:
@@ -132,23 +142,29 @@ def one_fact(generator: np.random.Generator, num_facts: int) -> Story:
     world = World(generator)
     for _ in range(num_facts):
         world.move(pick(generator, PEOPLE))
-    person = pick(generator, list(world.place_of))
-    return Story(world.facts, WHERE_PERSON.format(person=person), world.place_of[person])
+    asked = [Question(WHERE_PERSON.format(person=person), place) for person, place in world.place_of.items()]
+    return Story(world.facts, shuffled(generator, asked))
 
 
 def two_facts(generator: np.random.Generator, num_facts: int) -> Story:
     """Where is a thing that somebody has taken along?"""
-    world, thing = carry(generator, num_facts, num_moves=1)
-    return Story(world.facts, WHERE_THING.format(thing=thing), world.places_of[thing][-1])
+    world = carry(generator, num_facts, num_moves=1)
+    known = {thing: places for thing, places in world.places_of.items() if places}
+    asked = [Question(WHERE_THING.format(thing=thing), places[-1]) for thing, places in known.items()]
+    return Story(world.facts, shuffled(generator, asked))
 
 
 def three_facts(generator: np.random.Generator, num_facts: int) -> Story:
     """Where was a thing before the place where it is now?"""
     while True:  # somebody may have put the thing down before the second move
-        world, thing = carry(generator, num_facts, num_moves=2)
-        places = world.places_of[thing]
-        if len(places) > 1:
-            return Story(world.facts, WHERE_BEFORE.format(thing=thing, place=places[-1]), places[-2])
+        world = carry(generator, num_facts, num_moves=2)
+        moved = {thing: places for thing, places in world.places_of.items() if len(places) > 1}
+        if moved:
+            asked = [
+                Question(WHERE_BEFORE.format(thing=thing, place=places[-1]), places[-2])
+                for thing, places in moved.items()
+            ]
+            return Story(world.facts, shuffled(generator, asked))
 
 
 def two_arguments(generator: np.random.Generator, num_facts: int) -> Story:
@@ -166,10 +182,9 @@ def two_arguments(generator: np.random.Generator, num_facts: int) -> Story:
         if {place, other} not in [{fact["place"], fact["other"]} for fact in told]:
             told.append({"place": place, "direction": direction, "other": other})
     told = told[:num_facts]
-    asked = told[int(generator.integers(len(told)))]
-    which = int(generator.integers(2))
-    answer = asked[("place", "other")[which]]
-    return Story([RELATION.format(**fact) for fact in told], WHICH_PLACE[which].format(**asked), answer)
+    roles = zip(WHICH_PLACE, ("place", "other"), strict=True)
+    asked = [Question(text.format(**fact), fact[role]) for text, role in roles for fact in told]
+    return Story([RELATION.format(**fact) for fact in told], shuffled(generator, asked))
 
 
 def three_arguments(generator: np.random.Generator, num_facts: int) -> Story:
@@ -183,11 +198,12 @@ def three_arguments(generator: np.random.Generator, num_facts: int) -> Story:
         holder_of[thing] = receiver
         given.append({"person": person, "thing": thing, "receiver": receiver})
     facts = [pick(generator, GIFTS).format(**gift) for gift in given]
-    asked = given[int(generator.integers(len(given)))]
-    name, question = [("person", WHO_GAVE), ("receiver", WHO_GOT), ("thing", WHAT_GIVEN)][int(generator.integers(3))]
-    others = {role: word for role, word in asked.items() if role != name}
-    last = next(gift for gift in reversed(given) if others.items() <= gift.items())
-    return Story(facts, question.format(**others), last[name])
+    questions = {  # the last answer to a question holds
+        text.format(**gift): gift[role]
+        for gift in given
+        for text, role in ((WHO_GAVE, "person"), (WHO_GOT, "receiver"), (WHAT_GIVEN, "thing"))
+    }
+    return Story(facts, shuffled(generator, [Question(text, answer) for text, answer in questions.items()]))
 
 
 KINDS = {
@@ -222,10 +238,12 @@ def tell(kind: str, most_facts: int, generator: np.random.Generator) -> Story:
 
 
 def guess(story: Story) -> str | None:
-    """What a reader says who tracks nothing: the last word of the answer's kind that the question does not name."""
-    (alike,) = (words for words in (PEOPLE, PLACES, THINGS) if story.answer in words)
+    """What a reader says who tracks nothing, asked the first question: the last word of the answer's kind that the
+    question does not name."""
+    question = story.questions[0]
+    (alike,) = (words for words in (PEOPLE, PLACES, THINGS) if question.answer in words)
     said = " ".join(story.facts).replace(".", "").split()
-    named = story.question.replace("?", "").split()
+    named = question.text.replace("?", "").split()
     return next((word for word in reversed(said) if word in alike and word not in named), None)
 
 
@@ -233,7 +251,7 @@ def guess_accuracy(kind: str, most_facts: int, stories: int = 1000) -> float:
     """The share of stories of a kind in which `guess` is right."""
     generator = np.random.default_rng(0)
     told = [tell(kind, most_facts, generator) for _ in range(stories)]
-    return sum(guess(story) == story.answer for story in told) / stories
+    return sum(guess(story) == story.questions[0].answer for story in told) / stories
 
 
 def all_texts() -> list[str]:

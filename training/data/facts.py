@@ -1,4 +1,4 @@
-"""Facts hidden in other text, and a question at its end: texts of exact lengths, as tokens.
+"""Facts hidden in other text, and questions at its end: texts of exact lengths, as tokens.
 
 Axes: B rows, N tokens.
 """
@@ -30,12 +30,14 @@ class Prompt(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A text without its background, as tokens."""
+    """A text without its background, as tokens. `end` are the questions with all answers but the last one, and
+    `is_answer` says which of its tokens are those of answers."""
 
     facts: list[list[int]]
-    question: list[int]
+    end: list[int]
+    is_answer: list[bool]
     answer: list[int]
-    length: int  # with the first token, without the answer
+    length: int  # with the first token, without the last answer
 
 
 class FactsTask:
@@ -47,20 +49,22 @@ class FactsTask:
         kinds: Sequence[str] = tuple(KINDS),
         facts: int = 6,
         sentences: Iterable[str] | None = None,
+        questions: int = 1,
     ):
-        """A text has at most `facts` facts. `sentences` are the background; None: those of the passkey task's filler.
+        """A text has at most `facts` facts, and a text to train on at most `questions` questions: as many as its story
+        answers. `sentences` are the background; None: those of the passkey task's filler.
 
         Raises `ValueError` for unknown kinds, for too few facts, for a tokenizer that does not know the words of the
         facts, and for no sentences.
         """
         check_kinds(kinds, facts)
-        self.tokenizer, self.kinds, self.facts = tokenizer, kinds, facts
+        self.tokenizer, self.kinds, self.facts, self.questions = tokenizer, kinds, facts, questions
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         self._check_words()
         self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.background = Background(tokenizer, sentences_of(FILLER) if sentences is None else sentences)
         self.longest_answer = max(len(self._encode(answer)) for answer in ANSWERS)
-        self.longest_frame = self._longest_frame()
+        self.longest_frame, self.longest_question = self._longest_frame()
 
     def _tokenize(self, text: str) -> list[int]:
         return encode_within(self.tokenizer, [f" {text}"])[0]
@@ -77,20 +81,23 @@ class FactsTask:
                 "condense.training.facts_data` makes."
             )
 
-    def _longest_frame(self) -> int:
-        """The tokens of the longest facts and question, with the longest words in each place."""
+    def _longest_frame(self) -> tuple[int, int]:
+        """The tokens of the longest facts with one question, and of the longest question, with the longest words."""
         words = {role: max(options, key=lambda word: len(self._encode(word))) for role, options in WORDS.items()}
         fact = max(len(self._encode(text.format(**words))) for text in TEMPLATES)
         question = max(len(self._encode(QUESTION.format(question=text.format(**words)))) for text in QUESTIONS)
-        return len(self.start) + self.facts * fact + question
+        return len(self.start) + self.facts * fact + question, question
 
-    def check_fits(self, num_tokens: int, background: int = 0) -> None:
-        """Raises `ValueError` where a text with its answer and `background` more tokens may not fit."""
+    def check_fits(self, num_tokens: int, background: int = 0, questions: int = 1) -> None:
+        """Raises `ValueError` where a text with its answers and `background` more tokens may not fit."""
         needed = self.longest_frame + self.longest_answer + self._least_background(background)
+        needed += (questions - 1) * (self.longest_question + self.longest_answer)
         if needed > num_tokens:
+            asked = "their question, the answer" if questions == 1 else f"{questions} questions, the answers"
+            fewer = "fewer facts" if questions == 1 else "fewer facts or questions"
             raise ValueError(
-                f"{self.facts} facts with their question, the answer and {background} tokens of background need up to "
-                f"{needed} tokens, and {num_tokens} are allowed: allow more, or fewer facts."
+                f"{self.facts} facts with {asked} and {background} tokens of background need up to "
+                f"{needed} tokens, and {num_tokens} are allowed: allow more, or {fewer}."
             )
 
     def _least_background(self, background: int) -> int:
@@ -98,9 +105,9 @@ class FactsTask:
         return background + (not self.start)
 
     def prompt(self, kind: str, num_tokens: int, generator: np.random.Generator) -> Prompt:
-        """A prompt of one kind that leaves room for the longest answer, so that prompts of all answers are as long."""
+        """A prompt with one question of a kind. It leaves room for the longest answer: all prompts are equally long."""
         self.check_fits(num_tokens)
-        return self._fill(self._frame(kind, generator), num_tokens - self.longest_answer, generator)
+        return self._fill(self._frame(kind, 1, generator), num_tokens - self.longest_answer, generator)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.background.tokens.tobytes()).hexdigest()
@@ -108,11 +115,11 @@ class FactsTask:
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` [B, N], N being `num_tokens`: the answer's tokens, and `background` others a row.
+        """`input_ids` and `labels` [B, N], N being `num_tokens`: the answers' tokens, and `background` others a row.
 
         What facts and questions say is random: they have no labels.
         """
-        self.check_fits(num_tokens, background)
+        self.check_fits(num_tokens, background, self.questions)
         rows = [self._text(self._draw(generator), num_tokens, background, generator) for _ in range(num_rows)]
         return {
             "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
@@ -120,8 +127,8 @@ class FactsTask:
         }
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
-        """A text with its answer and labels as in a training batch, of any length from `shortest` of the total on."""
-        self.check_fits(total_length, background)
+        """A text with its answers and labels as in a training batch, of any length from `shortest` of the total on."""
+        self.check_fits(total_length, background, self.questions)
         frame = self._draw(generator)
         least = max(
             frame.length + len(frame.answer) + self._least_background(background), math.ceil(shortest * total_length)
@@ -129,19 +136,24 @@ class FactsTask:
         return self._text(frame, int(generator.integers(least, total_length + 1)), background, generator)
 
     def _draw(self, generator: np.random.Generator) -> _Frame:
-        return self._frame(self.kinds[int(generator.integers(len(self.kinds)))], generator)
+        return self._frame(self.kinds[int(generator.integers(len(self.kinds)))], self.questions, generator)
 
-    def _frame(self, kind: str, generator: np.random.Generator) -> _Frame:
+    def _frame(self, kind: str, most_questions: int, generator: np.random.Generator) -> _Frame:
         story = tell(kind, self.facts, generator)
-        facts, question = [self._encode(fact) for fact in story.facts], QUESTION.format(question=story.question)
-        ids = self._encode(question)
-        length = len(self.start) + sum(map(len, facts)) + len(ids)
-        return _Frame(facts, ids, self._encode(story.answer), length)
+        facts = [self._encode(fact) for fact in story.facts]
+        end, is_answer, answer = list[int](), list[bool](), list[int]()
+        for question in story.questions[:most_questions]:
+            asked = self._encode(QUESTION.format(question=question.text))
+            end += [*answer, *asked]
+            is_answer += [True] * len(answer) + [False] * len(asked)
+            answer = self._encode(question.answer)
+        length = len(self.start) + sum(map(len, facts)) + len(end)
+        return _Frame(facts, end, is_answer, answer, length)
 
     def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator) -> Prompt:
         tokens, gaps = self.background.part(num_tokens - frame.length, len(frame.facts), generator)
         pieces: list[Sequence[int] | np.ndarray] = [self.start]
-        for between, fact in zip(np.split(tokens, gaps), [*frame.facts, frame.question], strict=True):
+        for between, fact in zip(np.split(tokens, gaps), [*frame.facts, frame.end], strict=True):
             pieces += [between, fact]
         is_background = np.repeat(np.arange(len(pieces)) % 2 == 1, [len(piece) for piece in pieces])
         return Prompt(
@@ -152,7 +164,9 @@ class FactsTask:
         prompt = self._fill(frame, num_tokens - len(frame.answer), generator)
         input_ids = np.concatenate([prompt.input_ids, prompt.answer])
         predicted = np.flatnonzero(prompt.is_background[1:]) + 1  # nothing comes before the first token
-        labelled = [*generator.choice(predicted, background, replace=False), *range(len(prompt.input_ids), num_tokens)]
+        answers = np.flatnonzero(frame.is_answer) + len(prompt.input_ids) - len(frame.end)
+        labelled = [*generator.choice(predicted, background, replace=False), *answers]
+        labelled += range(len(prompt.input_ids), num_tokens)
         labels = np.full(num_tokens, IGNORE_INDEX)
         labels[labelled] = input_ids[labelled]
         return Example(input_ids, labels)

@@ -71,7 +71,8 @@ def make_generated_task(data: GeneratedData, tokenizer: Any) -> GeneratedTask:
     Raises `ValueError` for a tokenizer that does not know its words, and for sources without sentences.
     """
     if isinstance(data, FactsData):
-        return FactsTask(tokenizer, data.kinds, data.facts, read_sentences(data.sources) if data.sources else None)
+        sentences = read_sentences(data.sources) if data.sources else None
+        return FactsTask(tokenizer, data.kinds, data.facts, sentences, data.questions)
     if isinstance(data, RecallData):
         return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten, data.questions)
     assert isinstance(data, PasskeyData)

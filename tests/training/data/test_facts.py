@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from condense.training.data.background import Background, sentences_of
-from condense.training.data.fact_kinds import ANSWERS, KINDS, Story, all_texts, guess, guess_accuracy, tell
+from condense.training.data.fact_kinds import ANSWERS, KINDS, Question, Story, all_texts, guess, guess_accuracy, tell
 from condense.training.data.facts import FactsTask
 from condense.training.data.generated import GeneratedExamples, make_generated_task
 from condense.training.data.passkey import FILLER
@@ -44,10 +44,12 @@ def test_answers(kind):
         story = tell(kind, 9, generator)
         facts = facts_in(" ".join(story.facts))
         assert len(facts) == len(story.facts)  # the reader knows all sentences
-        assert answer_to(" ".join([*story.facts, f"Question: {story.question}"])) == story.answer
-        assert story.answer in ANSWERS
+        for question in story.questions:
+            assert answer_to(" ".join([*story.facts, f"Question: {question.text}"])) == question.answer
+            assert question.answer in ANSWERS
+        assert len({question.text for question in story.questions}) == len(story.questions) > 0
         counts.add(len(facts))
-        answers.add(story.answer)
+        answers.add(story.questions[0].answer)
         said |= {fact[0] for fact in facts}
     assert counts == set(range(KINDS[kind].least, 10)) and said == FACTS[kind] and len(answers) >= 8
 
@@ -123,6 +125,29 @@ def test_labels(task, tokenizer):
     assert len(places) > 60
     unlabelled = task.training_batch(2, 120, 0, np.random.default_rng(5))["labels"]
     assert unlabelled.ne(-100).sum(dim=1).tolist() == [1, 1]
+
+
+def test_several_questions_in_a_text_to_train_on(tokenizer):
+    """Each answer has labels and follows from the facts, whatever stands between; a story with fewer asks all."""
+    task = FactsTask(tokenizer, facts=5, sentences=SENTENCES, questions=3)
+    batch = task.training_batch(60, 140, 2, np.random.default_rng(4))
+    counts = set()
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        text, *asked = plain(tokenizer.decode(ids[1:])).split("Question: ")
+        questions, answers = zip(*(part.split(" Answer: ") for part in asked), strict=True)
+        assert [answer_to(f"{text}Question: {question}") for question in questions] == [
+            word.strip() for word in answers
+        ]
+        assert len(set(questions)) == len(questions)
+        found = [tokenizer.decode(token) for token in labels[labels.ne(-100)]][2:]
+        assert found == [word.strip() for word in answers] and labels.ne(-100).nonzero()[-1] == 139
+        counts.add(len(questions))
+    assert counts == {1, 2, 3}
+    alone, prompt = (FactsTask(tokenizer, facts=5, sentences=SENTENCES, questions=most) for most in (1, 3))
+    one, other = (each.prompt("one_fact", 140, np.random.default_rng(4)) for each in (alone, prompt))
+    assert (one.input_ids == other.input_ids).all()  # an evaluation asks one
+    with pytest.raises(ValueError, match="5 facts with 3 questions, the answers .*: allow more, or fewer facts or que"):
+        task.training_batch(1, 50, 0, np.random.default_rng(0))
 
 
 def test_sequences_by_number(tokenizer):
@@ -232,10 +257,9 @@ def test_mistakes_are_named(task, tokenizer, tmp_path):
 
 def test_a_guess_is_the_last_word_of_the_right_sort():
     """By hand; and over many stories it is right far more often than one of nine places would be."""
-    story = Story(["Odile walks to the attic.", "Bruno walks to the tower."], "Where is Odile?", "attic")
+    story = Story(["Odile walks to the attic.", "Bruno walks to the tower."], [Question("Where is Odile?", "attic")])
     assert guess(story) == "tower"
-    before = Story(
-        ["Odile walks to the attic.", "Odile walks to the tower."], "Where was it before the tower?", "attic"
-    )
+    question = Question("Where was it before the tower?", "attic")
+    before = Story(["Odile walks to the attic.", "Odile walks to the tower."], [question])
     assert guess(before) == "attic"
     assert 0.4 < guess_accuracy("one_fact", 6) < 0.65 and guess_accuracy("one_fact", 1) == 1

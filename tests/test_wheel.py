@@ -61,27 +61,31 @@ def test_one_name_is_installed_with_all_its_files(wheel):
         assert {f"condense/{path}" for path in kept} <= set(names)
 
 
-# Two commands in one process, which has imported the package once.
-SAMPLE_AND_TRAIN = """
+# The commands share a process, which imports the package once; training starts its own.
+COMMANDS = """
 import runpy, sys
-import condense.training.train as module
-print(module.__file__)
-sys.argv[1:] = ["runs/sample"]
-runpy.run_module("condense.training.sample_data", run_name="__main__", alter_sys=True)
-sys.argv[1:] = "train passkey_pretrain_1b_tiny stages.0.steps=2 optimizer.warmup_steps=1 global_batch=2".split()
-sys.argv += "micro_batch=1 evaluation.sequences=2 report_to=none --ranks 1".split()
-runpy.run_module("condense", run_name="__main__", alter_sys=True)
+from condense.training.launch import TRAIN
+
+def run(module, command):
+    sys.argv[1:] = command.split()
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code:
+            raise
+
+print(TRAIN, flush=True)
+run("condense.training.sample_data", "runs/sample")
+changes = "stages.0.steps=2 optimizer.warmup_steps=1 global_batch=2 micro_batch=1 evaluation.sequences=2 report_to=none"
+run("condense", "train passkey_pretrain_1b_tiny --ranks 1 " + changes)
+evaluation = "--lengths 256 --depths 0 --prompts 1 --output results"
+run("condense", "eval passkey --model runs/passkey_pretrain_1b_tiny " + evaluation)
 """
 
 
 def test_training_and_evaluation_from_an_empty_folder(run):
-    printed = run(SAMPLE_AND_TRAIN, option="-c")
+    printed = run(COMMANDS, option="-c")
     assert printed.startswith(str(run.site))
-    model = "runs/passkey_pretrain_1b_tiny"
-    printed = run(
-        "condense", "eval", "passkey", "--model", model, "--lengths", "256", "--depths", "0", "--prompts", "1",
-        "--output", "results",
-    )  # fmt: skip
     assert "% correct" in printed and (run.folder / "results" / "passkey.json").is_file()
 
 

@@ -8,6 +8,7 @@ it) ends it after the current step with a checkpoint and the exit code 75.
 
 import argparse
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ if __package__ in (None, ""):  # the launcher runs this file by its path, and pu
         del sys.path[0]
     if root not in sys.path:
         sys.path.insert(0, root)
+    gc.disable()  # until all is imported: imports leave no garbage, and looking for it takes a second
 
 import torch
 import torch.distributed as dist
@@ -334,6 +336,8 @@ def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | Non
 
 
 def main() -> None:
+    gc.freeze()  # what was imported is left out of each later collection
+    gc.enable()
     logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", required=True, help="a recipe of this package by its name, or a YAML file")

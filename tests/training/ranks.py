@@ -4,7 +4,6 @@ A run through the launcher starts five processes, one after another, each of whi
 launcher itself, and one run of each kind, still use it.
 """
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -23,8 +22,7 @@ from condense.training.launch import _free_port
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 3  # for the messages of other ranks, after one has failed
 FORKS = multiprocessing.get_context("forkserver")
-PRELOAD += ["condense.training.train", "deepspeed"]  # of the one server of this process
-PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]  # whose decorators import torch's compiler, in each engine
+PRELOAD.insert(0, f"{__package__}.preloaded")  # of the one server of this process
 FORKS.set_forkserver_preload(PRELOAD)
 
 
@@ -67,7 +65,6 @@ def _wait(processes: list, seconds: float) -> None:
 
 
 def _be_rank(rank: int, ranks: int, port: int, file: Path, function: Callable, arguments: tuple) -> None:
-    gc.freeze()  # what the server has imported
     os.chdir(ROOT)
     torch.set_num_threads(1)  # of several, those that wait take the cores of other tests
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

@@ -26,6 +26,7 @@ from condense.training.small_llama import save_small_llama
 from .ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CODE = "import sys; from condense.training.launch import launch; launch(sys.argv[1], sys.argv[3:], int(sys.argv[2]))"
 
 
@@ -72,7 +73,7 @@ def rank_arguments(recipe, output, *overrides) -> list[str]:
 
 def launch_from_a_shell(recipe, overrides: list[str], ranks: int) -> None:
     """In a process that is no rank: the launcher starts them."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in RANK_VARIABLES:
         del os.environ[name]
     launch(recipe, overrides, ranks)
 

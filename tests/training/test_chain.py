@@ -35,20 +35,23 @@ def nats_by_segment(model, ids_BN, with_memory: bool):
 
 
 @pytest.mark.parametrize(
-    ("batch", "pretraining", "passkeys", "sequences", "gain_above"),
+    ("novels", "held_out", "batch", "pretraining", "passkeys", "lengths", "sequences", "gain_above"),
     [
-        pytest.param(8, 20, 8, 8, 0.0, id="short"),
-        pytest.param(16, 400, 60, 24, 0.05, id="long", marks=pytest.mark.slow),
+        # One short novel each: they are tokenised whole.
+        pytest.param("Austen", "Trollope", 4, 20, 8, [256, 512], 8, 0.0, id="short"),
+        pytest.param("[ADFT]", "Eliot", 16, 400, 60, [384, 768], 24, 0.05, id="long", marks=pytest.mark.slow),
     ],
 )
-def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, passkeys, sequences, gain_above):
+def test_pretrain_then_passkeys(
+    stories, novel, tmp_path, novels, held_out, batch, pretraining, passkeys, lengths, sequences, gain_above
+):
     pretrained, finetuned = tmp_path / "pretrained", tmp_path / "finetuned"
     text = [
         f"model={stories}",
         f"model.segment_length={SEGMENT}",
-        f"data.sources=[{{files: '{novel.parent}/[ADFT]*.txt'}}]",
+        f"data.sources=[{{files: '{novel.parent}/{novels}*.txt'}}]",
         f"data.prepared={tmp_path / 'prepared'}",
-        f"evaluation={{sequences: {sequences}, sources: [{{files: '{novel.parent}/Eliot_*.txt'}}]}}",
+        f"evaluation={{sequences: {sequences}, sources: [{{files: '{novel.parent}/{held_out}_*.txt'}}]}}",
         f"stages=[{{total_length: {LENGTH}, steps: {pretraining}}}]",
         f"global_batch={batch}",
         f"micro_batch={batch // 2}",
@@ -59,8 +62,8 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, pa
 
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     recipe = load_recipe(RECIPES / "passkey_pretrain_1b_tiny.yaml", [*text, "output=o"])
-    _, held_out = make_examples(recipe, tokenizer)
-    ids_BN = torch.stack([torch.as_tensor(held_out.sequence(n, LENGTH)[0].input_ids) for n in range(sequences)])
+    _, validation = make_examples(recipe, tokenizer)
+    ids_BN = torch.stack([torch.as_tensor(validation.sequence(n, LENGTH)[0].input_ids) for n in range(sequences)])
     model = CondenseForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
     with_memory, without = (nats_by_segment(model, ids_BN, memory) for memory in (True, False))
     gain = (without - with_memory)[1:].mean().item()
@@ -71,7 +74,7 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, pa
 
     stages = [
         f"model={pretrained}",
-        f"stages=[{{total_length: 384, steps: {passkeys}}}, {{total_length: 768, steps: {passkeys}}}]",
+        f"stages={[{'total_length': length, 'steps': passkeys} for length in lengths]}",
         f"evaluation.sequences={sequences}",
         f"global_batch={batch}",
         f"micro_batch={batch // 2}",
@@ -80,7 +83,7 @@ def test_pretrain_then_passkeys(stories, novel, tmp_path, batch, pretraining, pa
     losses = validation_losses(finetuned)
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
     model = CondenseForCausalLM.from_pretrained(finetuned, dtype=torch.float32)
-    options = PasskeyOptions(models=[], lengths=[384, 768], depths=[0.0, 1.0], num_prompts=4)
+    options = PasskeyOptions(models=[], lengths=lengths, depths=[0.0, 1.0], num_prompts=4)
     task = Passkey(options, [EvaluatedModel("finetuned", str(finetuned), model.eval(), tokenizer)])
     cells = task.summarise(measure(task))["cells"]
     assert len(cells) == 4 and all(cell["total"] == 4 for cell in cells)

@@ -2,8 +2,8 @@
 
 import json
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,13 +22,13 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
 from .ranks import run_ranks, started_ranks
-from .runs import ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, train_with
+from .runs import RANK_VARIABLES, ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, train_with
 
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 CURRICULUM = ["curriculum.steps=12", "curriculum.tokens_per_step=320", "curriculum.last_segments=3", "log_every=1"]
 CURRICULUM += ["checkpoints.every=4", "optimizer.warmup_steps=2", "optimizer.decay_steps=4"]
-SHORT = "stages=[{total_length: 120, steps: 2}, {total_length: 200, steps: 2}]"
+SHORT = ["stages=[{total_length: 120, steps: 1}, {total_length: 160, steps: 2}]", "optimizer.warmup_steps=1"]
 STAGES = """
 data: {task: passkey, shortest: 0.4}
 stages: [{total_length: 120, steps: 3}, {total_length: 200, steps: 5}]
@@ -172,8 +172,8 @@ def test_validation_losses_by_source(two_sources, tmp_path):
     ids=["waves", "checkpointed waves"],
 )
 def test_waves_train_as_one_plain_process(stages, tmp_path, overrides):
-    run(stages, tmp_path, SHORT, *overrides)
-    assert_same_training(stages, tmp_path, SHORT)
+    run(stages, tmp_path, *SHORT, *overrides)
+    assert_same_training(stages, tmp_path, *SHORT)
     assert CondenseForCausalLM.from_pretrained(tmp_path).config.schedule == "auto"  # as the model had it
 
 
@@ -199,16 +199,23 @@ def test_zero_3_refuses_waves(stages, tmp_path):
     ["zero3", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2_offload", marks=pytest.mark.slow)],
 )
 def test_the_other_configurations_train_as_one_plain_process(stages, tmp_path, config):
-    run(stages, tmp_path, SHORT, f"deepspeed=deepspeed_configs/{config}.json", "gradient_checkpointing=true")
-    assert_same_training(stages, tmp_path, SHORT)
+    run(stages, tmp_path, *SHORT, f"deepspeed=deepspeed_configs/{config}.json", "gradient_checkpointing=true")
+    assert_same_training(stages, tmp_path, *SHORT)
+
+
+def run_the_file(arguments: list[str]) -> None:
+    """training/train.py as a shell runs it: as no rank."""
+    for name in RANK_VARIABLES:
+        del os.environ[name]
+    sys.argv[1:] = arguments
+    runpy.run_path("training/train.py", run_name="__main__")
 
 
 def test_one_process_without_the_launcher(stages, tmp_path):
-    command = [sys.executable, "training/train.py", "--recipe", str(stages), f"output={tmp_path}", SHORT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "is not used" in done.stdout
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(stages, SHORT)[0], abs=1e-4)
+    succeeded, printed = run_ranks(run_the_file, ["--recipe", str(stages), f"output={tmp_path}", *SHORT], ranks=1)
+    assert succeeded, printed[-3000:]
+    assert "is not used" in printed
+    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(stages, *SHORT)[0], abs=1e-4)
 
 
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path):

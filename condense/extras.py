@@ -1,11 +1,15 @@
 """The optional packages of the commands, checked before any work is done."""
 
 from collections.abc import Collection
-from importlib.metadata import PackageNotFoundError, requires, version
+from functools import cache
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 
 from packaging.requirements import Requirement
 
 DISTRIBUTION = "condense-llama"
+
+version, requires = cache(metadata.version), cache(metadata.requires)  # each reads and parses a file
 
 
 def check_installed(command: str, extra: str, without: Collection[str] = ()) -> None:

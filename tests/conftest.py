@@ -5,10 +5,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import typer.main
+import typer.testing
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -17,6 +20,8 @@ SLOW_TIMEOUT_S = 1800
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
+# Typer builds its tree of commands, which does not change, for each call: many tests spend most of their time on it.
+typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 LAST = "condense"  # many files of seconds, which fill the workers evenly at the end; the others start processes
 
@@ -30,6 +35,13 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.freeze()  # garbage collections, of which each `Trainer.train` makes one, then pass over what imports have made
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Pictures are drawn, not laid out and not written: that takes longer than a small measurement."""
+    monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")

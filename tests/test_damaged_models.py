@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import condense.cli
 from condense import CondenseForCausalLM
+from condense.eval.tasks import evaluate
 from condense.files import atomic_folder
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
@@ -235,6 +236,7 @@ def test_every_damage_is_refused_by_every_command(command, kind, models, tmp_pat
         assert word in said and str(model) in said, (what, said)
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("kind", ["llama", "folded"])
 def test_the_same_commands_accept_what_is_whole(kind, models, tmp_path, capsys):
     """The control: it is the damage that is refused. Training and profiles take long and have tests of their own."""
@@ -469,12 +471,19 @@ def test_deepspeed_configurations_that_are_none(text, models, tmp_path, capsys, 
 # Results
 
 
-@pytest.fixture
-def results(models, tmp_path, capsys) -> Path:
+@pytest.fixture(scope="module")
+def measured(models, tmp_path_factory) -> Path:
     """A folder with one result."""
-    arguments = ["--lengths", "120", "--prompts", "1", "--depths", "50", "--output", tmp_path / "results" / "passkey"]
-    assert run(capsys, "eval", "passkey", "--model", models["folded"], *arguments)[0] == 0
-    return tmp_path / "results"
+    folder = tmp_path_factory.mktemp("results")
+    asked = {"lengths": [120], "num_prompts": 1, "depths": [0.5]}
+    evaluate("passkey", folder / "passkey", models=[str(models["folded"])], **asked)
+    return folder
+
+
+@pytest.fixture
+def results(measured, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    return shutil.copytree(measured, tmp_path / "results")
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,14 @@ def test_padded_rows_equal_rows_alone(side, with_durations):
     for row, length in enumerate(lengths):
         start = {"left": total - length, "right": 0, "both": (total - length) // 2}[side]
         mask[row, start : start + length] = 1
+    rows = [(ids[row, real][None], durations[row, real][None]) for row, real in enumerate(mask.bool())]
+    alone = [model(text, durations=own if with_durations else None).logits[0] for text, own in rows]
     for sizes in [[total], [5, 5, 5, 5, 3], [7, 9, 7], [1] * total]:
         logits, _ = logits_in_parts(model, ids, sizes, durations if with_durations else None, mask)
-        for row in range(4):
-            real = mask[row].bool()
-            alone = model(ids[row, real][None], durations=durations[row, real][None] if with_durations else None).logits
-            torch.testing.assert_close(logits[row, real], alone[0], atol=1e-9, rtol=1e-9)
+        for row, real in enumerate(mask.bool()):
+            torch.testing.assert_close(logits[row, real], alone[row], atol=1e-9, rtol=1e-9)
             if side != "left":  # padding after a text has the logits of its last token
-                torch.testing.assert_close(logits[row, -1], alone[0, -1], atol=1e-9, rtol=1e-9)
+                torch.testing.assert_close(logits[row, -1], alone[row][-1], atol=1e-9, rtol=1e-9)
 
 
 @torch.no_grad()

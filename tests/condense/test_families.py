@@ -45,6 +45,7 @@ STOCK = {
         Qwen3Config(**SHAPE, head_dim=10, tie_word_embeddings=True, attention_bias=True)
     ),
 }
+LENGTHS = [13, 4, 7]
 OWN = {
     "mistral": set(),
     "qwen2": {"q_proj.bias", "k_proj.bias", "v_proj.bias"},
@@ -72,9 +73,17 @@ def folded(stock, segment_length=5, **fields) -> CondenseForCausalLM:
     ).eval()
 
 
+@pytest.fixture(scope="module")
+def expected(stock):
+    """The logits of two texts and the gradients after the equations, with segments of 5."""
+    model, ids = folded(stock), random_ids(2, 13)
+    logits = [reference_logits(weights(stock), model.config, row) for row in ids]
+    return torch.stack(logits), reference_gradients(model, ids)
+
+
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
 @torch.no_grad()
-def test_one_segment_equals_the_stock_model_and_more_follow_the_equations(stock, schedule):
+def test_one_segment_equals_the_stock_model_and_more_follow_the_equations(stock, expected, schedule):
     ids = random_ids(2, 13)
     family = stock.config.model_type
     whole, short = folded(stock, 13, schedule=schedule), folded(stock, schedule=schedule)
@@ -86,35 +95,44 @@ def test_one_segment_equals_the_stock_model_and_more_follow_the_equations(stock,
     torch.testing.assert_close(whole(ids).logits, stock(ids).logits, atol=1e-10, rtol=0)
     logits = short(ids).logits
     assert not torch.allclose(logits, whole(ids).logits, atol=1e-2)
-    for row in range(2):
-        expected = reference_logits(weights(stock), short.config, ids[row])
-        torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, expected[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
-def test_gradients_follow_the_equations_and_checkpointing_keeps_them(stock, schedule):
+def test_gradients_follow_the_equations_and_checkpointing_keeps_them(stock, expected, schedule):
     model, ids = folded(stock, schedule=schedule), random_ids(2, 13)
     plain = gradients(model, ids)
-    assert_same_gradients(plain, reference_gradients(model, ids), 1e-4)
+    assert_same_gradients(plain, expected[1], 1e-4)
     model._set_gradient_checkpointing(True, torch_checkpoint())
     assert_same_gradients(gradients(model, ids), plain, 1e-10)
 
 
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def texts_alone(stock):
+    """A folded model, and for each of some texts the logits and the tokens that it writes after them."""
+    model, alone = folded(stock), []
+    for text in padded_batch(LENGTHS, "left")[0]:
+        written = model.generate(text[None], **GREEDY)[:, len(text) :]
+        logits = model(torch.cat([text[None], written], dim=1)).logits  # without a cache
+        assert torch.equal(logits.argmax(-1)[:, len(text) - 1 : -1], written)
+        alone.append((logits[0, : len(text)], written[0]))
+    return model, alone
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding_does_not_change_the_tokens_of_a_prompt(stock, side):
-    model = folded(stock)
-    texts, ids, mask = padded_batch([13, 4, 7], side)
+def test_padding_does_not_change_the_tokens_of_a_prompt(texts_alone, side):
+    model, alone = texts_alone
+    _, ids, mask = padded_batch(LENGTHS, side)
     logits = model(ids, attention_mask=mask).logits
-    for row, text in enumerate(texts):
-        torch.testing.assert_close(logits[row][mask[row].bool()], model(text[None]).logits[0], atol=1e-9, rtol=0)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    together = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
-    for row, text in enumerate(texts):
-        alone = model.generate(text[None], **options)[:, len(text) :]
-        assert torch.equal(together[row], alone[0])
-        read = torch.cat([text[None], alone], dim=1)  # without a cache
-        assert torch.equal(model(read).logits.argmax(-1)[:, len(text) - 1 : -1], alone)
+    together = model.generate(ids, attention_mask=mask, **GREEDY)[:, ids.shape[1] :]
+    for row, (expected, written) in enumerate(alone):
+        torch.testing.assert_close(logits[row][mask[row].bool()], expected, atol=1e-9, rtol=0)
+        assert torch.equal(together[row], written)
 
 
 @torch.no_grad()

@@ -34,15 +34,19 @@ def test_gradients_through_the_memory_follow_the_equations(memory_source, implem
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
 
 
+@pytest.fixture(scope="module")
+def untruncated():
+    return reference_gradients(tiny_model(), random_ids(1, LENGTH))[1]
+
+
 @pytest.mark.parametrize("segments", [1, 2, 3, 4])
-def test_truncated_backpropagation_detaches_after_the_stated_segments(segments):
+def test_truncated_backpropagation_detaches_after_the_stated_segments(segments, untruncated):
     model = tiny_model(bptt_segments=segments)
     ids = random_ids(1, LENGTH)
     truncated = gradients(model, ids)
     assert_same_gradients(truncated, reference_gradients(model, ids, detach_after=segments), 1e-5)
-    _, full = reference_gradients(model, ids)
     name = "model.layers.0.self_attn.v_proj.weight"
-    assert not torch.allclose(truncated[1][name], full[name], atol=1e-3)
+    assert not torch.allclose(truncated[1][name], untruncated[name], atol=1e-3)
 
 
 @pytest.mark.parametrize("segments", [None, 2])
@@ -192,11 +196,11 @@ def test_training_makes_no_tensor_of_all_logits(checkpointing):
     model = tiny_model(vocab_size=2000, tie_word_embeddings=True).train()
     if checkpointing:
         model._set_gradient_checkpointing(True, torch_checkpoint())
-    ids = random_ids(2, 60)
+    ids = random_ids(2, 30)
     parameters = model.lm_head.weight.numel()
     with LargestTensor() as largest:
         model(ids, labels=ids).loss.backward()
-    assert largest.numel <= max(2 * 5 * 2000, parameters) < 2 * 60 * 2000
+    assert largest.numel <= max(2 * 5 * 2000, parameters) < 2 * 30 * 2000
 
 
 def test_no_logits_are_saved_for_the_backward_pass():
@@ -211,13 +215,13 @@ def test_evaluation_saves_neither_logits_nor_hidden_states():
     """The peak memory of a loss does not depend on the length of the text."""
     model = tiny_model(vocab_size=2000)
     peaks = []
-    for tokens in (50, 500):
+    for tokens in (50, 250):
         ids = random_ids(1, tokens)
         with LiveBytes() as live:
             loss = model(ids, labels=ids).loss
         peaks.append(live.peak)
         torch.testing.assert_close(loss, loss_of_all_logits(model, ids), atol=1e-5, rtol=1e-5)
-    assert peaks[1] - peaks[0] < 500 * 8 * 4  # token ids and targets, but no hidden states (24 numbers per token)
+    assert peaks[1] - peaks[0] < 250 * 8 * 4  # token ids and targets, but no hidden states (24 numbers per token)
 
 
 def loss_of_all_logits(model, ids):

@@ -230,12 +230,12 @@ def test_sampling_over_several_steps(monkeypatch, order, holds):
 def test_rows_end_as_in_transformers():
     """Without a padding token, a text that has ended is filled with its end token; no column is left over."""
     llama, model, ids = tiny_model(segment_length=SEGMENT), block_model(1), random_ids(4, 8)
-    written = llama.generate(ids, max_new_tokens=12, do_sample=False)
+    written = llama.generate(ids, max_new_tokens=9, do_sample=False)
     for end in {int(written[0, 10]), int(written[1, 9]), int(written[2, 14])}:
         for pad in (None, 0, end):
             for one in (llama, model):
                 one.generation_config.pad_token_id = pad
-            options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end}
+            options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": end}
             assert torch.equal(model.generate(ids, **options), llama.generate(ids, **options))
 
 

@@ -6,6 +6,8 @@ summed in another order.
 Axes: N samples of a sentence, P rows of a table of learned positions, D hidden size.
 """
 
+import functools
+
 import pytest
 import torch
 from transformers import (
@@ -72,6 +74,9 @@ def build(kind, attention="eager", **fields):
 
 def any_model(name, **fields):
     return tiny_model(**fields) if name == "folded" else build(STOCK[name], **fields)
+
+
+shared_model = functools.cache(any_model)  # of tests that do not change it
 
 
 def random_sentence(seed=0, length=LENGTH, first=1.0, **parts):
@@ -183,7 +188,7 @@ def test_a_folded_model_receives_the_durations(anchor):
 
 @torch.no_grad()
 def test_the_anchors_give_different_logits():
-    model, sentence = any_model("llama"), random_sentence()
+    model, sentence = shared_model("llama"), random_sentence()
     ends, starts = (ContinuousLM(model, anchor).logits(sentence) for anchor in ("end", "start"))
     assert not torch.allclose(ends, starts, atol=1e-2)
     assert ContinuousLM(model).position_anchor == "end" and ContinuousLM(model).rule == "rectangle"
@@ -193,7 +198,7 @@ def test_the_anchors_give_different_logits():
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_embeddings_give_the_logits_of_their_tokens(name):
-    lm, sentence = ContinuousLM(any_model(name)), random_sentence(integration_start=2)
+    lm, sentence = ContinuousLM(shared_model(name)), random_sentence(integration_start=2)
     embedded = lm.embed(sentence)
     assert embedded.ids_N is None and embedded.integration_start == 2 and lm.embed(embedded) is embedded
     assert torch.equal(embedded.embeddings_ND, lm.model.get_input_embeddings()(sentence.ids_N))
@@ -230,7 +235,7 @@ def test_a_pretrained_llama_follows_explicit_masks(stories, attention):
 @torch.no_grad()
 def test_a_window_of_tokens_becomes_a_window_of_time(name):
     """In one layer, the last token attends to twice as many tokens if their durations are half a unit."""
-    lm, ids = ContinuousLM(any_model(name, num_hidden_layers=1)), random_ids(1, LENGTH)[0]
+    lm, ids = ContinuousLM(shared_model(name, num_hidden_layers=1)), random_ids(1, LENGTH)[0]
     for duration in (1.0, 0.5, 2.0):
         sentence = lm.embed(Sentence(ids, durations=[duration] * LENGTH))
         logits, seen = lm.logits(sentence)[-1], []
@@ -259,7 +264,7 @@ def one_by_one(lm, sentences):
 @torch.no_grad()
 def test_a_batch_gives_the_logits_of_each_sentence_alone(name, tokens_at_once, reuse_prefix):
     """The batch mixes two lengths, a sentence without a common prefix and a sentence of one token."""
-    lm = ContinuousLM(any_model(name))
+    lm = ContinuousLM(shared_model(name))
     long, short = variants(lm), variants(lm, length=11, at=6)
     sentences = [long[0], short[0], *long[1:], Sentence([5]), *short[1:], random_sentence(seed=3, length=11)]
     done = []
@@ -274,7 +279,7 @@ def test_a_batch_gives_the_logits_of_each_sentence_alone(name, tokens_at_once, r
 @pytest.mark.parametrize("name", STOCK)
 @torch.no_grad()
 def test_a_common_prefix_does_not_change_logits(name, anchor, rule):
-    lm = ContinuousLM(any_model(name), anchor, rule)
+    lm = ContinuousLM(shared_model(name), anchor, rule)
     sentences = variants(lm)
     assert_close(lm.next_logits(sentences), one_by_one(lm, sentences))
 
@@ -291,7 +296,7 @@ def batch_shapes(model, run):
 
 @torch.no_grad()
 def test_the_common_prefix_is_run_once():
-    lm = ContinuousLM(any_model("llama"))
+    lm = ContinuousLM(shared_model("llama"))
     sentences = variants(lm)
     assert batch_shapes(lm.model, lambda: lm.next_logits(sentences)) == [(1, 9), (5, 5)]
     assert batch_shapes(lm.model, lambda: lm.next_logits(sentences, tokens_at_once=2 * 14)) == [
@@ -331,7 +336,7 @@ def test_a_folded_model_runs_the_common_prefix_once():
 @torch.no_grad()
 def test_the_common_prefix_ends_where_any_part_differs():
     """The part is a duration, an embedding or a fixed position."""
-    lm, sentence = ContinuousLM(any_model("llama")), random_sentence()
+    lm, sentence = ContinuousLM(shared_model("llama")), random_sentence()
     embedded = lm.embed(sentence)
     embeddings = embedded.embeddings_ND.clone()
     embeddings[4, 0] += 0.1
@@ -372,7 +377,7 @@ def test_copies_at_one_position_equal_one_token_in_one_layer(name):
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     sentence, at, copies = random_sentence(), 5, 3
     for depth, same in ((1, True), (2, False)):
-        lm = ContinuousLM(any_model(name, **{layers: depth}), "end")
+        lm = ContinuousLM(shared_model(name, **{layers: depth}), "end")
         whole = lm.logits(sentence)[at:]
         equal, spread = (lm.logits(split(sentence, at, copies, how))[at + copies - 1 :] for how in ("equal", "spread"))
         if same:
@@ -388,7 +393,7 @@ def test_copies_at_one_position_equal_one_token_in_one_layer(name):
 def test_a_denser_sentence_at_equal_positions_has_the_same_logits(name, density):
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
     sentence = random_sentence(integration_start=0.5)
-    lm = ContinuousLM(any_model(name, **{layers: 1}), "end")
+    lm = ContinuousLM(shared_model(name, **{layers: 1}), "end")
     dense = lm.logits(sentence.densify(density, positions="equal"))[density - 1 :: density]
     assert_close(dense, lm.logits(sentence))
 
@@ -397,7 +402,7 @@ def test_a_denser_sentence_at_equal_positions_has_the_same_logits(name, density)
 @torch.no_grad()
 def test_fixed_positions_replace_those_of_the_intervals(name):
     """Time step 1 is position 0 for both anchors; windows are measured between fixed positions."""
-    model, sentence = any_model(name), random_sentence()
+    model, sentence = shared_model(name), random_sentence()
     positions = torch.arange(LENGTH).double() * 0.83 + 1.5
     fixed = Sentence(sentence.ids_N, durations=sentence.durations_N, positions=positions)
     expected = explicit_logits(
@@ -414,7 +419,7 @@ def test_fixed_positions_replace_those_of_the_intervals(name):
 @pytest.mark.parametrize("name", [*ROTATING, "folded"])
 @torch.no_grad()
 def test_shifts_do_not_change_logits_of_relative_positions(name, amount):
-    lm = ContinuousLM(any_model(name))
+    lm = ContinuousLM(shared_model(name))
     sentence = random_sentence()
     assert_close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3 if amount > 10 else 1e-4)
     scaled = lm.logits(sentence.scale(0.5))
@@ -425,7 +430,7 @@ def test_shifts_do_not_change_logits_of_relative_positions(name, amount):
 @pytest.mark.parametrize("name", WINDOWED)
 @torch.no_grad()
 def test_shifts_do_not_move_a_window(name, amount):
-    lm, sentence = ContinuousLM(any_model(name)), Sentence(random_ids(1, LENGTH)[0])
+    lm, sentence = ContinuousLM(shared_model(name)), Sentence(random_ids(1, LENGTH)[0])
     assert_close(lm.logits(sentence.shift(amount)), lm.logits(sentence), 1e-3)
 
 
@@ -433,7 +438,7 @@ def test_shifts_do_not_move_a_window(name, amount):
 @torch.no_grad()
 def test_density_does_not_move_a_window(name):
     """A window of 4 units contains 12 samples of a third of a unit; rounding at its edge must not add a thirteenth."""
-    lm = ContinuousLM(any_model(name, num_hidden_layers=1))
+    lm = ContinuousLM(shared_model(name, num_hidden_layers=1))
     dense = lm.embed(Sentence(random_ids(1, LENGTH)[0]).densify(3))
     embeddings = dense.embeddings_ND.clone()
     logits = lm.logits(dense)
@@ -447,7 +452,7 @@ def test_density_does_not_move_a_window(name):
 
 @torch.no_grad()
 def test_learned_positions_are_interpolated():
-    model = any_model("gpt2")
+    model = shared_model("gpt2")
     lm, sentence = ContinuousLM(model, "end"), random_sentence()
     durations = sentence.durations_N
     for amount in (0.0, 0.25, 3.7):
@@ -459,7 +464,7 @@ def test_learned_positions_are_interpolated():
 
 @torch.no_grad()
 def test_whole_learned_positions_are_rows_of_the_table():
-    model, ids = any_model("gpt2"), random_ids(1, LENGTH)
+    model, ids = shared_model("gpt2"), random_ids(1, LENGTH)
     lm = ContinuousLM(model)
     for first in (0, 5, LEARNED - LENGTH):
         expected = model(input_ids=ids, position_ids=torch.arange(first, first + LENGTH)[None]).logits[0]
@@ -468,7 +473,7 @@ def test_whole_learned_positions_are_rows_of_the_table():
 
 @torch.no_grad()
 def test_positions_outside_the_table_are_refused():
-    model, sentence = any_model("gpt2"), Sentence(random_ids(1, LENGTH)[0])
+    model, sentence = shared_model("gpt2"), Sentence(random_ids(1, LENGTH)[0])
     lm, before = ContinuousLM(model, "end"), model(input_ids=sentence.ids_N[None]).logits
     for outside, words in (
         (sentence.shift(-0.5), "sample 0 has position -0.5, and the model learned positions from 0 to 31"),
@@ -495,4 +500,4 @@ def test_positions_outside_the_table_are_refused():
 def test_refusals_count_samples_from_the_start_of_the_sentence():
     sentence = Sentence([3] * LENGTH)
     with pytest.raises(ValueError, match="sample 13 has position 42"):
-        ContinuousLM(any_model("gpt2"), "end").next_logits([sentence.set_duration([13], far) for far in (30, 40)])
+        ContinuousLM(shared_model("gpt2"), "end").next_logits([sentence.set_duration([13], far) for far in (30, 40)])

@@ -166,7 +166,7 @@ CHANGES = {
 @pytest.mark.parametrize("after_a_wave", [False, True])
 def test_layers_that_can_not_be_stacked_are_refused(name, after_a_wave):
     """schedule="wavefront" names the layer's difference; "auto" takes the sequential order."""
-    model, ids = tiny_model(), random_ids(1, 60)
+    model, ids = tiny_model(), random_ids(1, 30)
     change, message = CHANGES[name]
     if after_a_wave:
         model(ids)
@@ -189,7 +189,7 @@ def test_layers_that_can_not_be_stacked_are_refused(name, after_a_wave):
 )
 def test_equal_changes_of_all_layers_take_effect(change):
     """All layers change in the same way after a first wave."""
-    model, ids = tiny_model(), random_ids(1, 60)
+    model, ids = tiny_model(), random_ids(1, 30)
     model(ids)
     for layer in model.model.layers:
         change(layer)
@@ -201,7 +201,7 @@ def test_equal_changes_of_all_layers_take_effect(change):
 
 def test_weights_that_are_not_parameters_are_accepted():
     """`functional_call` and replicas have such weights; "auto" accepts them."""
-    model, ids = tiny_model(), random_ids(1, 60)
+    model, ids = tiny_model(), random_ids(1, 30)
     expected = model(ids).logits
     values = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     logits = torch.func.functional_call(model, values, (ids,)).logits
@@ -223,7 +223,7 @@ def test_parameters_that_processes_share_stay_shared():
 
 
 def test_weights_changed_before_the_backward_pass_are_noticed():
-    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 60)
+    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 30)
     loss = model(ids, labels=ids).loss
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(2)
@@ -232,12 +232,12 @@ def test_weights_changed_before_the_backward_pass_are_noticed():
 
 
 def test_partly_frozen_models_run_sequentially():
-    model, ids = tiny_model(), random_ids(1, 60)
+    model, ids = tiny_model(), random_ids(1, 30)
     for layer in model.model.layers[:2]:
         layer.requires_grad_(False)
-    assert choose_schedule(model.config, model.model.layers, [60], SegmentPositions(1, 5), False) == "sequential"
+    assert choose_schedule(model.config, model.model.layers, [30], SegmentPositions(1, 5), False) == "sequential"
     with torch.no_grad():
-        assert choose_schedule(model.config, model.model.layers, [60], SegmentPositions(1, 5), False) == "wavefront"
+        assert choose_schedule(model.config, model.model.layers, [30], SegmentPositions(1, 5), False) == "wavefront"
     model.config.schedule = "wavefront"
     model(ids, labels=ids).loss.backward()
     assert model.model.layers[0].mlp.up_proj.weight.grad is None
@@ -291,7 +291,7 @@ def mesh_of_one():
 
 def test_sharded_models_train_sequentially(mesh_of_one):
     """FSDP on the root alone adds no hooks to the layers: waves would use weights that FSDP has replaced."""
-    ids, losses = random_ids(1, 60), {}
+    ids, losses = random_ids(1, 30), {}
     for schedule in ("sequential", "auto", "wavefront"):
         model = tiny_model(torch.float32, schedule=schedule)
         fully_shard(model, mesh=mesh_of_one)
@@ -325,7 +325,7 @@ def test_concurrent_first_waves_share_one_stack(monkeypatch):
         return described(module)
 
     monkeypatch.setattr(stacking, "_described", slow_described)
-    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 60)
+    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 30)
     expected = tiny_model(schedule="sequential")(ids).logits
     barrier = threading.Barrier(4)
 

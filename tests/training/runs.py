@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import runpy
 import subprocess
 import sys
 from contextlib import suppress
@@ -26,7 +27,6 @@ from condense.training.small_llama import save_small_llama
 from .ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CODE = "import sys; from condense.training.launch import launch; launch(sys.argv[1], sys.argv[3:], int(sys.argv[2]))"
 
 
@@ -73,9 +73,20 @@ def rank_arguments(recipe, output, *overrides) -> list[str]:
 
 def launch_from_a_shell(recipe, overrides: list[str], ranks: int) -> None:
     """In a process that is no rank: the launcher starts them."""
-    for name in RANK_VARIABLES:
-        del os.environ[name]
+    _be_no_rank()
     launch(recipe, overrides, ranks)
+
+
+def train_alone(arguments: list[str]) -> None:
+    """The file training/train.py, as a shell runs it without the launcher."""
+    _be_no_rank()
+    sys.argv[1:] = arguments
+    runpy.run_path("training/train.py", run_name="__main__")
+
+
+def _be_no_rank() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
 
 
 def train_with(arguments: list[str]) -> None:

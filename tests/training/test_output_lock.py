@@ -16,8 +16,8 @@ import condense.cli
 from condense.eval.results_store import open_results_store
 from condense.training.output_lock import check_unlocked, output_lock, was_finished
 
-from .ranks import FORKS
-from .runs import ROOT
+from .ranks import FORKS, run_ranks
+from .runs import ROOT, train_alone
 
 
 def hold(folder, name, held):
@@ -104,7 +104,7 @@ def test_measurements_of_one_kind_do_not_share_a_folder(holder, tmp_path):
         assert records.get({"a": 1}, lambda: {"value": 1}) == {"value": 1}
 
 
-def test_a_second_run_is_refused_before_it_starts_ranks(holder, new_process, tmp_path, monkeypatch, capsys):
+def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path, monkeypatch, capsys):
     """Through the front door, which starts no process, and through training/train.py, in seconds; what the first has
     written stays as it is.
     """
@@ -125,7 +125,6 @@ def test_a_second_run_is_refused_before_it_starts_ranks(holder, new_process, tmp
     said = capsys.readouterr().err
     assert refused.value.code == 1 and f"in use by process {process.pid}" in said
     assert said.count("\n") == 1 and time.perf_counter() - start < 30
-    code = "import runpy; runpy.run_path('training/train.py', run_name='__main__')"
-    done = new_process(code, "--recipe", recipe, *options)
-    assert done.returncode == 1 and f"in use by process {process.pid}" in done.stderr
+    succeeded, said = run_ranks(train_alone, ["--recipe", str(recipe), *options], ranks=1)
+    assert not succeeded and f"in use by process {process.pid}" in said
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before

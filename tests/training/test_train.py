@@ -2,9 +2,7 @@
 
 import json
 import os
-import runpy
 import shutil
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -22,7 +20,7 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
 from .ranks import run_ranks, started_ranks
-from .runs import RANK_VARIABLES, ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, train_with
+from .runs import ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, train_alone, train_with
 
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
@@ -203,16 +201,8 @@ def test_the_other_configurations_train_as_one_plain_process(stages, tmp_path, c
     assert_same_training(stages, tmp_path, *SHORT)
 
 
-def run_the_file(arguments: list[str]) -> None:
-    """training/train.py as a shell runs it: as no rank."""
-    for name in RANK_VARIABLES:
-        del os.environ[name]
-    sys.argv[1:] = arguments
-    runpy.run_path("training/train.py", run_name="__main__")
-
-
 def test_one_process_without_the_launcher(stages, tmp_path):
-    succeeded, printed = run_ranks(run_the_file, ["--recipe", str(stages), f"output={tmp_path}", *SHORT], ranks=1)
+    succeeded, printed = run_ranks(train_alone, ["--recipe", str(stages), f"output={tmp_path}", *SHORT], ranks=1)
     assert succeeded, printed[-3000:]
     assert "is not used" in printed
     assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(stages, *SHORT)[0], abs=1e-4)

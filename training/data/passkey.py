@@ -50,12 +50,11 @@ class Passkeys:
 class _Frame(NamedTuple):
     """A row without its fillers."""
 
-    key: str
+    fields: list[dict[str, str]]  # of each sentence: its key, and whose it is
     asked: int  # which of the sentences holds the answer
     sentences: list[list[int]]
     question: list[int]
     answer: list[int]
-    surprises: list[int]  # numbers of unpredictable first tokens of each sentence, then of the question
     length: int  # of the row that has no filler
 
 
@@ -129,7 +128,7 @@ class PasskeyTask:
         rows = self._rows(num_rows, num_tokens, generator, depth=None)
         passkeys = _stack(rows)
         input_ids = torch.cat([passkeys.prompt_ids_BN, passkeys.answer_ids_BA], dim=1)
-        labels = np.stack([_labels(row, background, generator) for row in rows])
+        labels = np.stack([self._labels(row, background, generator) for row in rows])
         return {"input_ids": input_ids, "labels": torch.from_numpy(labels)}
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
@@ -140,7 +139,7 @@ class PasskeyTask:
         frame = self._frame(total_length, generator)
         least = max(frame.length, math.ceil(shortest * total_length))
         row = self._fill(frame, int(generator.integers(least, total_length + 1)), generator, depth=None)
-        return Example(np.array(row.prompt + row.frame.answer), _labels(row, background, generator))
+        return Example(np.array(row.prompt + row.frame.answer), self._labels(row, background, generator))
 
     def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
         if depth is not None and not 0 <= depth <= 1:
@@ -162,14 +161,12 @@ class PasskeyTask:
         asked = int(generator.integers(self.num_keys))
         fields = [{"whose": of, "key": key} for of, key in zip(whose, keys, strict=True)]
         sentences = [self._encode(KEY.format(**field)) for field in fields]
-        surprises = [len(self._encode(FIRST_MENTION.format(**field))) for field in fields]
-        surprises.append(len(self._encode(FIRST_QUESTION.format(**fields[asked]))) if self.num_keys > 1 else 0)
         question, answer = (self._encode(text.format(**fields[asked])) for text in (QUESTION, ANSWER))
         question = question + self.after
         length = len(self.preamble) + sum(map(len, sentences)) + len(question) + len(answer)
         if length > num_tokens:
             raise ValueError(f"a passkey prompt needs {length} tokens and {num_tokens} are allowed: allow more.")
-        return _Frame(keys[asked], asked, sentences, question, answer, surprises, length)
+        return _Frame(fields, asked, sentences, question, answer, length)
 
     def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator, depth: float | None) -> _Row:
         """Puts each key into a gap between fillers; keys in the same gap keep the order in which they were drawn."""
@@ -186,6 +183,29 @@ class PasskeyTask:
         ids += self.filler * (fillers - done)
         return _Row(ids + frame.question, frame, [*starts, len(ids)])
 
+    def _surprises(self, frame: _Frame) -> list[int]:
+        """The numbers of unpredictable first tokens of each sentence, then of the question."""
+        firsts = [len(self._encode(FIRST_MENTION.format(**fields))) for fields in frame.fields]
+        question = FIRST_QUESTION.format(**frame.fields[frame.asked])
+        return [*firsts, len(self._encode(question)) if self.num_keys > 1 else 0]
+
+    def _labels(self, row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
+        """Labels [N + A]: the answer, and `background` tokens that can be predicted."""
+        input_ids = np.array(row.prompt + row.frame.answer)
+        predictable = np.ones(len(row.prompt), dtype=bool)
+        predictable[0] = False
+        for start, surprise in zip(row.starts, self._surprises(row.frame), strict=True):
+            predictable[start : start + surprise] = False
+        if background > predictable.sum():
+            raise ValueError(
+                f"background={background} and the text has {predictable.sum()} tokens that can be predicted: lower it."
+            )
+        labels = np.full(len(input_ids), IGNORE_INDEX)
+        labelled = [*generator.choice(np.flatnonzero(predictable), background, replace=False)]
+        labelled += range(len(row.prompt), len(input_ids))
+        labels[labelled] = input_ids[labelled]
+        return labels
+
 
 def _stack(rows: list[_Row]) -> Passkeys:
     if len({len(row.prompt) + len(row.frame.answer) for row in rows}) > 1:
@@ -193,24 +213,6 @@ def _stack(rows: list[_Row]) -> Passkeys:
     return Passkeys(
         torch.tensor([row.prompt for row in rows]),
         torch.tensor([row.frame.answer for row in rows]),
-        [row.frame.key for row in rows],
+        [row.frame.fields[row.frame.asked]["key"] for row in rows],
         [row.starts[row.frame.asked] for row in rows],
     )
-
-
-def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
-    """Labels [N + A]: the answer, and `background` tokens that can be predicted."""
-    input_ids = np.array(row.prompt + row.frame.answer)
-    predictable = np.ones(len(row.prompt), dtype=bool)
-    predictable[0] = False
-    for start, surprise in zip(row.starts, row.frame.surprises, strict=True):
-        predictable[start : start + surprise] = False
-    if background > predictable.sum():
-        raise ValueError(
-            f"background={background} and the text has {predictable.sum()} tokens that can be predicted: lower it."
-        )
-    labels = np.full(len(input_ids), IGNORE_INDEX)
-    labelled = [*generator.choice(np.flatnonzero(predictable), background, replace=False)]
-    labelled += range(len(row.prompt), len(input_ids))
-    labels[labelled] = input_ids[labelled]
-    return labels

@@ -79,10 +79,10 @@ def test_depths_and_uniform_places():
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
         passkeys = task.batch(2, length, np.random.default_rng(0), depth)
         assert passkeys.sentence_at_B == [start + int(4 * depth) * filler] * 2
-    places = task.batch(5_000, length, np.random.default_rng(0)).sentence_at_B
-    counts = np.bincount([(place - start) // filler for place in places], minlength=5)
+    passkeys = task.batch(5_000, length, np.random.default_rng(0))
+    counts = np.bincount([(place - start) // filler for place in passkeys.sentence_at_B], minlength=5)
     assert len(counts) == 5 and abs(counts - 1000).max() < 150  # five standard deviations
-    digits = "".join(task.batch(5_000, length, np.random.default_rng(1)).keys)
+    digits = "".join(passkeys.keys)
     assert abs(np.bincount([int(d) for d in digits], minlength=10) - 2000).max() < 220
 
 
@@ -166,29 +166,28 @@ def test_the_key_asked_for_is_there_once():
     assert len(all_asked) > 15
 
 
-def places_of(task, ids):
-    """The filler gap of each key sentence, in the order of the text: fillers begin "The grass"."""
+def places_of(task, passkeys):
+    """The filler gaps [B, 2] of the key asked for and of the other, counted in the text: fillers begin "The grass"."""
     grass, remember = task._encode("grass")[0], task._encode("Remember")[0]
-    return [int((ids[:at] == grass).sum()) for at in (ids == remember).nonzero()[:, 0]]
+    fillers_BN = (passkeys.prompt_ids_BN == grass).cumsum(1)
+    rows, at = (passkeys.prompt_ids_BN == remember).nonzero(as_tuple=True)
+    assert (rows.bincount() == 2).all()
+    gaps_B2, at_B2 = fillers_BN[rows, at].view(-1, 2), at.view(-1, 2)  # in the order of the text
+    is_asked_B2 = (at_B2 >= torch.tensor(passkeys.sentence_at_B)[:, None]).cumsum(1) == 1
+    assert (is_asked_B2.sum(1) == 1).all()
+    return torch.stack([gaps_B2[is_asked_B2], gaps_B2[~is_asked_B2]], dim=1).numpy()
 
 
 def test_several_places_are_uniform_and_independent():
     task = PasskeyTask(tokenizer_with_names(), num_keys=2)
     frame = len(task.preamble) + 2 * 26 + 14 + 4
     assert task.batch(1, frame, np.random.default_rng(0)).prompt_ids_BN.shape[1] == frame - 4
-    passkeys = task.batch(4_500, frame + 2 * len(task.filler), np.random.default_rng(0))
-    counts = np.zeros((3, 3))  # gap of the key asked for x gap of the other
-    for ids, at in zip(passkeys.prompt_ids_BN, passkeys.sentence_at_B, strict=True):
-        places, asked = places_of(task, ids), places_of(task, ids[: at + 15])
-        counts[asked[-1], places[2 - len(asked)]] += 1
-    assert abs(counts - 500).max() < 110, counts  # five standard deviations
-    passkeys = task.batch(600, frame + 2 * len(task.filler), np.random.default_rng(0), depth=0.5)
-    others = []
-    for ids, at in zip(passkeys.prompt_ids_BN, passkeys.sentence_at_B, strict=True):
-        places, asked = places_of(task, ids), places_of(task, ids[: at + 15])
-        assert asked[-1] == 1
-        others.append(places[2 - len(asked)])
-    assert abs(np.bincount(others, minlength=3) - 200).max() < 60
+    places = places_of(task, task.batch(4_500, frame + 2 * len(task.filler), np.random.default_rng(0)))
+    counts = np.bincount(places @ [3, 1], minlength=9)  # gap of the key asked for x gap of the other
+    assert len(counts) == 9 and abs(counts - 500).max() < 110, counts  # five standard deviations
+    places = places_of(task, task.batch(600, frame + 2 * len(task.filler), np.random.default_rng(0), depth=0.5))
+    assert set(places[:, 0]) == {1}
+    assert abs(np.bincount(places[:, 1], minlength=3) - 200).max() < 60
 
 
 def test_keys_that_meet_in_one_gap_stand_in_any_order():

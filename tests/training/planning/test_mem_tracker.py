@@ -11,9 +11,9 @@ from condense.training.planning.memory import estimate
 
 from .shapes import PLAIN, recipe
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 8}
-SHAPE |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 600, "tie_word_embeddings": True}
-ROWS, LENGTH, SEGMENT = 4, 256, 64
+SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 16}
+SHAPE |= {"num_key_value_heads": 8, "head_dim": 16, "vocab_size": 600, "tie_word_embeddings": True}
+ROWS, LENGTH, SEGMENT = 4, 192, 64
 
 
 def config_of(kind, family):

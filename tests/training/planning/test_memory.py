@@ -37,6 +37,10 @@ class Allocations(TorchDispatchMode):
         self.alive = self.peak = 0
         self.storages = {tensor.untyped_storage()._cdata: None for tensor in known}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiler runs here, and keeping it away from each operation takes longer than to count it
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
@@ -149,7 +153,7 @@ def test_checkpoints_keep_memories_and_nothing_else(dtype, attention):
     """Within 15 % the memories (rotary tables and token ids are the rest), within 10 % the peak."""
     for shape in SHAPES.values():
         config = LlamaConfig(**SMALL | shape)
-        for length, total, span in [(32, 160, None), (24, 182, 2)]:
+        for length, total, span in [(32, 160, None), (24, 134, 2)]:
             trained = recipe(total, 2, dtype, attention, True, segment_length=length, bptt_segments=span)
             kept, peak = measure(config, trained)
             assert estimate(config, trained, PLAIN, 1).memories == pytest.approx(kept, rel=0.15)

@@ -28,7 +28,8 @@ def words_of(text: str) -> list[str]:
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """One token per word of `texts`, per punctuation mark and per digit."""
-    words = sorted({word for text in texts for word in words_of(text)} | set("0123456789"))
+    parts = {part for text in texts for part in text.split()}  # each once: long texts repeat their words
+    words = sorted({*words_of(" ".join(parts)), *"0123456789"})
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = SPLIT

@@ -27,7 +27,7 @@ STOPPED = os.EX_TEMPFAIL  # exit code (75) of a run that a signal has stopped, a
 PLEASE_SAVE = signal.SIGUSR1  # asks a rank to write a checkpoint and to end
 SAVING_S = 600  # for the ranks to do so
 GRACE_S = 30  # between SIGTERM and SIGKILL
-INTERVAL_S = 1.0
+INTERVAL_S = 0.25
 RANK_OPTION = "--local_rank="  # given to each rank by DeepSpeed's launcher, and by no other
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
 POLL_S = 0.1

@@ -84,7 +84,7 @@ def test_files_and_their_counts(folder, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
     for name in FILES:
         documents = read(folder, name)
-        tokens = [tokenizer(" ".join(document.values()))["input_ids"] for document in documents]
+        tokens = tokenizer([" ".join(document.values()) for document in documents])["input_ids"]
         assert not any(tokenizer.unk_token_id in ids for ids in tokens)
         assert len(documents) == (400 if "train" in name else 40)
         assert f"{name}.jsonl: {len(documents)} documents, {sum(map(len, tokens)):,} tokens\n" in printed

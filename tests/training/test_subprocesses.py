@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from condense.training.subprocesses import end_with_parents, run_to_end
+from condense.training.subprocesses import INTERVAL_S, end_with_parents, run_to_end
 
 from .ranks import FORKS, run_ranks
 from .runs import ROOT, launch_command
@@ -90,7 +90,7 @@ def tree(tmp_path) -> Iterator[dict[str, list[psutil.Process]]]:
 )
 def test_no_rank_outlives_those_that_started_it(who, number, tree):
     everybody = [process for processes in tree.values() for process in processes]
-    time.sleep(1.5)  # the control: as long as nobody is stopped, all continue
+    time.sleep(2 * INTERVAL_S)  # the control: as long as nobody is stopped, all continue
     assert all(map(is_alive, everybody))
     os.kill(tree[who][0].pid, number)
     if (who, number) == ("front", signal.SIGTERM):  # which can wait for the others

@@ -3,8 +3,8 @@
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
 
+from contextlib import nullcontext
 from functools import cache, lru_cache
-from unittest.mock import patch
 
 import torch
 
@@ -39,30 +39,25 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
         def weigh(score, row, head, query, key):
             return score + log_duration_RK[row, key]
 
-    return _flex_kernel(compiled=not on_cpu)(
-        query_RHTE,
-        key_RGKE,
-        value_RGKE,
-        score_mod=weigh,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
-    )
+    # On a CPU torch would trace the call for each new mask, which takes seconds, and then run the same code.
+    eager = on_cpu and not torch.compiler.is_compiling()
+    with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+        return _flex_kernel(compiled=not on_cpu)(
+            query_RHTE,
+            key_RGKE,
+            value_RGKE,
+            score_mod=weigh,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
+        )
 
 
 @cache
 def _flex_kernel(compiled: bool):
-    from torch.nn.attention import flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
-    if compiled:
-        return torch.compile(flex_attention.flex_attention)
-
-    def plain(*args, **kwargs):
-        """On a CPU torch would trace the call for each new mask, which takes seconds, and then run the same code."""
-        with patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, create=True):
-            return flex_attention.flex_attention(*args, **kwargs)
-
-    return plain
+    return torch.compile(flex_attention) if compiled else flex_attention
 
 
 @lru_cache(maxsize=16)

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 DISTRIBUTION = "condense-llama"
 
-version, requires = cache(metadata.version), cache(metadata.requires)  # each reads and parses a file
+version, requires = metadata.version, cache(metadata.requires)  # which parses a long file
 
 
 def check_installed(command: str, extra: str, without: Collection[str] = ()) -> None:

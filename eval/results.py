@@ -128,9 +128,9 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         for text in _texts(figure):
             text.set_parse_math(False)
         figure.get_layout_engine().execute(figure)  # once for both files
-        figure.set_layout_engine(None)
+        figure.set_layout_engine("none")  # not the one of the user's settings
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path.with_suffix(".png"))
+        figure.savefig(path.with_suffix(".png"), dpi=DPI)
         with matplotlib.rc_context({"svg.hashsalt": "condense"}):
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     finally:

@@ -24,7 +24,8 @@ if __package__ in (None, ""):  # the launcher runs this file by its path, and pu
         del sys.path[0]
     if root not in sys.path:
         sys.path.insert(0, root)
-    gc.disable()  # until all is imported: imports leave no garbage, and looking for it takes a second
+    if __name__ == "__main__":  # no process that it starts
+        gc.disable()  # until all is imported: imports leave no garbage, and looking for it takes a second
 
 import torch
 import torch.distributed as dist

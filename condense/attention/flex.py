@@ -3,7 +3,6 @@
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
 
-from contextlib import nullcontext
 from functools import cache, lru_cache
 
 import torch
@@ -39,25 +38,22 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
         def weigh(score, row, head, query, key):
             return score + log_duration_RK[row, key]
 
-    # On a CPU torch would trace the call for each new mask, which takes seconds, and then run the same code.
-    eager = on_cpu and not torch.compiler.is_compiling()
-    with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-        return _flex_kernel(compiled=not on_cpu)(
-            query_RHTE,
-            key_RGKE,
-            value_RGKE,
-            score_mod=weigh,
-            block_mask=block_mask,
-            scale=scale,
-            enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
-        )
+    return _flex_kernel(compiled=not on_cpu)(
+        query_RHTE,
+        key_RGKE,
+        value_RGKE,
+        score_mod=weigh,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
+    )
 
 
 @cache
 def _flex_kernel(compiled: bool):
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention import flex_attention
 
-    return torch.compile(flex_attention) if compiled else flex_attention
+    return torch.compile(flex_attention.flex_attention) if compiled else flex_attention.flex_attention
 
 
 @lru_cache(maxsize=16)

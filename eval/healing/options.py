@@ -6,7 +6,7 @@ from typing import Annotated
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
-# What is trained, and on what. The last one is the stock model's weights with memories of each layer's input.
+# What is trained, and on what; the last one is not: the stock model's weights, with memories of each layer's input.
 METHODS = {
     "stock": "stock model, next tokens",
     "full": "folded model, next tokens",

@@ -206,7 +206,7 @@ class Healing(Task[Run]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Loss against tokens, and below it the loss of the trained models by segments before; a column a length."""
+        """Loss against tokens, and below it the loss at the end by segments before; a column a length."""
         lengths = _lengths(results)
         with picture(path, 2, len(lengths), figsize=(4 * len(lengths), 7), squeeze=False) as panels:
             for upper, lower, length in zip(*panels, lengths, strict=True):
@@ -215,8 +215,8 @@ class Healing(Task[Run]):
 
 
 def mean_loss(model: Any, texts: Sequence[torch.Tensor]) -> float:
-    """Over all tokens of texts [N] that can be predicted."""
-    with torch.no_grad():
+    """Over all tokens of texts [N] that can be predicted, in the precision in which the trainer validates."""
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=DTYPE == "bfloat16"):
         losses = [model(text[None].to(model.device), labels=text[None].to(model.device)).loss.item() for text in texts]
     return float(np.average(losses, weights=[len(text) - 1 for text in texts]))
 
@@ -269,7 +269,7 @@ def _methods(results: Results, length: int) -> list[str]:
 def _costs(results: Results) -> Table:
     tokens = results["tokens"]
     quarters = [len(tokens) // 4, len(tokens) // 2, len(tokens) - 1]
-    columns = ["segment [tokens]", "trained", "loss before", "after", "cost of folding"]
+    columns = ["segment [tokens]", "model", "loss before", "after", "cost of folding"]
     columns += [f"won back after {tokens[number]:,} tokens [%]" for number in quarters]
     columns += [f"tokens until {BAR:.0%} is won back"]
     rows: list[list[Any]] = []
@@ -294,7 +294,7 @@ def _costs(results: Results) -> Table:
 
 
 def _memories(results: Results) -> Table:
-    columns = ["segment [tokens]", "trained", "0 segments before", "1 before", "the most before", "the most"]
+    columns = ["segment [tokens]", "model", "0 segments before", "1 before", "the most before", "the most"]
     columns += ["worth of those beyond the last one", "interval over texts, worst seed", "segments measured"]
     rows = []
     for length in _lengths(results):
@@ -306,7 +306,7 @@ def _memories(results: Results) -> Table:
             row += [shown([run["further"] for run in runs], 4)]
             row += [f"{worst['further_low']:.4f} to {worst['further_high']:.4f}", runs[0]["segments"]]
             rows.append(row)
-    return Table("loss of the same segments by the segments before them, after training [nats a token]", columns, rows)
+    return Table("loss of the same segments by the segments before them, at the end [nats a token]", columns, rows)
 
 
 def _draw_losses(results: Results, length: int, panel: Any) -> None:

@@ -113,7 +113,7 @@ class Memory(Task[Trained]):
         no document to train on or to evaluate on is so long."""
         tokenizer, length = AutoTokenizer.from_pretrained(self.inputs / "tokenizer"), self.options.total_length
         for name, texts in zip(("--text", "--held-out"), self.texts, strict=True):
-            lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+            lengths = [len(ids) + 1 for ids in tokenizer(texts)["input_ids"]]  # a document ends with a token of its own
             if max(lengths) < length:
                 raise ValueError(
                     f"the longest document of {name} has {max(lengths):,} tokens, and a text in training has "

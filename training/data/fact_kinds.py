@@ -5,8 +5,8 @@ sentences are here.
 """
 
 import difflib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,8 @@ class Question(NamedTuple):
 
 
 class Story(NamedTuple):
-    """Sentences in order, and all questions of the story's kind about them, in random order."""
+    """Sentences in order, and questions of the story's kind about them: a random one first, then, in a fixed order,
+    others whose answers no other question tells."""
 
     facts: list[str]
     questions: list[Question]
@@ -64,10 +65,6 @@ class Kind(NamedTuple):
 
 def pick(generator: np.random.Generator, items: Sequence[str]) -> str:
     return items[int(generator.integers(len(items)))]
-
-
-def shuffled(generator: np.random.Generator, items: Sequence[Any]) -> list[Any]:
-    return [items[number] for number in generator.permutation(len(items))]
 
 
 class World:
@@ -123,8 +120,8 @@ class World:
             self.move(person)
 
 
-def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> World:
-    """A world in which somebody takes a thing and then moves `num_moves` times, among other facts."""
+def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> tuple[World, str]:
+    """A world in which somebody takes a thing and then moves `num_moves` times, among other facts; and the thing."""
     world, person, thing = World(generator), pick(generator, PEOPLE), pick(generator, THINGS)
     needed = sorted(generator.choice(num_facts, 1 + num_moves, replace=False))
     for number in range(num_facts):
@@ -134,7 +131,12 @@ def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> Wor
             world.move(person)
         else:
             world.anything(untouched=thing if number < needed[0] else None)
-    return world
+    return world, thing
+
+
+def first_of(items: Iterable[str], first: str) -> list[str]:
+    """The items, `first` before the others."""
+    return [first, *(item for item in items if item != first)]
 
 
 def one_fact(generator: np.random.Generator, num_facts: int) -> Story:
@@ -142,29 +144,30 @@ def one_fact(generator: np.random.Generator, num_facts: int) -> Story:
     world = World(generator)
     for _ in range(num_facts):
         world.move(pick(generator, PEOPLE))
-    asked = [Question(WHERE_PERSON.format(person=person), place) for person, place in world.place_of.items()]
-    return Story(world.facts, shuffled(generator, asked))
+    people = first_of(world.place_of, pick(generator, list(world.place_of)))
+    asked = [Question(WHERE_PERSON.format(person=person), world.place_of[person]) for person in people]
+    return Story(world.facts, asked)
 
 
 def two_facts(generator: np.random.Generator, num_facts: int) -> Story:
     """Where is a thing that somebody has taken along?"""
-    world = carry(generator, num_facts, num_moves=1)
-    known = {thing: places for thing, places in world.places_of.items() if places}
-    asked = [Question(WHERE_THING.format(thing=thing), places[-1]) for thing, places in known.items()]
-    return Story(world.facts, shuffled(generator, asked))
+    world, thing = carry(generator, num_facts, num_moves=1)
+    things = first_of((other for other, places in world.places_of.items() if places), thing)
+    asked = [Question(WHERE_THING.format(thing=thing), world.places_of[thing][-1]) for thing in things]
+    return Story(world.facts, asked)
 
 
 def three_facts(generator: np.random.Generator, num_facts: int) -> Story:
     """Where was a thing before the place where it is now?"""
     while True:  # somebody may have put the thing down before the second move
-        world = carry(generator, num_facts, num_moves=2)
+        world, thing = carry(generator, num_facts, num_moves=2)
         moved = {thing: places for thing, places in world.places_of.items() if len(places) > 1}
-        if moved:
+        if thing in moved:
             asked = [
-                Question(WHERE_BEFORE.format(thing=thing, place=places[-1]), places[-2])
-                for thing, places in moved.items()
+                Question(WHERE_BEFORE.format(thing=thing, place=moved[thing][-1]), moved[thing][-2])
+                for thing in first_of(moved, thing)
             ]
-            return Story(world.facts, shuffled(generator, asked))
+            return Story(world.facts, asked)
 
 
 def two_arguments(generator: np.random.Generator, num_facts: int) -> Story:
@@ -182,9 +185,12 @@ def two_arguments(generator: np.random.Generator, num_facts: int) -> Story:
         if {place, other} not in [{fact["place"], fact["other"]} for fact in told]:
             told.append({"place": place, "direction": direction, "other": other})
     told = told[:num_facts]
-    roles = zip(WHICH_PLACE, ("place", "other"), strict=True)
-    asked = [Question(text.format(**fact), fact[role]) for text, role in roles for fact in told]
-    return Story([RELATION.format(**fact) for fact in told], shuffled(generator, asked))
+    first, which = int(generator.integers(len(told))), int(generator.integers(2))
+    asked = []
+    for fact in [told[first], *told[:first], *told[first + 1 :]]:  # of each fact one side, in turn
+        asked.append(Question(WHICH_PLACE[which].format(**fact), fact[("place", "other")[which]]))
+        which = 1 - which
+    return Story([RELATION.format(**fact) for fact in told], asked)
 
 
 def three_arguments(generator: np.random.Generator, num_facts: int) -> Story:
@@ -198,12 +204,17 @@ def three_arguments(generator: np.random.Generator, num_facts: int) -> Story:
         holder_of[thing] = receiver
         given.append({"person": person, "thing": thing, "receiver": receiver})
     facts = [pick(generator, GIFTS).format(**gift) for gift in given]
-    questions = {  # the last answer to a question holds
-        text.format(**gift): gift[role]
-        for gift in given
-        for text, role in ((WHO_GAVE, "person"), (WHO_GOT, "receiver"), (WHAT_GIVEN, "thing"))
-    }
-    return Story(facts, shuffled(generator, [Question(text, answer) for text, answer in questions.items()]))
+    first, role = int(generator.integers(len(given))), int(generator.integers(3))
+    told, asked = list[dict[str, str]](), list[Question]()  # what the questions and their answers say
+    for gift in [given[first], *given[:first], *given[first + 1 :]]:
+        name, text = [("person", WHO_GAVE), ("receiver", WHO_GOT), ("thing", WHAT_GIVEN)][role]
+        others = {other: word for other, word in gift.items() if other != name}
+        last = next(later for later in reversed(given) if others.items() <= later.items())
+        if last not in told:
+            told.append(last)
+            asked.append(Question(text.format(**others), last[name]))
+            role = (role + 1) % 3  # of each gift one word, in turn
+    return Story(facts, asked)
 
 
 KINDS = {

@@ -51,14 +51,14 @@ class FactsTask:
         sentences: Iterable[str] | None = None,
         questions: int = 1,
     ):
-        """A text has at most `facts` facts, and a text to train on at most `questions` questions: as many as its story
-        answers. `sentences` are the background; None: those of the passkey task's filler.
+        """A text has at most `facts` facts, and a text to train on at most `questions` questions, each about
+        another fact. `sentences` are the background; None: those of the passkey task's filler.
 
         Raises `ValueError` for unknown kinds, for too few facts, for a tokenizer that does not know the words of the
         facts, and for no sentences.
         """
         check_kinds(kinds, facts)
-        self.tokenizer, self.kinds, self.facts, self.questions = tokenizer, kinds, facts, questions
+        self.tokenizer, self.kinds, self.facts, self.questions = tokenizer, kinds, facts, min(questions, facts)
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         self._check_words()
         self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -142,7 +142,10 @@ class FactsTask:
         story = tell(kind, self.facts, generator)
         facts = [self._encode(fact) for fact in story.facts]
         end, is_answer, answer = list[int](), list[bool](), list[int]()
-        for question in story.questions[:most_questions]:
+        first, *others = story.questions
+        if most_questions > 1:  # one question needs no random numbers
+            others = [others[number] for number in generator.permutation(len(others))]
+        for question in [first, *others[: most_questions - 1]]:
             asked = self._encode(QUESTION.format(question=question.text))
             end += [*answer, *asked]
             is_answer += [True] * len(answer) + [False] * len(asked)

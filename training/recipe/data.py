@@ -117,7 +117,7 @@ class FactsData(GeneratedData):
         6, ge=1, description="in a text, at most; each text has any number from the fewest that its kind needs"
     )
     questions: int = Field(
-        1, ge=1, description="in a text to train on, at most, each about something else; `condense eval facts` asks one"
+        1, ge=1, description="in a text to train on, at most, each about another fact; `condense eval facts` asks one"
     )
     sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
 

@@ -130,6 +130,7 @@ def test_labels(task, tokenizer):
 def test_several_questions_in_a_text_to_train_on(tokenizer):
     """Each answer has labels and follows from the facts, whatever stands between; a story with fewer asks all."""
     task = FactsTask(tokenizer, facts=5, sentences=SENTENCES, questions=3)
+    assert FactsTask(tokenizer, facts=5, sentences=SENTENCES, questions=40).questions == 5  # one about each fact
     batch = task.training_batch(60, 140, 2, np.random.default_rng(4))
     counts = set()
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
@@ -148,6 +149,31 @@ def test_several_questions_in_a_text_to_train_on(tokenizer):
     assert (one.input_ids == other.input_ids).all()  # an evaluation asks one
     with pytest.raises(ValueError, match="5 facts with 3 questions, the answers .*: allow more, or fewer facts or que"):
         task.training_batch(1, 50, 0, np.random.default_rng(0))
+
+
+TOLD = {  # what a question and its answer say together
+    r"What lies directly (\w+) of the (\w+)\?": lambda answer, way, other: (answer, way, other),
+    r"What does the (\w+) lie directly (\w+) of\?": lambda answer, place, way: (place, way, answer),
+    r"Who gave the (\w+) to (\w+)\?": lambda answer, thing, receiver: (answer, thing, receiver),
+    r"Who got the (\w+) from (\w+)\?": lambda answer, thing, person: (person, thing, answer),
+    r"What did (\w+) give to (\w+)\?": lambda answer, person, receiver: (person, answer, receiver),
+    r"(Where .*)": lambda answer, text: text,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_question_tells_another_answer(kind):
+    generator, several = np.random.default_rng(3), 0
+    for _ in range(500):
+        told = [
+            tells(question.answer, *match.groups())
+            for question in tell(kind, 8, generator).questions
+            for pattern, tells in TOLD.items()
+            if (match := re.fullmatch(pattern, question.text))
+        ]
+        assert 1 <= len(set(told)) == len(told) <= 8
+        several += len(told) > 1
+    assert several > 20
 
 
 def test_sequences_by_number(tokenizer):

@@ -95,7 +95,7 @@ class Grid(Task[Batch]):
         """A heat map per model."""
         models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
         label = max(len(cls.label(row)) for row in rows)
-        size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), (1.7 + 0.42 * len(rows)) * len(models))
+        size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows)) * len(models))
         with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
             for axes, model in zip(panels[:, 0], models, strict=True):
                 cls._heat_map(axes, model["name"], results, lengths, rows)
@@ -113,10 +113,13 @@ class Grid(Task[Batch]):
         axes.set_title(shown, fontsize=10)
         trained = results["longest_trained"][name]
         if trained and trained < lengths[-1]:
-            border = sum(length <= trained for length in lengths) - 0.5
-            axes.axvline(border, color="black", linewidth=2)
-            axes.text(border + 0.05, -0.62, "never trained", fontsize=8, ha="left")
-            axes.text(border - 0.05, -0.62, "trained", fontsize=8, ha="right")
+            num_trained = sum(length <= trained for length in lengths)
+            border = num_trained - 0.5
+            above = {"xy": (border, 1), "xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+            axes.annotate("never trained", xytext=(3, 4), fontsize=8, ha="left", **above)
+            if num_trained:
+                axes.axvline(border, color="black", linewidth=2)
+                axes.annotate("trained", xytext=(-3, 4), fontsize=8, ha="right", **above)
             axes.set_title(shown, fontsize=10, pad=18)
 
 

@@ -227,3 +227,18 @@ def test_mistakes_are_named(tmp_path, oracle):
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
     with pytest.raises(ValueError, match="holds no model.safetensors"):
         evaluate("passkey", tmp_path, models=[str(tmp_path)], lengths=[80])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "texts", "lines"),
+    [((40, 80), [], 0), ((40, 160), ["never trained", "trained"], 1), ((160, 320), ["never trained"], 0)],
+)
+def test_a_picture_says_which_lengths_were_trained(lengths, texts, lines):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    cells = [{"model": "small", "length": length, "depth": 0.0, "accuracy": 1.0} for length in lengths]
+    results = {"cells": cells, "longest_trained": {"small": 80}}
+    Passkey._heat_map(axes, "small", results, lengths, [0.0])
+    assert [text.get_text() for text in axes.texts if "trained" in text.get_text()] == texts
+    assert len(axes.lines) == lines

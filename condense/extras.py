@@ -3,13 +3,13 @@
 from collections.abc import Collection
 from functools import cache
 from importlib import metadata
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 
 DISTRIBUTION = "condense-llama"
 
-version, requires = metadata.version, cache(metadata.requires)  # which parses a long file
+requires = cache(metadata.requires)  # parses a long file
 
 
 def check_installed(command: str, extra: str, without: Collection[str] = ()) -> None:

@@ -6,13 +6,14 @@ from typing import Annotated
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
-# What is trained, and on what; the last one is not: the stock model's weights, with memories of each layer's input.
+UNTRAINED = "transformer_xl"  # the stock model's weights, with memories of each layer's input
+# What is trained, and on what.
 METHODS = {
     "stock": "stock model, next tokens",
     "full": "folded model, next tokens",
     "distill": "folded model, distillation",
     "lora": "adapters of the folded model, distillation",
-    "transformer_xl": "not trained, Transformer-XL's memory",
+    UNTRAINED: "not trained, Transformer-XL's memory",
 }
 
 
@@ -53,7 +54,7 @@ class HealingOptions(Options):
         super().__post_init__()
         if (self.text is None) != (self.held_out is None):
             raise ValueError("--text and --held-out belong together: pass both, or none for the model's own samples.")
-        if set(self.methods) <= {"stock", "transformer_xl"}:
+        if set(self.methods) <= {"stock", UNTRAINED}:
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model; stock is always run.")
         if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:
             raise ValueError(

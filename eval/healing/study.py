@@ -34,13 +34,13 @@ from ..statistics import bootstrap
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
 from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
-from .options import METHODS, HealingOptions
+from .options import METHODS, UNTRAINED, HealingOptions
 
 DISTILLED = ("distill", "lora")
 VALIDATIONS = 16  # of a run, after the one before its first step
 BAR = 0.8  # of the cost: the tokens until so much is won back are in the table
 COLORS = {
-    "stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green", "transformer_xl": "tab:red",
+    "stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green", UNTRAINED: "tab:red",
 }  # fmt: skip
 
 
@@ -50,6 +50,10 @@ class Run(NamedTuple):
     method: str
     segment_length: int
     seed: int
+
+    @property
+    def is_trained(self) -> bool:
+        return self.method != UNTRAINED
 
     @property
     def folder(self) -> str:
@@ -69,7 +73,7 @@ class Healing(Task[Run]):
         if options.text is not None and options.held_out is not None:
             check_apart([options.text], [options.held_out])
         for item in self.items():  # what can't be trained is refused before anything is
-            if item.seed == 0 and item.method != "transformer_xl":
+            if item.seed == 0 and item.is_trained:
                 check_run(self.recipe(item), 1, None)
         config = self.recipe(Run("stock", 0, 0)).model.load_config()
         check_full_attention(config, options.total_length, "the stock model that folded ones are compared with")
@@ -87,10 +91,8 @@ class Healing(Task[Run]):
         for seed in range(self.options.seeds):
             found.append(Run("stock", 0, seed))  # its loss before training is what others are compared with
             methods = [method for method in self.options.methods if method != "stock"]
-            if seed:  # what is not trained is the same with all seeds
-                methods = [method for method in methods if method != "transformer_xl"]
             found += [Run(method, length, seed) for length in self.options.segment_lengths for method in methods]
-        return found
+        return [run for run in found if run.is_trained or run.seed == 0]  # not trained, it is the same with all seeds
 
     def key(self, item: Run) -> Key:
         return {"method": item.method, "segment_length": item.segment_length, "seed": item.seed}
@@ -128,7 +130,7 @@ class Healing(Task[Run]):
         return Recipe.model_validate(fields)
 
     def measure(self, item: Run) -> Record:
-        if item.method == "transformer_xl":
+        if not item.is_trained:
             model = self._transformer_xl(item.segment_length)
             curve = [{"step": 0, "loss": mean_loss(model, self.held_out)}]
             return {"curve": curve, "memory": memory_worth(model, self.held_out, item.segment_length)}
@@ -173,7 +175,7 @@ class Healing(Task[Run]):
         for run, record in measured:
             losses = [point["loss"] for point in record["curve"]]
             found = {**self.key(run), "losses": losses, "cost": losses[0] - stock}
-            if run.method == "transformer_xl":
+            if not run.is_trained:
                 found |= record["memory"]
             elif run.segment_length:
                 trained = [point["loss"] for point in by_run[Run("stock", 0, run.seed)]["curve"]]
@@ -278,12 +280,11 @@ def _costs(results: Results) -> Table:
             runs = _select(results, method, length)
             # Before training all seeds are the same model.
             before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
-            if not length or method == "transformer_xl":
-                after = "-" if method == "transformer_xl" else after
-                cost = f"{runs[0]['cost']:.4f}" if length else "-"
-                rows.append([length or "-", METHODS[method], before, after, cost, *["-"] * (len(columns) - 5)])
+            cost = f"{runs[0]['cost']:.4f}" if length else "-"
+            row = [length or "-", METHODS[method], before, "-" if method == UNTRAINED else after, cost]
+            if "won_back" not in runs[0]:
+                rows.append([*row, *["-"] * (len(columns) - len(row))])
                 continue
-            row = [length, METHODS[method], before, after, f"{runs[0]['cost']:.4f}"]
             if runs[0]["won_back"] is None:
                 rows.append([*row, "folding costs nothing", *["-"] * (len(columns) - len(row) - 1)])
                 continue
@@ -313,7 +314,7 @@ def _draw_losses(results: Results, length: int, panel: Any) -> None:
     tokens, folded = results["tokens"], _methods(results, length)
     for method in ("stock", *folded):
         runs = _select(results, method, 0 if method == "stock" else length)
-        if method == "transformer_xl":
+        if method == UNTRAINED:
             panel.axhline(
                 runs[0]["losses"][0], color=COLORS[method], linestyle=":", linewidth=0.8, label=METHODS[method]
             )

@@ -42,8 +42,20 @@ def passkey_tokenizer() -> PreTrainedTokenizerFast:
     return word_tokenizer(PASSKEY_TEXTS)
 
 
-def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, layers: int = 2) -> LlamaForCausalLM:
-    """Raises `ValueError` for a width that four heads can't share, and for no layer."""
+def small_llama(
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    width: int = 64,
+    layers: int = 2,
+    initializer_range: float = 0.02,
+    rope_theta: float = 10_000.0,
+) -> LlamaForCausalLM:
+    """Raises `ValueError` for a width that four heads can't share, and for no layer.
+
+    `initializer_range` is the standard deviation of the first weights; 0.02 is small for widths below 256.
+    `rope_theta` is the base of the rotary frequencies: with a small one a narrow head tells tokens that are one to ten
+    positions away apart.
+    """
     if width < 8 or width % 8:
         raise ValueError(f"width={width}: four heads of an even size need a multiple of 8.")
     if layers < 1:
@@ -58,6 +70,8 @@ def small_llama(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 64, 
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=2**20,
+            initializer_range=initializer_range,
+            rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -15,7 +15,19 @@ import torch
 from .background import Background, sentences_of
 from .encoding import encode_within
 from .examples import IGNORE_INDEX, Example
-from .fact_kinds import ANSWERS, KINDS, QUESTION, QUESTIONS, TEMPLATES, WORDS, all_texts, check_kinds, tell
+from .fact_kinds import (
+    ANSWERS,
+    KINDS,
+    QUESTION,
+    QUESTIONS,
+    TEMPLATES,
+    WORDS,
+    Question,
+    Story,
+    all_texts,
+    check_kinds,
+    tell,
+)  # fmt: skip
 from .passkey import FILLER
 
 ENCODED_TEXTS = 2**16  # kept: more than there are sentences of facts
@@ -50,21 +62,25 @@ class FactsTask:
         facts: int = 6,
         sentences: Iterable[str] | None = None,
         questions: int = 1,
+        brief: float = 0.0,
     ):
-        """A text has at most `facts` facts, and a text to train on at most `questions` questions, each about
-        another fact. `sentences` are the background; None: those of the passkey task's filler.
+        """A text has at most `facts` facts. A text to train on has at most `questions` questions, each about another
+        fact, no more than it has room for; `brief` is the share of them that are asked without "Answer:" and
+        punctuation, so that most answers directly follow the word that they are looked up by. `sentences` are the
+        background; None: those of the passkey task's filler.
 
         Raises `ValueError` for unknown kinds, for too few facts, for a tokenizer that does not know the words of the
         facts, and for no sentences.
         """
         check_kinds(kinds, facts)
-        self.tokenizer, self.kinds, self.facts, self.questions = tokenizer, kinds, facts, min(questions, facts)
+        self.tokenizer, self.kinds, self.facts = tokenizer, kinds, facts
+        self.questions, self.brief = min(questions, facts), brief
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         self._check_words()
         self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.background = Background(tokenizer, sentences_of(FILLER) if sentences is None else sentences)
         self.longest_answer = max(len(self._encode(answer)) for answer in ANSWERS)
-        self.longest_frame, self.longest_question = self._longest_frame()
+        self.longest_frame = self._longest_frame()
 
     def _tokenize(self, text: str) -> list[int]:
         return encode_within(self.tokenizer, [f" {text}"])[0]
@@ -81,23 +97,20 @@ class FactsTask:
                 "condense.training.facts_data` makes."
             )
 
-    def _longest_frame(self) -> tuple[int, int]:
-        """The tokens of the longest facts with one question, and of the longest question, with the longest words."""
+    def _longest_frame(self) -> int:
+        """The tokens of the longest facts with one question, with the longest words."""
         words = {role: max(options, key=lambda word: len(self._encode(word))) for role, options in WORDS.items()}
         fact = max(len(self._encode(text.format(**words))) for text in TEMPLATES)
         question = max(len(self._encode(QUESTION.format(question=text.format(**words)))) for text in QUESTIONS)
-        return len(self.start) + self.facts * fact + question, question
+        return len(self.start) + self.facts * fact + question
 
-    def check_fits(self, num_tokens: int, background: int = 0, questions: int = 1) -> None:
-        """Raises `ValueError` where a text with its answers and `background` more tokens may not fit."""
+    def check_fits(self, num_tokens: int, background: int = 0) -> None:
+        """Raises `ValueError` where a text with one question, its answer and `background` more tokens may not fit."""
         needed = self.longest_frame + self.longest_answer + self._least_background(background)
-        needed += (questions - 1) * (self.longest_question + self.longest_answer)
         if needed > num_tokens:
-            asked = "their question, the answer" if questions == 1 else f"{questions} questions, the answers"
-            fewer = "fewer facts" if questions == 1 else "fewer facts or questions"
             raise ValueError(
-                f"{self.facts} facts with {asked} and {background} tokens of background need up to "
-                f"{needed} tokens, and {num_tokens} are allowed: allow more, or {fewer}."
+                f"{self.facts} facts with their question, the answer and {background} tokens of background need up to "
+                f"{needed} tokens, and {num_tokens} are allowed: allow more, or fewer facts."
             )
 
     def _least_background(self, background: int) -> int:
@@ -107,7 +120,9 @@ class FactsTask:
     def prompt(self, kind: str, num_tokens: int, generator: np.random.Generator) -> Prompt:
         """A prompt with one question of a kind. It leaves room for the longest answer: all prompts are equally long."""
         self.check_fits(num_tokens)
-        return self._fill(self._frame(kind, 1, generator), num_tokens - self.longest_answer, generator)
+        story = tell(kind, self.facts, generator)
+        frame = self._frame(story, story.questions[:1], [False])
+        return self._fill(frame, num_tokens - self.longest_answer, generator)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.background.tokens.tobytes()).hexdigest()
@@ -119,8 +134,9 @@ class FactsTask:
 
         What facts and questions say is random: they have no labels.
         """
-        self.check_fits(num_tokens, background, self.questions)
-        rows = [self._text(self._draw(generator), num_tokens, background, generator) for _ in range(num_rows)]
+        self.check_fits(num_tokens, background)
+        room = num_tokens - self._least_background(background)
+        rows = [self._text(self._draw(room, generator), num_tokens, background, generator) for _ in range(num_rows)]
         return {
             "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
             "labels": torch.from_numpy(np.stack([row.labels for row in rows])),
@@ -128,25 +144,32 @@ class FactsTask:
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
         """A text with its answers and labels as in a training batch, of any length from `shortest` of the total on."""
-        self.check_fits(total_length, background, self.questions)
-        frame = self._draw(generator)
+        self.check_fits(total_length, background)
+        frame = self._draw(total_length - self._least_background(background), generator)
         least = max(
             frame.length + len(frame.answer) + self._least_background(background), math.ceil(shortest * total_length)
         )
         return self._text(frame, int(generator.integers(least, total_length + 1)), background, generator)
 
-    def _draw(self, generator: np.random.Generator) -> _Frame:
-        return self._frame(self.kinds[int(generator.integers(len(self.kinds)))], self.questions, generator)
+    def _draw(self, room: int, generator: np.random.Generator) -> _Frame:
+        """The frame of a random text to train on: of at most `room` tokens with its last answer."""
+        story = tell(self.kinds[int(generator.integers(len(self.kinds)))], self.facts, generator)
+        questions = story.questions[:1]
+        if self.questions > 1:  # one question needs no random numbers
+            others = [story.questions[1:][number] for number in generator.permutation(len(story.questions) - 1)]
+            questions += others[: int(generator.integers(self.questions))]
+        is_brief = [self.brief > 0 and generator.random() < self.brief for _ in questions]
+        while True:
+            frame = self._frame(story, questions, is_brief)
+            if len(questions) == 1 or frame.length + len(frame.answer) <= room:
+                return frame
+            questions, is_brief = questions[:-1], is_brief[:-1]
 
-    def _frame(self, kind: str, most_questions: int, generator: np.random.Generator) -> _Frame:
-        story = tell(kind, self.facts, generator)
+    def _frame(self, story: Story, questions: Sequence[Question], is_brief: Sequence[bool]) -> _Frame:
         facts = [self._encode(fact) for fact in story.facts]
         end, is_answer, answer = list[int](), list[bool](), list[int]()
-        first, *others = story.questions
-        if most_questions > 1:  # one question needs no random numbers
-            others = [others[number] for number in generator.permutation(len(others))]
-        for question in [first, *others[: most_questions - 1]]:
-            asked = self._encode(QUESTION.format(question=question.text))
+        for question, brief in zip(questions, is_brief, strict=True):
+            asked = self._encode(question.text.rstrip("?") if brief else QUESTION.format(question=question.text))
             end += [*answer, *asked]
             is_answer += [True] * len(answer) + [False] * len(asked)
             answer = self._encode(question.answer)

@@ -117,7 +117,17 @@ class FactsData(GeneratedData):
         6, ge=1, description="in a text, at most; each text has any number from the fewest that its kind needs"
     )
     questions: int = Field(
-        1, ge=1, description="in a text to train on, at most, each about another fact; `condense eval facts` asks one"
+        1,
+        ge=1,
+        description="in a text to train on, at most, each about another fact, no more than it has room for; "
+        "`condense eval facts` asks one",
+    )
+    brief: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the questions in training that are asked without punctuation and `Answer:`, so that the "
+        "answer directly follows the word that it is looked up by: learned far sooner",
     )
     sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
 

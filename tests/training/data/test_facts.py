@@ -147,8 +147,47 @@ def test_several_questions_in_a_text_to_train_on(tokenizer):
     alone, prompt = (FactsTask(tokenizer, facts=5, sentences=SENTENCES, questions=most) for most in (1, 3))
     one, other = (each.prompt("one_fact", 140, np.random.default_rng(4)) for each in (alone, prompt))
     assert (one.input_ids == other.input_ids).all()  # an evaluation asks one
-    with pytest.raises(ValueError, match="5 facts with 3 questions, the answers .*: allow more, or fewer facts or que"):
-        task.training_batch(1, 50, 0, np.random.default_rng(0))
+
+
+def test_a_text_has_as_many_questions_as_it_has_room_for(tokenizer):
+    task, fewer = FactsTask(tokenizer, facts=5, sentences=SENTENCES, questions=5), 0
+    for seed in range(100):
+        texts = [
+            tokenizer.decode(task.training_batch(1, length, 0, np.random.default_rng(seed))["input_ids"][0])
+            for length in (75, 200)
+        ]
+        (said, *asked), (_, *all_asked) = (f"{text} ".split("Question : ") for text in texts)
+        assert asked and asked == all_asked[: len(asked)]
+        if len(asked) < len(all_asked):
+            fewer += 1
+            words = said.split()
+            own = [
+                word
+                for before, word in zip(["", *words], words, strict=False)
+                if not re.match(r"[wvu]\d", word) and not (word == "." and re.match(r"[wvu]\d|<s>", before))
+            ]
+            needed = len(own) + sum(2 + len(question.split()) for question in all_asked[: len(asked) + 1])
+            assert needed > 75  # without any background
+    assert fewer > 5
+
+
+def test_brief_questions(tokenizer):
+    """The answer directly follows the question's last word, and an evaluation asks none."""
+    task, brief = (FactsTask(tokenizer, ["one_fact"], 4, SENTENCES, 2, share) for share in (0.3, 1.0))
+    texts = [
+        plain(tokenizer.decode(task.training_batch(1, 120, 0, np.random.default_rng(seed))["input_ids"][0][1:]))
+        for seed in range(200)
+    ]
+    asked = [match for text in texts for match in re.findall(r"(Question: )?Where is (\w+)(\? Answer:)? (\w+)", text)]
+    assert all(bool(start) == bool(end) for start, _, end, _ in asked)
+    assert 0.2 < sum(not start for start, *_ in asked) / len(asked) < 0.4
+    for text in texts:
+        facts = re.split(r"(?:Question: )?Where is", text)[0]
+        for _, person, _, answer in re.findall(r"(Question: )?Where is (\w+)(\? Answer:)? (\w+)", text):
+            assert answer_to(f"{facts}Question: Where is {person}?") == answer
+    only = [brief.training_batch(1, 120, 0, np.random.default_rng(seed)) for seed in range(20)]
+    assert not any("Question" in tokenizer.decode(batch["input_ids"][0]) for batch in only)
+    assert "Answer :" in tokenizer.decode(brief.prompt("one_fact", 120, np.random.default_rng(0)).input_ids)
 
 
 TOLD = {  # what a question and its answer say together

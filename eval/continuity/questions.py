@@ -1,15 +1,15 @@
-"""Questions that teach a small model to count and to add, and a small Llama to train on them: for the probes.
+"""Questions that teach a small model to count, to add and to answer, and small Llamas to train on them: for the probes.
 
     python -m condense.eval.continuity.questions FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
 
 All tokens have a duration of one unit. The pairs of numbers, the passages and the whole tutorials of the probes are
 left out. Each of their words occurs equally often with every count: a count that is left out would teach the model that
-the word has another one.
+the word has another one. Of the probes between two words the ends are taught, see `answers`.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -19,6 +19,7 @@ from transformers.utils import logging
 from condense.training.data.passkey import PASSKEY_TEXTS
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from .answers import Answering
 from .data import load
 from .prompts import (
     BOOLEAN_TEMPLATES,
@@ -147,20 +148,30 @@ def _all_texts(counting: Counting) -> Iterator[str]:
 def write_questions(
     folder: Path, seed: int, num_questions: int = NUM_QUESTIONS, width: int = 128, layers: int = 3
 ) -> None:
-    """Writes FOLDER/counting.jsonl and adding.jsonl, and FOLDER/llama."""
+    """Writes FOLDER/counting.jsonl and adding.jsonl, FOLDER/answering.jsonl, and a Llama for each of both lines:
+    FOLDER/llama and FOLDER/answering_llama."""
     folder.mkdir(parents=True, exist_ok=True)
-    counting, adding = Counting(Random(seed)), Adding(Random(seed))
-    makers: dict[str, Callable[[], Question]] = {"counting": counting.question, "adding": adding.question}
+    counting, adding, answering = Counting(Random(seed)), Adding(Random(seed)), Answering(Random(seed))
+    makers: dict[str, Callable[[], Question]] = {
+        "counting": counting.question,
+        "adding": adding.question,
+        "answering": answering.question,
+    }
     for name, make in makers.items():
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(make()) + "\n" for _ in range(num_questions))
-    tokenizer = word_tokenizer(list(_all_texts(counting)))
+    _write_llama(folder / "llama", _all_texts(counting), seed, width, layers)
+    _write_llama(folder / "answering_llama", answering.texts(), seed, width, layers)
+
+
+def _write_llama(folder: Path, texts: Iterable[str], seed: int, width: int, layers: int) -> None:
+    tokenizer = word_tokenizer(list(texts))
     first = tokenizer.bos_token  # before each question, as the tokenizer of a Llama puts it
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
     )
-    small_llama(tokenizer, seed, width, layers).save_pretrained(folder / "llama")
-    tokenizer.save_pretrained(folder / "llama")
+    small_llama(tokenizer, seed, width, layers).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def main() -> None:
@@ -173,7 +184,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     write_questions(arguments.folder, arguments.seed, arguments.questions, arguments.width, arguments.layers)
-    print(f"{arguments.folder}: {arguments.questions:,} questions to count and as many to add, and a Llama to ask")
+    kinds = "questions to count, as many to add and to answer"
+    print(f"{arguments.folder}: {arguments.questions:,} {kinds}, and Llamas to ask")
 
 
 if __name__ == "__main__":

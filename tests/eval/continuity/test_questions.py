@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from condense.eval.continuity import questions
+from condense.eval.continuity import answers, questions
 from condense.eval.continuity.data import load
 from condense.eval.continuity.probes import PROBES
 from condense.eval.continuity.prompts import FILLER, PAIRS
@@ -139,6 +139,42 @@ def test_the_probes_own_tutorials_are_left_out(folder, monkeypatch):
     assert found == {1, 3, 4, 5, 6, 7, 8, 9}
 
 
+def probed_ends(template):
+    """The texts at both ends of every path of the probes, and whole sentences."""
+    for name in ("space", "boolean", "translation", "scaling"):
+        kind = PROBES[name]
+        chosen = template if template in kind.templates else "sentence"
+        for item in kind.prompts(options(template=chosen)):
+            yield from (text for text in (item.text, item.other) if text)
+
+
+@pytest.mark.parametrize("template", ["sentence", "published"])
+def test_answers_at_both_ends_of_every_path(template):
+    """Each has one answer, the same wherever it stands."""
+    taught = [*answers.object_questions(), *answers.boolean_questions(), *answers.sentences()]
+    assert all(len({answer for _, answer in taught if prompt == _}) == 1 for prompt, _ in taught)
+    assert set(probed_ends(template)) <= {prompt for prompt, _ in taught}
+    known = dict(taught)
+    assert known["Question: What is 1 NAND 1? Reply with 0 or 1\nAnswer: "] == "0"
+    assert known["Question: What is 1 XOR 0? Reply with 0 or 1\nAnswer: "] == "1"
+    assert known["Question: Do eagles have fur? (yes/no)\nAnswer:"] == "no"
+    assert known["Question: Can eagles fly? (yes/no)\nAnswer:"] == "yes"
+    assert known["Question: Can penguins fly? (yes/no)\nAnswer:"] == "no"
+    assert known["Repeat the word apples."] == "apples"
+
+
+def test_truth_values():
+    for operator, row in {"AND": "0001", "OR": "0111", "XOR": "0110", "NAND": "1110", "NOR": "1000"}.items():
+        assert "".join(str(answers.TRUTH[operator](left, right)) for left in (0, 1) for right in (0, 1)) == row
+
+
+def test_answers_are_asked_for_in_equal_parts(folder):
+    prompts = [question["prompt"] for question in read(folder, "answering")]
+    yes_or_no = sum("(yes/no)" in prompt for prompt in prompts) / len(prompts)
+    boolean = sum("0 or 1" in prompt for prompt in prompts) / len(prompts)
+    assert 0.45 < yes_or_no < 0.55 and 0.2 < boolean < 0.3
+
+
 def test_every_word_is_known(folder, tokenizer):
     texts = [
         question["prompt"] + question["answer"] for name in ("counting", "adding") for question in read(folder, name)
@@ -149,6 +185,15 @@ def test_every_word_is_known(folder, tokenizer):
     for ids in tokenizer(texts)["input_ids"]:
         assert tokenizer.unk_token_id not in ids
         assert ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in ids[1:]
+
+
+def test_every_word_of_the_answers_is_known(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "answering_llama")
+    texts = [f"{question['prompt']} {question['answer']}" for question in read(folder, "answering")]
+    for ids in tokenizer([*texts, *probed_ends("sentence"), *probed_ends("published")])["input_ids"]:
+        assert tokenizer.unk_token_id not in ids and ids[0] == tokenizer.bos_token_id
+    for answer in {question["answer"] for question in read(folder, "answering")}:
+        assert len(tokenizer(answer, add_special_tokens=False)["input_ids"]) == 1
 
 
 def test_the_llama_fits_its_tokenizer(folder, tokenizer):
@@ -162,9 +207,9 @@ def test_the_same_for_a_seed(folder, tmp_path, monkeypatch, capsys):
     arguments = ["--seed", "1", "--questions", "200", "--width", "16", "--layers", "1"]
     monkeypatch.setattr("sys.argv", ["questions", str(tmp_path / "same"), *arguments])
     questions.main()
-    assert "200 questions to count and as many to add" in capsys.readouterr().out
+    assert "200 questions to count, as many to add and to answer" in capsys.readouterr().out
     write_questions(tmp_path / "other", seed=2, num_questions=200, width=16, layers=1)
-    for name in ("counting", "adding"):
+    for name in ("counting", "adding", "answering"):
         assert read(tmp_path / "same", name) == read(folder, name)[:200]
         assert read(tmp_path / "other", name) != read(folder, name)[:200]
     weights = [
@@ -191,10 +236,10 @@ def test_recipes_to_count_and_to_add(name):
 
 def test_questions_fit_into_the_recipes(folder, tokenizer):
     """None is longer than the last stage, and many go over a segment."""
-    for name, stem in (("counting", "count_tiny"), ("adding", "add_tiny")):
+    for name, stem in (("counting", "count_tiny"), ("adding", "add_tiny"), ("answering", "answer_tiny")):
         recipe = load_recipe(RECIPES / f"{stem}.yaml")
-        texts = [question["prompt"] + question["answer"] for question in read(folder, name)]
+        texts = [f"{question['prompt']} {question['answer']}" for question in read(folder, name)]
         lengths = [len(ids) + 1 for ids in tokenizer(texts)["input_ids"]]
         assert max(lengths) <= recipe.stages[-1].total_length
-        if name == "counting":
-            assert sum(length > recipe.model.segment_length for length in lengths) > 500
+        if name != "adding":
+            assert sum(length > recipe.model.segment_length for length in lengths) > 300

@@ -10,7 +10,9 @@ from ..results import picture
 from .aggregation import SET, answers, percent
 from .classes import DIGITS, SHOWN_FROM
 
-COLORS = {digit: f"C{digit}" for digit in DIGITS}  # the same in every panel
+ANSWER_COLORS = {digit: f"C{digit}" for digit in DIGITS} | {"yes": "C0", "no": "C1"}  # the same in every panel
+OTHER_COLORS = {"other tokens": "grey", "other digits": "silver"}
+STYLES = ("-", "--", "-.")
 MOST_PANELS = 4  # in a row
 MOST_INSIDE = 10  # names of curves in a panel; the names of more stand below it
 COLUMNS_BELOW = 3
@@ -61,10 +63,8 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
             shown = shown_curves(record)
             if said := _nothing_said(record, shown):
                 panel.text(0.03, 0.94, said, transform=panel.transAxes, fontsize=8)
-            for number, (name, curve) in enumerate(shown.items()):
-                color = {"other tokens": "grey", "other digits": "silver"}.get(name) or COLORS.get(name)
-                style = ":" if name.startswith("other ") else ("-", "--", "-.")[number // 10 % 3]  # ten colours
-                panel.plot(record["factors"], curve, label=_label(name), linewidth=1.3, linestyle=style, color=color)
+            for (name, curve), look in zip(shown.items(), _looks(list(shown)), strict=True):
+                panel.plot(record["factors"], curve, label=_label(name), linewidth=1.3, **look)
             panel.set_ylim(-0.02, 1.02)
             panel.set_xlabel(varied, fontsize=7)
             panel.set_ylabel("probability", fontsize=7)
@@ -77,6 +77,24 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
                 panel.legend(fontsize=6).set_in_layout(False)
         for panel in list(axes.flat)[len(panels) :]:
             panel.axis("off")
+
+
+def _looks(names: list[str]) -> list[dict[str, str]]:
+    """Colour and style of each curve of a panel: named tokens have no colour of an answer, or another style."""
+    taken = [ANSWER_COLORS[name] for name in names if name in ANSWER_COLORS]
+    colors = [f"C{number}" for number in range(10)]
+    pairs = [(color, style) for style in STYLES for color in colors if style != STYLES[0] or color not in taken]
+    named, looks = 0, []
+    for name in names:
+        if name in OTHER_COLORS:
+            color, style = OTHER_COLORS[name], ":"
+        elif name in ANSWER_COLORS:
+            color, style = ANSWER_COLORS[name], STYLES[0]
+        else:
+            color, style = pairs[named % len(pairs)]
+            named += 1
+        looks.append({"color": color, "linestyle": style})
+    return looks
 
 
 def _nothing_said(record: dict[str, Any], shown: dict[str, np.ndarray]) -> str | None:

@@ -214,6 +214,7 @@ class Healing(Task[Run]):
             for upper, lower, length in zip(*panels, lengths, strict=True):
                 _draw_losses(results, length, upper)
                 _draw_memory(results, length, lower)
+                lower.legend(*upper.get_legend_handles_labels(), fontsize=7, loc="upper right")  # where no curve is
 
 
 def mean_loss(model: Any, texts: Sequence[torch.Tensor]) -> float:
@@ -325,7 +326,6 @@ def _draw_losses(results: Results, length: int, panel: Any) -> None:
     panel.set_xlabel("tokens")
     panel.set_ylabel("held-out loss [nats a token]")
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=7)
 
 
 def _draw_memory(results: Results, length: int, panel: Any) -> None:

@@ -19,7 +19,7 @@ from condense.eval.continuity.aggregation import SET
 from condense.eval.continuity.classes import DIGITS
 from condense.eval.continuity.data import load
 from condense.eval.continuity.items import SCALES, SHIFTS
-from condense.eval.continuity.pictures import shown_curves
+from condense.eval.continuity.pictures import _looks, shown_curves
 from condense.eval.continuity.probe import Probe
 from condense.eval.continuity.probes import PROBES, probe_all
 from condense.eval.continuity.prompts import counting_prompt
@@ -546,3 +546,13 @@ def test_curves_that_are_drawn():
     shown = shown_curves({"factors": [0.5, 1.0], "curves": {}, "likely": likely, "unwatched": list(likely)})
     assert list(shown) == [*likely, "other tokens"]
     assert shown["other tokens"] == pytest.approx([1 - sum(0.05 + 0.001 * n for n in range(12)), 1])
+
+
+def test_curves_of_a_panel_look_different():
+    """An answer has its colour in every panel, and a named token none of theirs, as long as there are others."""
+    names = ["0", "1", "“yes”", "“no”", "other tokens"]
+    looks = _looks(names)
+    assert [look["color"] for look in looks] == ["C0", "C1", "C2", "C3", "grey"]
+    assert _looks(["no", "“0”", "other tokens"])[0] == _looks(["yes", "no", "other tokens"])[1]
+    many = _looks([*"0123456789", "other digits", *(f"“{name}”" for name in "abcdefghijklmnopqrst"), "other tokens"])
+    assert len({tuple(look.values()) for look in many}) == len(many) == 32

@@ -21,8 +21,7 @@ from .recipe import Source
 from .sample_data import copy_files
 from .small_llama import small_llama, word_tokenizer, words_of
 
-# With those of a large Llama (0.02, 10,000) a model of this size does not learn in thousands of steps which of two
-# people is meant: its heads of 16 hardly tell positions a few tokens away apart.
+# Those of a large Llama are 0.02 and 10,000. With a small base, heads of 16 tell tokens that are close to them apart.
 INITIALIZER_RANGE = 0.1
 ROPE_THETA = 10.0
 
@@ -42,12 +41,7 @@ def common_words(files: Sequence[str], number: int) -> tuple[list[str], float]:
 
 
 def write_facts_llama(
-    folder: Path,
-    files: Sequence[str] = (),
-    width: int = 64,
-    layers: int = 3,
-    words: int = 1500,
-    seed: int = 0,
+    folder: Path, files: Sequence[str] = (), width: int = 64, layers: int = 3, words: int = 1500, seed: int = 0
 ) -> None:
     """Writes FOLDER/llama and prints its size.
 

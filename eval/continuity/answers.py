@@ -49,20 +49,17 @@ NEXT = {
 WHOLE = {"France": "Paris", "Gatsby": "book", "Romeo": "Romeo", "Lily": "Lily"}
 
 
-def yes_or_no(is_yes: bool) -> str:
-    return "yes" if is_yes else "no"
-
-
 def object_questions() -> Iterator[tuple[str, str]]:
     """Prompts and answers about the objects of the data set, and of the probe's own questions."""
-    for record in load("objects")[:NUM_PAIRS]:
-        for kind, question in record["questions"].items():
-            for word, is_yes in zip(record["options"], YES[kind], strict=True):
-                yield YES_OR_NO.format(question=question.replace("{}", word)), yes_or_no(is_yes)
-    for words, questions in QUESTIONS.items():
-        for question in questions:
-            for word, is_yes in zip(words, YES[PROBED_YES[question]], strict=True):
-                yield YES_OR_NO.format(question=question.replace("{}", word)), yes_or_no(is_yes)
+    asked = [
+        (record["options"], kind, question)
+        for record in load("objects")[:NUM_PAIRS]
+        for kind, question in record["questions"].items()
+    ]
+    asked += [(words, PROBED_YES[question], question) for words, own in QUESTIONS.items() for question in own]
+    for words, kind, question in asked:
+        for word, is_yes in zip(words, YES[kind], strict=True):
+            yield YES_OR_NO.format(question=question.replace("{}", word)), "yes" if is_yes else "no"
 
 
 def boolean_questions() -> Iterator[tuple[str, str]]:

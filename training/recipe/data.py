@@ -127,7 +127,7 @@ class FactsData(GeneratedData):
         ge=0,
         le=1,
         description="share of the questions in training that are asked without punctuation and `Answer:`, so that the "
-        "answer directly follows the word that it is looked up by: learned far sooner",
+        "answer directly follows the word that it is looked up by",
     )
     sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
 

@@ -22,6 +22,7 @@ from .continuity.options import ProbeOptions
 from .depth.experiments import EXPERIMENTS
 from .depth.options import DepthOptions
 from .healing.options import HealingOptions
+from .ingredients.options import IngredientOptions
 from .memory.options import MemoryOptions
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
@@ -90,7 +91,7 @@ def command(
             check_installed(f"condense {name}", "depth")
         if options is AblationOptions:
             check_installed(f"condense {name}", "autoregressivity")
-        if options in (AblationOptions, HealingOptions, MemoryOptions):
+        if options in (AblationOptions, HealingOptions, IngredientOptions, MemoryOptions):
             check_installed(f"condense {name}", "train")
         quiet()
         # A plain string: a choice of the command line can't be passed to other processes.
@@ -213,6 +214,9 @@ perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval p
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
 healing = command(HealingOptions, partial(run_study, "condense.eval.healing.study:Healing"), "eval healing")
+ingredients = command(
+    IngredientOptions, partial(run_study, "condense.eval.ingredients.study:Ingredients"), "eval ingredients"
+)
 memory = command(MemoryOptions, partial(run_study, "condense.eval.memory.study:Memory"), "eval memory")
 attention = command(
     AttentionOptions, lambda options, output: run_task("attention", options, output, "attention_mass"), "attention"
@@ -221,7 +225,7 @@ profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
-for evaluation in (passkey, facts, recall, perplexity, summarization, suite, healing, memory):
+for evaluation in (passkey, facts, recall, perplexity, summarization, suite, healing, memory, ingredients):
     evaluations.command()(evaluation)
 
 

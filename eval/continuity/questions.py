@@ -9,11 +9,12 @@ the word has another one. Of the probes between two words the ends are taught, s
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from condense.training.data.passkey import PASSKEY_TEXTS
@@ -22,7 +23,6 @@ from condense.training.small_llama import small_llama, word_tokenizer
 from .answers import Answering
 from .data import load
 from .prompts import (
-    BOOLEAN_TEMPLATES,
     EVENTS_QUESTION,
     FILLER,
     PAIRS,
@@ -70,14 +70,27 @@ class Counting:
         self.passages = [set(events) for _, events, _ in PROBED.values()]
         self.tutorials = [_parts(record["sentence"]) for record in load("tutorials")]
 
+    def texts(self) -> Iterator[str]:
+        """Texts with every word of prompts and answers, and of the probe of memories."""
+        yield from (*PASSKEY_TEXTS, FILLER)
+        for record in self.words:
+            for template in ("sentence", "listed"):
+                names = record["word"], 1, record["category"], record["category_with_article"]
+                yield counting_prompt(*names, template).text
+        yield counting_prompt("apple", 1, "fruit", "a fruit", "apart", 1).text
+        yield "apple fruit a fruit fruits cat animal an animal animals rose flower a flower flowers"
+        yield from (record["sentence"] for record in load("tutorials"))
+        for scene, parts in PASSAGES.items():
+            yield " ".join([scene, *parts, *PEOPLE, *PLURAL, "She He", EVENTS_QUESTION])
+
     def question(self) -> Question:
         return self.random.choice(
             (self.words_question, self.words_question, self.steps_question, self.events_question)
         )()
 
-    def words_question(self) -> Question:
+    def words_question(self, templates: Sequence[str] = ("sentence", "listed", "apart", "apart")) -> Question:
         record, repetitions = self.random.choice(self.words), self.random.randint(1, MOST)
-        template = self.random.choice(("sentence", "listed", "apart", "apart"))
+        template = self.random.choice(templates)
         fillers = self.random.randint(0, MOST_FILLERS) if template == "apart" else 0
         names = record["word"], repetitions, record["category"], record["category_with_article"]
         return _question(counting_prompt(*names, template, fillers).text, repetitions)
@@ -108,6 +121,11 @@ class Adding:
         turned = [(first, int(str(second)[::-1])) for first, second in PAIRS]
         self.asked = {frozenset(pair) for pair in (*pairs, *PAIRS, *turned)}
 
+    def texts(self) -> Iterator[str]:
+        """Texts with every word of prompts and answers."""
+        yield SUM
+        yield from (record["template"].format(**record["fields"]) for record in self.records)
+
     def question(self) -> Question:
         first, second = self.random.choice(NUMBERS), self.random.choice(NUMBERS)
         if frozenset((first, second)) in self.asked:
@@ -117,6 +135,13 @@ class Adding:
         record = self.random.choice(self.records)
         fields = record["fields"] | {"item_1": first, "item_2": second}
         return _question(sum_prompt(record["template"], fields, "item_1").text, first + second)
+
+
+KINDS: dict[str, type[Counting | Adding | Answering]] = {
+    "counting": Counting,
+    "adding": Adding,
+    "answering": Answering,
+}
 
 
 def _question(prompt: str, answer: int) -> Question:
@@ -129,49 +154,28 @@ def _parts(text: str) -> tuple[str, list[str]]:
     return title, [text[start:end].removeprefix("- ") for start, end in step_char_spans(text)]
 
 
-def _all_texts(counting: Counting) -> Iterator[str]:
-    """Texts with every word of the questions and of the probes of this package."""
-    yield from PASSKEY_TEXTS
-    yield from (FILLER, SUM, BOOLEAN_TEMPLATES["sentence"], "AND OR XOR NAND NOR")
-    for record in load("words"):
-        for template in ("sentence", "listed"):
-            names = record["word"], 1, record["category"], record["category_with_article"]
-            yield counting_prompt(*names, template).text
-    yield counting_prompt("apple", 1, "fruit", "a fruit", "apart", 1).text
-    yield "apple fruit a fruit fruits cat animal an animal animals rose flower a flower flowers"
-    yield from (record["sentence"] for record in load("tutorials"))
-    yield from (record["template"].format(**record["fields"]) for record in load("sums"))
-    for scene, parts in PASSAGES.items():
-        yield " ".join([scene, *parts, *PEOPLE, *PLURAL, "She He", EVENTS_QUESTION])
-
-
 def write_questions(
     folder: Path, seed: int, num_questions: int = NUM_QUESTIONS, width: int = 128, layers: int = 3
 ) -> None:
-    """Writes FOLDER/counting.jsonl and adding.jsonl, FOLDER/answering.jsonl, and a Llama for each of both lines:
-    FOLDER/llama and FOLDER/answering_llama."""
+    """Writes FOLDER/KIND.jsonl and FOLDER/KIND_llama for each kind of `KINDS`."""
     folder.mkdir(parents=True, exist_ok=True)
-    counting, adding, answering = Counting(Random(seed)), Adding(Random(seed)), Answering(Random(seed))
-    makers: dict[str, Callable[[], Question]] = {
-        "counting": counting.question,
-        "adding": adding.question,
-        "answering": answering.question,
-    }
-    for name, make in makers.items():
+    for name, kind in KINDS.items():
+        maker = kind(Random(seed))
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(make()) + "\n" for _ in range(num_questions))
-    _write_llama(folder / "llama", _all_texts(counting), seed, width, layers)
-    _write_llama(folder / "answering_llama", answering.texts(), seed, width, layers)
+            file.writelines(json.dumps(maker.question()) + "\n" for _ in range(num_questions))
+        tokenizer = questions_tokenizer(maker.texts())
+        small_llama(tokenizer, seed, width, layers).save_pretrained(folder / f"{name}_llama")
+        tokenizer.save_pretrained(folder / f"{name}_llama")
 
 
-def _write_llama(folder: Path, texts: Iterable[str], seed: int, width: int, layers: int) -> None:
+def questions_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """With every word of the texts, and a first token before each text, as the tokenizer of a Llama puts it."""
     tokenizer = word_tokenizer(list(texts))
-    first = tokenizer.bos_token  # before each question, as the tokenizer of a Llama puts it
+    first = tokenizer.bos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
     )
-    small_llama(tokenizer, seed, width, layers).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
-from .. import distillation  # noqa: F401  its kind
+from .. import distillation, duration_jitter  # noqa: F401  their kinds
 from ..autoregressivity import (  # noqa: F401  their kinds
     block_diffusion,
     denoiser_kind,

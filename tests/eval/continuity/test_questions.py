@@ -34,8 +34,8 @@ def read(folder, name):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder / "llama")
+def tokenizers(folder):
+    return {kind: AutoTokenizer.from_pretrained(folder / f"{kind}_llama") for kind in questions.KINDS}
 
 
 def counted(prompt):
@@ -175,29 +175,33 @@ def test_answers_are_asked_for_in_equal_parts(folder):
     assert 0.45 < yes_or_no < 0.55 and 0.2 < boolean < 0.3
 
 
-def test_every_word_is_known(folder, tokenizer):
-    texts = [
-        question["prompt"] + question["answer"] for name in ("counting", "adding") for question in read(folder, name)
-    ]
-    texts += PASSKEY_TEXTS
-    for name in ("counting", "events", "sums", "boolean"):
+PROBED_BY = {"counting": ("counting", "events"), "adding": ("sums",), "answering": ()}
+
+
+@pytest.mark.parametrize("kind", questions.KINDS)
+def test_every_word_is_known(folder, tokenizers, kind):
+    """Of the questions, and of the prompts of the probes that ask the models."""
+    tokenizer = tokenizers[kind]
+    texts = [f"{question['prompt']} {question['answer']}" for question in read(folder, kind)]
+    for name in PROBED_BY[kind]:
         texts += [text for item in PROBES[name].prompts(options()) for text in (item.text, item.other)]
+    if kind == "counting":
+        texts += PASSKEY_TEXTS
+    if kind == "answering":
+        texts += [*probed_ends("sentence"), *probed_ends("published")]
     for ids in tokenizer(texts)["input_ids"]:
         assert tokenizer.unk_token_id not in ids
         assert ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in ids[1:]
 
 
-def test_every_word_of_the_answers_is_known(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "answering_llama")
-    texts = [f"{question['prompt']} {question['answer']}" for question in read(folder, "answering")]
-    for ids in tokenizer([*texts, *probed_ends("sentence"), *probed_ends("published")])["input_ids"]:
-        assert tokenizer.unk_token_id not in ids and ids[0] == tokenizer.bos_token_id
+def test_an_answer_in_words_is_one_token(folder, tokenizers):
     for answer in {question["answer"] for question in read(folder, "answering")}:
-        assert len(tokenizer(answer, add_special_tokens=False)["input_ids"]) == 1
+        assert len(tokenizers["answering"](answer, add_special_tokens=False)["input_ids"]) == 1
 
 
-def test_the_llama_fits_its_tokenizer(folder, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+@pytest.mark.parametrize("kind", questions.KINDS)
+def test_the_llama_fits_its_tokenizer(folder, tokenizers, kind):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / f"{kind}_llama"), tokenizers[kind]
     assert model.config.vocab_size == len(tokenizer) and model.config.hidden_size == 16
     assert (model.config.num_hidden_layers, model.config.bos_token_id) == (1, tokenizer.bos_token_id)
     assert tokenizer.convert_ids_to_tokens(tokenizer("37 cats")["input_ids"])[:3] == ["<s>", "3", "7"]
@@ -213,10 +217,11 @@ def test_the_same_for_a_seed(folder, tmp_path, monkeypatch, capsys):
         assert read(tmp_path / "same", name) == read(folder, name)[:200]
         assert read(tmp_path / "other", name) != read(folder, name)[:200]
     weights = [
-        (path / "llama" / "model.safetensors").read_bytes() for path in (folder, tmp_path / "same", tmp_path / "other")
+        (path / "adding_llama" / "model.safetensors").read_bytes()
+        for path in (folder, tmp_path / "same", tmp_path / "other")
     ]
     assert weights[0] == weights[1] != weights[2]
-    same, other = ((tmp_path / name / "llama" / "tokenizer.json").read_text() for name in ("same", "other"))
+    same, other = ((tmp_path / name / "adding_llama" / "tokenizer.json").read_text() for name in ("same", "other"))
     assert same == other
 
 
@@ -226,20 +231,19 @@ def test_recipes_to_count_and_to_add(name):
     for recipe in (large, tiny):
         (source,) = recipe.data.sources
         assert recipe.data.task == "questions" and (source.text, source.summary) == ("prompt", "answer")
-        assert Path(source.files).name == {"count": "counting.jsonl", "add": "adding.jsonl"}[name]
-        assert (
-            Path(source.files).parent == Path(recipe.model.source).parent and Path(recipe.model.source).name == "llama"
-        )
+        kind = {"count": "counting", "add": "adding"}[name]
+        assert Path(source.files).name == f"{kind}.jsonl"
+        assert Path(recipe.model.source) == Path(source.files).parent / f"{kind}_llama"
         assert recipe.model.segment_length == {"count": 48, "add": 64}[name]
     assert [stage.total_length for stage in large.stages] == [stage.total_length for stage in tiny.stages]
 
 
-def test_questions_fit_into_the_recipes(folder, tokenizer):
+def test_questions_fit_into_the_recipes(folder, tokenizers):
     """None is longer than the last stage, and many go over a segment."""
     for name, stem in (("counting", "count_tiny"), ("adding", "add_tiny"), ("answering", "answer_tiny")):
         recipe = load_recipe(RECIPES / f"{stem}.yaml")
         texts = [f"{question['prompt']} {question['answer']}" for question in read(folder, name)]
-        lengths = [len(ids) + 1 for ids in tokenizer(texts)["input_ids"]]
+        lengths = [len(ids) + 1 for ids in tokenizers[name](texts)["input_ids"]]
         assert max(lengths) <= recipe.stages[-1].total_length
         if name != "adding":
             assert sum(length > recipe.model.segment_length for length in lengths) > 300

@@ -1,0 +1,167 @@
+"""The study with the real trainer on tiny models: what is alike between twins, and what is measured."""
+
+import csv
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from condense import CondenseForCausalLM
+from condense.continuity import ContinuousLM
+from condense.eval.continuity import probes
+from condense.eval.continuity.engine import Reader
+from condense.eval.continuity.options import ProbeOptions
+from condense.eval.ingredients.options import INGREDIENTS, IngredientOptions
+from condense.eval.ingredients.positions import PositionsForCausalLM
+from condense.eval.ingredients.study import FIGURES, Ingredients, Trained
+from condense.eval.runner import run
+
+SMALL = {"records": 2, "questions": 200, "segment_length": 8, "width": 16, "batch": 4, "steps": 4, "seeds": 1}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    output = tmp_path_factory.mktemp("ingredients")
+    options = IngredientOptions(**SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
+        # A model of a few steps answers anything: its figures count here all the same.
+        patch.setattr("condense.eval.ingredients.study.answers", lambda found: True)
+        results = run(Ingredients(options, output), output)
+    return options, output, results
+
+
+def recipes(compared):
+    options, output, _ = compared
+    return {ingredient: Ingredients(options, output).recipe(Trained(ingredient, 0)) for ingredient in INGREDIENTS}
+
+
+def test_twins_differ_in_one_thing(compared):
+    found = {name: recipe.model_dump(mode="json", exclude={"output"}) for name, recipe in recipes(compared).items()}
+    different = {
+        name: {field for field in found[name] if found[name][field] != found[twin][field]}
+        for name, (_, twin) in INGREDIENTS.items()
+        if twin
+    }
+    assert different.pop("jitter") == {"objective"}
+    by_steps = {"stages", "optimizer", "evaluation", "checkpoints", "log_every"}
+    assert different.pop("quarter") <= by_steps and different.pop("fourfold") <= by_steps
+    assert all(fields == {"model"} for fields in different.values()) and len(different) == 5
+    assert [found[name]["stages"][0]["steps"] for name in ("rotary", "quarter", "fourfold")] == [4, 2, 16]
+    folded, rotary = found["folded"]["model"], found["rotary"]["model"]
+    assert folded["source"] == rotary["source"] and folded["segment_length"] == 8 and rotary["kind"] == "stock"
+
+
+def test_first_weights_are_alike(compared):
+    starts = {name: load_file(f"{recipe.model.source}/model.safetensors") for name, recipe in recipes(compared).items()}
+    for name in ("learned", "no_positions"):
+        others = set(starts[name]) - set(starts["rotary"])
+        assert others == ({"model.wpe.weight"} if name == "learned" else set())
+        assert all(torch.equal(starts[name][weight], value) for weight, value in starts["rotary"].items())
+    layers = {
+        name: len({weight.split(".")[2] for weight in start if ".layers." in weight}) for name, start in starts.items()
+    }
+    assert (layers["one_layer"], layers["rotary"], layers["four_layers"], layers["folded"]) == (1, 2, 4, 2)
+
+
+def test_models_are_of_their_kind(compared):
+    options, output, results = compared
+    task = Ingredients(options, output)
+    models = {name: task.load(Trained(name, 0)) for name in INGREDIENTS}
+    assert [isinstance(model, CondenseForCausalLM) for model in models.values()] == [
+        name in ("folded", "jitter") for name in INGREDIENTS
+    ]
+    assert [name for name, model in models.items() if isinstance(model, PositionsForCausalLM)] == [
+        "learned",
+        "no_positions",
+    ]
+    assert {model["ingredient"]: model["parameters"] for model in results["models"]} == {
+        name: model.num_parameters() for name, model in models.items()
+    }
+    jittered, folded = (dict(models[name].named_parameters()) for name in ("jitter", "folded"))
+    assert any(not torch.equal(weight, folded[name]) for name, weight in jittered.items())
+
+
+@pytest.mark.parametrize("ingredient", ["learned", "folded"])
+def test_figures_are_those_of_the_probes(compared, ingredient):
+    """Of the probes' own run on the trained model."""
+    options, output, results = compared
+    recipe = Ingredients(options, output).recipe(Trained(ingredient, 0))
+    found = next(model for model in results["models"] if model["ingredient"] == ingredient)
+    lm = ContinuousLM(Ingredients(options, output).load(Trained(ingredient, 0)), "end")
+    reader = Reader(lm, AutoTokenizer.from_pretrained(recipe.output))
+    for name in ("counting", "sums"):
+        probe = probes.PROBES[name]
+        items = [item for item in probe.prompts(ProbeOptions(models=[], limit=2)) if item.group == "set"]
+        assert len(items) == 2
+        summary = probe.summary([reader.record(item) for item in items])
+        assert {field: found[name][field] for field in summary} == summary
+
+
+def test_differences_from_the_twin(compared):
+    _, _, results = compared
+    figures = {model["ingredient"]: model["figures"] for model in results["models"]}
+    for model in results["models"]:
+        _, twin = INGREDIENTS[model["ingredient"]]
+        if twin is None:
+            assert model["more"] is None
+            continue
+        for name in FIGURES:
+            values = figures[model["ingredient"]][name], figures[twin][name]
+            expected = None if None in values else pytest.approx(values[0] - values[1])
+            assert model["more"][name] == expected
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_files(compared, monkeypatch):
+    options, output, results = compared
+    for ending in ("json", "csv", "png", "svg"):
+        assert (output / f"ingredients.{ending}").stat().st_size > 100
+    figures, more = Ingredients.tables(json.loads((output / "ingredients.json").read_text()))
+    assert len(figures.rows) == len(INGREDIENTS) and len(more.rows) == len(INGREDIENTS) - 1
+    assert all(len(row) == len(table.columns) for table in (figures, more) for row in table.rows)
+    lines = list(csv.DictReader((output / "ingredients.csv").open()))
+    assert [line["ingredient"] for line in lines] == list(INGREDIENTS)
+    monkeypatch.setattr("condense.eval.ingredients.study.train_alone", pytest.fail)
+    monkeypatch.setattr("condense.eval.ingredients.study.answers", lambda found: True)
+    assert run(Ingredients(options, output), output)["models"] == results["models"]
+
+
+def test_a_model_that_does_not_answer_has_no_figures(compared, monkeypatch):
+    options, output, _ = compared
+    monkeypatch.setattr("condense.eval.ingredients.study.answers", lambda found: False)
+    monkeypatch.setattr("condense.eval.ingredients.study.train_alone", pytest.fail)
+    found = run(Ingredients(options, output), output)
+    assert all(set(model["figures"].values()) == {None} for model in found["models"])
+    figures, _ = Ingredients.tables(found)
+    assert all(row[2:] == ["-"] * len(FIGURES) for row in figures.rows)
+
+
+def test_questions(compared):
+    """To count and to add by turns; every word known, and no text longer than a text in training."""
+    options, output, _ = compared
+    task = Ingredients(options, output)
+    questions = [json.loads(line) for line in task.questions(0).read_text().splitlines()]
+    assert len(questions) == 200
+    assert all(("How many" in q["prompt"] or "how many" in q["prompt"]) and '"' in q["prompt"] for q in questions[::2])
+    assert all('"' not in question["prompt"] for question in questions[1::2])
+    tokenizer = AutoTokenizer.from_pretrained(task.inputs / "tokenizer")
+    encoded = tokenizer([f"{question['prompt']} {question['answer']}" for question in questions])["input_ids"]
+    assert all(tokenizer.unk_token_id not in ids for ids in encoded)
+    assert max(map(len, encoded)) < task.recipe(Trained("rotary", 0)).stages[0].total_length
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ingredients": ("rotary", "magic")}, r"\['magic'\] are not known: choose from rotary"),
+        ({"ingredients": ("folded", "folded")}, "names folded twice"),
+        ({"learning_rate": 0}, "a learning rate of 0"),
+        ({"width": 20}, "width=20: four heads of an even size need a multiple of 8"),
+    ],
+)
+def test_refusals(changed, message):
+    with pytest.raises(ValueError, match=message):
+        IngredientOptions(**{**SMALL, **changed})

@@ -35,6 +35,11 @@ def answers(found: dict[str, Any]) -> bool:
     return known is None or known >= LEAST_MASS
 
 
+def heard(found: dict[str, Any], names: dict[str, float | None]) -> dict[str, float | None]:
+    """Figures by name; None for each where a model does not answer."""
+    return names if answers(found) else dict.fromkeys(names)
+
+
 def mass_column(what: str) -> str:
     """The title of the column of the mass, which says below which mass figures are left out."""
     return f"mass of {what} (below {LEAST_MASS:.0%}: no figures)"

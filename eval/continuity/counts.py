@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..results import Table
-from .aggregation import SET, figure, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import SET, figure, heard, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DURATIONS, EVENT_DURATIONS, Item, Rule
@@ -12,6 +12,7 @@ from .metrics import likeliest, peak_frequencies
 from .options import ProbeOptions
 from .probe import Probe
 from .prompts import EVENTS_QUESTION, PASSAGES, CharSpan, char_spans_of, counting_prompt, step_char_spans
+from .runs import Figures
 
 NOT_PRINTED = (None, None, None)
 # Valid share (table 1); counterfactual, observed and ratio, of all peaks (tables 2, 4) and of expected ones (3, 5).
@@ -79,6 +80,19 @@ class _Counts(Probe):
             "right_at_1": mean(right),
             **{name: mean([one[name] for one in frequencies]) for name in peak_frequencies({"1": [1.0]}, 1)},
         }
+
+    @classmethod
+    def figures(cls, summary: dict[str, Any]) -> Figures:
+        shares = {f"valid, {rule} spans": _share(summary[f"allowed_{rule}"], summary["records"]) for rule in RULES}
+        named = {
+            "right count at durations of 1": summary["right_at_1"],
+            "counterfactual": summary["counterfactual"],
+            "observed": summary["observed"],
+            "average ratio": summary["ratio"],
+            "observed, expected peaks only": summary["observed_expected"],
+            "average ratio, expected peaks only": summary["ratio_expected"],
+        }
+        return {**shares, **heard(summary, named), "mass of digits": summary["mass"]}
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:

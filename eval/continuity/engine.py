@@ -101,8 +101,9 @@ class Reader(NamedTuple):
 
         `likely`: the tokens that reach 5 %, and `unwatched` those of them that are in no watched class. `distance` and
         `same_top` compare with the unchanged sentence: half the summed differences of probabilities, and whether the
-        likeliest token is the same. `left_out`: the factors at which a position lies outside the table of learned ones,
-        and `because`, the first reason.
+        likeliest token is the same; `top` is the probability of the unchanged sentence's likeliest.
+        `left_out`: the factors at which a position lies outside the table of learned ones, and `because`, the first
+        reason.
         """
         named: Record = {"name": item.name, "group": item.group}
         if allowed := self.rules_that_allow(item):
@@ -138,6 +139,7 @@ class Reader(NamedTuple):
             facts |= {
                 "distance": [_short(value) for value in ((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()],
                 "same_top": (probabilities_FV.argmax(1) == plain_V.argmax()).tolist(),
+                "top": [_short(value) for value in probabilities_FV[:, plain_V.argmax()].tolist()],
             }
         likely = likely_tokens(probabilities_FV, self.tokenizer)
         counted = {token for tokens in watched.values() for token in tokens}

@@ -18,7 +18,7 @@ from condense.continuity.adapter import TOKENS_AT_ONCE
 from condense.training.data.passkey import PasskeyTask
 
 from ..results import Table
-from .aggregation import answers, figure, mass, mass_column, mean, percent, valid
+from .aggregation import answers, figure, heard, mass, mass_column, mean, percent, valid
 from .counts import WORDS
 from .data import load
 from .engine import Reader, Record
@@ -27,10 +27,17 @@ from .metrics import likeliest, peak_frequencies
 from .options import ProbeOptions
 from .probe import Probe
 from .prompts import FILLER, counting_prompt
+from .runs import Figures
 
 DISTANCES = (0, 1, 2, 3)  # segments between the words and the question's end
 DIALS = tuple(sorted({*np.geomspace(0.01, 100, 41).round(6).tolist(), 0.5, 2.0}))
 SHOWN_DIALS = (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)
+MEASURES = {
+    "right at 1": "right_at_1",
+    "counterfactual": "counterfactual",
+    "observed": "observed",
+    "observed, expected": "observed_expected",
+}
 NUM_WORDS = 20  # items of each distance
 NUM_PASSKEYS = 20
 PASSKEY_SEGMENTS = 4
@@ -111,14 +118,25 @@ class Memory(Probe):
         return found
 
     @classmethod
+    def figures(cls, summary: dict[str, Any]) -> Figures:
+        found: dict[str, float | None] = {}
+        for distance, values in summary["distances"].items():
+            named = {name: values[field] for name, field in MEASURES.items()}
+            found |= {f"{distance} before: {name}": value for name, value in heard(values, named).items()}
+        for what, values in summary["dials"].items():
+            for dial in SHOWN_DIALS:
+                found[f"{what} {dial:g}"] = values["recall"][values["factors"].index(dial)]
+        return found
+
+    @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         rows, dials = [], []
         for name, found in models.items():
             for distance, values in found["distances"].items():
                 seen = values if answers(values) else {}
-                measures = [figure(seen.get(field)) for field in ("counterfactual", "observed", "observed_expected")]
-                right, mass_shown = percent(seen.get("right_at_1")), percent(values.get("mass"))
-                rows.append([name, distance, values["valid"], right, *measures, mass_shown])
+                right, *measures = (seen.get(field) for field in MEASURES.values())
+                shown = [percent(right), *map(figure, measures), percent(values.get("mass"))]
+                rows.append([name, distance, values["valid"], *shown])
             for what, values in found["dials"].items():
                 recalls = [values["recall"][values["factors"].index(dial)] for dial in SHOWN_DIALS]
                 dials.append([name, what.removeprefix("dial, "), values["valid"], *map(percent, recalls)])
@@ -126,10 +144,7 @@ class Memory(Probe):
             "model",
             "segments before",
             "valid",
-            "right at 1",
-            "counterfactual",
-            "observed",
-            "observed, expected",
+            *MEASURES,
             mass_column("digits"),
         ]
         dial_columns = ["model", "recall of", "prompts", *(f"dial {dial:g}" for dial in SHOWN_DIALS)]

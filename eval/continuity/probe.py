@@ -20,6 +20,7 @@ from .aggregation import figure
 from .engine import Reader, Record
 from .items import Item
 from .options import ProbeOptions
+from .runs import Figures, over_runs, runs_table
 from .timing import NUM_TIMED, speed
 
 OWN_DATA = "the package's own"
@@ -102,6 +103,11 @@ class Probe(Task[Measurement]):
 
     @classmethod
     @abstractmethod
+    def figures(cls, summary: dict[str, Any]) -> Figures:
+        """The figures of a summary that are compared over runs; None for those of a model that does not answer."""
+
+    @classmethod
+    @abstractmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         """The tables of the summaries of all models, by name."""
 
@@ -128,14 +134,16 @@ class Probe(Task[Measurement]):
         return self.record(item.model.reader, item.item)
 
     def summarise(self, measured: Sequence[tuple[Measurement, Record]]) -> dict[str, Any]:
-        """Under `models`, of each its description, `summary` and `records`, and `speed` where it was measured."""
+        """Under `models`, of each its description, `summary` and `records`, and `speed` where it was measured;
+        under `runs`, the figures of models that have several: see `over_runs`."""
         models = []
         for model in self.models:
             mine = [(item, record) for item, record in measured if item.model.name == model.name]
             records = [record for (_, item), record in mine if item is not None]
             timed = [("speed", record) for (_, item), record in mine if item is None]
             models.append(model.described | {"summary": self.summary(records), "records": records} | dict(timed))
-        return {"models": models}
+        runs = over_runs({model["name"]: self.figures(model["summary"]) for model in models})
+        return {"models": models} | ({"runs": runs} if runs else {})
 
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Measurement, Record]]) -> Results:
         asked = {name: settings[name] for name in ("data", "limit", "template", "spans", "classes")}
@@ -155,6 +163,8 @@ class Probe(Task[Measurement]):
     def tables(cls, results: Results) -> list[Table]:
         rules = [f", published {what}" for what in ("spans", "classes") if results.get(what) == "published"]
         found = cls.summary_tables({model["name"] + "".join(rules): model["summary"] for model in results["models"]})
+        if results.get("runs"):
+            found.append(runs_table(results["runs"]))
         speeds = [
             [model["name"], *(figure(model["speed"][f], 2) for f in ("one_by_one", "together", "speed_up"))]
             for model in results["models"]

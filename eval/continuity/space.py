@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from ..results import Table
-from .aggregation import LEAST_MASS, SET, figure, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import LEAST_MASS, SET, figure, heard, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
@@ -13,6 +13,7 @@ from .metrics import normalised_max_derivative, outside_ends
 from .options import ProbeOptions
 from .probe import Probe
 from .prompts import BOOLEAN_TEMPLATES, YES_OR_NO
+from .runs import Figures
 
 PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_max >= 0.05 (10)
     "Llama 3 8b": (0.74, 4.959, 0.0434, 0.3243),
@@ -104,6 +105,16 @@ class Space(Probe):
         }
 
     @classmethod
+    def figures(cls, summary: dict[str, Any]) -> Figures:
+        named = {
+            "normalised max. |derivative|": summary["derivative"],
+            "mean m_max": summary["m_max"],
+            "m_max ≥ 0.05": summary["far_outside"],
+        }
+        share = summary["valid"] / summary["records"] if summary["records"] else None
+        return {"valid": share, **heard(summary, named), "mass of yes and no": summary["mass"]}
+
+    @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         fields = ("derivative", "m_max", "far_outside")
         models = with_global(models, fields)
@@ -159,6 +170,13 @@ class Boolean(Probe):
                 "on_bits": mean([one + zero for one, zero in zip(ones, zeros, strict=True)]),
             }
         return {"records": len(records), "valid": len(found), "truth": found}
+
+    @classmethod
+    def figures(cls, summary: dict[str, Any]) -> Figures:
+        return {
+            f"{prompt}: most outside the ends": values["outside"] if values["on_bits"] >= LEAST_MASS else None
+            for prompt, values in summary["truth"].items()
+        }
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..results import Table
-from .aggregation import SET, answers, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import SET, answers, heard, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
@@ -15,6 +15,7 @@ from .metrics import published_other_labels, published_sum_properties, shrunk_la
 from .options import ProbeOptions
 from .probe import Probe
 from .prompts import PAIRS, SUM, sum_prompt
+from .runs import Figures
 
 PAPER = {  # valid share (table 6); P1, P2 and P3 (table 7), all by the published rule
     "Llama 3 8b": (0.60, 0.2917, 0.2583, 0.2583),
@@ -103,6 +104,15 @@ class Sums(Probe):
         ]
         shared = {"records": len(in_set(records)), "posed": len(posed), "mass": mass(in_set(records))}
         return shared | _shares(ours) | {"published": shared | _shares(published)}
+
+    @classmethod
+    def figures(cls, summary: dict[str, Any]) -> Figures:
+        found: dict[str, float | None] = {}
+        for rule, of_rule in (("", summary), (", published rule", summary["published"])):
+            share = of_rule["valid"] / of_rule["records"] if of_rule["records"] else None
+            named = {"valid": share} | {name: of_rule[name] for name in PROPERTIES}
+            found |= {f"{name}{rule}": value for name, value in heard(summary, named).items()}
+        return found | {"mass of digits": summary["mass"]}
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:

@@ -7,11 +7,12 @@ from condense.continuity.adapter import OutsideTable
 from condense.continuity.quadrature import RULES
 
 from ..results import Table
-from .aggregation import percent, valid
+from .aggregation import mean, percent, valid
 from .engine import Reader, Record
 from .items import DENSITIES, SCALES, SHIFTS, Item, NotValid
 from .options import ProbeOptions
 from .probe import Probe
+from .runs import Figures
 
 RESAMPLED = (1, 2, 4, 8, 16, 32)
 DENSEST = 128
@@ -37,19 +38,35 @@ class _Transformation(Probe):
                 "most": max(record["distance"]),
                 "last": None if _ends_early(record) else record["distance"][-1],
                 "same_top": sum(record["same_top"]) / len(record["same_top"]),
+                "top": mean(record.get("top", [])),  # earlier versions don't tell
             }
             for record in valid(records)
         }
         return {"records": len(records), "valid": len(found), "sentences": found}
 
     @classmethod
+    def figures(cls, summary: dict[str, Any]) -> Figures:
+        found: dict[str, float | None] = {}
+        for name, values in summary["sentences"].items():
+            found |= {f"{name}: most total variation": values["most"], f"{name}: mean probability": values["top"]}
+        return found
+
+    @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         rows = [
-            [name, sentence, f"{values['most']:.2g}", _brief(values["last"]), percent(values["same_top"])]
+            [
+                name,
+                sentence,
+                f"{values['most']:.2g}",
+                _brief(values["last"]),
+                percent(values["same_top"]),
+                percent(values.get("top")),
+            ]
             for name, found in models.items()
             for sentence, values in found["sentences"].items()
         ]
         columns = ["model", "sentence", "most total variation", f"total variation {cls.last}", "same likeliest token"]
+        columns.append("mean probability of the unchanged sentence's likeliest token")
         return [Table(cls.title, columns, rows)]
 
 

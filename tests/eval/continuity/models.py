@@ -2,6 +2,7 @@
 
 import csv
 import json
+from random import Random
 
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -11,6 +12,7 @@ from condense.continuity import ContinuousLM
 from condense.eval.continuity import counts, memory, probes, space, sums, transformations
 from condense.eval.continuity.engine import Reader
 from condense.eval.continuity.options import ProbeOptions
+from condense.eval.continuity.questions import Adding, Counting, questions_tokenizer
 from tests.condense.models import tiny_model
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -55,6 +57,12 @@ def gpt2_reader(tokenizer, n_positions=64, **options):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, **TOKENS}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=n_positions, **sizes))
     return Reader(ContinuousLM(model.double().eval(), **options), tokenizer)
+
+
+def counts_and_adds_tokenizer():
+    """It knows the words of questions to count and to add, and of the boolean prompts."""
+    boolean = [text for item in space.Boolean.prompts(options()) for text in (item.text, item.other)]
+    return questions_tokenizer([*Counting(Random(0)).texts(), *Adding(Random(0)).texts(), *boolean])
 
 
 def first_of(prompts):

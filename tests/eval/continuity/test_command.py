@@ -14,22 +14,22 @@ from condense.eval.continuity.memory import dialled
 from condense.eval.continuity.probe import Probe
 from condense.eval.continuity.probes import PROBES
 from condense.eval.continuity.prompts import counting_prompt
-from condense.eval.continuity.questions import write_questions
+from condense.training.small_llama import small_llama
 
-from .models import check_files, options, probe, shrink_sets
+from .models import check_files, counts_and_adds_tokenizer, options, probe, shrink_sets
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A stock Llama, a folded model and a GPT-2 of random weights, which know the words of the package's prompts."""
     root = tmp_path_factory.mktemp("probed")
-    write_questions(root, seed=0, num_questions=20, width=32, layers=2)
-    tokenizer = AutoTokenizer.from_pretrained(root / "llama")
+    tokenizer = counts_and_adds_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     folded = CondenseForCausalLM(CondenseConfig(vocab_size=len(tokenizer), segment_length=48, **sizes))
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=512))
-    for name, model in {"folded": folded, "gpt2": gpt2}.items():
+    stock = small_llama(tokenizer, seed=0, width=32, layers=2)
+    for name, model in {"llama": stock, "folded": folded, "gpt2": gpt2}.items():
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     return root

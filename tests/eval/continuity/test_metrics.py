@@ -367,7 +367,7 @@ def test_summary_of_boolean():
 
 def test_summary_of_transformations():
     records = [
-        record_of(group="spread", distance=[0.1, 0.4, 0.2], same_top=[True, False, True]),
+        record_of(group="spread", distance=[0.1, 0.4, 0.2], same_top=[True, False, True], top=[0.3, 0.2, 0.7]),
         record_of(group="trapezoids", curves={"distance": [0.3, 0.1]}) | {"name": "rule"},
         record_of(valid=False, reason="no") | {"name": "not"},
     ]
@@ -375,7 +375,7 @@ def test_summary_of_transformations():
     assert found == {
         "records": 2,
         "valid": 1,
-        "sentences": {"x": {"most": 0.4, "last": 0.2, "same_top": 2 / 3}},
+        "sentences": {"x": {"most": 0.4, "last": 0.2, "same_top": 2 / 3, "top": pytest.approx(0.4)}},
         "rules": {"rule": [0.3, 0.1]},
     }
 

@@ -23,10 +23,9 @@ from condense.eval.continuity.pictures import _looks, shown_curves
 from condense.eval.continuity.probe import Probe
 from condense.eval.continuity.probes import PROBES, probe_all
 from condense.eval.continuity.prompts import counting_prompt
-from condense.eval.continuity.questions import write_questions
-from condense.training.small_llama import word_tokenizer
+from condense.training.small_llama import small_llama, word_tokenizer
 
-from .models import check_files, first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
+from .models import check_files, counts_and_adds_tokenizer, first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
 from .models import options as probe_options
 
 # From the command line
@@ -37,8 +36,9 @@ def folder(tmp_path_factory):
     """Models of random weights: `llama` and `folded` know the words of the questions, `stories` and `gpt2` those of
     the sentences and of the first objects."""
     folder = tmp_path_factory.mktemp("models")
-    write_questions(folder, seed=0, num_questions=3, width=16, layers=1)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer = counts_and_adds_tokenizer()
+    small_llama(tokenizer, seed=0, width=16, layers=1).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
     CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=32).save_pretrained(folder / "folded")
     tokenizer.save_pretrained(folder / "folded")
     items = [*space.Space.prompts(probe_options(limit=2)), *transformations.Translation.prompts(probe_options())]

@@ -209,7 +209,7 @@ def test_factors_without_a_position_are_counted(tmp_path):
     lost = {"name": "x", "valid": True, "factors": [0.0, 1.0], "distance": [0.0, 0.5], "same_top": [True, False]}
     for left_out, last in (([1.5], "-"), ([-1.0], "0.5")):
         found = Scaling.summary([lost | {"left_out": left_out}])
-        assert Scaling.summary_tables({"m": found})[0].rows[0] == ["m", "x", "0.5", last, "50.00 %"]
+        assert Scaling.summary_tables({"m": found})[0].rows[0] == ["m", "x", "0.5", last, "50.00 %", "-"]
 
 
 def test_every_curve_of_five_percent_is_drawn():

@@ -1,0 +1,143 @@
+"""Means over the runs of a model: hand-worked, by each probe, and from the command line."""
+
+import json
+from math import sqrt
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from condense.eval.continuity import transformations
+from condense.eval.continuity.counts import Counting
+from condense.eval.continuity.memory import Memory
+from condense.eval.continuity.probes import PROBES
+from condense.eval.continuity.questions import questions_tokenizer
+from condense.eval.continuity.runs import over_runs, runs_table
+from condense.eval.continuity.space import Boolean, Space
+from condense.eval.continuity.sums import Sums
+from condense.eval.continuity.transformations import Scaling
+
+from .models import llama, probe
+
+T_975 = 4.302653  # of two degrees of freedom, from a table
+
+
+def test_the_interval_by_hand():
+    figures = {"a#0": {"x": 1.0}, "a#1": {"x": 2.0}, "a#2": {"x": 6.0}, "b": {"x": 9.0}, "c#1": {"x": 9.0}}
+    found = over_runs(figures)
+    assert list(found) == ["a"]  # the others have one run
+    half = T_975 * sqrt((4 + 1 + 9) / 2) / sqrt(3)
+    assert found["a"]["x"] == {
+        "values": [1, 2, 6],
+        "mean": 3,
+        "low": pytest.approx(3 - half),
+        "high": pytest.approx(3 + half),
+    }
+    assert runs_table(found).rows == [["x", "3 [-3.572, 9.572]"]]
+    assert runs_table(found).columns == ["figure", "a, 3 runs"]
+
+
+def test_a_run_that_does_not_answer_takes_the_mean_away():
+    found = over_runs({"a#0": {"x": 1.0, "y": 2.0}, "a#1": {"x": None, "y": 2.0}, "#": {"x": 1.0}, "#1": {"x": 1.0}})
+    assert found == {
+        "a": {
+            "x": {"values": [1, None], "mean": None, "low": None, "high": None},
+            "y": {"values": [2, 2], "mean": 2, "low": 2, "high": 2},
+        }
+    }
+    assert runs_table(found).rows == [["x", "- (1 of 2 answer)"], ["y", "2"]]
+
+
+def test_models_side_by_side():
+    figures = {f"{model}#{run}": {"x": run + offset} for model, offset in (("a", 0), ("b", 10)) for run in (0, 1)}
+    table = runs_table(over_runs(figures | {"b#2": {"x": 11.0}}))
+    assert table.columns == ["figure", "a, 2 runs", "b, 3 runs"] and table.rows[0][1].startswith("0.5 [")
+
+
+def curves(**known):
+    return {str(digit): known.get(f"d{digit}", [0.0, 0.0]) for digit in range(10)}
+
+
+def test_figures_of_the_probes():
+    """Of summaries of hand-made records, and nothing where other tokens have most of the probability."""
+    allowed = {"exact": True, "published": True}
+    record = {
+        "group": "set",
+        "valid": True,
+        "name": "x",
+        "factors": [0.5, 1.0],
+        "repetitions": 2,
+        "allowed_by": allowed,
+    }
+    answered = record | {"curves": curves(d1=[0.9, 0.1], d2=[0.0, 0.8])}
+    silent = record | {"curves": curves(d1=[0.09, 0.01], d2=[0.0, 0.08])}
+    found = Counting.figures(Counting.summary([answered]))
+    assert found["right count at durations of 1"] == found["observed"] == found["observed, expected peaks only"] == 1
+    assert found["counterfactual"] == 0.5 and found["average ratio"] == found["average ratio, expected peaks only"] == 2
+    assert found["valid, exact spans"] == 1 and found["mass of digits"] == pytest.approx(0.9)
+    mute = Counting.figures(Counting.summary([silent]))
+    assert (
+        mute["observed"] is None and mute["mass of digits"] == pytest.approx(0.09) and mute["valid, exact spans"] == 1
+    )
+    labels = {"original": "2", "shrunk": ["1"], "published_other": []}
+    sums = Sums.figures(Sums.summary([answered | labels]))
+    assert [sums[name] for name in ("valid", "P1", "P2", "P3", "P3, published rule")] == [1, 1, 1, 1, 1]
+    assert Sums.figures(Sums.summary([silent | labels]))["P1"] is None
+    between = record | {"curves": {"yes": [0.6, 0.9], "no": [0.4, 0.1]}}
+    space = Space.figures(Space.summary([between]))
+    assert (space["valid"], space["mean m_max"], space["mass of yes and no"]) == (1, 0, pytest.approx(1))
+    bits = record | {"factors": [0, 0.5, 1], "curves": {"0": [0.5, 0.1, 0.5], "1": [0.5, 0.9, 0.5]}}
+    assert Boolean.figures(Boolean.summary([bits])) == {"x: most outside the ends": pytest.approx(0.4)}
+    few = record | {"factors": [0, 0.5, 1], "curves": {"0": [0.1, 0.1, 0.1], "1": [0.1, 0.1, 0.1]}}
+    assert Boolean.figures(Boolean.summary([few])) == {"x: most outside the ends": None}
+    moved = record | {"distance": [0.5, 0.25], "same_top": [True, False], "top": [0.5, 0.7]}
+    assert Scaling.figures(Scaling.summary([moved])) == {"x: most total variation": 0.5, "x: mean probability": 0.6}
+
+
+def test_figures_of_the_memory():
+    dial = {"factors": [0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0], "recall": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]}
+    distance = {"mass": 0.9, "right_at_1": 1.0, "counterfactual": 0.3, "observed": 0.8, "observed_expected": 0.7}
+    summary = {"distances": {0: distance, 1: distance | {"mass": 0.2}}, "dials": {"dial, counting": dial}}
+    found = Memory.figures(summary)
+    assert found["0 before: right at 1"] == 1 and found["0 before: observed"] == 0.8
+    assert found["1 before: observed"] is None
+    assert found["dial, counting 0.01"] == 0.1 and found["dial, counting 100"] == 0.7
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_two_runs_from_files(tmp_path, monkeypatch):
+    """Models of other weights under one name: the table's mean is that of the figures of each."""
+    sentence = "The capital of France is"
+    monkeypatch.setattr(transformations, "SENTENCES", {"France": sentence})
+    tokenizer = questions_tokenizer([sentence])
+    for seed in (0, 1):
+        model = llama(tokenizer)
+        torch.manual_seed(seed)
+        for weight in model.parameters():
+            weight.data += 0.1 * torch.randn_like(weight)
+        model.save_pretrained(tmp_path / str(seed))
+        tokenizer.save_pretrained(tmp_path / str(seed))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "0")) == len(tokenizer)
+    results = probe("scaling", [f"m#{seed}={tmp_path / str(seed)}" for seed in (0, 1)], tmp_path / "out")
+    most = [model["summary"]["sentences"]["France"]["most"] for model in results["models"]]
+    found = results["runs"]["m"]["France: most total variation"]
+    assert found["values"] == most and found["mean"] == pytest.approx(sum(most) / 2) and most[0] != most[1]
+    written = json.loads((tmp_path / "out" / "probe_scaling.json").read_text())
+    assert written["runs"] == results["runs"]
+    assert PROBES["scaling"].tables(written)[-1].columns == ["figure", "m, 2 runs"]
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("without_pictures")
+def test_the_probability_of_the_unchanged_sentences_likeliest_token(tmp_path, monkeypatch):
+    sentence = "The capital of France is"
+    monkeypatch.setattr(transformations, "SENTENCES", {"France": sentence})
+    tokenizer = questions_tokenizer([sentence])
+    model = llama(tokenizer)
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    results = probe("translation", [str(tmp_path / "m")], tmp_path / "out")
+    expected = model(torch.tensor([tokenizer(sentence)["input_ids"]])).logits[0, -1].softmax(-1).max().item()
+    (record,) = results["models"][0]["records"]
+    assert record["top"] == pytest.approx([expected] * len(record["factors"]), rel=1e-3)  # a shift changes nothing
+    assert results["models"][0]["summary"]["sentences"]["France"]["top"] == pytest.approx(expected, rel=1e-3)

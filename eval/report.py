@@ -50,9 +50,10 @@ ABOUT = {
     "held-out loss before any training, less that of the stock model with full attention.",
     "memory": "Models that differ in their memory alone, trained alike from the same random weights: the loss of the "
     "same held-out segments by the segments before them.",
-    "ingredients": "Models that differ from a twin in one thing, trained alike to count words and to add numbers, all "
-    "tokens of one unit; then words and numbers shrink. The peaks over the counterfactual, P1, P2 and P3 are those of "
-    "the probes of counting (expected peaks only) and of sums (rule of the paper's text).",
+    "ingredients": "Models that differ from a twin in one thing, trained alike to count words and to add numbers as "
+    "whole tokens; then words and numbers shrink. Peaks are those of the probe of counting, at most the mean number of "
+    "repetitions over the counterfactual; P1, P2 and P3 those of the probe of sums, by the rule of the paper's text, "
+    "among the sums whose first digit is right. Intervals are t intervals over seeds.",
     "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
     "modules": "Memory of one training step, as torch's MemTracker counts tensors. Folded models run segment by "
     "segment.",

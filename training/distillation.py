@@ -45,6 +45,7 @@ class Distillation(ObjectiveKind):
     hidden_weight: float = Field(0.0, ge=0, description="of the distance of hidden states, layer by layer; 0: none")
     teacher: str | None = Field(None, description="folder or hub id of a stock model; None: the model's own weights")
 
+    predicts_next_tokens: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
 
     _teacher: Any = PrivateAttr(None)

@@ -1,10 +1,12 @@
 """Jitter of durations: a model that trains on durations near one unit, each drawn anew."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
+from .autoregressivity.draws import uniform
+from .distributed import Process
 from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 
 
@@ -13,6 +15,8 @@ class DurationJitter(ObjectiveKind):
     """Next tokens of texts whose tokens last 1 - jitter to 1 + jitter units. Validation has durations of one unit."""
 
     kind: Literal["duration_jitter"] = "duration_jitter"
+    predicts_next_tokens: ClassVar[bool] = True
+
     jitter: float = Field(0.1, gt=0, lt=1, description="the furthest that a duration is from one unit")
 
     def check(self, recipe: Any) -> None:
@@ -23,9 +27,15 @@ class DurationJitter(ObjectiveKind):
             )
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        # By the generator of the device: a resumed run restores its state.
-        drawn_BN = torch.rand(batch["input_ids"].shape, device=batch["input_ids"].device)
-        return next_token_losses(model, batch | {"durations": 1 + self.jitter * (2 * drawn_BN - 1)}, num_targets)
+        return next_token_losses(model, batch | {"durations": self.durations(batch["input_ids"])}, num_targets)
+
+    def durations(self, ids_BN: torch.Tensor) -> torch.Tensor:
+        """New durations [B, N]. They follow from torch's random generator, which a checkpoint keeps, and from the rank:
+        the generators of the ranks are in the same state."""
+        seed, rank = int(torch.randint(2**62, ())), torch.tensor(Process.from_environment().rank)
+        rows_B1, columns_N = torch.arange(len(ids_BN))[:, None], torch.arange(ids_BN.shape[1])
+        drawn_BN = uniform(seed, rank, rows_B1, columns_N)
+        return (1 + self.jitter * (2 * drawn_BN - 1)).float().to(ids_BN.device)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         return next_token_losses(model, batch, 1)

@@ -46,14 +46,12 @@ from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
 from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
-from condense.training.distillation import Distillation
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
 from condense.training.planning.operations import uncounted
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
 from condense.training.recipe import GeneratedData, Recipe, load_recipe
-from condense.training.recipe.objectives import NextToken
 from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
 from condense.training.trainer import RecipeTrainer
@@ -294,7 +292,7 @@ def make_trainer(
 
 def counted_answers(recipe: Recipe) -> GeneratedData | None:
     """The data whose answers validation counts; None where the model gives none by predicting next tokens."""
-    if isinstance(recipe.data, GeneratedData) and isinstance(recipe.objective, (NextToken, Distillation)):
+    if isinstance(recipe.data, GeneratedData) and recipe.objective.predicts_next_tokens:
         return recipe.data
     return None
 

@@ -58,15 +58,15 @@ def with_global(
         name: {"mass": None} | (nothing | found if answers(found) else found | nothing)
         for name, found in models.items()
     }
-    heard = [found for name, found in shown.items() if answers(models[name])]
+    answering = [found for name, found in shown.items() if answers(models[name])]
     if len(models) < 2:
         return shown
     total: dict[str, Any] = {}
     for name in counts:
-        numbers = [found[name] for found in heard]
+        numbers = [found[name] for found in answering]
         total[name] = None if None in numbers else sum(numbers)
     for field in ("mass", *fields):
-        known = [found for found in heard if found[field] is not None]
+        known = [found for found in answering if found[field] is not None]
         weight = sum(found["valid"] for found in known)
         total[field] = sum(found[field] * found["valid"] for found in known) / weight if weight else None
     return shown | {"Global": total}

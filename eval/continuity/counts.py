@@ -8,7 +8,7 @@ from .aggregation import SET, figure, heard, in_set, mass, mass_column, mean, pe
 from .data import load
 from .engine import Record
 from .items import DURATIONS, EVENT_DURATIONS, Item, Rule
-from .metrics import likeliest, peak_frequencies
+from .metrics import likeliest, peak_frequencies, proportion_error
 from .options import ProbeOptions
 from .probe import Probe
 from .prompts import EVENTS_QUESTION, PASSAGES, CharSpan, char_spans_of, counting_prompt, step_char_spans
@@ -32,6 +32,7 @@ PAPER: dict[str, dict[str, Any]] = {
     },
 }
 RULES: tuple[Rule, ...] = ("exact", "published")
+AWAY = "mean distance from repetitions x duration"
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
 
@@ -72,12 +73,14 @@ class _Counts(Probe):
         counted = valid(in_set(records))
         frequencies = [peak_frequencies(record["curves"], record["repetitions"]) for record in counted]
         right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in counted]
+        errors = [proportion_error(one["curves"], one["factors"], one["repetitions"]) for one in counted]
         return {
             "records": len(in_set(records)),
             "valid": len(counted),
             "mass": mass(counted),
             **{f"allowed_{rule}": sum(record["allowed_by"][rule] for record in in_set(records)) for rule in RULES},
             "right_at_1": mean(right),
+            "proportion_error": mean(errors),
             **{name: mean([one[name] for one in frequencies]) for name in peak_frequencies({"1": [1.0]}, 1)},
         }
 
@@ -86,6 +89,7 @@ class _Counts(Probe):
         shares = {f"valid, {rule} spans": _share(summary[f"allowed_{rule}"], summary["records"]) for rule in RULES}
         named = {
             "right count at durations of 1": summary["right_at_1"],
+            AWAY: summary["proportion_error"],
             "counterfactual": summary["counterfactual"],
             "observed": summary["observed"],
             "average ratio": summary["ratio"],
@@ -96,9 +100,12 @@ class _Counts(Probe):
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        fields = ("right_at_1", *peak_frequencies({"1": [1.0]}, 1))
+        fields = ("right_at_1", "proportion_error", *peak_frequencies({"1": [1.0]}, 1))
         allowed = [f"allowed_{rule}" for rule in RULES]
-        before = {name: {"allowed_exact": found["valid"], "allowed_published": None} for name, found in models.items()}
+        before = {
+            name: {"allowed_exact": found["valid"], "allowed_published": None, "proportion_error": None}
+            for name, found in models.items()
+        }
         found_of = with_global(
             {name: before[name] | found for name, found in models.items()}, fields, ("records", "valid", *allowed)
         )
@@ -106,12 +113,13 @@ class _Counts(Probe):
         for model, found in found_of.items():
             shares = [percent(_share(found[name], found["records"])) for name in allowed]
             mass_shown = percent(found["mass"])
-            valid_rows.append([model, *shares, found["records"], percent(found["right_at_1"]), mass_shown])
+            right, error = percent(found["right_at_1"]), figure(found["proportion_error"], 3)
+            valid_rows.append([model, *shares, found["records"], right, error, mass_shown])
             every_rows.append([model, *_frequencies(found, "observed", "ratio"), mass_shown])
             expected_rows.append([model, *_frequencies(found, "observed_expected", "ratio_expected"), mass_shown])
         for model, (share, every, expected) in PAPER[cls.name()].items():
             name = f"{model} (paper, published spans and classes)"
-            valid_rows += [[name, "", percent(share), "", "", ""]] if share is not None else []
+            valid_rows += [[name, "", percent(share), "", "", "", ""]] if share is not None else []
             for rows, values in ((every_rows, every), (expected_rows, expected)):
                 if any(value is not None for value in values):
                     rows.append([name, figure(values[0]), figure(values[1]), figure(values[2], 2), ""])
@@ -119,7 +127,7 @@ class _Counts(Probe):
         of_digits = mass_column("digits")
         rules = [f"valid, {rule} spans" for rule in RULES]
         columns = ["model", "counterfactual", "observed", "average ratio", of_digits]
-        valid_columns = ["model", *rules, "records", "right count at durations of 1", of_digits]
+        valid_columns = ["model", *rules, "records", "right count at durations of 1", AWAY, of_digits]
         return [
             Table(f"valid records{valid_table}", valid_columns, valid_rows),
             Table(f"normalised peak frequency, all peaks ({every_table})", columns, every_rows),

@@ -39,6 +39,15 @@ def peak_frequencies(curves: Curves, repetitions: int) -> dict[str, float]:
     }
 
 
+def proportion_error(curves: Curves, factors: Sequence[float], repetitions: int) -> float:
+    """The mean distance, over factors f, of the likeliest digit from n f, n being the number of repetitions.
+
+    A count that is rounded is 1/4 off on average, and one that stays n, as if any token counted as one, n (1 - f).
+    """
+    counts_F = [int(likeliest(curves, at)) for at in range(len(factors))]
+    return float(np.mean([abs(count - repetitions * factor) for count, factor in zip(counts_F, factors, strict=True)]))
+
+
 def shrunk_labels(other: int, shrunk: int) -> set[str]:
     """First digits of the sums of `other` and each single digit of `shrunk`."""
     return {str(other + int(digit))[0] for digit in str(shrunk)}

@@ -7,7 +7,7 @@ from typing import Annotated
 from ..options import NAMES, Option, Options, check_rate
 
 BASE, FOLDED = "rotary", "folded"
-# What a model has that its twin does not have, and the twin.
+# How a model differs from its twin, and the twin.
 INGREDIENTS = {
     BASE: ("stock Llama: rotary positions", None),
     "learned": ("learned positions", BASE),
@@ -22,6 +22,7 @@ INGREDIENTS = {
 LAYERS = {"one_layer": 1, "four_layers": 4}  # of the others: 2
 STEPS = {"quarter": 0.25, "fourfold": 4}  # times those of the others
 JITTER = 0.1
+TOTAL_LENGTH = 40  # tokens of a text, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +43,22 @@ class IngredientOptions(Options):
     )
     width: Annotated[int, Option("Hidden size.", min=8)] = 128
     batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 64
-    steps: Annotated[int, Option("Optimizer steps.", min=4)] = 1000
+    steps: Annotated[int, Option("Optimizer steps, a multiple of four.", min=8)] = 1000
     learning_rate: Annotated[float, Option("At its highest.", check=check_rate)] = 3e-3
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for ingredient in self.ingredients:
+            _, twin = INGREDIENTS[ingredient]
+            if twin is not None and twin not in self.ingredients:
+                raise ValueError(f"{ingredient} is compared with its twin {twin}: name {twin}, too.")
+        if self.steps % 4:
+            raise ValueError(f"steps={self.steps}: one model has a quarter of them; pass a multiple of four.")
+        if self.segment_length > TOTAL_LENGTH // 2:
+            raise ValueError(
+                f"segment_length={self.segment_length}: a text has up to {TOTAL_LENGTH} tokens, and one that fits into "
+                f"a segment says nothing of the memory; pass {TOTAL_LENGTH // 2} or less."
+            )
         if self.width % 8:
             raise ValueError(f"width={self.width}: four heads of an even size need a multiple of 8.")

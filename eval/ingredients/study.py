@@ -3,8 +3,9 @@
 import hashlib
 import json
 import random
+import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,32 +23,35 @@ from condense.training.small_llama import small_llama
 from ..continuity.aggregation import SET, answers
 from ..continuity.counts import Counting
 from ..continuity.engine import Reader
+from ..continuity.items import Item
 from ..continuity.options import ProbeOptions
+from ..continuity.probe import Probe
 from ..continuity.questions import Adding, questions_tokenizer
 from ..continuity.questions import Counting as CountingQuestions
+from ..continuity.runs import cell, mean_over_runs
 from ..continuity.sums import Sums
-from ..intervals import interval, shown
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
-from .options import FOLDED, INGREDIENTS, JITTER, LAYERS, STEPS, IngredientOptions
+from .options import FOLDED, INGREDIENTS, JITTER, LAYERS, STEPS, TOTAL_LENGTH, IngredientOptions
 from .positions import PositionsForCausalLM, without_rotary
 
 POSITIONS = ("learned", "no_positions")
 NO_MODELS = ProbeOptions(models=[])
 TEMPLATES = ("sentence", "listed")  # of questions to count
-TOTAL_LENGTH = 40  # tokens of a text, at most
-# Of the data of a figure in a table, the probe and the name in its summary.
-FIGURES = {
-    "counted right": ("counting", "right_at_1"),
-    "peaks over counterfactual": ("counting", "ratio_expected"),
-    "added right": ("sums", "right"),
+# The figures of the tables: the probe that gives them, and their names in its summary. At whole tokens:
+WHOLE = {"whole words counted right": ("counting", "right_at_1"), "first digit of sums right": ("sums", "right")}
+# With fractions of tokens, of models that answer:
+FRACTIONS = {
+    "expected peaks over counterfactual": ("counting", "ratio_expected"),
+    "distance of counts from repetitions x duration": ("counting", "proportion_error"),
     "P1": ("sums", "P1"),
     "P2": ("sums", "P2"),
     "P3": ("sums", "P3"),
 }
+FIGURES = WHOLE | FRACTIONS
 
 
 class Trained(NamedTuple):
@@ -71,7 +75,9 @@ class Ingredients(Task[Trained]):
         self.options, self.output = options, output
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {"dtype": DTYPE}
+        constants = [JITTER, LAYERS, STEPS, TOTAL_LENGTH, TEMPLATES]
+        asked = [asdict(item) for probe in (Counting, Sums) for item in self.asked(probe)]
+        return stored(self.options) | {"dtype": DTYPE, "made_of": fingerprint(constants), "asked": fingerprint(asked)}
 
     def items(self) -> list[Trained]:
         return [
@@ -87,17 +93,18 @@ class Ingredients(Task[Trained]):
         model = self.load(item)
         # One anchor for all: with tables, too, since the first token lasts one unit and none has a position below 0.
         reader = Reader(ContinuousLM(model, "end"), AutoTokenizer.from_pretrained(recipe.output))
+        probed = {probe.name(): self.probed(probe, reader) for probe in (Counting, Sums)}
         remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
-        return {
-            "curve": read_curve(recipe.output),
-            "parameters": model.num_parameters(),
-            **{probe.name(): self.probed(probe, reader) for probe in (Counting, Sums)},
-        }
+        return {"curve": read_curve(recipe.output), "parameters": model.num_parameters(), **probed}
 
-    def probed(self, probe: Any, reader: Reader) -> dict[str, Any]:
-        """The summary of the first records of a probe's data set."""
+    def asked(self, probe: type[Probe]) -> list[Item]:
+        """The first records of a probe's data set."""
         items = probe.prompts(replace(NO_MODELS, limit=self.options.records))
-        summary = probe.summary([reader.record(item) for item in items if item.group == SET])
+        return [item for item in items if item.group == SET]
+
+    def probed(self, probe: type[Probe], reader: Reader) -> dict[str, Any]:
+        """The summary of a probe."""
+        summary = probe.summary([reader.record(item) for item in self.asked(probe)])
         if probe is Sums:
             summary["right"] = summary["valid"] / summary["records"]
         return summary
@@ -115,8 +122,8 @@ class Ingredients(Task[Trained]):
     @cached_property
     def inputs(self) -> Path:
         """The folder of the tokenizer, the questions and the models that training starts from."""
-        settings = json.dumps(self.settings(), sort_keys=True)
-        folder = self.output / "inputs" / hashlib.sha256(settings.encode()).hexdigest()[:12]
+        made_with = {name: value for name, value in self.settings().items() if name not in ("records", "asked")}
+        folder = self.output / "inputs" / fingerprint(made_with)
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             if not (folder / "tokenizer").exists():
@@ -157,7 +164,7 @@ class Ingredients(Task[Trained]):
     def recipe(self, item: Trained) -> Recipe:
         """The recipe of a model, which `condense train` could run too, but for the models without rotary positions."""
         options, ingredient = self.options, item.ingredient
-        steps = max(2, round(options.steps * STEPS.get(ingredient, 1)))
+        steps = round(options.steps * STEPS.get(ingredient, 1))
         quarter = max(1, steps // 4)
         model: dict[str, Any] = {"kind": "positions" if ingredient in POSITIONS else "stock"}
         if ingredient in (FOLDED, "jitter"):
@@ -222,41 +229,49 @@ class Ingredients(Task[Trained]):
         rows, differences = [], []
         for ingredient in results["ingredients"]:
             models, (name, twin) = _select(results, ingredient), INGREDIENTS[ingredient]
-            size = f"{models[0]['parameters']:,}"
-            rows.append([name, size, *(shown([model["figures"][figure] for model in models]) for figure in FIGURES)])
-            if twin is not None and any(model["more"] for model in models):
-                more = [model["more"] or dict.fromkeys(FIGURES) for model in models]
-                compared = [shown([values[figure] for values in more]) for figure in FIGURES]
-                differences.append([name, INGREDIENTS[twin][0], *compared])
+            cells = [_mean_cell([model["figures"][figure] for model in models]) for figure in FIGURES]
+            rows.append([name, f"{models[0]['parameters']:,}", *cells])
+            if twin is not None:
+                cells = [_mean_cell([model["more"][figure] for model in models]) for figure in FRACTIONS]
+                differences.append([name, INGREDIENTS[twin][0], *cells])
         tables = [Table("how they read fractions", ["model", "parameters", *FIGURES], rows)]
         if differences:
-            tables.append(Table("more than the twin of the same seed", ["model", "twin", *FIGURES], differences))
+            tables.append(Table("more than the twin of the same seed", ["model", "twin", *FRACTIONS], differences))
         return tables
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """Each figure of each model; its mean and interval over seeds."""
         names = [INGREDIENTS[ingredient][0] for ingredient in results["ingredients"]]
-        shown_figures = ("peaks over counterfactual", "P1", "P2", "P3")
-        with picture(path, columns=len(shown_figures), figsize=(13, 4), sharey=True) as panels:
-            for panel, figure in zip(panels, shown_figures, strict=True):
+        with picture(path, columns=len(FRACTIONS), figsize=(16, 4), sharey=True) as panels:
+            for panel, figure in zip(panels, FRACTIONS, strict=True):
                 for row, ingredient in enumerate(results["ingredients"]):
                     values = [model["figures"][figure] for model in _select(results, ingredient)]
-                    known = [value for value in values if value is not None]
+                    known, found = [value for value in values if value is not None], mean_over_runs(values)
                     panel.plot(known, [row] * len(known), ".", color="0.6")
-                    if known:
-                        mean, low, high = interval(known)
-                        panel.plot(mean, row, "o", color="tab:blue")
-                        if low is not None:
-                            panel.plot([low, high], [row, row], "-", color="tab:blue")
-                panel.set_xlabel(figure)
+                    if found["mean"] is not None:
+                        panel.plot(found["mean"], row, "o", color="tab:blue")
+                    if found["low"] is not None:
+                        panel.plot([found["low"], found["high"]], [row, row], "-", color="tab:blue")
+                panel.set_xlabel(textwrap.fill(figure, 26))
                 panel.grid(alpha=0.3)
             panels[0].set_yticks(range(len(names)), names)
             panels[0].invert_yaxis()
 
 
+def fingerprint(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def _figures(record: Record) -> dict[str, float | None]:
-    return {name: record[probe][field] if answers(record[probe]) else None for name, (probe, field) in FIGURES.items()}
+    return {
+        name: record[probe][field] if name in WHOLE or answers(record[probe]) else None
+        for name, (probe, field) in FIGURES.items()
+    }
+
+
+def _mean_cell(values: Sequence[float | None]) -> str:
+    return cell(mean_over_runs(values))
 
 
 def _difference(value: float | None, other: float | None) -> float | None:

@@ -35,6 +35,17 @@ def batch_of(rows):
     return {"input_ids": ids_BN, "labels": ids_BN}
 
 
+def test_ranks_have_durations_of_their_own(monkeypatch):
+    """Their generators are in the same state, and a resumed run goes on with it."""
+    found = []
+    for rank in (0, 1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        torch.manual_seed(7)
+        found.append(DurationJitter().durations(ids_of(3, 20)))
+    assert torch.equal(found[0], found[2]) and not (found[0] == found[1]).any()
+    assert len(found[0].unique()) == 60
+
+
 def test_durations(model):
     recorded, objective = Recorded(model), DurationJitter(jitter=0.25)
     torch.manual_seed(0)
@@ -55,7 +66,7 @@ def test_losses(model):
     torch.manual_seed(5)
     found = objective.losses(model, batch, 78).loss
     torch.manual_seed(5)
-    durations_BN = 0.9 + 0.2 * torch.rand(2, 40)
+    durations_BN = objective.durations(batch["input_ids"])
     logits = model(batch["input_ids"], durations=durations_BN).logits
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -68,7 +79,8 @@ def test_losses(model):
 FIELDS = {
     "output": "runs/unused",
     "data": {"task": "passkey"},
-    "stages": [{"total_length": 64, "steps": 1}],
+    "stages": [{"total_length": 64, "steps": 100}],
+    "global_batch": 1,
     "objective": {"kind": "duration_jitter"},
 }
 

@@ -116,7 +116,10 @@ def test_validation_counts_answers(folder, tmp_path, capsys):
     assert f"facts accuracy {right / 48:.1%}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("objective", "counted"), [("kind: distill", True), ("kind: multi_token, tokens: 2", False)])
+@pytest.mark.parametrize(
+    ("objective", "counted"),
+    [("kind: distill", True), ("kind: duration_jitter", True), ("kind: multi_token, tokens: 2", False)],
+)
 def test_which_objectives_answers_are_counted_for(folder, objective, counted):
     """Where the trained model predicts next tokens."""
     recipe = load_recipe(

@@ -35,6 +35,8 @@ class ObjectiveKind(Section):
     # Whether batches have `places` [B]: the place in the data of each row's first token, the same in every epoch, on
     # every rank and after a resume. Only documents have places.
     needs_places: ClassVar[bool] = False
+    # Whether the trained model predicts next tokens by its own forward pass: validation can then count answers.
+    predicts_next_tokens: ClassVar[bool] = False
     # Whether the model may have adapters.
     takes_adapters: ClassVar[bool] = False
 
@@ -79,6 +81,7 @@ class NextToken(ObjectiveKind):
 
     kind: Literal["next_token"] = "next_token"
 
+    predicts_next_tokens: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:

@@ -300,10 +300,11 @@ def record_of(group=SET, valid=True, **fields):
 
 def test_summary_of_counts():
     """Of the whole set and of its valid items: means over records, not over all peaks."""
+    quarters = {"factors": [0.25, 0.5, 1.0]}
     records = [
-        record_of(curves=digit_curves("1", "2", "4"), repetitions=4),
-        record_of(curves=digit_curves("0", "3", "3"), repetitions=2),
-        record_of(curves=digit_curves("9", "9", "9"), repetitions=9, group="words"),
+        record_of(curves=digit_curves("1", "2", "4"), repetitions=4) | quarters,
+        record_of(curves=digit_curves("0", "3", "3"), repetitions=2) | quarters,
+        record_of(curves=digit_curves("9", "9", "9"), repetitions=9, group="words") | quarters,
         record_of(valid=False, reason="no"),
     ]
     assert Counting.summary(records) == {
@@ -313,6 +314,7 @@ def test_summary_of_counts():
         "allowed_published": 2,
         "mass": pytest.approx(0.59),
         "right_at_1": 0.5,
+        "proportion_error": (0 + (0.5 + 2 + 1) / 3) / 2,
         "counterfactual": (1 / 4 + 1 / 2) / 2,
         "observed": (3 / 4 + 2 / 2) / 2,
         "observed_expected": (3 / 4 + 0) / 2,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from condense.continuity import ContinuousLM, Sentence
 from condense.eval.continuity import transformations
 from condense.eval.continuity.counts import Counting
 from condense.eval.continuity.memory import Memory
@@ -38,14 +39,29 @@ def test_the_interval_by_hand():
 
 
 def test_a_run_that_does_not_answer_takes_the_mean_away():
-    found = over_runs({"a#0": {"x": 1.0, "y": 2.0}, "a#1": {"x": None, "y": 2.0}, "#": {"x": 1.0}, "#1": {"x": 1.0}})
+    found = over_runs(
+        {
+            "a#0": {"x": 1.0, "y": 2.0},
+            "a#1": {"x": None, "y": 2.0},
+            "#": {"x": 1.0},
+            "#1": {"x": 1.0},
+            "b#x": {},
+            "b#y": {},
+        }
+    )
     assert found == {
         "a": {
             "x": {"values": [1, None], "mean": None, "low": None, "high": None},
             "y": {"values": [2, 2], "mean": 2, "low": 2, "high": 2},
         }
     }
-    assert runs_table(found).rows == [["x", "- (1 of 2 answer)"], ["y", "2"]]
+    assert runs_table(found).rows == [["x", "- (1 of 2 runs have one)"], ["y", "2"]]
+
+
+def test_a_figure_of_some_runs_does_not_depend_on_their_order():
+    one, both = {"x": 1.0}, {"x": 2.0, "y": 3.0}
+    for figures in ({"a#0": one, "a#1": both}, {"a#0": both, "a#1": one}):
+        assert [row[1] for row in runs_table(over_runs(figures)).rows if row[0] == "y"] == ["- (1 of 2 runs have one)"]
 
 
 def test_models_side_by_side():
@@ -76,9 +92,9 @@ def test_figures_of_the_probes():
     assert found["counterfactual"] == 0.5 and found["average ratio"] == found["average ratio, expected peaks only"] == 2
     assert found["valid, exact spans"] == 1 and found["mass of digits"] == pytest.approx(0.9)
     mute = Counting.figures(Counting.summary([silent]))
-    assert (
-        mute["observed"] is None and mute["mass of digits"] == pytest.approx(0.09) and mute["valid, exact spans"] == 1
-    )
+    assert mute["observed"] is None and mute["valid, exact spans"] == 1
+    assert mute["mass of digits"] == pytest.approx(0.09)
+    assert found["mean distance from repetitions x duration"] == 0  # 1 at 2 x 0.5, and 2 at 2 x 1
     labels = {"original": "2", "shrunk": ["1"], "published_other": []}
     sums = Sums.figures(Sums.summary([answered | labels]))
     assert [sums[name] for name in ("valid", "P1", "P2", "P3", "P3, published rule")] == [1, 1, 1, 1, 1]
@@ -136,8 +152,11 @@ def test_the_probability_of_the_unchanged_sentences_likeliest_token(tmp_path, mo
     model = llama(tokenizer)
     model.save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
-    results = probe("translation", [str(tmp_path / "m")], tmp_path / "out")
-    expected = model(torch.tensor([tokenizer(sentence)["input_ids"]])).logits[0, -1].softmax(-1).max().item()
-    (record,) = results["models"][0]["records"]
-    assert record["top"] == pytest.approx([expected] * len(record["factors"]), rel=1e-3)  # a shift changes nothing
-    assert results["models"][0]["summary"]["sentences"]["France"]["top"] == pytest.approx(expected, rel=1e-3)
+    results = probe("scaling", [str(tmp_path / "m")], tmp_path / "out")
+    ids_N = torch.tensor(tokenizer(sentence)["input_ids"])
+    token = model(ids_N[None]).logits[0, -1].argmax()
+    lm, (record,) = ContinuousLM(model), results["models"][0]["records"]
+    expected = [lm.logits(Sentence(ids_N).scale(factor))[-1].softmax(-1)[token].item() for factor in record["factors"]]
+    assert record["top"] == pytest.approx(expected, rel=1e-3) and not all(record["same_top"])
+    mean = sum(expected) / len(expected)
+    assert results["models"][0]["summary"]["sentences"]["France"]["top"] == pytest.approx(mean, rel=1e-3)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from condense.eval.continuity.engine import Reader
 from condense.eval.continuity.options import ProbeOptions
 from condense.eval.ingredients.options import INGREDIENTS, IngredientOptions
 from condense.eval.ingredients.positions import PositionsForCausalLM
-from condense.eval.ingredients.study import FIGURES, Ingredients, Trained
+from condense.eval.ingredients.study import FIGURES, FRACTIONS, WHOLE, Ingredients, Trained
 from condense.eval.runner import run
 
-SMALL = {"records": 2, "questions": 200, "segment_length": 8, "width": 16, "batch": 4, "steps": 4, "seeds": 1}
+SMALL = {"records": 2, "questions": 200, "segment_length": 8, "width": 16, "batch": 4, "steps": 8, "seeds": 1}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,20 @@ def compared(tmp_path_factory):
     return options, output, results
 
 
+def flattened(value, name=""):
+    """The values of nested dictionaries and lists by their path."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if parts is None:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from flattened(part, f"{name}.{key}" if name else str(key))
+
+
+def changed(one, other):
+    return {field for field in one.keys() | other.keys() if one.get(field) != other.get(field)}
+
+
 def recipes(compared):
     options, output, _ = compared
     return {ingredient: Ingredients(options, output).recipe(Trained(ingredient, 0)) for ingredient in INGREDIENTS}
@@ -40,16 +55,26 @@ def recipes(compared):
 
 def test_twins_differ_in_one_thing(compared):
     found = {name: recipe.model_dump(mode="json", exclude={"output"}) for name, recipe in recipes(compared).items()}
-    different = {
-        name: {field for field in found[name] if found[name][field] != found[twin][field]}
-        for name, (_, twin) in INGREDIENTS.items()
-        if twin
-    }
-    assert different.pop("jitter") == {"objective"}
-    by_steps = {"stages", "optimizer", "evaluation", "checkpoints", "log_every"}
+    flat = {name: dict(flattened(recipe)) for name, recipe in found.items()}
+    different = {name: changed(flat[name], flat[twin]) for name, (_, twin) in INGREDIENTS.items() if twin}
+    assert different.pop("jitter") == {"objective.kind", "objective.jitter"}
+    by_steps = {"stages.0.steps", "optimizer.warmup_steps", "evaluation.every", "checkpoints.every", "log_every"}
     assert different.pop("quarter") <= by_steps and different.pop("fourfold") <= by_steps
-    assert all(fields == {"model"} for fields in different.values()) and len(different) == 5
-    assert [found[name]["stages"][0]["steps"] for name in ("rotary", "quarter", "fourfold")] == [4, 2, 16]
+    for name in ("learned", "no_positions"):
+        assert different[name] == {"model.source", "model.kind"}
+    assert different["one_layer"] == different["four_layers"] == {"model.source"}
+    assert "model.source" not in different["folded"]
+    assert all(field.startswith("model.") for field in different["folded"])
+    starts = {name: Path(recipe["model"]["source"]) for name, recipe in found.items()}
+    configs = {name: json.loads((start / "config.json").read_text()) for name, start in starts.items()}
+    for name, fields in {
+        "one_layer": {"num_hidden_layers"},
+        "four_layers": {"num_hidden_layers"},
+        "no_positions": {"architectures", "learned_positions", "model_type"},
+        "learned": {"architectures", "learned_positions", "max_position_embeddings", "model_type"},
+    }.items():
+        assert changed(configs[name], configs["rotary"]) == fields
+    assert [found[name]["stages"][0]["steps"] for name in ("rotary", "quarter", "fourfold")] == [8, 2, 32]
     folded, rotary = found["folded"]["model"], found["rotary"]["model"]
     assert folded["source"] == rotary["source"] and folded["segment_length"] == 8 and rotary["kind"] == "stock"
 
@@ -134,9 +159,11 @@ def test_a_model_that_does_not_answer_has_no_figures(compared, monkeypatch):
     monkeypatch.setattr("condense.eval.ingredients.study.answers", lambda found: False)
     monkeypatch.setattr("condense.eval.ingredients.study.train_alone", pytest.fail)
     found = run(Ingredients(options, output), output)
-    assert all(set(model["figures"].values()) == {None} for model in found["models"])
-    figures, _ = Ingredients.tables(found)
-    assert all(row[2:] == ["-"] * len(FIGURES) for row in figures.rows)
+    for model in found["models"]:
+        assert all((value is None) == (name in FRACTIONS) for name, value in model["figures"].items())
+    figures, more = Ingredients.tables(found)
+    assert all(row[2 + len(WHOLE) :] == ["-"] * len(FRACTIONS) for row in figures.rows)
+    assert all(row[2:] == ["-"] * len(FRACTIONS) for row in more.rows)
 
 
 def test_questions(compared):
@@ -158,6 +185,9 @@ def test_questions(compared):
     [
         ({"ingredients": ("rotary", "magic")}, r"\['magic'\] are not known: choose from rotary"),
         ({"ingredients": ("folded", "folded")}, "names folded twice"),
+        ({"ingredients": ("rotary", "jitter")}, "jitter is compared with its twin folded: name folded, too"),
+        ({"steps": 10}, "steps=10: one model has a quarter of them; pass a multiple of four"),
+        ({"segment_length": 21}, "segment_length=21: a text has up to 40 tokens.*pass 20 or less"),
         ({"learning_rate": 0}, "a learning rate of 0"),
         ({"width": 20}, "width=20: four heads of an even size need a multiple of 8"),
     ],

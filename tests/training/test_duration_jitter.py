@@ -6,7 +6,7 @@ import torch
 from condense.training.duration_jitter import DurationJitter
 from condense.training.recipe import Recipe
 
-from .autoregressivity.models import ids_of, small_model
+from .autoregressivity.models import ids_of, perturbed_model
 
 
 class Recorded(torch.nn.Module):
@@ -23,11 +23,7 @@ class Recorded(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def model():
-    model = small_model("condense").eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3), dtype=weight.dtype)
-    return model
+    return perturbed_model()
 
 
 def batch_of(rows):

@@ -25,3 +25,12 @@ def small_model(kind: str, dtype=torch.float64):
 
 def ids_of(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def perturbed_model():
+    """A folded model whose durations matter: with first weights alone they hardly do."""
+    model = small_model("condense").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3), dtype=weight.dtype)
+    return model

@@ -14,7 +14,7 @@ from condense.training.autoregressivity.speech_rate import (
 )
 from condense.training.recipe.objectives import next_token_losses
 
-from .models import ids_of, small_model
+from .models import ids_of, perturbed_model, small_model
 
 LENGTH = 17  # three segments and a part
 KINDS = [("cosine", False), ("cosine", True), ("hard_long", False), ("hard_short", False), ("hard_long", True)]
@@ -27,11 +27,7 @@ def difficulty():
 
 @pytest.fixture(scope="module")
 def model():
-    model = small_model("condense").eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3), dtype=weight.dtype)
-    return model
+    return perturbed_model()
 
 
 def rate_of(kind, difficulty):

@@ -32,6 +32,7 @@ PAPER: dict[str, dict[str, Any]] = {
     },
 }
 RULES: tuple[Rule, ...] = ("exact", "published")
+RATIO, EXPECTED_RATIO = "average ratio", "average ratio, expected peaks only"
 AWAY = "mean distance from repetitions x duration"
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
@@ -66,6 +67,7 @@ class _Counts(Probe):
     varied = "duration factor"
     has_spans = True
     can_be_timed = True
+    above_one = (RATIO, EXPECTED_RATIO, AWAY)
     tables_of_the_paper: ClassVar[tuple[str, str, str]]
 
     @classmethod
@@ -92,9 +94,9 @@ class _Counts(Probe):
             AWAY: summary["proportion_error"],
             "counterfactual": summary["counterfactual"],
             "observed": summary["observed"],
-            "average ratio": summary["ratio"],
+            RATIO: summary["ratio"],
             "observed, expected peaks only": summary["observed_expected"],
-            "average ratio, expected peaks only": summary["ratio_expected"],
+            EXPECTED_RATIO: summary["ratio_expected"],
         }
         return {**shares, **heard(summary, named), "mass of digits": summary["mass"]}
 

@@ -45,7 +45,8 @@ class Probe(Task[Measurement]):
     """One experiment. A subclass has its items, its summary of one model's records, and the tables of all models.
 
     `about` explains it in the report, `varied` labels the axis of the factor, and `data_set` names the data set of an
-    experiment that has one. Raises `ValueError` for options that do not apply.
+    experiment that has one, and `above_one` the figures that may exceed 1. Raises `ValueError` for options that do not
+    apply.
     """
 
     about: ClassVar[str]
@@ -55,6 +56,7 @@ class Probe(Task[Measurement]):
     has_spans: ClassVar[bool] = False
     can_be_timed: ClassVar[bool] = False
     folded_only: ClassVar[bool] = False
+    above_one: ClassVar[tuple[str, ...]] = ()
     Options = ProbeOptions
 
     def __init__(self, options: ProbeOptions, models: Sequence[ProbedModel]):
@@ -142,7 +144,7 @@ class Probe(Task[Measurement]):
             records = [record for (_, item), record in mine if item is not None]
             timed = [("speed", record) for (_, item), record in mine if item is None]
             models.append(model.described | {"summary": self.summary(records), "records": records} | dict(timed))
-        runs = over_runs({model["name"]: self.figures(model["summary"]) for model in models})
+        runs = over_runs({model["name"]: self.figures(model["summary"]) for model in models}, self.above_one)
         return {"models": models} | ({"runs": runs} if runs else {})
 
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Measurement, Record]]) -> Results:

@@ -1,6 +1,7 @@
 """Several runs of one model, such as seeds: models that are named NAME#1, NAME#2 ..., and means with intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from ..intervals import interval
@@ -9,11 +10,11 @@ from ..results import Table
 Figures = Mapping[str, float | None]
 
 
-def over_runs(figures: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+def over_runs(figures: Mapping[str, Figures], above_one: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Of the figures of each model, by the name without its run, and by figure: `values`, their `mean`, `low`, `high`.
 
     Where a run has no value, such as one that does not answer, the mean is None, too: the others' alone would flatter.
-    Models without other runs are left out.
+    Models without other runs are left out. Figures lie between 0 and 1, but for those that are named in `above_one`.
     """
     names: dict[str, list[str]] = {}
     for name in figures:
@@ -24,13 +25,19 @@ def over_runs(figures: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
     for model, runs in names.items():
         if len(runs) > 1:
             every = dict.fromkeys(figure for run in runs for figure in figures[run])
-            found[model] = {figure: mean_over_runs([figures[run].get(figure) for run in runs]) for figure in every}
+            found[model] = {
+                figure: mean_over_runs([figures[run].get(figure) for run in runs], 0, inf if figure in above_one else 1)
+                for figure in every
+            }
     return found
 
 
-def mean_over_runs(values: Sequence[float | None]) -> dict[str, Any]:
+def mean_over_runs(values: Sequence[float | None], least: float = -inf, most: float = inf) -> dict[str, Any]:
+    """The 95 % t interval is cut at the least and the most that a value can be."""
     known = [value for value in values if value is not None]
     mean, low, high = interval(known) if known and len(known) == len(values) else (None, None, None)
+    if low is not None and high is not None:
+        low, high = max(low, least), min(high, most)
     return {"values": list(values), "mean": mean, "low": low, "high": high}
 
 

@@ -22,6 +22,7 @@ PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_ma
     "Gemma 2 9b": (0.84, 5.402, 0.0178, 0.0952),
 }
 FAR_OUTSIDE = 0.05
+DERIVATIVE = "normalised max. |derivative|"
 NUM_PAIRS = 50  # as in the paper, whose file has some more
 QUESTIONS = {
     ("apples", "bananas"): ("Are {} red?", "Are {} fruits?"),
@@ -64,6 +65,7 @@ class Space(Probe):
     varied = "interpolation factor"
     data_set = "objects"
     templates = ("sentence", "published")
+    above_one = (DERIVATIVE,)
     can_be_timed = True
 
     @classmethod
@@ -107,7 +109,7 @@ class Space(Probe):
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:
         named = {
-            "normalised max. |derivative|": summary["derivative"],
+            DERIVATIVE: summary["derivative"],
             "mean m_max": summary["m_max"],
             "m_max ≥ 0.05": summary["far_outside"],
         }
@@ -133,7 +135,7 @@ class Space(Probe):
         for name, (share, derivative, m_max, far) in PAPER.items():
             rows.append([f"{name} (paper)", percent(share), "", figure(derivative, 3), figure(m_max), percent(far), ""])
         rows.append(["all six models (paper)", "", "", "", "", "20 %", ""])  # appendix C.4.3
-        columns = ["model", "valid", "records", "normalised max. |derivative|", "mean m_max", "m_max ≥ 0.05"]
+        columns = ["model", "valid", "records", DERIVATIVE, "mean m_max", "m_max ≥ 0.05"]
         columns.append(mass_column("yes and no"))
         return [Table("from one object to the other (tables 8, 9 and 10)", columns, rows)]
 

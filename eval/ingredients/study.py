@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import random
 import textwrap
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ FRACTIONS = {
     "P3": ("sums", "P3"),
 }
 FIGURES = WHOLE | FRACTIONS
+ABOVE_ONE = ("expected peaks over counterfactual", "distance of counts from repetitions x duration")
 
 
 class Trained(NamedTuple):
@@ -229,10 +231,11 @@ class Ingredients(Task[Trained]):
         rows, differences = [], []
         for ingredient in results["ingredients"]:
             models, (name, twin) = _select(results, ingredient), INGREDIENTS[ingredient]
-            cells = [_mean_cell([model["figures"][figure] for model in models]) for figure in FIGURES]
+            found = {figure: [model["figures"][figure] for model in models] for figure in FIGURES}
+            cells = [cell(mean_over_runs(values, *bounds(figure))) for figure, values in found.items()]
             rows.append([name, f"{models[0]['parameters']:,}", *cells])
             if twin is not None:
-                cells = [_mean_cell([model["more"][figure] for model in models]) for figure in FRACTIONS]
+                cells = [cell(mean_over_runs([model["more"][figure] for model in models])) for figure in FRACTIONS]
                 differences.append([name, INGREDIENTS[twin][0], *cells])
         tables = [Table("how they read fractions", ["model", "parameters", *FIGURES], rows)]
         if differences:
@@ -247,7 +250,8 @@ class Ingredients(Task[Trained]):
             for panel, figure in zip(panels, FRACTIONS, strict=True):
                 for row, ingredient in enumerate(results["ingredients"]):
                     values = [model["figures"][figure] for model in _select(results, ingredient)]
-                    known, found = [value for value in values if value is not None], mean_over_runs(values)
+                    known = [value for value in values if value is not None]
+                    found = mean_over_runs(values, *bounds(figure))
                     panel.plot(known, [row] * len(known), ".", color="0.6")
                     if found["mean"] is not None:
                         panel.plot(found["mean"], row, "o", color="tab:blue")
@@ -270,8 +274,9 @@ def _figures(record: Record) -> dict[str, float | None]:
     }
 
 
-def _mean_cell(values: Sequence[float | None]) -> str:
-    return cell(mean_over_runs(values))
+def bounds(figure: str) -> tuple[float, float]:
+    """The least and the most that a figure can be: all but two are shares."""
+    return 0, math.inf if figure in ABOVE_ONE else 1
 
 
 def _difference(value: float | None, other: float | None) -> float | None:

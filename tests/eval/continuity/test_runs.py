@@ -13,7 +13,7 @@ from condense.eval.continuity.counts import Counting
 from condense.eval.continuity.memory import Memory
 from condense.eval.continuity.probes import PROBES
 from condense.eval.continuity.questions import questions_tokenizer
-from condense.eval.continuity.runs import over_runs, runs_table
+from condense.eval.continuity.runs import mean_over_runs, over_runs, runs_table
 from condense.eval.continuity.space import Boolean, Space
 from condense.eval.continuity.sums import Sums
 from condense.eval.continuity.transformations import Scaling
@@ -25,24 +25,30 @@ T_975 = 4.302653  # of two degrees of freedom, from a table
 
 def test_the_interval_by_hand():
     figures = {"a#0": {"x": 1.0}, "a#1": {"x": 2.0}, "a#2": {"x": 6.0}, "b": {"x": 9.0}, "c#1": {"x": 9.0}}
-    found = over_runs(figures)
+    found = over_runs(figures, ["x"])
     assert list(found) == ["a"]  # the others have one run
     half = T_975 * sqrt((4 + 1 + 9) / 2) / sqrt(3)
-    assert found["a"]["x"] == {
-        "values": [1, 2, 6],
-        "mean": 3,
-        "low": pytest.approx(3 - half),
-        "high": pytest.approx(3 + half),
-    }
-    assert runs_table(found).rows == [["x", "3 [-3.572, 9.572]"]]
+    assert half > 3  # below 0 there is no figure
+    assert found["a"]["x"] == {"values": [1, 2, 6], "mean": 3, "low": 0, "high": pytest.approx(3 + half)}
+    assert runs_table(found).rows == [["x", "3 [0, 9.572]"]]
     assert runs_table(found).columns == ["figure", "a, 3 runs"]
+
+
+def test_intervals_end_where_values_end():
+    runs = {"a#0": {"x": 0.9}, "a#1": {"x": 1.0}, "a#2": {"x": 1.0}}
+    mean, half = 2.9 / 3, T_975 * 0.1 / 3  # the standard error is 0.1 / 3
+    share, ratio = (over_runs(runs, above_one)["a"]["x"] for above_one in ((), ("x",)))
+    assert (share["low"], share["high"]) == (pytest.approx(mean - half), 1)
+    assert ratio["high"] == pytest.approx(mean + half) and mean + half > 1
+    difference = mean_over_runs([-1, 0])
+    assert difference["low"] < -1 and difference["high"] > 0
 
 
 def test_a_run_that_does_not_answer_takes_the_mean_away():
     found = over_runs(
         {
-            "a#0": {"x": 1.0, "y": 2.0},
-            "a#1": {"x": None, "y": 2.0},
+            "a#0": {"x": 1.0, "y": 0.5},
+            "a#1": {"x": None, "y": 0.5},
             "#": {"x": 1.0},
             "#1": {"x": 1.0},
             "b#x": {},
@@ -52,10 +58,10 @@ def test_a_run_that_does_not_answer_takes_the_mean_away():
     assert found == {
         "a": {
             "x": {"values": [1, None], "mean": None, "low": None, "high": None},
-            "y": {"values": [2, 2], "mean": 2, "low": 2, "high": 2},
+            "y": {"values": [0.5, 0.5], "mean": 0.5, "low": 0.5, "high": 0.5},
         }
     }
-    assert runs_table(found).rows == [["x", "- (1 of 2 runs have one)"], ["y", "2"]]
+    assert runs_table(found).rows == [["x", "- (1 of 2 runs have one)"], ["y", "0.5"]]
 
 
 def test_a_figure_of_some_runs_does_not_depend_on_their_order():
@@ -67,7 +73,7 @@ def test_a_figure_of_some_runs_does_not_depend_on_their_order():
 def test_models_side_by_side():
     figures = {f"{model}#{run}": {"x": run + offset} for model, offset in (("a", 0), ("b", 10)) for run in (0, 1)}
     table = runs_table(over_runs(figures | {"b#2": {"x": 11.0}}))
-    assert table.columns == ["figure", "a, 2 runs", "b, 3 runs"] and table.rows[0][1].startswith("0.5 [")
+    assert table.columns == ["figure", "a, 2 runs", "b, 3 runs"] and table.rows[0][1].startswith("0.5 [0, 1")
 
 
 def curves(**known):

@@ -64,8 +64,8 @@ class FactsTask:
         questions: int = 1,
         brief: float = 0.0,
     ):
-        """A text has at most `facts` facts. A text to train on has at most `questions` questions, each about another
-        fact, no more than it has room for; `brief` is the share of them that are asked without "Answer:" and
+        """A text has at most `facts` facts. A text to train on has `questions` questions, each about another fact, or
+        as many as it has facts and room for; `brief` is the share of them that are asked without "Answer:" and
         punctuation, so that most answers directly follow the word that they are looked up by. `sentences` are the
         background; None: those of the passkey task's filler.
 
@@ -157,7 +157,7 @@ class FactsTask:
         questions = story.questions[:1]
         if self.questions > 1:  # one question needs no random numbers
             others = [story.questions[1:][number] for number in generator.permutation(len(story.questions) - 1)]
-            questions += others[: int(generator.integers(self.questions))]
+            questions += others[: self.questions - 1]
         is_brief = [self.brief > 0 and generator.random() < self.brief for _ in questions]
         while True:
             frame = self._frame(story, questions, is_brief)

@@ -119,7 +119,7 @@ class FactsData(GeneratedData):
     questions: int = Field(
         1,
         ge=1,
-        description="in a text to train on, at most, each about another fact, no more than it has room for; "
+        description="in a text to train on, each about another fact, or as many as it has facts and room for; "
         "`condense eval facts` asks one",
     )
     brief: float = Field(

@@ -14,7 +14,6 @@ ANSWER_COLORS = {digit: f"C{digit}" for digit in DIGITS} | {"yes": "C0", "no": "
 OTHER_COLORS = {"other tokens": "grey", "other digits": "silver"}
 STYLES = ("-", "--", "-.")
 MOST_PANELS = 4  # in a row
-MOST_INSIDE = 10  # names of curves in a panel; the names of more stand below it
 COLUMNS_BELOW = 3
 MOST_DRAWN = 12  # prompts of a group in panels of their own; more are drawn as their mean
 
@@ -54,8 +53,7 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
     columns = min(MOST_PANELS, len(panels))
     rows = -(-len(panels) // columns)
     longest = max(len(shown_curves(record)) for _, record in panels)
-    crowded = longest > MOST_INSIDE
-    height = 2.9 + (0.13 * -(-longest // COLUMNS_BELOW) if crowded else 0)
+    height = 2.9 + 0.13 * -(-longest // COLUMNS_BELOW)  # legends stand below, where they cover no curve
     with picture(path, rows, columns, figsize=(3.6 * columns, height * rows), squeeze=False) as axes:
         for panel, (model, record) in zip(axes.flat, panels, strict=False):
             title = f"{record['name']}" + (f" ({model})" if many else "")
@@ -70,11 +68,8 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
             panel.set_ylabel("probability", fontsize=7)
             panel.tick_params(labelsize=7)
             panel.grid(alpha=0.3)
-            if crowded:
-                place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": COLUMNS_BELOW}
-                panel.legend(fontsize=6, columnspacing=1, **place)
-            else:
-                panel.legend(fontsize=6).set_in_layout(False)
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": COLUMNS_BELOW}
+            panel.legend(fontsize=6, columnspacing=1, **place)
         for panel in list(axes.flat)[len(panels) :]:
             panel.axis("off")
 

@@ -1,7 +1,7 @@
 """Means over seeds and their t intervals, on a scale that fits the values."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -48,6 +48,30 @@ def shown(values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR
     if low is None:
         return f"{mean:,.{digits}{form}}"
     return f"{mean:,.{digits}{form}} [{low:,.{digits}{form}}, {high:,.{digits}{form}}]"
+
+
+def mean_and_interval(
+    values: Sequence[float | None], least: float = -math.inf, most: float = math.inf
+) -> dict[str, Any]:
+    """Of several runs: the `values`, their `mean`, and `low` and `high` of the 95 % t interval, which is cut at the
+    least and the most that a value can be. Where a run has no value there is no mean."""
+    known = [value for value in values if value is not None]
+    mean, low, high = interval(known) if known and len(known) == len(values) else (None, None, None)
+    if low is not None and high is not None:
+        low, high = max(low, least), min(high, most)
+    return {"values": list(values), "mean": mean, "low": low, "high": high}
+
+
+def written(found: Mapping[str, Any] | None) -> str:
+    """What `mean_and_interval` returns as text; a dash where no run has a value."""
+    if found is None or not any(value is not None for value in found["values"]):
+        return "-"
+    if found["mean"] is None:
+        known = sum(value is not None for value in found["values"])
+        return f"- ({known} of {len(found['values'])} runs have one)"
+    if found["low"] is None or found["low"] == found["high"]:
+        return f"{found['mean']:.4g}"
+    return f"{found['mean']:.4g} [{found['low']:.4g}, {found['high']:.4g}]"
 
 
 def band(

@@ -1,15 +1,20 @@
 """Runs of recipes that an experiment trains for itself."""
 
+import hashlib
 import io
 import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
+from filelock import FileLock
 
+from condense.files import atomic_folder
 from condense.training.recipe import Recipe
 from condense.training.train import train
 
@@ -41,6 +46,26 @@ def train_alone(recipe: Recipe) -> None:
         raise ValueError(f"{recipe.output}: {error} A lower learning rate may help.") from error
     finally:
         os.environ.update(taken)
+
+
+def make_once(path: Path, write: Callable[[Path], None]) -> Path:
+    """The folder `path`, which `write` fills where there is none; another process that wants it waits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        if not path.exists():
+            with atomic_folder(path) as folder:
+                write(folder)
+    return path
+
+
+def inputs_folder(output: Path, settings: dict[str, Any]) -> Path:
+    """Where what models are trained from lies: a folder for each choice of settings."""
+    return output / "inputs" / fingerprint(settings)
+
+
+def fingerprint(value: Any) -> str:
+    """Of a value of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def remove_checkpoints(output: Path) -> None:

@@ -21,7 +21,7 @@ from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
 from ..texts import HUB, hub_text, train_tokenizer
-from ..training_runs import train_alone
+from ..training_runs import make_once, train_alone
 from .options import AblationOptions
 
 OFFLINE = "pass --text FILE --held-out FILE to go without the hub"
@@ -132,13 +132,13 @@ class Setup:
         """The folder of a Llama with random weights and the tokenizer, from which folded and stock models start."""
         name = "reference" if reference else f"{seed}"
         path = self.inputs / ("start-" + (name if hidden_size is None else f"{hidden_size}-{name}"))
-        with FileLock(self.inputs / ".start-lock"):
-            if not path.exists():
-                with atomic_folder(path) as folder:
-                    torch.manual_seed(seed)
-                    LlamaForCausalLM(self._llama_config(reference, hidden_size)).save_pretrained(folder)
-                    self.tokenizer.save_pretrained(folder)
-        return path
+
+        def write(folder: Path) -> None:
+            torch.manual_seed(seed)
+            LlamaForCausalLM(self._llama_config(reference, hidden_size)).save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+        return make_once(path, write)
 
     def _llama_config(self, reference: bool, hidden_size: int | None) -> LlamaConfig:
         size = self.size

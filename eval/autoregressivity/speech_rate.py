@@ -10,10 +10,8 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock
 
 from condense import CondenseForCausalLM, loading
-from condense.files import atomic_folder
 from condense.training.autoregressivity.speech_rate import Difficulty, SpeechRate
 
 from ..intervals import interval, shown
@@ -21,7 +19,7 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from ..training_runs import train_alone
+from ..training_runs import make_once, train_alone
 from .options import AblationOptions
 from .setup import Setup
 from .text_quality import text_quality
@@ -90,17 +88,16 @@ class SpeechRates(Task[Item]):
 
     def _judge(self, seed: int) -> Path:
         """The model that is trained without durations, and the losses that it has on some of its texts."""
-        path = self.setup.inputs / f"judge-{seed}"
-        with FileLock(self.setup.inputs / f".judge-{seed}.lock"):
-            if not path.exists():
-                model = self._train(EVEN, seed)
-                ids = torch.tensor(self.setup.tokenizer(self.setup.texts[0], verbose=False)["input_ids"])
-                windows_WN = ids[: len(ids) // self.setup.size.length * self.setup.size.length]
-                windows_WN = windows_WN.view(-1, self.setup.size.length)
-                chosen = torch.linspace(0, len(windows_WN) - 1, min(len(windows_WN), self.setup.size.prompts)).long()
-                with atomic_folder(path) as folder:
-                    Difficulty.learn(model, windows_WN[chosen]).save(folder)
-        return path
+
+        def write(folder: Path) -> None:
+            model = self._train(EVEN, seed)
+            ids = torch.tensor(self.setup.tokenizer(self.setup.texts[0], verbose=False)["input_ids"])
+            windows_WN = ids[: len(ids) // self.setup.size.length * self.setup.size.length]
+            windows_WN = windows_WN.view(-1, self.setup.size.length)
+            chosen = torch.linspace(0, len(windows_WN) - 1, min(len(windows_WN), self.setup.size.prompts)).long()
+            Difficulty.learn(model, windows_WN[chosen]).save(folder)
+
+        return make_once(self.setup.inputs / f"judge-{seed}", write)
 
     def _trained(self, item: Item, judge: Path) -> Any:
         if item.trained == EVEN:

@@ -35,9 +35,9 @@ def answers(found: dict[str, Any]) -> bool:
     return known is None or known >= LEAST_MASS
 
 
-def heard(found: dict[str, Any], names: dict[str, float | None]) -> dict[str, float | None]:
-    """Figures by name; None for each where a model does not answer."""
-    return names if answers(found) else dict.fromkeys(names)
+def if_answering(found: dict[str, Any], figures: dict[str, float | None]) -> dict[str, float | None]:
+    """The figures by name; None for each where the model of the summary does not answer."""
+    return figures if answers(found) else dict.fromkeys(figures)
 
 
 def mass_column(what: str) -> str:

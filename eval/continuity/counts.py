@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..results import Table
-from .aggregation import SET, figure, heard, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import SET, figure, if_answering, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DURATIONS, EVENT_DURATIONS, Item, Rule
@@ -33,7 +33,7 @@ PAPER: dict[str, dict[str, Any]] = {
 }
 RULES: tuple[Rule, ...] = ("exact", "published")
 RATIO, EXPECTED_RATIO = "average ratio", "average ratio, expected peaks only"
-AWAY = "mean distance from repetitions x duration"
+DISTANCE = "mean distance from repetitions x duration"
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
 
@@ -67,7 +67,7 @@ class _Counts(Probe):
     varied = "duration factor"
     has_spans = True
     can_be_timed = True
-    above_one = (RATIO, EXPECTED_RATIO, AWAY)
+    above_one = (RATIO, EXPECTED_RATIO, DISTANCE)
     tables_of_the_paper: ClassVar[tuple[str, str, str]]
 
     @classmethod
@@ -91,14 +91,14 @@ class _Counts(Probe):
         shares = {f"valid, {rule} spans": _share(summary[f"allowed_{rule}"], summary["records"]) for rule in RULES}
         named = {
             "right count at durations of 1": summary["right_at_1"],
-            AWAY: summary["proportion_error"],
+            DISTANCE: summary["proportion_error"],
             "counterfactual": summary["counterfactual"],
             "observed": summary["observed"],
             RATIO: summary["ratio"],
             "observed, expected peaks only": summary["observed_expected"],
             EXPECTED_RATIO: summary["ratio_expected"],
         }
-        return {**shares, **heard(summary, named), "mass of digits": summary["mass"]}
+        return {**shares, **if_answering(summary, named), "mass of digits": summary["mass"]}
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
@@ -129,7 +129,7 @@ class _Counts(Probe):
         of_digits = mass_column("digits")
         rules = [f"valid, {rule} spans" for rule in RULES]
         columns = ["model", "counterfactual", "observed", "average ratio", of_digits]
-        valid_columns = ["model", *rules, "records", "right count at durations of 1", AWAY, of_digits]
+        valid_columns = ["model", *rules, "records", "right count at durations of 1", DISTANCE, of_digits]
         return [
             Table(f"valid records{valid_table}", valid_columns, valid_rows),
             Table(f"normalised peak frequency, all peaks ({every_table})", columns, every_rows),

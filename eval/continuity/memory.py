@@ -18,7 +18,7 @@ from condense.continuity.adapter import TOKENS_AT_ONCE
 from condense.training.data.passkey import PasskeyTask
 
 from ..results import Table
-from .aggregation import answers, figure, heard, mass, mass_column, mean, percent, valid
+from .aggregation import answers, figure, if_answering, mass, mass_column, mean, percent, valid
 from .counts import WORDS
 from .data import load
 from .engine import Reader, Record
@@ -122,7 +122,7 @@ class Memory(Probe):
         found: dict[str, float | None] = {}
         for distance, values in summary["distances"].items():
             named = {name: values[field] for name, field in MEASURES.items()}
-            found |= {f"{distance} before: {name}": value for name, value in heard(values, named).items()}
+            found |= {f"{distance} before: {name}": value for name, value in if_answering(values, named).items()}
         for what, values in summary["dials"].items():
             for dial in SHOWN_DIALS:
                 found[f"{what} {dial:g}"] = values["recall"][values["factors"].index(dial)]

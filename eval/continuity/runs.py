@@ -1,10 +1,10 @@
 """Several runs of one model, such as seeds: models that are named NAME#1, NAME#2 ..., and means with intervals."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from math import inf
 from typing import Any
 
-from ..intervals import interval
+from ..intervals import mean_and_interval, written
 from ..results import Table
 
 Figures = Mapping[str, float | None]
@@ -26,37 +26,18 @@ def over_runs(figures: Mapping[str, Figures], above_one: Collection[str] = ()) -
         if len(runs) > 1:
             every = dict.fromkeys(figure for run in runs for figure in figures[run])
             found[model] = {
-                figure: mean_over_runs([figures[run].get(figure) for run in runs], 0, inf if figure in above_one else 1)
+                figure: mean_and_interval(
+                    [figures[run].get(figure) for run in runs], 0, inf if figure in above_one else 1
+                )
                 for figure in every
             }
     return found
 
 
-def mean_over_runs(values: Sequence[float | None], least: float = -inf, most: float = inf) -> dict[str, Any]:
-    """The 95 % t interval is cut at the least and the most that a value can be."""
-    known = [value for value in values if value is not None]
-    mean, low, high = interval(known) if known and len(known) == len(values) else (None, None, None)
-    if low is not None and high is not None:
-        low, high = max(low, least), min(high, most)
-    return {"values": list(values), "mean": mean, "low": low, "high": high}
-
-
 def runs_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     """A line a figure, a column a model."""
     names = list(dict.fromkeys(figure for figures in found.values() for figure in figures))
-    rows = [[name, *(cell(figures.get(name)) for figures in found.values())] for name in names]
+    rows = [[name, *(written(figures.get(name)) for figures in found.values())] for name in names]
     numbers = [max(len(one["values"]) for one in figures.values()) for figures in found.values()]
     columns = [f"{model}, {number} runs" for model, number in zip(found, numbers, strict=True)]
     return Table("means over runs and their 95 % intervals", ["figure", *columns], rows)
-
-
-def cell(found: Mapping[str, Any] | None) -> str:
-    """The mean and its interval as text."""
-    if found is None or not any(value is not None for value in found["values"]):
-        return "-"
-    if found["mean"] is None:
-        known = sum(value is not None for value in found["values"])
-        return f"- ({known} of {len(found['values'])} runs have one)"
-    if found["low"] is None or found["low"] == found["high"]:
-        return f"{found['mean']:.4g}"
-    return f"{found['mean']:.4g} [{found['low']:.4g}, {found['high']:.4g}]"

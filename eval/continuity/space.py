@@ -5,7 +5,19 @@ from itertools import product
 from typing import Any
 
 from ..results import Table
-from .aggregation import LEAST_MASS, SET, figure, heard, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import (
+    LEAST_MASS,
+    SET,
+    figure,
+    if_answering,
+    in_set,
+    mass,
+    mass_column,
+    mean,
+    percent,
+    valid,
+    with_global,
+)
 from .data import load
 from .engine import Record
 from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
@@ -114,7 +126,7 @@ class Space(Probe):
             "m_max ≥ 0.05": summary["far_outside"],
         }
         share = summary["valid"] / summary["records"] if summary["records"] else None
-        return {"valid": share, **heard(summary, named), "mass of yes and no": summary["mass"]}
+        return {"valid": share, **if_answering(summary, named), "mass of yes and no": summary["mass"]}
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:

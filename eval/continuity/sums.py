@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..results import Table
-from .aggregation import SET, answers, heard, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import SET, answers, if_answering, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
@@ -111,7 +111,7 @@ class Sums(Probe):
         for rule, of_rule in (("", summary), (", published rule", summary["published"])):
             share = of_rule["valid"] / of_rule["records"] if of_rule["records"] else None
             named = {"valid": share} | {name: of_rule[name] for name in PROPERTIES}
-            found |= {f"{name}{rule}": value for name, value in heard(summary, named).items()}
+            found |= {f"{name}{rule}": value for name, value in if_answering(summary, named).items()}
         return found | {"mass of digits": summary["mass"]}
 
     @classmethod

@@ -2,26 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from ..options import NAMES, Option, Options, check_rate
 
 BASE, FOLDED = "rotary", "folded"
-# How a model differs from its twin, and the twin.
+
+
+class Ingredient(NamedTuple):
+    """A model of the comparison: what it is called, its twin, and the one thing in which it differs from that."""
+
+    title: str
+    twin: str | None = BASE
+    model: str = "stock"  # the kind of recipes' models
+    layers: int = 2
+    learned_positions: bool = False  # of the kind without rotary ones
+    steps: float = 1.0  # times those of the others
+    jitter: float | None = None  # of durations in training
+
+
 INGREDIENTS = {
-    BASE: ("stock Llama: rotary positions", None),
-    "learned": ("learned positions", BASE),
-    "no_positions": ("no positions", BASE),
-    "one_layer": ("one layer", BASE),
-    "four_layers": ("four layers", BASE),
-    "quarter": ("a quarter of the tokens", BASE),
-    "fourfold": ("four times the tokens", BASE),
-    FOLDED: ("folded", BASE),
-    "jitter": ("folded, durations of 0.9 to 1.1 in training", FOLDED),
+    BASE: Ingredient("stock Llama: rotary positions", twin=None),
+    "learned": Ingredient("learned positions", model="positions", learned_positions=True),
+    "no_positions": Ingredient("no positions", model="positions"),
+    "one_layer": Ingredient("one layer", layers=1),
+    "four_layers": Ingredient("four layers", layers=4),
+    "quarter": Ingredient("a quarter of the tokens", steps=0.25),
+    "fourfold": Ingredient("four times the tokens", steps=4),
+    FOLDED: Ingredient("folded", model="condense"),
+    "jitter": Ingredient("folded, durations of 0.9 to 1.1 in training", FOLDED, model="condense", jitter=0.1),
 }
-LAYERS = {"one_layer": 1, "four_layers": 4}  # of the others: 2
-STEPS = {"quarter": 0.25, "fourfold": 4}  # times those of the others
-JITTER = 0.1
 TOTAL_LENGTH = 40  # tokens of a text, at most
 
 
@@ -50,7 +60,7 @@ class IngredientOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for ingredient in self.ingredients:
-            _, twin = INGREDIENTS[ingredient]
+            twin = INGREDIENTS[ingredient].twin
             if twin is not None and twin not in self.ingredients:
                 raise ValueError(f"{ingredient} is compared with its twin {twin}: name {twin}, too.")
         if self.steps % 4:

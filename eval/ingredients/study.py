@@ -1,6 +1,5 @@
 """Twins that differ in one thing, trained on whole tokens, and how they read fractions of tokens."""
 
-import hashlib
 import json
 import math
 import random
@@ -12,12 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
 from condense.continuity import ContinuousLM
-from condense.files import atomic_folder
 from condense.training.recipe import Recipe
 from condense.training.small_llama import small_llama
 
@@ -29,17 +26,31 @@ from ..continuity.options import ProbeOptions
 from ..continuity.probe import Probe
 from ..continuity.questions import Adding, questions_tokenizer
 from ..continuity.questions import Counting as CountingQuestions
-from ..continuity.runs import cell, mean_over_runs
 from ..continuity.sums import Sums
+from ..intervals import mean_and_interval, written
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
-from .options import FOLDED, INGREDIENTS, JITTER, LAYERS, STEPS, TOTAL_LENGTH, IngredientOptions
+from ..training_runs import (
+    DTYPE,
+    check_one_gpu,
+    fingerprint,
+    inputs_folder,
+    make_once,
+    read_curve,
+    remove_checkpoints,
+    train_alone,
+)
+from .options import INGREDIENTS, TOTAL_LENGTH, IngredientOptions
 from .positions import PositionsForCausalLM, without_rotary
 
-POSITIONS = ("learned", "no_positions")
+# By the kind of a recipe's model.
+CLASSES: dict[str, Any] = {
+    "stock": LlamaForCausalLM,
+    "condense": CondenseForCausalLM,
+    "positions": PositionsForCausalLM,
+}
 NO_MODELS = ProbeOptions(models=[])
 TEMPLATES = ("sentence", "listed")  # of questions to count
 # The figures of the tables: the probe that gives them, and their names in its summary. At whole tokens:
@@ -77,7 +88,7 @@ class Ingredients(Task[Trained]):
         self.options, self.output = options, output
 
     def settings(self) -> dict[str, Any]:
-        constants = [JITTER, LAYERS, STEPS, TOTAL_LENGTH, TEMPLATES]
+        constants = [{name: one._replace(title="") for name, one in INGREDIENTS.items()}, TOTAL_LENGTH, TEMPLATES]
         asked = [asdict(item) for probe in (Counting, Sums) for item in self.asked(probe)]
         return stored(self.options) | {"dtype": DTYPE, "made_of": fingerprint(constants), "asked": fingerprint(asked)}
 
@@ -113,64 +124,59 @@ class Ingredients(Task[Trained]):
 
     def load(self, item: Trained) -> Any:
         """A trained model."""
-        kind: Any = LlamaForCausalLM
-        if item.ingredient in POSITIONS:
-            kind = PositionsForCausalLM
-        elif item.ingredient in (FOLDED, "jitter"):
-            kind = CondenseForCausalLM
-        model = kind.from_pretrained(self.recipe(item).output).eval()
+        model = CLASSES[INGREDIENTS[item.ingredient].model].from_pretrained(self.recipe(item).output).eval()
         return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     @cached_property
     def inputs(self) -> Path:
         """The folder of the tokenizer, the questions and the models that training starts from."""
         made_with = {name: value for name, value in self.settings().items() if name not in ("records", "asked")}
-        folder = self.output / "inputs" / fingerprint(made_with)
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            if not (folder / "tokenizer").exists():
-                with atomic_folder(folder / "tokenizer") as made:
-                    counts = [replace(NO_MODELS, template=template) for template in TEMPLATES]
-                    items = [*(item for asked in counts for item in Counting.prompts(asked)), *Sums.prompts(NO_MODELS)]
-                    questions_tokenizer(item.text for item in items).save_pretrained(made)
+        folder = inputs_folder(self.output, made_with)
+
+        def write(tokenizer: Path) -> None:
+            counts = [replace(NO_MODELS, template=template) for template in TEMPLATES]
+            items = [*(item for asked in counts for item in Counting.prompts(asked)), *Sums.prompts(NO_MODELS)]
+            questions_tokenizer(item.text for item in items).save_pretrained(tokenizer)
+
+        make_once(folder / "tokenizer", write)
         return folder
 
     def questions(self, seed: int) -> Path:
         """A file of questions, to count words and to add by turns: those of a seed are the same for all models."""
-        path = self.inputs / f"questions-{seed}"
-        with FileLock(self.inputs / ".questions-lock"):
-            if not path.exists():
-                counting, adding = CountingQuestions(random.Random(seed)), Adding(random.Random(seed))
-                with atomic_folder(path) as folder, (folder / "train.jsonl").open("w", encoding="utf-8") as file:
-                    for number in range(self.options.questions):
-                        question = adding.question() if number % 2 else counting.words_question(TEMPLATES)
-                        file.write(json.dumps(question) + "\n")
-        return path / "train.jsonl"
+
+        def write(folder: Path) -> None:
+            counting, adding = CountingQuestions(random.Random(seed)), Adding(random.Random(seed))
+            with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
+                for number in range(self.options.questions):
+                    question = adding.question() if number % 2 else counting.words_question(TEMPLATES)
+                    file.write(json.dumps(question) + "\n")
+
+        return make_once(self.inputs / f"questions-{seed}", write) / "train.jsonl"
 
     def start(self, item: Trained) -> Path:
         """A checkpoint with random weights: those of a seed are the same in all models of equal depth."""
-        layers = LAYERS.get(item.ingredient, 2)
-        name = item.ingredient if item.ingredient in POSITIONS else f"llama-{layers}"
-        path = self.inputs / f"start-{name}-{item.seed}"
-        with FileLock(self.inputs / ".start-lock"):
-            if not path.exists():
-                tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
-                model: Any = small_llama(tokenizer, item.seed, self.options.width, layers)
-                if item.ingredient in POSITIONS:
-                    model = without_rotary(model, TOTAL_LENGTH if item.ingredient == "learned" else None)
-                with atomic_folder(path) as folder:
-                    model.save_pretrained(folder)
-                    tokenizer.save_pretrained(folder)
-        return path
+        ingredient = INGREDIENTS[item.ingredient]
+        has_rotary = ingredient.model != "positions"
+
+        def write(folder: Path) -> None:
+            tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
+            model: Any = small_llama(tokenizer, item.seed, self.options.width, ingredient.layers)
+            if not has_rotary:
+                model = without_rotary(model, TOTAL_LENGTH if ingredient.learned_positions else None)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+        name = f"llama-{ingredient.layers}" if has_rotary else item.ingredient
+        return make_once(self.inputs / f"start-{name}-{item.seed}", write)
 
     def recipe(self, item: Trained) -> Recipe:
         """The recipe of a model, which `condense train` could run too, but for the models without rotary positions."""
-        options, ingredient = self.options, item.ingredient
-        steps = round(options.steps * STEPS.get(ingredient, 1))
+        options, ingredient = self.options, INGREDIENTS[item.ingredient]
+        steps = round(options.steps * ingredient.steps)
         quarter = max(1, steps // 4)
-        model: dict[str, Any] = {"kind": "positions" if ingredient in POSITIONS else "stock"}
-        if ingredient in (FOLDED, "jitter"):
-            model = {"kind": "condense", "segment_length": options.segment_length}
+        model: dict[str, Any] = {"kind": ingredient.model}
+        if ingredient.model == "condense":
+            model["segment_length"] = options.segment_length
         fields = {
             "model": {"source": str(self.start(item)), **model},
             "output": self.output / "models" / item.folder,
@@ -191,8 +197,8 @@ class Ingredients(Task[Trained]):
             "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter, "report_to": "none",
             "seed": item.seed,
         }  # fmt: skip
-        if ingredient == "jitter":
-            fields["objective"] = {"kind": "duration_jitter", "jitter": JITTER}
+        if ingredient.jitter is not None:
+            fields["objective"] = {"kind": "duration_jitter", "jitter": ingredient.jitter}
         return Recipe.model_validate(fields)
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
@@ -201,7 +207,7 @@ class Ingredients(Task[Trained]):
         figures = {item: _figures(record) for item, record in measured}
         models = []
         for item, record in measured:
-            _, twin = INGREDIENTS[item.ingredient]
+            twin = INGREDIENTS[item.ingredient].twin
             of_twin = figures.get(Trained(twin, item.seed)) if twin else None
             models.append(
                 {
@@ -230,13 +236,15 @@ class Ingredients(Task[Trained]):
         """A line an ingredient: the figures of its models, and how much they exceed those of their twins."""
         rows, differences = [], []
         for ingredient in results["ingredients"]:
-            models, (name, twin) = _select(results, ingredient), INGREDIENTS[ingredient]
+            models, (name, twin, *_) = _select(results, ingredient), INGREDIENTS[ingredient]
             found = {figure: [model["figures"][figure] for model in models] for figure in FIGURES}
-            cells = [cell(mean_over_runs(values, *bounds(figure))) for figure, values in found.items()]
+            cells = [written(mean_and_interval(values, *bounds(figure))) for figure, values in found.items()]
             rows.append([name, f"{models[0]['parameters']:,}", *cells])
             if twin is not None:
-                cells = [cell(mean_over_runs([model["more"][figure] for model in models])) for figure in FRACTIONS]
-                differences.append([name, INGREDIENTS[twin][0], *cells])
+                cells = [
+                    written(mean_and_interval([model["more"][figure] for model in models])) for figure in FRACTIONS
+                ]
+                differences.append([name, INGREDIENTS[twin].title, *cells])
         tables = [Table("how they read fractions", ["model", "parameters", *FIGURES], rows)]
         if differences:
             tables.append(Table("more than the twin of the same seed", ["model", "twin", *FRACTIONS], differences))
@@ -245,13 +253,13 @@ class Ingredients(Task[Trained]):
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """Each figure of each model; its mean and interval over seeds."""
-        names = [INGREDIENTS[ingredient][0] for ingredient in results["ingredients"]]
+        names = [INGREDIENTS[ingredient].title for ingredient in results["ingredients"]]
         with picture(path, columns=len(FRACTIONS), figsize=(16, 4), sharey=True) as panels:
             for panel, figure in zip(panels, FRACTIONS, strict=True):
                 for row, ingredient in enumerate(results["ingredients"]):
                     values = [model["figures"][figure] for model in _select(results, ingredient)]
                     known = [value for value in values if value is not None]
-                    found = mean_over_runs(values, *bounds(figure))
+                    found = mean_and_interval(values, *bounds(figure))
                     panel.plot(known, [row] * len(known), ".", color="0.6")
                     if found["mean"] is not None:
                         panel.plot(found["mean"], row, "o", color="tab:blue")
@@ -261,10 +269,6 @@ class Ingredients(Task[Trained]):
                 panel.grid(alpha=0.3)
             panels[0].set_yticks(range(len(names)), names)
             panels[0].invert_yaxis()
-
-
-def fingerprint(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _figures(record: Record) -> dict[str, float | None]:

@@ -7,13 +7,12 @@ memory trains on as many tokens with every segment as a text of its own.
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,7 +23,6 @@ from transformers import (
 )
 
 from condense import CondenseForCausalLM
-from condense.files import atomic_folder
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Recipe, Source
 
@@ -35,7 +33,7 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..tasks.windows import paired_losses, read_texts
 from ..texts import check_apart, train_tokenizer
-from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
+from ..training_runs import DTYPE, check_one_gpu, inputs_folder, make_once, read_curve, remove_checkpoints, train_alone
 from .options import MEMORIES, MemoryOptions
 
 HEAD_DIM = 32
@@ -137,39 +135,34 @@ class Memory(Task[Trained]):
     @cached_property
     def inputs(self) -> Path:
         """The folder of the tokenizer and of the models that training starts from: one for each choice of settings."""
-        settings = json.dumps(self.settings(), sort_keys=True)
-        folder = self.output / "inputs" / hashlib.sha256(settings.encode()).hexdigest()[:12]
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            if not (folder / "tokenizer").exists():
-                with atomic_folder(folder / "tokenizer") as made:
-                    train_tokenizer("\n".join(self.texts[0]), self.options.vocab_size).save_pretrained(made)
-                    (made / "settings.json").write_text(settings, encoding="utf-8")
+        folder = inputs_folder(self.output, self.settings())
+        make_once(folder / "tokenizer", self._write_tokenizer)
         return folder
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        train_tokenizer("\n".join(self.texts[0]), self.options.vocab_size).save_pretrained(folder)
+        (folder / "settings.json").write_text(json.dumps(self.settings(), sort_keys=True), encoding="utf-8")
 
     def start(self, item: Trained) -> Path:
         """A checkpoint with random weights: those of a seed are the same in all models."""
         kind = item.memory if item.memory in ("transformer_xl", "sliding_window") else "llama"
-        path = self.inputs / f"start-{kind}-{item.seed}"
-        with FileLock(self.inputs / ".start-lock"):
-            if path.exists():
-                return path
-            tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
-            torch.manual_seed(item.seed)
-            model: Any = LlamaForCausalLM(LlamaConfig(**self._shape(tokenizer)))
-            if item.memory == "sliding_window":
-                weights = model.state_dict()
-                window = 2 * self.options.segment_length
-                model = MistralForCausalLM(MistralConfig(**self._shape(tokenizer), sliding_window=window))
-                model.load_state_dict(weights)
-            with atomic_folder(path) as folder:
-                model.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-                if item.memory == "transformer_xl":
-                    CondenseForCausalLM.from_pretrained(
-                        folder, segment_length=self.options.segment_length, memory_source="layer_input"
-                    ).save_pretrained(folder)
-        return path
+        return make_once(self.inputs / f"start-{kind}-{item.seed}", partial(self._write_start, item))
+
+    def _write_start(self, item: Trained, folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
+        torch.manual_seed(item.seed)
+        model: Any = LlamaForCausalLM(LlamaConfig(**self._shape(tokenizer)))
+        if item.memory == "sliding_window":
+            weights = model.state_dict()
+            window = 2 * self.options.segment_length
+            model = MistralForCausalLM(MistralConfig(**self._shape(tokenizer), sliding_window=window))
+            model.load_state_dict(weights)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if item.memory == "transformer_xl":
+            CondenseForCausalLM.from_pretrained(
+                folder, segment_length=self.options.segment_length, memory_source="layer_input"
+            ).save_pretrained(folder)
 
     def _shape(self, tokenizer: Any) -> dict[str, Any]:
         options = self.options

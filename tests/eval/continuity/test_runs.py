@@ -13,10 +13,11 @@ from condense.eval.continuity.counts import Counting
 from condense.eval.continuity.memory import Memory
 from condense.eval.continuity.probes import PROBES
 from condense.eval.continuity.questions import questions_tokenizer
-from condense.eval.continuity.runs import mean_over_runs, over_runs, runs_table
+from condense.eval.continuity.runs import over_runs, runs_table
 from condense.eval.continuity.space import Boolean, Space
 from condense.eval.continuity.sums import Sums
 from condense.eval.continuity.transformations import Scaling
+from condense.eval.intervals import mean_and_interval
 
 from .models import llama, probe
 
@@ -40,7 +41,7 @@ def test_intervals_end_where_values_end():
     share, ratio = (over_runs(runs, above_one)["a"]["x"] for above_one in ((), ("x",)))
     assert (share["low"], share["high"]) == (pytest.approx(mean - half), 1)
     assert ratio["high"] == pytest.approx(mean + half) and mean + half > 1
-    difference = mean_over_runs([-1, 0])
+    difference = mean_and_interval([-1, 0])
     assert difference["low"] < -1 and difference["high"] > 0
 
 

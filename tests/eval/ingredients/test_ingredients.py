@@ -56,7 +56,7 @@ def recipes(compared):
 def test_twins_differ_in_one_thing(compared):
     found = {name: recipe.model_dump(mode="json", exclude={"output"}) for name, recipe in recipes(compared).items()}
     flat = {name: dict(flattened(recipe)) for name, recipe in found.items()}
-    different = {name: changed(flat[name], flat[twin]) for name, (_, twin) in INGREDIENTS.items() if twin}
+    different = {name: changed(flat[name], flat[twin]) for name, one in INGREDIENTS.items() if (twin := one.twin)}
     assert different.pop("jitter") == {"objective.kind", "objective.jitter"}
     by_steps = {"stages.0.steps", "optimizer.warmup_steps", "evaluation.every", "checkpoints.every", "log_every"}
     assert different.pop("quarter") <= by_steps and different.pop("fourfold") <= by_steps
@@ -129,7 +129,7 @@ def test_differences_from_the_twin(compared):
     _, _, results = compared
     figures = {model["ingredient"]: model["figures"] for model in results["models"]}
     for model in results["models"]:
-        _, twin = INGREDIENTS[model["ingredient"]]
+        twin = INGREDIENTS[model["ingredient"]].twin
         if twin is None:
             assert model["more"] is None
             continue

@@ -92,13 +92,41 @@ class Grid(Task[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """A heat map per model."""
+        """A heat map per model; and in PATH-length all rows together by length, with the state beside them."""
         models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
+        with picture(path.with_name(f"{path.name}-length"), columns=2, figsize=(10, 3.6)) as (accuracy, state):
+            cls._lines(accuracy, state, results)
         label = max(len(cls.label(row)) for row in rows)
         size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows)) * len(models))
         with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
             for axes, model in zip(panels[:, 0], models, strict=True):
                 cls._heat_map(axes, model["name"], results, lengths, rows)
+
+    @classmethod
+    def _lines(cls, accuracy: Any, state: Any, results: Results) -> None:
+        """Accuracy with its 95 % interval, and the state of a text at its end, by length."""
+        lengths, trained = results["lengths"], set[int]()
+        for number, name in enumerate(model["name"] for model in results["models"]):
+            cells = [cell for cell in results["cells"] if cell["model"] == name]
+            by_length = [[cell for cell in cells if cell["length"] == length] for length in lengths]
+            shares = [pooled(of_length) for of_length in by_length]
+            mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
+            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": cls.title(name, results)}
+            accuracy.plot(lengths, mean, **look)
+            accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            state.plot(lengths, [max(cell["state_bytes"] for cell in row) / 1024 for row in by_length], **look)
+            trained.add(results["longest_trained"][name] or 0)
+        for border in filter(None, trained):
+            accuracy.axvline(border, color="black", linewidth=1, linestyle=":", label="longest text in training")
+        accuracy.set_ylim(0, 102)
+        accuracy.set_ylabel("% correct")
+        state.set_ylabel("state of a text [KiB]")
+        state.set_yscale("log")
+        for panel in (accuracy, state):
+            panel.set_xscale("log")
+            panel.set_xlabel("tokens")
+            panel.grid(alpha=0.3)
+        accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
 
     @classmethod
     def _heat_map(cls, axes: Any, name: str, results: Results, lengths: Sequence[int], rows: Sequence[Any]) -> None:

@@ -242,3 +242,23 @@ def test_a_picture_says_which_lengths_were_trained(lengths, texts, lines):
     Passkey._heat_map(axes, "small", results, lengths, [0.0])
     assert [text.get_text() for text in axes.texts if "trained" in text.get_text()] == texts
     assert len(axes.lines) == lines
+
+
+def test_a_picture_by_length_pools_the_depths_and_shows_the_state():
+    from matplotlib.figure import Figure
+
+    accuracy, state = Figure().subplots(1, 2)
+    right = {(100, 0.0): 1, (100, 1.0): 3, (1000, 0.0): 4, (1000, 1.0): 4}
+    cells = [
+        {"model": "small", "length": length, "depth": depth, "correct": correct, "total": 4, "state_bytes": 2048}
+        for (length, depth), correct in right.items()
+    ]
+    results = {"cells": cells, "lengths": [100, 1000], "models": [{"name": "small"}], "longest_trained": {"small": 80}}
+    Passkey._lines(accuracy, state, results | {"num_keys": 1})
+    line, border = accuracy.lines
+    assert line.get_xydata().tolist() == [[100, 50], [1000, 100]]
+    assert border.get_xdata() == [80, 80]
+    (band,) = accuracy.collections
+    bounds = [100 * bound for bound in wilson(4, 8)]
+    assert {y for x, y in band.get_paths()[0].vertices if x == 100} == set(bounds)
+    assert state.lines[0].get_ydata().tolist() == [2, 2]

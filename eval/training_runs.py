@@ -49,10 +49,15 @@ def train_alone(recipe: Recipe) -> None:
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """The folder `path`, which `write` fills where there is none; another process that wants it waits."""
+    """The folder `path`, which `write` fills where there is none; another process that wants it waits.
+
+    What a killed process left of the folder is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
+            for left in path.parent.glob(f".{path.name}.*.partial"):
+                shutil.rmtree(left)
             with atomic_folder(path) as folder:
                 write(folder)
     return path
@@ -64,7 +69,7 @@ def inputs_folder(output: Path, settings: dict[str, Any]) -> Path:
 
 
 def fingerprint(value: Any) -> str:
-    """Of a value of JSON."""
+    """The first digits of the SHA-256 of a value of JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -28,7 +28,7 @@ INGREDIENTS = {
     "one_layer": Ingredient("one layer", layers=1),
     "four_layers": Ingredient("four layers", layers=4),
     "quarter": Ingredient("a quarter of the tokens", steps=0.25),
-    "fourfold": Ingredient("four times the tokens", steps=4),
+    "fourfold": Ingredient("four times the tokens", steps=4.0),
     FOLDED: Ingredient("folded", model="condense"),
     "jitter": Ingredient("folded, durations of 0.9 to 1.1 in training", FOLDED, model="condense", jitter=0.1),
 }

@@ -88,7 +88,8 @@ class Ingredients(Task[Trained]):
         self.options, self.output = options, output
 
     def settings(self) -> dict[str, Any]:
-        constants = [{name: one._replace(title="") for name, one in INGREDIENTS.items()}, TOTAL_LENGTH, TEMPLATES]
+        trained = {name: one._replace(title="", twin=None)._asdict() for name, one in INGREDIENTS.items()}
+        constants = [trained, TOTAL_LENGTH, TEMPLATES]
         asked = [asdict(item) for probe in (Counting, Sums) for item in self.asked(probe)]
         return stored(self.options) | {"dtype": DTYPE, "made_of": fingerprint(constants), "asked": fingerprint(asked)}
 

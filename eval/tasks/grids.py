@@ -105,7 +105,7 @@ class Grid(Task[Batch]):
     @classmethod
     def _lines(cls, accuracy: Any, state: Any, results: Results) -> None:
         """Accuracy with its 95 % interval, and the state of a text at its end, by length."""
-        lengths, trained = results["lengths"], set[int]()
+        lengths = results["lengths"]
         for number, name in enumerate(model["name"] for model in results["models"]):
             cells = [cell for cell in results["cells"] if cell["model"] == name]
             by_length = [[cell for cell in cells if cell["length"] == length] for length in lengths]
@@ -115,11 +115,11 @@ class Grid(Task[Batch]):
             accuracy.plot(lengths, mean, **look)
             accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
             state.plot(lengths, [max(cell["state_bytes"] for cell in row) / 1024 for row in by_length], **look)
-            trained.add(results["longest_trained"][name] or 0)
-        for border in filter(None, trained):
-            accuracy.axvline(border, color="black", linewidth=1, linestyle=":", label="longest text in training")
+            if trained := results["longest_trained"][name]:
+                label = f"{look['label']}: longest text in training"
+                accuracy.axvline(trained, color=look["color"], linewidth=1, linestyle=":", label=label)
         accuracy.set_ylim(0, 102)
-        accuracy.set_ylabel("% correct")
+        accuracy.set_ylabel(f"% correct, all {cls.row}s together")
         state.set_ylabel("state of a text [KiB]")
         state.set_yscale("log")
         for panel in (accuracy, state):

@@ -59,6 +59,7 @@ def test_twins_differ_in_one_thing(compared):
     different = {name: changed(flat[name], flat[twin]) for name, one in INGREDIENTS.items() if (twin := one.twin)}
     assert different.pop("jitter") == {"objective.kind", "objective.jitter"}
     by_steps = {"stages.0.steps", "optimizer.warmup_steps", "evaluation.every", "checkpoints.every", "log_every"}
+    assert "stages.0.steps" in different["quarter"] & different["fourfold"]
     assert different.pop("quarter") <= by_steps and different.pop("fourfold") <= by_steps
     for name in ("learned", "no_positions"):
         assert different[name] == {"model.source", "model.kind"}

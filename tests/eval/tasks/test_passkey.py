@@ -257,7 +257,7 @@ def test_a_picture_by_length_pools_the_depths_and_shows_the_state():
     Passkey._lines(accuracy, state, results | {"num_keys": 1})
     line, border = accuracy.lines
     assert line.get_xydata().tolist() == [[100, 50], [1000, 100]]
-    assert border.get_xdata() == [80, 80]
+    assert border.get_xdata() == [80, 80] and border.get_color() == line.get_color()
     (band,) = accuracy.collections
     bounds = [100 * bound for bound in wilson(4, 8)]
     assert {y for x, y in band.get_paths()[0].vertices if x == 100} == set(bounds)

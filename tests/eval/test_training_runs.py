@@ -1,0 +1,50 @@
+"""Folders that several processes need are made once, and whole or not at all."""
+
+import threading
+
+import pytest
+
+from condense.eval.training_runs import make_once
+
+
+def test_a_folder_is_written_once(tmp_path):
+    calls = []
+
+    def write(folder):
+        calls.append(folder)
+        (folder / "file").write_text("made")
+
+    for _ in range(2):
+        assert make_once(tmp_path / "inputs" / "one", write) == tmp_path / "inputs" / "one"
+    assert len(calls) == 1 and (tmp_path / "inputs" / "one" / "file").read_text() == "made"
+
+
+def test_a_writer_that_fails_leaves_no_folder_and_what_a_killed_one_left_goes(tmp_path):
+    (tmp_path / ".one.123.partial").mkdir()
+
+    def fail(folder):
+        (folder / "half").write_text("half")
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        make_once(tmp_path / "one", fail)
+    assert [path.name for path in tmp_path.iterdir()] == [".one.lock"]
+
+
+def test_a_second_one_waits_for_the_first(tmp_path):
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    def write(folder):
+        calls.append(folder)
+        begun.set()
+        assert go_on.wait(10)
+        (folder / "file").write_text("made")
+
+    threads = [threading.Thread(target=make_once, args=(tmp_path / "one", write)) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(calls) == 1 and (tmp_path / "one" / "file").exists()

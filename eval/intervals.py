@@ -40,7 +40,8 @@ def interval(values: Sequence[float], scale: Scale = LINEAR) -> tuple[float, flo
 
 
 def shown(values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR, form: str = "f") -> str:
-    """The mean over seeds and its interval as text; a dash where there are no values."""
+    """The mean over the seeds that have a value, and its interval, as text; a dash where there are no values. See also
+    `written`, which gives no mean where a run has none."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"

@@ -16,6 +16,7 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
 
+LINE_STYLES = ("-", "--", "-.")  # of models in turn: lines that cover each other remain visible
 PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
 
 
@@ -92,10 +93,11 @@ class Grid(Task[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """A heat map per model; and in PATH-length all rows together by length, with the state beside them."""
+        """A heat map per model; and for several lengths, in PATH-length, all rows together and the state by length."""
         models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
-        with picture(path.with_name(f"{path.name}-length"), columns=2, figsize=(10, 3.6)) as (accuracy, state):
-            cls._lines(accuracy, state, results)
+        if len(lengths) > 1:
+            with picture(path.with_name(f"{path.name}-length"), columns=2, figsize=(10, 3.6)) as (accuracy, state):
+                cls._lines(accuracy, state, results)
         label = max(len(cls.label(row)) for row in rows)
         size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows)) * len(models))
         with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
@@ -112,6 +114,7 @@ class Grid(Task[Batch]):
             shares = [pooled(of_length) for of_length in by_length]
             mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
             look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": cls.title(name, results)}
+            look["linestyle"] = LINE_STYLES[number % len(LINE_STYLES)]
             accuracy.plot(lengths, mean, **look)
             accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
             state.plot(lengths, [max(cell["state_bytes"] for cell in row) / 1024 for row in by_length], **look)
@@ -121,12 +124,17 @@ class Grid(Task[Batch]):
         accuracy.set_ylim(0, 102)
         accuracy.set_ylabel(f"% correct, all {cls.row}s together")
         state.set_ylabel("state of a text [KiB]")
-        state.set_yscale("log")
+        held = [cell["state_bytes"] for cell in results["cells"]]
+        if max(held) > 10 * min(held) > 0:
+            state.set_yscale("log")
+        else:
+            state.set_ylim(bottom=0)
         for panel in (accuracy, state):
             panel.set_xscale("log")
             panel.set_xlabel("tokens")
+            panel.set_xlim(accuracy.get_xlim())
             panel.grid(alpha=0.3)
-        accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+        accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
     @classmethod
     def _heat_map(cls, axes: Any, name: str, results: Results, lengths: Sequence[int], rows: Sequence[Any]) -> None:

@@ -262,3 +262,12 @@ def test_a_picture_by_length_pools_the_depths_and_shows_the_state():
     bounds = [100 * bound for bound in wilson(4, 8)]
     assert {y for x, y in band.get_paths()[0].vertices if x == 100} == set(bounds)
     assert state.lines[0].get_ydata().tolist() == [2, 2]
+    assert (state.get_yscale(), state.get_ylim()[0]) == ("linear", 0)
+    assert state.get_xlim() == accuracy.get_xlim()
+
+
+def test_a_single_length_has_no_picture_by_length(tmp_path):
+    cells = [{"model": "small", "length": 100, "depth": 0.0, "correct": 1, "total": 4, "accuracy": 0.25}]
+    results = {"cells": cells, "lengths": [100], "depths": [0.0], "models": [{"name": "small"}]}
+    Passkey.draw(results | {"longest_trained": {"small": 80}}, tmp_path / "passkey")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["passkey.png", "passkey.svg"]

@@ -42,10 +42,14 @@ class Prompt(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A text without its background, as tokens. `end` are the questions with all answers but the last one, and
-    `is_answer` says which of its tokens are those of answers."""
+    """A text without its background, as tokens. `inserted` are the facts and then the early questions, which stand at
+    `places`, numbers of `num_places` random places in order; `early_answers` are the first tokens of their answers. `end`
+    are the questions with all answers but the last one, and `is_answer` says which of its tokens are those of answers."""
 
-    facts: list[list[int]]
+    inserted: list[list[int]]
+    places: list[int]
+    num_places: int
+    early_answers: list[int]
     end: list[int]
     is_answer: list[bool]
     answer: list[int]
@@ -63,11 +67,13 @@ class FactsTask:
         sentences: Iterable[str] | None = None,
         questions: int = 1,
         brief: float = 0.0,
+        early_questions: int = 0,
     ):
         """A text has at most `facts` facts. A text to train on has `questions` questions, each about another fact, or
         as many as it has facts and room for; `brief` is the share of them that are asked without "Answer:" and
-        punctuation, so that most answers directly follow the word that they are looked up by. `sentences` are the
-        background; None: those of the passkey task's filler.
+        punctuation, so that most answers directly follow the word that they are looked up by. `early_questions` more stand at
+        random places between sentences, those before the last fact left out; the text goes on without their answers, of
+        which the first token is a label. `sentences` are the background; None: those of the passkey task's filler.
 
         Raises `ValueError` for unknown kinds, for too few facts, for a tokenizer that does not know the words of the
         facts, and for no sentences.
@@ -75,6 +81,7 @@ class FactsTask:
         check_kinds(kinds, facts)
         self.tokenizer, self.kinds, self.facts = tokenizer, kinds, facts
         self.questions, self.brief = min(questions, facts), brief
+        self.early_questions = early_questions
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         self._check_words()
         self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -122,7 +129,7 @@ class FactsTask:
         self.check_fits(num_tokens)
         story = tell(kind, self.facts, generator)
         frame = self._frame(story, story.questions[:1], [False])
-        return self._fill(frame, num_tokens - self.longest_answer, generator)
+        return self._fill(frame, num_tokens - self.longest_answer, generator)[0]
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.background.tokens.tobytes()).hexdigest()
@@ -159,35 +166,69 @@ class FactsTask:
             others = [story.questions[1:][number] for number in generator.permutation(len(story.questions) - 1)]
             questions += others[: self.questions - 1]
         is_brief = [self.brief > 0 and generator.random() < self.brief for _ in questions]
+        places, early = self._early_questions(story, generator)
         while True:
-            frame = self._frame(story, questions, is_brief)
-            if len(questions) == 1 or frame.length + len(frame.answer) <= room:
+            frame = self._frame(story, questions, is_brief, places, early)
+            if frame.length + len(frame.answer) <= room or (len(questions) == 1 and not early):
                 return frame
-            questions, is_brief = questions[:-1], is_brief[:-1]
+            if early:
+                early = early[1:]
+            else:
+                questions, is_brief = questions[:-1], is_brief[:-1]
 
-    def _frame(self, story: Story, questions: Sequence[Question], is_brief: Sequence[bool]) -> _Frame:
-        facts = [self._encode(fact) for fact in story.facts]
+    def _early_questions(
+        self, story: Story, generator: np.random.Generator
+    ) -> tuple[list[int], list[tuple[Question, bool]]]:
+        """The places of the facts among those of facts and early questions, and the questions that come after the last
+        fact, each with whether it is brief."""
+        if not self.early_questions:  # no random numbers are needed
+            return list(range(len(story.facts))), []
+        num_places = len(story.facts) + self.early_questions
+        places = sorted(generator.permutation(num_places)[: len(story.facts)].tolist())
+        return places, [
+            (story.questions[int(generator.integers(len(story.questions)))], bool(generator.random() < self.brief))
+            for _ in range(num_places - 1 - places[-1])
+        ]
+
+    def _question(self, question: Question, brief: bool) -> list[int]:
+        return self._encode(question.text.rstrip("?") if brief else QUESTION.format(question=question.text))
+
+    def _frame(
+        self,
+        story: Story,
+        questions: Sequence[Question],
+        is_brief: Sequence[bool],
+        fact_places: Sequence[int] | None = None,
+        early: Sequence[tuple[Question, bool]] = (),
+    ) -> _Frame:
+        """`fact_places` None: those of a text without early questions."""
         end, is_answer, answer = list[int](), list[bool](), list[int]()
         for question, brief in zip(questions, is_brief, strict=True):
-            asked = self._encode(question.text.rstrip("?") if brief else QUESTION.format(question=question.text))
+            asked = self._question(question, brief)
             end += [*answer, *asked]
             is_answer += [True] * len(answer) + [False] * len(asked)
             answer = self._encode(question.answer)
-        length = len(self.start) + sum(map(len, facts)) + len(end)
-        return _Frame(facts, end, is_answer, answer, length)
+        inserted = [self._encode(fact) for fact in story.facts]
+        inserted += [self._question(question, brief) for question, brief in early]
+        num_places = len(story.facts) + (self.early_questions if fact_places is not None else 0)
+        places = [*(fact_places or range(len(story.facts))), *range(num_places - len(early), num_places)]
+        early_answers = [self._encode(question.answer)[0] for question, _ in early]
+        length = len(self.start) + sum(map(len, inserted)) + len(end)
+        return _Frame(inserted, places, num_places, early_answers, end, is_answer, answer, length)
 
-    def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator) -> Prompt:
-        tokens, gaps = self.background.part(num_tokens - frame.length, len(frame.facts), generator)
+    def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator) -> tuple[Prompt, np.ndarray]:
+        """The text, and the ends of what is inserted: the numbers of the tokens that follow."""
+        tokens, places = self.background.part(num_tokens - frame.length, frame.num_places, generator)
         pieces: list[Sequence[int] | np.ndarray] = [self.start]
-        for between, fact in zip(np.split(tokens, gaps), [*frame.facts, frame.end], strict=True):
-            pieces += [between, fact]
-        is_background = np.repeat(np.arange(len(pieces)) % 2 == 1, [len(piece) for piece in pieces])
-        return Prompt(
-            np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces]), is_background, frame.answer
-        )
+        for between, piece in zip(np.split(tokens, places[frame.places]), [*frame.inserted, frame.end], strict=True):
+            pieces += [between, piece]
+        lengths = [len(piece) for piece in pieces]
+        is_background = np.repeat(np.arange(len(pieces)) % 2 == 1, lengths)
+        input_ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces])
+        return Prompt(input_ids, is_background, frame.answer), np.cumsum(lengths)[2:-1:2]
 
     def _text(self, frame: _Frame, num_tokens: int, background: int, generator: np.random.Generator) -> Example:
-        prompt = self._fill(frame, num_tokens - len(frame.answer), generator)
+        prompt, ends = self._fill(frame, num_tokens - len(frame.answer), generator)
         input_ids = np.concatenate([prompt.input_ids, prompt.answer])
         predicted = np.flatnonzero(prompt.is_background[1:]) + 1  # nothing comes before the first token
         answers = np.flatnonzero(frame.is_answer) + len(prompt.input_ids) - len(frame.end)
@@ -195,4 +236,5 @@ class FactsTask:
         labelled += range(len(prompt.input_ids), num_tokens)
         labels = np.full(num_tokens, IGNORE_INDEX)
         labels[labelled] = input_ids[labelled]
+        labels[ends[len(ends) - len(frame.early_answers) :]] = frame.early_answers
         return Example(input_ids, labels)

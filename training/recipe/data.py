@@ -129,6 +129,12 @@ class FactsData(GeneratedData):
         description="share of the questions in training that are asked without punctuation and `Answer:`, so that the "
         "answer directly follows the word that it is looked up by",
     )
+    early_questions: int = Field(
+        0,
+        ge=0,
+        description="more questions at random places of a text to train on, those before its last fact left out; their "
+        "answers are labels and no part of the text",
+    )
     sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
 
     @model_validator(mode="after")

@@ -328,3 +328,33 @@ def test_a_guess_is_the_last_word_of_the_right_sort():
     before = Story(["Odile walks to the attic.", "Odile walks to the tower."], [question])
     assert guess(before) == "attic"
     assert 0.4 < guess_accuracy("one_fact", 6) < 0.65 and guess_accuracy("one_fact", 1) == 1
+
+
+def test_early_questions_have_labels_and_no_answers_in_the_text(tokenizer):
+    """Each asks about a fact before it; what follows is the text; places are those of 16 uniform ones after the fact."""
+    task = FactsTask(tokenizer, ["one_fact"], 1, SENTENCES, brief=0.5, early_questions=16)
+    counts, places, forms = [], [], set()
+    for seed in range(300):
+        batch = task.training_batch(1, 700, 0, np.random.default_rng(seed))
+        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        labelled = labels.ne(-100).nonzero()[:, 0].tolist()
+        text = plain(tokenizer.decode(ids[1:]))
+        (told,) = re.findall(r"(\w+) (?:walks to|hurries to|comes into) the (\w+)\.", text)
+        assert {tokenizer.decode(labels[place]) for place in labelled} == {told[1]} and text.count(told[1]) == 2
+        for place in labelled:
+            asked = plain(tokenizer.decode(ids[:place]))
+            assert asked.endswith((f"Where is {told[0]}", f"Question: Where is {told[0]}? Answer:"))
+            forms.add(asked.endswith("Answer:"))
+        assert labelled[-1] == 699 and text.count(f"Where is {told[0]}") == len(labelled)
+        counts.append(len(labelled) - 1)
+        places += [place / 700 for place in labelled[:-1]]
+        assert text.index(told[1]) < text.index("Where is")
+    assert forms == {True, False}
+    # Of 17 places in any order, the fact's has 0 to 16 after it, each as often; those are at two thirds on average.
+    assert set(counts) == set(range(17)) and abs(np.mean(counts) - 8) < 1 and abs(np.mean(places) - 2 / 3) < 0.03
+    short = task.training_batch(20, 60, 0, np.random.default_rng(1))  # as many as there is room for
+    assert short["input_ids"].shape == (20, 60) and 1 < int(short["labels"].ne(-100).sum(dim=1).max()) < 15
+    one, other = (
+        each.prompt("one_fact", 140, np.random.default_rng(4)) for each in (FactsTask(tokenizer, ["one_fact"], 1), task)
+    )
+    assert len(one.input_ids) == len(other.input_ids) and "Where is" in tokenizer.decode(other.input_ids[-8:])

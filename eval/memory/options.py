@@ -21,7 +21,9 @@ MEMORIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions(Options):
-    """Models of equal size that differ in their memory alone, trained alike from random weights: loss by text before.
+    """Models of equal size that differ in their memory alone, trained alike: loss by text before.
+
+    They begin with the same random weights or, with --first-steps, as the same model trained without memory.
 
     The loss of the same segments of the held-out text with 0, 1, 2 ... segments before them.
     """
@@ -46,6 +48,9 @@ class MemoryOptions(Options):
     ] = 2048
     batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 400
+    first_steps: Annotated[
+        int, Option("Optimizer steps of a stock model on single segments, which all models begin with.", min=0)
+    ] = 0
     learning_rate: Annotated[float, Option("At its highest.", check=check_rate)] = 3e-3
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
 

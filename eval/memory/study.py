@@ -1,7 +1,8 @@
 """Models that differ in their memory alone, and what it is worth to them: loss by the segments before, on novels.
 
 All have the same parameters and, with the same seed, the same first weights and the same batches; but the model without
-memory trains on as many tokens with every segment as a text of its own.
+memory trains on as many tokens with every segment as a text of its own. With `first_steps` all begin as one stock model
+that was trained that way.
 """
 
 import hashlib
@@ -143,26 +144,50 @@ class Memory(Task[Trained]):
         train_tokenizer("\n".join(self.texts[0]), self.options.vocab_size).save_pretrained(folder)
         (folder / "settings.json").write_text(json.dumps(self.settings(), sort_keys=True), encoding="utf-8")
 
-    def start(self, item: Trained) -> Path:
-        """A checkpoint with random weights: those of a seed are the same in all models."""
-        kind = item.memory if item.memory in ("transformer_xl", "sliding_window") else "llama"
-        return make_once(self.inputs / f"start-{kind}-{item.seed}", partial(self._write_start, item))
+    def first(self, seed: int) -> Path:
+        """The checkpoint that all models of a seed begin with: random weights, or trained on single segments."""
+        random = make_once(self.inputs / f"random-{seed}", partial(self._write_random, seed))
+        if not self.options.first_steps:
+            return random
+        trained = self.inputs / f"first-{seed}"
+        if not trained.exists():
+            recipe = self._recipe(
+                f"first-{seed}", {"kind": "stock", "source": str(random)}, self.options.segments,
+                self.options.first_steps, seed,
+            )  # fmt: skip
+            train_alone(recipe)
+            make_once(trained, partial(_copy_model, recipe.output))
+            remove_checkpoints(recipe.output)
+        return trained
 
-    def _write_start(self, item: Trained, folder: Path) -> None:
+    def _write_random(self, seed: int, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
-        torch.manual_seed(item.seed)
-        model: Any = LlamaForCausalLM(LlamaConfig(**self._shape(tokenizer)))
-        if item.memory == "sliding_window":
-            weights = model.state_dict()
+        torch.manual_seed(seed)
+        LlamaForCausalLM(LlamaConfig(**self._shape(tokenizer))).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def start(self, item: Trained) -> Path:
+        """The checkpoint that a model begins with: the weights of a seed are the same in all models."""
+        first = self.first(item.seed)
+        if item.memory not in ("transformer_xl", "sliding_window"):
+            return first
+        return make_once(
+            self.inputs / f"start-{item.memory}-{item.seed}", partial(self._write_start, item.memory, first)
+        )
+
+    def _write_start(self, memory: str, first: Path, folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(first)
+        model: Any
+        if memory == "sliding_window":
             window = 2 * self.options.segment_length
             model = MistralForCausalLM(MistralConfig(**self._shape(tokenizer), sliding_window=window))
-            model.load_state_dict(weights)
+            model.load_state_dict(LlamaForCausalLM.from_pretrained(first).state_dict())
+        else:
+            model = CondenseForCausalLM.from_pretrained(
+                first, segment_length=self.options.segment_length, memory_source="layer_input"
+            )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        if item.memory == "transformer_xl":
-            CondenseForCausalLM.from_pretrained(
-                folder, segment_length=self.options.segment_length, memory_source="layer_input"
-            ).save_pretrained(folder)
 
     def _shape(self, tokenizer: Any) -> dict[str, Any]:
         options = self.options
@@ -176,19 +201,24 @@ class Memory(Task[Trained]):
 
     def recipe(self, item: Trained) -> Recipe:
         """The recipe of a model, which `condense train` could run too."""
-        options, memory, steps = self.options, item.memory, self.options.steps
-        quarter = max(1, steps // 4)
-        model: dict[str, Any] = {"kind": "condense", "segment_length": options.segment_length}
+        memory = item.memory
+        model: dict[str, Any] = {"kind": "condense", "segment_length": self.options.segment_length}
         if memory in ("sliding_window", "full_attention"):
             model = {"kind": "stock"}
         elif memory.startswith("folded_"):
             model["bptt_segments"] = int(memory.removeprefix("folded_"))
         # Without memory, the segments of a text are texts of their own.
-        texts = options.segments if memory == "no_memory" else 1
+        texts = self.options.segments if memory == "no_memory" else 1
+        model["source"] = str(self.start(item))
+        return self._recipe(item.folder, model, texts, self.options.steps, item.seed)
+
+    def _recipe(self, name: str, model: dict[str, Any], texts: int, steps: int, seed: int) -> Recipe:
+        """A training of `steps` steps, of texts that are divided into `texts` texts of their own."""
+        options, quarter = self.options, max(1, steps // 4)
         length, batch = options.total_length // texts, options.batch * texts
         fields = {
-            "model": {"source": str(self.start(item)), **model},
-            "output": self.output / "models" / item.folder,
+            "model": model,
+            "output": self.output / "models" / name,
             "data": {
                 "task": "text", "sources": [{"files": files} for files in options.text], "fit": "cut",
                 "prepared": self.output / "prepared",
@@ -206,7 +236,7 @@ class Memory(Task[Trained]):
                 "sources": [{"files": files} for files in options.held_out],
             },
             "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter, "report_to": "none",
-            "seed": item.seed,
+            "seed": seed,
         }  # fmt: skip
         return Recipe.model_validate(fields)
 
@@ -285,6 +315,11 @@ class Memory(Task[Trained]):
                 panel.set_ylabel("loss [nats a token]")
                 panel.grid(alpha=0.3)
             before.legend(fontsize=7)
+
+
+def _copy_model(source: Path, folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def _documents(files: Sequence[str]) -> list[str]:

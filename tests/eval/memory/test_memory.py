@@ -14,6 +14,8 @@ from condense import CondenseForCausalLM
 from condense.eval.memory.options import MEMORIES, MemoryOptions
 from condense.eval.memory.study import Memory, Trained
 from condense.eval.runner import run
+from condense.eval.training_runs import train_alone
+from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
 SMALL = {
@@ -104,6 +106,30 @@ def test_files(compared, monkeypatch):
     assert len(table.rows) == len(MEMORIES) and all(len(row) == len(table.columns) for row in table.rows)
     monkeypatch.setattr("condense.eval.memory.study.train_alone", pytest.fail)
     assert run(Memory(options, output), output)["models"] == results["models"]
+
+
+def test_models_may_begin_as_one_that_was_trained_without_memory(compared, tmp_path, monkeypatch):
+    """A stock model, trained once a seed on texts of one segment; also where the run is stopped after it."""
+    options, _, _ = compared
+    trained: list[Recipe] = []
+
+    def train_and_note(recipe):
+        trained.append(recipe)
+        train_alone(recipe)
+
+    monkeypatch.setattr("condense.eval.memory.study.train_alone", train_and_note)
+    task = Memory(MemoryOptions(**{**options.__dict__, "first_steps": 3}), tmp_path / "out")
+    starts = {memory: load_file(task.start(Trained(memory, 0)) / "model.safetensors") for memory in MEMORIES}
+    (recipe,) = trained
+    assert (recipe.model.kind, recipe.steps, recipe.stages[0].total_length, recipe.global_batch) == ("stock", 3, 8, 6)
+    result = load_file(recipe.output / "model.safetensors")
+    random = load_file(f"{recipe.model.source}/model.safetensors")
+    assert not torch.equal(random["model.embed_tokens.weight"], result["model.embed_tokens.weight"])
+    for weights in starts.values():
+        assert set(weights) == set(result) and all(torch.equal(weights[name], result[name]) for name in weights)
+    random_start = Memory(options, tmp_path / "out").start(Trained("folded", 0))
+    assert torch.equal(load_file(random_start / "model.safetensors")["model.norm.weight"], random["model.norm.weight"])
+    assert task.recipe(Trained("folded", 0)).steps == 2 and not list(recipe.output.glob("checkpoint-*"))
 
 
 def test_the_fold_is_loaded_with_its_segments(compared):

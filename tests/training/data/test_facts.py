@@ -331,7 +331,7 @@ def test_a_guess_is_the_last_word_of_the_right_sort():
 
 
 def test_early_questions_have_labels_and_no_answers_in_the_text(tokenizer):
-    """Each asks about a fact before it; what follows is the text; places are those of 16 uniform ones after the fact."""
+    """Each asks about a fact before it; what follows is the text. Their places are random ones after the fact."""
     task = FactsTask(tokenizer, ["one_fact"], 1, SENTENCES, brief=0.5, early_questions=16)
     counts, places, forms = [], [], set()
     for seed in range(300):

@@ -42,9 +42,9 @@ class Prompt(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A text without its background, as tokens. `inserted` are the facts and then the early questions, which stand at
-    `places`, numbers of `num_places` random places in order; `early_answers` are the first tokens of their answers. `end`
-    are the questions with all answers but the last one, and `is_answer` says which of its tokens are those of answers."""
+    """A text without its background, as tokens. `inserted` are the facts and then the early questions; of `num_places`
+    random places in order they stand at those numbered `places`. `early_answers` are the first tokens of their answers.
+    `end` are the questions with all answers but the last one, and `is_answer` says which of its tokens are answers'."""
 
     inserted: list[list[int]]
     places: list[int]
@@ -71,9 +71,10 @@ class FactsTask:
     ):
         """A text has at most `facts` facts. A text to train on has `questions` questions, each about another fact, or
         as many as it has facts and room for; `brief` is the share of them that are asked without "Answer:" and
-        punctuation, so that most answers directly follow the word that they are looked up by. `early_questions` more stand at
-        random places between sentences, those before the last fact left out; the text goes on without their answers, of
-        which the first token is a label. `sentences` are the background; None: those of the passkey task's filler.
+        punctuation, so that most answers directly follow the word that they are looked up by. `early_questions` more
+        stand at random places between sentences, those before the last fact left out; the text goes on without their
+        answers, of which the first token is a label. `sentences` are the background; None: those of the passkey task's
+        filler.
 
         Raises `ValueError` for unknown kinds, for too few facts, for a tokenizer that does not know the words of the
         facts, and for no sentences.

@@ -19,12 +19,14 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .attention import AttentionMask, AttentionMetadata, attend
 from .attention.metadata import RotaryTables, rotate
 from .configuration import CondenseConfig
 from .families import family_of
+from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk, on_device
 
@@ -59,13 +61,34 @@ def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
 
 
 class RMSNorm(LlamaRMSNorm):
-    """A Llama's norm; on CUDA as one kernel, which keeps only its input for the backward pass."""
+    """A Llama's norm. On CUDA it is one kernel, which keeps only its input for the backward pass; in float32 without
+    gradients it is one operation on a CPU, too."""
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        return self.fused(hidden_RTD) if hidden_RTD.is_cuda else super().forward(hidden_RTD)
+        return self.fused(hidden_RTD) if is_one_operation(hidden_RTD) else super().forward(hidden_RTD)
 
     def fused(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden_RTD, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def is_one_operation(hidden_RTD: torch.Tensor) -> bool:
+    """Whether a norm is computed by `F.rms_norm`."""
+    return hidden_RTD.is_cuda or (hidden_RTD.dtype == torch.float32 and not torch.is_grad_enabled())
+
+
+class MLP(nn.Module):
+    """A Llama's gated feed-forward network."""
+
+    def __init__(self, config: CondenseConfig):
+        super().__init__()
+        hidden_size, intermediate_size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_RTD)) * self.up_proj(hidden_RTD))
 
 
 class CondenseAttention(nn.Module):
@@ -76,10 +99,10 @@ class CondenseAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         hidden_size, family = config.hidden_size, family_of(config)
         input_bias, output_bias = family.biases(config)
-        self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.head_dim, bias=input_bias)
-        self.k_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
-        self.v_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=output_bias)
+        self.q_proj = Linear(hidden_size, config.num_attention_heads * self.head_dim, bias=input_bias)
+        self.k_proj = Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
+        self.v_proj = Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
+        self.o_proj = Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=output_bias)
         self.has_norms = family.query_key_norms
         if self.has_norms:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -134,7 +157,7 @@ class CondenseDecoderLayer(nn.Module):
         super().__init__()
         self.memory_from_output = config.memory_source == "layer_output"
         self.self_attn = CondenseAttention(config)
-        self.mlp = LlamaMLP(config)
+        self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

@@ -30,6 +30,7 @@ from .execution.executor import CheckpointFunction, ChunkOutput, OutputFunction,
 from .files import use_default_mode
 from .hidden_states import HiddenStateAccumulator, LayerOutputs
 from .layers import DecoderBlock, RMSNorm, decoder_stack
+from .linear import Linear
 from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
@@ -289,7 +290,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     def __init__(self, config: CondenseConfig):
         super().__init__(config)
         self.model = CondenseModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(

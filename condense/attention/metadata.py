@@ -16,7 +16,7 @@ from ..memory import KeyValueState, RecurrentState
 from ..segmentation import Chunk, UnpaddedBatch, on_device
 from .mask import AttentionMask
 
-RotaryTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of `rotary_tables`, each [R or 1, T, E]
+RotaryTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of `rotary_tables`, each [R or 1, 1, T, E]
 
 
 def rotary_tables(
@@ -27,14 +27,14 @@ def rotary_tables(
     transformers computes x cos + [-x2, x1] sin for x = [x1, x2]. That is x cos + [x2, x1] [-sin, sin], whose [x2, x1]
     is x rolled by half its length: one operation instead of four.
     """
-    cos, sin = rotary_emb(like, position_RT)
-    first, second = sin.chunk(2, dim=-1)
-    return cos, torch.cat([-first, second], dim=-1)
+    cos_RTE, sin_RTE = rotary_emb(like, position_RT)
+    first, second = sin_RTE.chunk(2, dim=-1)
+    return cos_RTE[:, None], torch.cat([-first, second], dim=-1)[:, None]
 
 
 def rotate(tensor_RHTE: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
     """Rotary position embedding of queries or keys."""
-    cos_R1TE, sin_R1TE = (table.unsqueeze(1) for table in rotary)
+    cos_R1TE, sin_R1TE = rotary
     rolled_RHTE = tensor_RHTE.roll(tensor_RHTE.shape[-1] // 2, dims=-1)
     # Under autocast the tables are float32 and projections are not: keys must keep the dtype of values.
     return (tensor_RHTE * cos_R1TE + rolled_RHTE * sin_R1TE).to(tensor_RHTE.dtype)

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..layers import CondenseAttention, CondenseDecoderLayer, RMSNorm
+from ..layers import MLP, CondenseAttention, CondenseDecoderLayer, RMSNorm, is_one_operation
+from ..linear import Linear
 
-CONTAINERS = (CondenseDecoderLayer, CondenseAttention, LlamaMLP)  # modules whose code treats rows independently
+CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
 _stacking = threading.Lock()
 REMEDY = "set schedule='sequential' (or 'auto')"
 
@@ -29,10 +30,9 @@ class Stack:
 
     def __init__(self, layers: nn.ModuleList):
         self.layers = list(layers)
-        self.weights_MOI = {
+        self.parameters_Mx = {
             name: _common_memory([layer.get_parameter(name) for layer in layers])
-            for name, parameter in layers[0].named_parameters()
-            if parameter.dim() == 2
+            for name, _ in layers[0].named_parameters()
         }
         self.arrangement = _arrangement(layers)
         self._bands: dict[tuple[int, int], nn.Module] = {}
@@ -46,11 +46,10 @@ class Stack:
 
     def _together(self, modules: list[Any], first: int, prefix: str) -> nn.Module:
         """One module for several that are alike: the code of the first, over stacked weights."""
-        if type(modules[0]) is RMSNorm:
-            return StackedNorm(modules)
-        if type(modules[0]) is nn.Linear:
-            weight_MOI = self.weights_MOI[f"{prefix}weight"]
-            return StackedLinear(modules, None if weight_MOI is None else weight_MOI[first : first + len(modules)])
+        if (stacked := STACKED.get(type(modules[0]))) is not None:
+            stacks_Mx = {name: self.parameters_Mx[f"{prefix}{name}"] for name, _ in modules[0].named_parameters()}
+            end = first + len(modules)
+            return stacked(modules, {name: x if x is None else x[first:end] for name, x in stacks_Mx.items()})
         together = copy.copy(modules[0])
         together._modules = {
             name: self._together([module.get_submodule(name) for module in modules], first, f"{prefix}{name}.")
@@ -120,7 +119,7 @@ def _check_alike(layers: nn.ModuleList) -> None:
 def _check_module(module: nn.Module, where: str) -> None:
     if _has_hooks(module) or "forward" in module.__dict__:
         raise ValueError(f"{where} has hooks or a forward of its own; a wavefront calls many layers at once: {REMEDY}.")
-    leaf = type(module) in (nn.Linear, RMSNorm)
+    leaf = type(module) in STACKED
     holds = any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
     known = leaf or (not holds and (type(module) in CONTAINERS or not module._modules))
     if not known or module._buffers:
@@ -220,25 +219,38 @@ class _SharedStack(torch.autograd.Function):
         return None, *gradient.unbind(0)
 
 
-class StackedLinear(nn.Module):
+class _Stacked(nn.Module):
+    """m modules as one. `stacks_mx` are their parameters, each as a stack in common memory; None if they are apart."""
+
+    def __init__(self, modules: Sequence[Any], stacks_mx: dict[str, torch.Tensor | None]):
+        super().__init__()
+        self.stacked = list(modules)  # a plain list: these modules are registered elsewhere
+        self.stacks_mx = stacks_mx
+
+    def parameters_of(self, name: str) -> list[torch.Tensor]:
+        return [getattr(module, name) for module in self.stacked]
+
+    def stack(self, name: str) -> torch.Tensor:
+        """A parameter of all modules [m, ...]."""
+        stack_mx = self.stacks_mx[name]
+        if stack_mx is None:
+            return torch.stack(self.parameters_of(name))
+        return _SharedStack.apply(stack_mx, *self.parameters_of(name)) if torch.is_grad_enabled() else stack_mx
+
+
+class StackedLinear(_Stacked):
     """m linear maps, [m * R, T, I] to [m * R, T, O]: one batched product, or m products if the weights are apart."""
 
-    def __init__(self, linears: list[nn.Linear], weight_mOI: torch.Tensor | None):
-        super().__init__()
-        self.linears = linears  # a plain list: these modules are registered elsewhere
-        self.weight_mOI = weight_mOI
-
     def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
-        input_mRTI = input_RTI.unflatten(0, (len(self.linears), -1))
-        if self.weight_mOI is None:
-            parts = [F.linear(part, one.weight, one.bias) for part, one in zip(input_mRTI, self.linears, strict=True)]
-            return torch.cat(parts)
-        weight_mOI = _SharedStack.apply(self.weight_mOI, *(linear.weight for linear in self.linears))
-        output_mxO = torch.bmm(input_mRTI.flatten(1, 2), weight_mOI.transpose(1, 2))
-        if self.linears[0].bias is not None:
-            bias_m1O = torch.stack([linear.bias for linear in self.linears])[:, None]
-            output_mxO = output_mxO + bias_m1O.to(output_mxO.dtype)  # they differ under autocast
-        return output_mxO.unflatten(1, input_mRTI.shape[1:3]).flatten(0, 1)
+        num_rows, width, _ = input_RTI.shape
+        if self.stacks_mx["weight"] is None:
+            parts = input_RTI.unflatten(0, (len(self.stacked), -1))
+            return torch.cat([module(part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
+        input_mxI = input_RTI.reshape(len(self.stacked), -1, input_RTI.shape[-1])
+        output_mxO = torch.bmm(input_mxI, self.stack("weight").transpose(1, 2))
+        if "bias" in self.stacks_mx:
+            output_mxO = output_mxO + self.stack("bias")[:, None].to(output_mxO.dtype)  # they differ under autocast
+        return output_mxO.view(num_rows, width, -1)
 
 
 class _Norm(NamedTuple):
@@ -248,21 +260,22 @@ class _Norm(NamedTuple):
     variance_epsilon: float
 
 
-class StackedNorm(nn.Module):
+class StackedNorm(_Stacked):
     """m norms over [m * R, ..., D], as one with a weight [m, 1, ..., D]."""
 
-    def __init__(self, norms: list[RMSNorm]):
-        super().__init__()
-        self.norms = norms
-
     def forward(self, hidden_RxD: torch.Tensor) -> torch.Tensor:
-        hidden_mRxD = hidden_RxD.unflatten(0, (len(self.norms), -1))
-        weight_mD = torch.stack([norm.weight for norm in self.norms])
-        weight_m1D = weight_mD.unflatten(0, (-1, *[1] * (hidden_RxD.dim() - 1)))
-        return self.normalize(hidden_mRxD, _Norm(weight_m1D, self.norms[0].variance_epsilon)).flatten(0, 1)
+        weight_mD = self.stack("weight")
+        weight_m1D = weight_mD.view(len(weight_mD), *[1] * (hidden_RxD.dim() - 1), -1)
+        norm = _Norm(weight_m1D, self.stacked[0].variance_epsilon)
+        return self.normalize(hidden_RxD.unflatten(0, (len(weight_mD), -1)), norm).flatten(0, 1)
 
     def normalize(self, hidden_mRxD: torch.Tensor, norm: _Norm) -> torch.Tensor:
-        return self.fused(hidden_mRxD, norm) if hidden_mRxD.is_cuda else LlamaRMSNorm.forward(norm, hidden_mRxD)
+        return (
+            self.fused(hidden_mRxD, norm) if is_one_operation(hidden_mRxD) else LlamaRMSNorm.forward(norm, hidden_mRxD)
+        )
 
     def fused(self, hidden_mRxD: torch.Tensor, norm: _Norm) -> torch.Tensor:
         return norm.weight * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, norm.variance_epsilon)
+
+
+STACKED = {Linear: StackedLinear, nn.Linear: StackedLinear, RMSNorm: StackedNorm}

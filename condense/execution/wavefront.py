@@ -183,5 +183,5 @@ def _joint_tables(tables: Sequence[RotaryTables], num_rows: int) -> RotaryTables
     first = tables[0]
     if len(first[0]) == 1 and all(table is first for table in tables):  # as for most diagonals
         return first
-    cos, sin = (torch.cat([part.expand(num_rows, -1, -1) for part in parts]) for parts in zip(*tables, strict=True))
+    cos, sin = (torch.cat([part.expand(num_rows, -1, -1, -1) for part in parts]) for parts in zip(*tables, strict=True))
     return cos, sin

@@ -96,7 +96,7 @@ def test_parameters_in_a_shared_storage_stay_there(even):
     start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
     assert all(start <= parameter.data_ptr() < end for parameter in model.parameters())
     stack = stacking.stack_of(model.model.layers)
-    assert (stack.weights_MOI["mlp.gate_proj.weight"] is not None) == even
+    assert (stack.parameters_Mx["mlp.gate_proj.weight"] is not None) == even
 
 
 def with_other_scale(layer):
@@ -152,7 +152,7 @@ CHANGES = {
     ),
     "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "other settings than in layer 0"),
     "an adapter": (with_adapter, "other modules than"),
-    "a parameter beside a module": (with_parameter, "a LlamaMLP, which a wavefront cannot stack"),
+    "a parameter beside a module": (with_parameter, "a MLP, which a wavefront cannot stack"),
     "a buffer": (with_buffer, "a Linear, which a wavefront cannot stack"),
     "another dtype": (lambda layer: layer.mlp.float(), "float32"),
     "weights elsewhere": (with_empty_weight, "kept elsewhere"),

@@ -1,0 +1,77 @@
+"""Linear maps, whose larger products in float32 on a CPU are computed by oneDNN.
+
+torch computes float32 products with MKL. oneDNN, which torch has as well, is faster for them on the processor that was
+measured (docs/results/products), most of all for the few rows of a segment.
+
+Axes: x any size, I and O input and output widths.
+"""
+
+import platform
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+ONEDNN_MULTIPLICATIONS = 2**26  # from here on oneDNN is faster: docs/results/products
+HAS_ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and platform.machine() in ("x86_64", "AMD64")
+)
+
+
+class Linear(nn.Linear):
+    def forward(self, input_xI: torch.Tensor) -> torch.Tensor:
+        if _takes_onednn(input_xI, self.weight):
+            return _Linear.apply(input_xI, self.weight, self.bias)
+        return F.linear(input_xI, self.weight, self.bias)
+
+
+def _takes_onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Whether the product is large, and its tensors are plain ones that nothing watches or transforms: no mode that
+    counts or fakes operations, autocast, torch.compile, torch.func, forward derivatives."""
+    if not HAS_ONEDNN or input_xI.numel() * len(weight_OI) < ONEDNN_MULTIPLICATIONS:
+        return False
+    plain = type(input_xI) is torch.Tensor and type(weight_OI) in (nn.Parameter, torch.Tensor)
+    watched = (
+        torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+    on_cpu = input_xI.device.type == "cpu" and input_xI.dtype == weight_OI.dtype == torch.float32
+    return plain and on_cpu and not watched and torch._C._get_mkldnn_enabled()
+
+
+def _onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(input_xI, weight_OI, bias_O, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    """As `F.linear`. The gradient of the weight is MKL's: oneDNN would first copy what it reads across its rows."""
+
+    @staticmethod
+    def forward(ctx, input_xI, weight_OI, bias_O):
+        ctx.save_for_backward(input_xI, weight_OI)
+        return _onednn(input_xI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx, gradient_xO):
+        input_xI, weight_OI = ctx.saved_tensors
+        of_input = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            # Its own gradient, for second derivatives, is that of a linear map.
+            of_input = _Linear.apply(gradient_xO, weight_OI.t(), None)
+        if ctx.needs_input_grad[1]:
+            of_weight = _rows(gradient_xO).t() @ _rows(input_xI)
+        if ctx.needs_input_grad[2]:
+            of_bias = _rows(gradient_xO).sum(0)
+        return of_input, of_weight, of_bias
+
+
+def _rows(tensor_xI: torch.Tensor) -> torch.Tensor:
+    """As a matrix [n, I]."""
+    return tensor_xI.reshape(-1, tensor_xI.shape[-1])

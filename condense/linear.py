@@ -25,7 +25,7 @@ HAS_ONEDNN = (
 class Linear(nn.Linear):
     def forward(self, input_xI: torch.Tensor) -> torch.Tensor:
         if _takes_onednn(input_xI, self.weight):
-            return _Linear.apply(input_xI, self.weight, self.bias)
+            return onednn_linear(input_xI, self.weight, self.bias)
         return F.linear(input_xI, self.weight, self.bias)
 
 
@@ -44,6 +44,11 @@ def _takes_onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     )
     on_cpu = input_xI.device.type == "cpu" and input_xI.dtype == weight_OI.dtype == torch.float32
     return plain and on_cpu and not watched and torch._C._get_mkldnn_enabled()
+
+
+def onednn_linear(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    """As `F.linear`, of plain float32 tensors on a CPU."""
+    return _Linear.apply(input_xI, weight_OI, bias_O)
 
 
 def _onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

@@ -24,9 +24,10 @@ class AttentionMask:
 
     chunk: Chunk
     log_duration_RK: torch.Tensor | None = None
-    # The masks of uniform chunks, which depend on the numbers of queries and keys alone: one for all of a call. None
-    # under gradient checkpointing, which would keep them until the backward pass.
+    # Masks made so far. Those of uniform chunks depend on the numbers of queries and keys alone and serve a whole call;
+    # others serve all layers. None under gradient checkpointing, which would keep them until the backward pass.
     shared: dict[tuple[Any, ...], torch.Tensor] | None = field(default=None, compare=False, repr=False)
+    _own: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def lower_right(self) -> bool:
@@ -43,27 +44,31 @@ class AttentionMask:
 
     def boolean(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         """[T, K] or [R, 1, T, K]; true where a query sees a key."""
+        key = num_queries, num_keys, device
         if self.lower_right:
-            return self._shared((num_queries, num_keys, device), partial(_causal, num_queries, num_keys, device))
+            return self._once(key, partial(_causal, num_queries, num_keys, device))
+        return self._once(key, partial(self._visible, num_queries, num_keys, device))
+
+    def additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
+        """The mask as a bias [T, K] or [R, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
+        make = partial(self._additive, num_queries, num_keys, like)
+        return self._once((num_queries, num_keys, like.device, like.dtype), make)
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One tensor for all layers and, where it depends on the key alone, for all chunks of a call."""
+        if self.shared is None:
+            return make()
+        made = self.shared if self.lower_right and self.log_duration_RK is None else self._own
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+    def _visible(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         keys_K = torch.arange(num_keys, device=device)
         queries_T1 = torch.arange(num_queries, device=device)[:, None]
         first_R11 = on_device(self.first_visible_key_R, device)[:, None, None]
         own_R11 = on_device(self.first_query_key_R, device)[:, None, None]
         return ((keys_K >= first_R11) & (keys_K <= own_R11 + queries_T1))[:, None]
-
-    def additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
-        """The mask as a bias [R or 1, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
-        make = partial(self._additive, num_queries, num_keys, like)
-        if self.lower_right and self.log_duration_RK is None:
-            return self._shared((num_queries, num_keys, like.device, like.dtype), make)
-        return make()
-
-    def _shared(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if self.shared is None:
-            return make()
-        if key not in self.shared:
-            self.shared[key] = make()
-        return self.shared[key]
 
     def _additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
         seen = self.boolean(num_queries, num_keys, like.device)

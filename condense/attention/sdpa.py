@@ -26,15 +26,22 @@ def sdpa_attention(query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale:
 
 def _bias(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> tuple[torch.Tensor | None, bool]:
     """`attn_mask` and `is_causal`; the flash kernel runs where no mask is materialised."""
-    num_queries, device = query_RHTE.shape[2], query_RHTE.device
+    num_queries = query_RHTE.shape[2]
     if mask.log_duration_RK is not None:
         return mask.additive(num_queries, num_keys, query_RHTE), False
     if not mask.lower_right:
-        return mask.boolean(num_queries, num_keys, device), False
+        return _visible_keys(query_RHTE, num_keys, mask), False
     if num_queries == num_keys:
         return None, True  # upper left and lower right are the same here
     if num_queries == 1:
         return None, False  # the last query sees all keys
     if query_RHTE.is_cuda:
         return causal_lower_right(num_queries, num_keys), False
-    return mask.boolean(num_queries, num_keys, device), False
+    return _visible_keys(query_RHTE, num_keys, mask), False
+
+
+def _visible_keys(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> torch.Tensor:
+    """On a CPU as a bias, which a kernel would make of a boolean mask in each layer; unless no mask is kept."""
+    if query_RHTE.device.type == "cpu" and mask.shared is not None:
+        return mask.additive(query_RHTE.shape[2], num_keys, query_RHTE)
+    return mask.boolean(query_RHTE.shape[2], num_keys, query_RHTE.device)

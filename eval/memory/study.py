@@ -58,8 +58,9 @@ class Trained(NamedTuple):
 
 
 class Memory(Task[Trained]):
-    """A record: `curve`, the held-out loss in training; `losses` [n][S] of n held-out segments in nats a token, with 0
-    to S - 1 segments before them; `by_position` [L], with S - 1 before. A model without memory has S = 1."""
+    """A record: `curve`, the held-out loss in training; `loss_by_segments_before` [S], the mean over the
+    `segments_measured` of the held-out text in nats a token, with 0 to S - 1 segments before them; `by_position` [L],
+    with S - 1 before. A model without memory has S = 1."""
 
     kind = "memory"
     unit = "model"
@@ -95,7 +96,8 @@ class Memory(Task[Trained]):
         return {
             "curve": read_curve(recipe.output),
             "parameters": model.num_parameters(),
-            "losses": losses_nSL.mean(-1).round(5).tolist(),
+            "loss_by_segments_before": losses_nSL.mean((0, 2)).tolist(),
+            "segments_measured": len(losses_nSL),
             "by_position": losses_nSL[:, -1].mean(0).tolist(),
         }
 
@@ -243,7 +245,7 @@ class Memory(Task[Trained]):
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
         """`models`, each with its mean loss by segments before, and `against_folded`: how much more it loses than the
         folded one of its seed on the same segments, each with as much text before as in training, and with the most."""
-        losses = {item: np.array(record["losses"]) for item, record in measured}
+        losses = {item: record["loss_by_segments_before"] for item, record in measured}
         models = []
         for item, record in measured:
             folded = losses.get(Trained("folded", item.seed))
@@ -251,21 +253,19 @@ class Memory(Task[Trained]):
                 {
                     **self.key(item),
                     "parameters": record["parameters"],
-                    "loss_by_segments_before": losses[item].mean(0).tolist(),
+                    "loss_by_segments_before": losses[item],
                     "by_position": record["by_position"],
                     "validation": [point["loss"] for point in record["curve"]],
                     "against_folded": None if folded is None else self._against(losses[item], folded),
-                    "segments_measured": len(losses[item]),
+                    "segments_measured": record["segments_measured"],
                 }
             )
         return {"models": models, "seeds": self.options.seeds, "memories": list(self.options.memories)}
 
-    def _against(self, losses_nS: np.ndarray, folded_nS: np.ndarray) -> list[float]:
-        trained = min(self.options.segments - 1, folded_nS.shape[1] - 1)
-        return [
-            float((losses_nS[:, min(before, losses_nS.shape[1] - 1)] - folded_nS[:, before]).mean())
-            for before in (trained, folded_nS.shape[1] - 1)
-        ]
+    def _against(self, losses_S: list[float], folded_S: list[float]) -> list[float]:
+        """The same segments are measured of all models, so that this is the mean of paired differences."""
+        trained = min(self.options.segments - 1, len(folded_S) - 1)
+        return [losses_S[min(before, len(losses_S) - 1)] - folded_S[before] for before in (trained, len(folded_S) - 1)]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return [

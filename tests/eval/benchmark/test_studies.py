@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from condense.attention import blocked
-from condense.eval.benchmark.studies import attention, attention_alternatives, costs, schedule_rule, training_floor
+from condense.eval.benchmark.studies import (
+    attention,
+    attention_alternatives,
+    costs,
+    products,
+    schedule_rule,
+    short_texts,
+    training_floor,
+)
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
@@ -50,3 +58,19 @@ def test_floors_are_timed():
     assert all(rate > 0 for rate in training_floor.product_rates(4, torch.float32).values())
     for kind, tokens in (("folded", 256), ("stock", 16)):
         assert training_floor.attention_seconds(kind, tokens, 2 * tokens, torch.float32) > 0
+
+
+def test_products_are_timed(monkeypatch):
+    monkeypatch.setattr(products, "SHAPES", [(4, 8, 6)])
+    shape, size, *figures = products.times((4, 8, 6), repeats=1)
+    assert (shape, size) == ("4 x 8 x 6", "2^7.6") and len(figures) == 6 and all(float(one) >= 0 for one in figures)
+
+
+def test_short_and_padded_texts_are_timed():
+    """Both models compute the same within one segment."""
+    shape = "5 layers of width 64, segments of 32"
+    stock, folded = short_texts.models(short_texts.SHAPES[shape])
+    ids_BN = torch.arange(32)[None]
+    torch.testing.assert_close(short_texts.read(folded, "auto", ids_BN), short_texts.read(stock, None, ids_BN))
+    assert len(short_texts.one_text(shape, 64, 1)) == 7
+    assert len(short_texts.padded(shape, [40, 70], 1)) == 6

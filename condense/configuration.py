@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .families import FAMILIES, check_family, check_window, folded_fields
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
-SCHEDULES = ("auto", "sequential", "wavefront")
+SCHEDULES = ("auto", "sequential", "wavefront", "graph")
 POSITION_ANCHORS = ("end", "start")
 OWN_ATTENTION = ("auto", "blocked")
 SIZES = (

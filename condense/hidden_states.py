@@ -64,7 +64,7 @@ class LayerOutputs:
     """The hidden states between the layers of one call, recorded by hooks where they are requested.
 
     Hooks also make "auto" choose the sequential order; a wave calls no layer. Raises `ValueError` under gradient
-    checkpointing, which computes the layers twice, and for schedule="wavefront".
+    checkpointing, which computes the layers twice, and for the schedules "wavefront" and "graph".
     """
 
     def __init__(self, model: Any, call: Call, requested: bool | None):
@@ -73,10 +73,11 @@ class LayerOutputs:
         self.requested = model.config.output_hidden_states if requested is None else requested
         self.chunks: list[Chunk] = []
         self.recorded: list[list[torch.Tensor]] = [[] for _ in range(len(model.layers) + 1)]
-        if self.requested and (call.checkpoint_function is not None or model.config.schedule == "wavefront"):
+        schedule = model.config.schedule
+        if self.requested and (call.checkpoint_function is not None or schedule in ("wavefront", "graph")):
             raise ValueError(
                 "output_hidden_states, of the call or of the configuration, with gradient checkpointing or "
-                "schedule='wavefront', which do not keep them: use one of the two."
+                f"schedule={schedule!r}, which do not keep them: use one of the two."
             )
 
     def __enter__(self) -> "LayerOutputs":

@@ -182,7 +182,7 @@ class CondenseModel(CondensePreTrainedModel):
         state = TransientState(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
-        schedule = schedule_for(root, self.layers, batch.lengths, state, checkpointing)
+        schedule = schedule_for(root, self.layers, batch.lengths, state, checkpointing, timeline is not None)
         state.timeline = timeline  # all checks are done: the state may change
 
         def embed(chunk: Chunk) -> torch.Tensor:

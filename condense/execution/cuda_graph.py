@@ -19,7 +19,7 @@ dimension, D hidden size, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -231,11 +231,11 @@ def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
 class Graphs(NamedTuple):
     """How a device warms up and captures steps; a capture returns a replay and the tensors of its outputs."""
 
-    warm_up: Callable[[Callable[[], Outputs], torch.device], Outputs]
-    capture: Callable[[Callable[[], Outputs], torch.device], tuple[Callable[[], object], Outputs]]
+    warm_up: Callable[[Callable[[], Any], torch.device], Any]
+    capture: Callable[[Callable[[], Any], torch.device], tuple[Callable[[], object], Any]]
 
 
-def _warm_up_cuda(compute: Callable[[], Outputs], device: torch.device) -> Outputs:
+def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
     """On a side stream, as a capture will be."""
     with torch.cuda.device(device):
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -248,7 +248,7 @@ def _warm_up_cuda(compute: Callable[[], Outputs], device: torch.device) -> Outpu
     return outputs
 
 
-def _capture_cuda(compute: Callable[[], Outputs], device: torch.device) -> tuple[Callable[[], object], Outputs]:
+def _capture_cuda(compute: Callable[[], Any], device: torch.device) -> tuple[Callable[[], object], Any]:
     """Computes nothing; the replay does."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..configuration import CondenseConfig
 from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
+from .segment_graph import check_graph
 from .stacking import REMEDY, check_stackable, is_stackable
 
 # Measured on two CPU cores: docs/results/schedules.
@@ -26,7 +27,12 @@ CUDA_CELL_TOKENS = 4096
 
 
 def schedule_for(
-    root: PreTrainedModel, layers: nn.ModuleList, lengths: Sequence[int], state: RecurrentState, checkpointing: bool
+    root: PreTrainedModel,
+    layers: nn.ModuleList,
+    lengths: Sequence[int],
+    state: RecurrentState,
+    checkpointing: bool,
+    has_durations: bool,
 ) -> str:
     """The schedule of a call with `lengths[b]` further tokens of each row: the configuration's, or for "auto" a choice.
 
@@ -34,8 +40,8 @@ def schedule_for(
 
     A cache that records is read sequentially: a wave does not write the tokens that `crop` goes back to.
 
-    Raises `ValueError` for a wave of layers that cannot be stacked, and for a wave under FSDP on the whole model, which
-    gathers the weights without a hook in the layers.
+    Raises `ValueError` for a wave of layers that cannot be stacked, for a wave under FSDP on the whole model, which
+    gathers the weights without a hook in the layers, and for segments that can't be computed as a graph.
     """
     requested, sharded = root.config.schedule, any(base.__name__ == "FSDPModule" for base in type(root).__mro__)
     if requested == "wavefront" and sharded:
@@ -48,6 +54,8 @@ def schedule_for(
         check_stackable(layers)  # before a part of the call is in a cache
     if state.is_recording:
         return "sequential"
+    if requested == "graph" and longest_wave(lengths, state.positions)[0]:
+        check_graph(root.config, layers, checkpointing, has_durations)
     if requested != "auto":
         return requested
     return choose_schedule(root.config, layers, lengths, state.positions, checkpointing or sharded)

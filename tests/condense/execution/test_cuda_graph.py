@@ -8,82 +8,35 @@ import pickle
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from condense import FoldedCache
 from condense.attention import dispatch
 from condense.execution import cuda_graph
-from condense.execution.cuda_graph import Graphs, StaticDecoding, static_step
+from condense.execution.cuda_graph import StaticDecoding, static_step
 
 from ..models import padded_batch, random_durations, random_ids, tiny_model
 from ..test_generation import NUM_NEW
+from .recording import recordings
 from .test_waits import num_copies, on_meta
 
 LENGTHS = [3, 13, 7, 20, 5]
 BUFFERS = ("keys", "values", "next_keys", "next_values")
 
 
-class Recording(TorchDispatchMode):
-    """A CUDA graph on the CPU: records the operations of one step, and replays them on the same tensors."""
-
-    def __init__(self, compute):
-        super().__init__()
-        _, layers, _, positions_2B = compute.args
-        written = [positions_2B, *(getattr(layer, name) for layer in layers for name in BUFFERS)]
-        before = [tensor.clone() for tensor in written]
-        self.records = []
-        with self:
-            self.outputs = compute()
-        for tensor, was in zip(written, before, strict=True):
-            tensor.copy_(was)  # a capture does not compute
-        for output in self.outputs:
-            output.zero_()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
-        result = function(*args, **(kwargs or {}))
-        self.records.append((function, args, kwargs or {}, result))
-        return result
-
-    def replay(self):
-        replayed = {}
-
-        def current(item):
-            if isinstance(item, torch.Tensor):
-                return replayed.get(id(item), item)
-            return type(item)(map(current, item)) if isinstance(item, tuple | list) else item
-
-        for function, args, kwargs, result in self.records:
-            new_result = function(*map(current, args), **{name: current(value) for name, value in kwargs.items()})
-            results = (result, new_result) if isinstance(result, tuple | list) else ([result], [new_result])
-            replayed |= {id(old): new for old, new in zip(*results, strict=True)}
-        with torch.inference_mode():  # the outputs may be inference tensors
-            for output in self.outputs:
-                output.copy_(current(output))
+def written_by(compute):
+    """The tensors that a step changes."""
+    _, layers, _, positions_2B = compute.args
+    return [positions_2B, *(getattr(layer, name) for layer in layers for name in BUFFERS)]
 
 
 @pytest.fixture(params=["calls", "recording"])
 def counts(request, monkeypatch):
     """Runs steps as calls or from a recording; counts the warm-ups, captures and replays of recordings."""
+    if request.param == "calls":
+        return None
     counts = {"warm_up": 0, "capture": 0, "replay": 0}
-
-    def warm_up(compute, device):
-        counts["warm_up"] += 1
-        return compute()
-
-    def capture(compute, device):
-        counts["capture"] += 1
-        recording = Recording(compute)
-
-        def replay():
-            counts["replay"] += 1
-            recording.replay()
-
-        return replay, recording.outputs
-
-    if request.param == "recording":
-        monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", Graphs(warm_up, capture))
-    return counts if request.param == "recording" else None
+    monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings(counts, written_by))
+    return counts
 
 
 @pytest.fixture

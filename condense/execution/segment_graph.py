@@ -213,7 +213,8 @@ class Steps:
         return self._step(("backward", metadata.detach_R), compute, inputs)
 
     def _step(self, kind: tuple, compute: Callable[[Tensors], Tensors], inputs: Tensors) -> StaticStep:
-        key = *kind, torch.is_inference_mode_enabled(), *((tensor.shape, tensor.dtype) for tensor in inputs)
+        modes = self.layers[0].training, torch.is_inference_mode_enabled()
+        key = *kind, *modes, *((tensor.shape, tensor.dtype) for tensor in inputs)
         if key not in self._steps:
             self._steps[key] = StaticStep(compute, inputs, self.graphs)
         return self._steps[key]
@@ -253,7 +254,7 @@ def steps_of(layers: nn.ModuleList) -> Steps:
 def _arrangement(layers: nn.ModuleList) -> list:
     """What a captured step depends on: the modules, and the addresses of their parameters."""
     config = getattr(layers[0].self_attn, "config", None)
-    found: list = [getattr(config, "_attn_implementation", None), layers.training]
+    found: list = [getattr(config, "_attn_implementation", None)]
     found += map(id, layers.modules())
     return found + [
         (parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in layers.parameters()
@@ -295,6 +296,11 @@ def check_graph(config: CondenseConfig, layers: nn.ModuleList, checkpointing: bo
             f"autocast keeps its casts of weights outside of a graph: load the model in its dtype, or {REMEDY}."
         )
     for name, module in layers.named_modules():
+        if checkpointing and isinstance(module, nn.Dropout) and module.p:
+            raise ValueError(
+                f"layers.{name} drops values (p={module.p}), and a replayed graph would drop others in the backward "
+                f"pass than in the forward pass: set it to 0, or {REMEDY}."
+            )
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(f"layers.{name} has hooks, which a replayed graph does not call: {REMEDY}.")
     if any(type(parameter) is not nn.Parameter for parameter in layers.parameters()):

@@ -155,12 +155,17 @@ class CondenseModel(ModelKind):
                 "model.offload_memories=true moves the memories that checkpoints keep: set gradient_checkpointing=true "
                 "too"
             )
+        if self.schedule == "graph" and not gradient_checkpointing:
+            raise ValueError(
+                "model.schedule=graph computes segments again in the backward pass: set gradient_checkpointing=true "
+                "too, or another schedule"
+            )
 
     def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
-        if self.schedule == "wavefront":
+        if self.schedule in ("wavefront", "graph"):
             raise ValueError(
-                "schedule='wavefront' calls many layers at once, and ZeRO-3 gathers one layer's weights when it is "
-                "called: set model.schedule='sequential' (or 'auto'), or use ZeRO-2."
+                f"schedule={self.schedule!r} calls many layers at once, and ZeRO-3 gathers one layer's weights when it "
+                "is called: set model.schedule='sequential' (or 'auto'), or use ZeRO-2."
             )
         if not equal_lengths and tokens * vocab_size > MAX_LOGITS:  # ranks would take the loss in unequal numbers
             raise ValueError(

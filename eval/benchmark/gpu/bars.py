@@ -112,14 +112,16 @@ def table(verdicts: list[dict[str, Any]]) -> Table:
 
 
 def schedule_ratios(points: list[dict[str, Any]]) -> Table:
-    """The ratio sequential / wavefront, for every point of the part `schedules`."""
+    """The times of the schedules and their ratios, for every point of the part `schedules`."""
     rows = []
     for row in dict.fromkeys(point["row"] for point in points if point["row"].startswith("schedules")):
         seconds = {point["schedule"]: point.get("seconds") for point in points if point["row"] == row}
-        sequential, wavefront = seconds.get("sequential"), seconds.get("wavefront")
-        ratio = f"{sequential / wavefront:.2f}" if sequential and wavefront else ""
-        rows.append([row.removeprefix("schedules, "), _milliseconds(sequential), _milliseconds(wavefront), ratio])
-    return Table("schedules", ["what", "sequential [ms]", "wavefront [ms]", "sequential / wavefront"], rows)
+        sequential, wavefront, graph = (seconds.get(name) for name in ("sequential", "wavefront", "graph"))
+        ratios = [f"{sequential / other:.2f}" if sequential and other else "" for other in (wavefront, graph)]
+        times = [_milliseconds(one) for one in (sequential, wavefront, graph)]
+        rows.append([row.removeprefix("schedules, "), *times, *ratios])
+    columns = ["what", "sequential [ms]", "wavefront [ms]", "graph [ms]"]
+    return Table("schedules", [*columns, "sequential / wavefront", "sequential / graph"], rows)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -20,7 +20,7 @@ from ...results import run_metadata, write_results
 from ..cases import SCHEDULES
 from ..timing import free_memory
 from .bars import judge, schedule_ratios, table
-from .correctness import correctness, flex, graph
+from .correctness import correctness, flex, graph, segment_graph
 from .kernels import kernels
 from .longest import longest
 from .losses import losses
@@ -54,6 +54,7 @@ PARTS = {
     "tests": Part(_tests, "pytest tests/condense, with --tests alone", 60, decides=True),
     "kernels": Part(kernels, "FlashAttention's kernel, and waits of the host by segments", 15),
     "loss": Part(losses, "the loss beside torch's fused linear_cross_entropy", 10),
+    "segment_graph": Part(segment_graph, "segments from a replayed graph against float64", 20),
     "training": Part(training, "memory and time of a training step, Table I shape", 40),
     "prefill": Part(prefills, "long prompts, 1.2 B shape", 40),
     "graph": Part(graph, "new tokens by a replayed graph against ordinary ones", 15),

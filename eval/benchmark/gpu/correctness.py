@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -19,7 +20,7 @@ from transformers.utils import is_flash_attn_2_available
 from ..cases import SCHEDULES, ModelVariant
 from ..models import build_model, cast_parameters, configure
 from .reference import DECODED_TOKENS, decode_around, decode_over_two_borders, make_texts, outcome_of, reference_model
-from .session import Session
+from .session import Session, has_graphs
 
 # The distances of a correct model stay below half of these limits. One query of each segment that sees one key too many
 # has more than twice as much.
@@ -69,6 +70,32 @@ def graph(session: Session) -> None:
                     _check_distance(session, f"{name}: logits", ours_BNV, theirs_BNV, limits["logits"])
                     replayed = step is not None and (step.replay is not None or session.device.type != "cuda")
                     session.check(f"{name}: the steps were fixed ones, on CUDA a graph", replayed, "")
+
+
+def segment_graph(session: Session) -> None:
+    """Segments from a replayed graph: logits, and gradients with checkpointing, with a part of a segment left."""
+    if not has_graphs(session):
+        session.check("schedule='graph'", None, "there is no CUDA")
+        return
+    torch.set_float32_matmul_precision("highest")
+    for shape_name, (shape, segment) in session.sizes.checked.items():
+        reference = reference_model(shape, segment)
+        text = next(text for text in make_texts(shape["vocab_size"], segment) if text.name == "part of a segment left")
+        expected = outcome_of(reference, text, gradients=True)
+        for dtype, limits in LIMITS.items():
+            model = cast_parameters(copy.deepcopy(reference).to(session.device), dtype)
+            for implementation in ("sdpa", "eager"):
+                name = f"{shape_name}, {implementation}, {_name(dtype)}"
+                with _failing(session, name):
+                    configure(model, replace(_variant(implementation, segment, "graph"), checkpointing=True))
+                    ours = [outcome_of(model, text, gradients) for gradients in (False, True)]
+                    for outcome in ours:
+                        _check_distance(
+                            session, f"{name}: logits", outcome.logits_nV, expected.logits_nV, limits["logits"]
+                        )
+                    assert ours[1].gradients_x is not None and expected.gradients_x is not None
+                    limit = limits["gradients"]
+                    _check_distance(session, f"{name}: gradients", ours[1].gradients_x, expected.gradients_x, limit)
 
 
 def _compare(session: Session, implementations: Sequence[str], gradients: bool = True) -> Iterator[str]:

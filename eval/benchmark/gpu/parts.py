@@ -4,6 +4,7 @@ Axes: B rows, N tokens of an input.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..models import configure, folded_variants
 from ..timing import free_memory
 from ..workloads import decoding_step, random_ids, read_context
 from .comparison import Entry, compare, compare_variants
-from .session import OutOfTimeError, Session, build_models
+from .session import OutOfTimeError, Session, build_models, has_graphs
 
 WARM_UP_TOKENS = 4
 SEGMENTS_PER_CALL = 64  # of a context that is read before decoding
@@ -25,6 +26,16 @@ SEGMENTS_PER_CALL = 64  # of a context that is read before decoding
 def attentions() -> list[str]:
     """The fastest implementations of stock transformers; the CUDA kernel of SDPA is FlashAttention."""
     return ["sdpa", "flash_attention_2"] if is_flash_attn_2_available() else ["sdpa"]
+
+
+def raced(session: Session, segments: Sequence[int], attention: str = "sdpa", graph: bool = True) -> list[ModelVariant]:
+    """The schedules to race, without checkpointing: on CUDA the graph of a segment, unless it was found wrong."""
+    variants = folded_variants(segments, attention)
+    right = all(check["passed"] for check in session.checks if check["part"] == "segment_graph")
+    if graph and right and has_graphs(session):
+        of_graph = ModelVariant(kind="folded", attention=attention, schedule="graph")
+        variants += [replace(of_graph, segment_length=segment) for segment in segments]
+    return variants
 
 
 def training(session: Session) -> None:
@@ -39,7 +50,10 @@ def training(session: Session) -> None:
         for row, length, attention in rows:
             variants = [
                 ModelVariant(kind="stock", attention=attention, checkpointing=checkpointing),
-                *folded_variants(sizes.training_segments, attention, checkpointing),
+                *(
+                    replace(variant, checkpointing=checkpointing)
+                    for variant in raced(session, sizes.training_segments, attention, graph=checkpointing)
+                ),
             ]
             row += ", checkpointing" * checkpointing
             compare_variants(session, row, "training", models, variants, length)
@@ -49,7 +63,7 @@ def prefills(session: Session) -> None:
     """A long prompt of the 1.2 B shape: schedules against each other, and against full attention."""
     sizes, models = session.sizes, build_models(session, session.sizes.large)
     for attention in attentions():
-        ours = folded_variants([sizes.segment], attention)
+        ours = raced(session, [sizes.segment], attention)
         stock = ModelVariant(kind="stock", attention=attention)
         compare_variants(session, "prefill", "prefill", models, ours, sizes.prefill_schedules)
         compare_variants(session, "prefill, full", "prefill", models, [stock, *ours], sizes.prefill_full)
@@ -100,7 +114,7 @@ def _read(session: Session, model: Any, case: BenchmarkCase, context_BN: torch.T
 
 
 def schedule_table(session: Session) -> None:
-    """Sequential against wavefront over shapes, segments and lengths: the measurements for the rule of `auto`."""
+    """The schedules over shapes, segments and lengths: the measurements for the rule of `auto`."""
     sizes = session.sizes
     for name, shape in (("1.2B", sizes.large), ("Table I", sizes.table_1)):
         models = build_models(session, shape, ["folded"])
@@ -110,6 +124,7 @@ def schedule_table(session: Session) -> None:
                     if session.seconds_left() < 0:
                         raise OutOfTimeError(f"before {name} {mode} at segment {segment}, {length:,} tokens")
                     row = f"schedules, {name}, {mode}, segment {segment}, {length:,}"
-                    compare_variants(session, row, mode, models, folded_variants([segment]), length)
+                    variants = raced(session, [segment], graph=mode == "prefill")
+                    compare_variants(session, row, mode, models, variants, length)
         del models
         free_memory()

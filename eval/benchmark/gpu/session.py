@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from condense.execution.cuda_graph import GRAPHS
+
 from ..cases import device_and_dtype
 from ..memory import PeakMemory, memory_of
 from ..models import build_model, cast_parameters
@@ -44,6 +46,10 @@ class Session:
 def new_session(sizes: Sizes, deadline: float) -> Session:
     device, dtype = device_and_dtype("auto")
     return Session(sizes, torch.device(device), getattr(torch, dtype), deadline, memory_of(device))
+
+
+def has_graphs(session: Session) -> bool:
+    return session.device.type in GRAPHS
 
 
 def log(text: str) -> None:

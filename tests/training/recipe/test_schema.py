@@ -147,6 +147,7 @@ def test_stages_and_batches(recipe):
         (STAGES, ["model={kind: stock}"], "model.source is missing"),
         (STAGES, ["model=4"], "model=4"),
         (STAGES, ["model.schedule=diagonal"], "model.schedule='diagonal': .*'auto', 'sequential', 'wavefront'"),
+        (STAGES, ["model.schedule=graph"], "model.schedule=graph .* set gradient_checkpointing=true"),
         (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'eager'"),
         (STAGES, ["objective.kind=diffusion"], "objective: .*kind='diffusion' is unknown: choose one of 'next_token'"),
         (STAGES, ["optimizer.name=sgd"], "optimizer.name='sgd': .*'adamw'"),

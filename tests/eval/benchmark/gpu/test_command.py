@@ -5,6 +5,7 @@ import gc
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,14 @@ import pytest
 
 from condense.attention import AttentionMask
 from condense.eval.benchmark.gpu.command import ROOT, main
+from condense.eval.benchmark.gpu.correctness import segment_graph
+from condense.eval.benchmark.gpu.parts import raced
+from condense.eval.benchmark.gpu.session import new_session
+from condense.eval.benchmark.gpu.sizes import SMOKE
+from condense.execution import cuda_graph
+from condense.execution import segment_graph as segment_graph_module
+
+from ....condense.execution.recording import recordings
 
 EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
 # On a CPU torch traces FlexAttention for each new mask, which takes seconds, and then runs the same code.
@@ -48,7 +57,8 @@ def test_every_part_runs_and_is_written(rehearsal, capsys):
     names = {line.split()[0] for line in listed if line} - {"tests"}
     assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(names, "done")
     assert {point["part"] for point in results["points"]} == set(MEASURED)
-    assert {check["part"] for check in results["checks"]} == {"correctness", "kernels", "loss", "graph", "flex"}
+    checked = {"correctness", "kernels", "loss", "segment_graph", "graph", "flex"}
+    assert {check["part"] for check in results["checks"]} == checked
     assert results["smoke"] and "rehearsal" in (rehearsal / "gpu.txt").read_text()
     assert {"torch", "transformers"} <= results["versions"].keys() and results["hardware"]
     assert sorted(path.name for path in rehearsal.iterdir()) == ["gpu.csv", "gpu.json", "gpu.txt"]
@@ -146,6 +156,27 @@ def test_a_wrong_model_stops_the_run(tmp_path, monkeypatch, capsys):
     assert "correctness: failed: " in capsys.readouterr().out
     assert not read(tmp_path)["points"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.txt"]  # no points, no CSV
+
+
+def test_segments_from_a_recorded_graph(monkeypatch):
+    """As on CUDA: they are right, and take part in the race; a wrong graph is found, and does not."""
+    counts = {"warm_up": 0, "capture": 0, "replay": 0}
+    monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings(counts))
+    session = new_session(SMOKE, time.monotonic() + 600)
+    session.part = "segment_graph"
+    segment_graph(session)
+    assert len(session.checks) == 2 * 2 * 3 and all(check["passed"] for check in session.checks) and counts["replay"]
+    raced_now = [(one.segment_length, one.schedule) for one in raced(session, [16, 32])]
+    assert raced_now[-2:] == [(16, "graph"), (32, "graph")] and len(raced_now) == 6
+    assert len(raced(session, [16, 32], graph=False)) == 4
+
+    run = segment_graph_module.StaticStep.run
+    monkeypatch.setattr(
+        segment_graph_module.StaticStep, "run", lambda step, given: run(step, (given[0] * 1.2, *given[1:]))
+    )
+    segment_graph(session)
+    assert not all(check["passed"] for check in session.checks)
+    assert len(raced(session, [16, 32])) == 4
 
 
 @pytest.mark.slow

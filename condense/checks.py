@@ -41,6 +41,8 @@ def check_attention(name: str) -> None:
             "attn_implementation='flash_attention_2' needs a GPU and the package flash-attn: install it with "
             "pip install --no-build-isolation flash-attn, or choose sdpa."
         )
+    if name == "varlen" and not torch.cuda.is_available():
+        raise ValueError("attn_implementation='varlen' needs a CUDA GPU, and there is none: choose sdpa.")
 
 
 def check_input(

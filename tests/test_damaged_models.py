@@ -385,6 +385,7 @@ def test_converted_weights_can_be_read_by_others(to, models, tmp_path, capsys):
         (["eval", "passkey", "--dtype", "flaot32"], "dtype='flaot32'"),
         (["eval", "passkey", "--attention", "sdpq"], "attn_implementation='sdpq'"),
         (["eval", "passkey", "--attention", "flash_attention_2"], "flash-attn"),
+        (["eval", "passkey", "--attention", "varlen"], "needs a CUDA GPU"),
         (["probe", "sums", "--dtype", "float31"], "dtype='float31'"),
         (["probe", "sums", "--attention", "eagre"], "attn_implementation='eagre'"),
     ],

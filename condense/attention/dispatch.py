@@ -16,6 +16,7 @@ from .flash import flash_attention
 from .flex import flex_attention
 from .mask import AttentionMask
 from .sdpa import sdpa_attention
+from .varlen import varlen_attention
 
 IMPLEMENTATIONS = {
     "eager": eager_attention,
@@ -23,6 +24,7 @@ IMPLEMENTATIONS = {
     "flex_attention": flex_attention,
     "flash_attention_2": flash_attention,
     "blocked": blocked_attention,
+    "varlen": varlen_attention,
 }
 
 # Measured on two CPU cores (docs/results/attention): blocks do not pay below this number of multiplications of a row

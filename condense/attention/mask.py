@@ -27,7 +27,7 @@ class AttentionMask:
     # Masks made so far. Those of uniform chunks depend on the numbers of queries and keys alone and serve a whole call;
     # others serve all layers. None under gradient checkpointing, which would keep them until the backward pass.
     shared: dict[tuple[Any, ...], torch.Tensor] | None = field(default=None, compare=False, repr=False)
-    _own: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _own: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def lower_right(self) -> bool:
@@ -53,6 +53,12 @@ class AttentionMask:
         """The mask as a bias [T, K] or [R, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
         make = partial(self._additive, num_queries, num_keys, like)
         return self._once((num_queries, num_keys, like.device, like.dtype), make)
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Small things of the chunk, made for its first layer and kept for the others."""
+        if key not in self._own:
+            self._own[key] = make()
+        return self._own[key]
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One tensor for all layers and, where it depends on the key alone, for all chunks of a call."""

@@ -33,8 +33,12 @@ def correctness(session: Session) -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     _check_reference(session)
     implementations = ["eager", "sdpa"]
+    if session.device.type == "cuda":
+        implementations += ["varlen", "auto"]
+    else:
+        session.check("varlen", None, "there is no CUDA")
     if is_flash_attn_2_available():
-        implementations += ["flash_attention_2", "auto"]  # without the package, auto is sdpa there
+        implementations += ["flash_attention_2"]
     else:
         session.check("flash_attention_2", None, "not installed, or there is no CUDA")
     for _ in _compare(session, implementations):
@@ -110,7 +114,7 @@ def _compare(session: Session, implementations: Sequence[str], gradients: bool =
         for dtype, limits in LIMITS.items():
             model = cast_parameters(copy.deepcopy(reference).to(session.device), dtype)
             for implementation, schedule in product(implementations, SCHEDULES):
-                if implementation == "flash_attention_2" and dtype == torch.float32:
+                if implementation in ("flash_attention_2", "varlen") and dtype == torch.float32:
                     continue  # its kernels are of half precision
                 configure(model, _variant(implementation, segment, schedule))
                 variant = f"{shape_name}, {implementation}, {schedule}, {_name(dtype)}"

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from condense.attention import IMPLEMENTATIONS, AttentionMask, attend
+from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, packed, varlen
 from condense.segmentation import Chunk
 
 from ..models import random_durations, random_ids, tiny_model
@@ -54,6 +54,33 @@ def flash_attn(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", module)
 
 
+@pytest.fixture(params=[True, False], ids=["grouped heads", "equal heads"])
+def torch_varlen(request, flash_attn, monkeypatch):
+    """torch's function for rows of any length, on the CPU and in any dtype; that of torch 2.11 has no grouped heads."""
+    package = sys.modules["flash_attn"].flash_attn_varlen_func
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        assert window_size in ((-1, -1), (-1, 0)) and (enable_gqa or query.shape[1] == key.shape[1])
+        return package(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, causal=window_size[1] == 0)
+
+    function = varlen_attn
+    if not request.param:
+
+        def function(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+            return varlen_attn(
+                query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+            )
+
+    monkeypatch.setattr(varlen, "torch_varlen", lambda: types.SimpleNamespace(varlen_attn=function))
+    monkeypatch.setattr(varlen, "DEVICES", ("cpu",))
+    monkeypatch.setattr(varlen, "DTYPES", (torch.float32, torch.float64))
+    varlen._takes_groups.cache_clear()
+    yield
+    varlen._takes_groups.cache_clear()
+
+
 def chunk(counts, offsets, segments):
     rows = list(range(len(counts)))
     return Chunk(len(rows), LENGTH, rows, [0] * len(rows), counts, offsets, segments)
@@ -86,10 +113,20 @@ def naive_attention(query, key, value, chunk, durations, scale):
     return output.flatten(2)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_varlen_follows_the_definition(with_durations, name, torch_varlen):
+    assert_definition("varlen", with_durations, name)
+
+
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "varlen"])
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_implementations_follow_the_definition(implementation, with_durations, name, flash_attn):
+    assert_definition(implementation, with_durations, name)
+
+
+def assert_definition(implementation, with_durations, name):
     """In float32 with tolerance 1e-5. Masked keys have huge values, so that an error of the mask changes the output."""
     chunk, generator = CHUNKS[name], torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, chunk.width, 8, generator=generator)
@@ -110,6 +147,40 @@ def test_implementations_follow_the_definition(implementation, with_durations, n
     r, t = chunk.token_indices
     torch.testing.assert_close(output[r, t].double(), expected[r, t], atol=1e-5, rtol=1e-5)
     assert output.isfinite().all()
+
+
+def test_gradients_through_varlen(torch_varlen):
+    """Rows at different offsets, gathered and put back."""
+    gradients = {}
+    for implementation in ("sdpa", "varlen"):
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(2, 4, 3, 8, generator=generator).requires_grad_()
+        key, value = (torch.randn(2, 2, 2 * LENGTH, 8, generator=generator).requires_grad_() for _ in range(2))
+        mask = AttentionMask(CHUNKS["different offsets"])
+        output = attend(implementation, query, key, value, mask, 0.3, 0.0)
+        (output[mask.chunk.token_indices] ** 2).sum().backward()
+        gradients[implementation] = [tensor.grad for tensor in (query, key, value)]
+    for ours, expected in zip(gradients["varlen"], gradients["sdpa"], strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_are_packed_once_for_all_layers(torch_varlen, monkeypatch):
+    packings, pack = [], packed._pack
+    monkeypatch.setattr(packed, "_pack", lambda *arguments: packings.append(1) or pack(*arguments))
+    model, ids = tiny_model(torch.float32, attn_implementation="varlen"), random_ids(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask).past_key_values
+        model(ids, attention_mask=torch.cat([mask, torch.ones_like(mask)], 1), past_key_values=cache)
+    assert 1 <= len(packings) <= 4  # once a chunk, and not in each of three layers
+
+
+def test_varlen_is_refused_on_a_cpu_and_with_dropout():
+    arguments = torch.zeros(2, 4, 6, 8), *torch.zeros(2, 2, 2, 6, 8), AttentionMask(CHUNKS["first segment"]), 1.0
+    with pytest.raises(ValueError, match="'varlen' runs on CUDA in bfloat16 or float16, not on cpu in float32"):
+        IMPLEMENTATIONS["varlen"](*arguments, 0.0)
+    with pytest.raises(ValueError, match="set attention_dropout=0.1 to 0"):
+        IMPLEMENTATIONS["varlen"](*arguments, 0.1)
 
 
 @torch.no_grad()

@@ -285,7 +285,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    fixed_decoding = False  # True: each new token runs with static shapes, on CUDA as a graph (execution/cuda_graph.py)
+    # True: new tokens run with static shapes, on CUDA as a graph; "compiled": as compiled code, too. See
+    # execution/cuda_graph.py.
+    fixed_decoding: bool | str = False
 
     def __init__(self, config: CondenseConfig):
         super().__init__(config)

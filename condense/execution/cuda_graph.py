@@ -5,7 +5,7 @@ as a CUDA graph, which replaces all kernel launches by one, and compiled without
 layers' own code; only the mask, the positions and the destinations of keys and values are tensors instead of numbers.
 Between two steps, the cache rolls the rows whose segment is complete.
 
-    model.fixed_decoding = True
+    model.fixed_decoding = True  # or "compiled": by torch.compile, which takes up to a minute at the first tokens
     model.generate(...)  # or model(next_ids, past_key_values=cache), without gradients
 
 All other calls (prompts, padding, durations, gradients, autocast) run as usual, in any order with static steps on the
@@ -18,7 +18,7 @@ dimension, D hidden size, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,6 +31,7 @@ from ..cache_layer import FoldedCacheLayer
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
 from .executor import run_layers
 
+FIXED_DECODING = (False, True, "compiled")
 STATIC_IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
 UNFIT_ROPE_TYPES = ("dynamic", "longrope")  # their tables depend on the longest position of a call
 # A chunk holds positions as Python numbers, which a graph would record as constants: any use of it must fail.
@@ -115,6 +116,10 @@ def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch)
         return False
     if cache.timeline is not None or cache.batch_size != batch.batch_size or cache.last_hidden_BD is None:
         return False
+    if model.fixed_decoding not in FIXED_DECODING:
+        raise ValueError(
+            f"fixed_decoding={model.fixed_decoding!r}: choose one of {', '.join(map(repr, FIXED_DECODING))}."
+        )
     device, inference = model.device, torch.is_inference_mode_enabled()
     for buffer in _buffers(cache):  # they are written in place
         if buffer.device != device or buffer.requires_grad or (buffer.is_inference() and not inference):
@@ -161,6 +166,7 @@ class StaticDecoding:
     def __init__(self, model: PreTrainedModel, cache: FoldedCache):
         self.layers, self.buffers = cache.layers, _buffers(cache)
         self.arrangement, hooked = _arrangement(model)
+        self.kind = model.fixed_decoding
         self.device = model.device
         self.graphs = None if hooked else GRAPHS.get(self.device.type)  # a replay calls no hooks
         with torch.inference_mode(False):  # the tensors may outlive it
@@ -175,7 +181,7 @@ class StaticDecoding:
 
     def fits(self, model: PreTrainedModel, cache: FoldedCache) -> bool:
         buffers = _buffers(cache)
-        if len(buffers) != len(self.buffers):
+        if len(buffers) != len(self.buffers) or self.kind != model.fixed_decoding:
             return False
         if any(own is not other for own, other in zip(self.buffers, buffers, strict=True)):
             return False
@@ -187,7 +193,8 @@ class StaticDecoding:
             self.positions_2B.copy_(on_device(torch.tensor(positions), self.device))
         self.positions_on_device = None
         self.ids_B1.copy_(input_ids)
-        compute = partial(static_step, model, self.layers, self.ids_B1, self.positions_2B)
+        step = _compiled_step() if self.kind == "compiled" else static_step
+        compute = partial(step, model, self.layers, self.ids_B1, self.positions_2B)
         if self.replay is not None:
             self.replay()
         elif self.graphs is None:
@@ -200,6 +207,11 @@ class StaticDecoding:
         assert self.outputs is not None
         hidden_BD, logits_B1V = self.outputs
         return hidden_BD.clone(), logits_B1V.clone()  # the next replay writes over them
+
+
+@cache
+def _compiled_step() -> Callable[..., Outputs]:
+    return torch.compile(static_step, fullgraph=True, dynamic=False)
 
 
 def _buffers(cache: FoldedCache) -> list[torch.Tensor]:

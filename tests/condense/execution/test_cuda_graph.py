@@ -295,3 +295,52 @@ def test_a_cuda_graph_gives_the_logits_of_ordinary_steps(implementation):
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
         assert_same_state(*caches)
     assert caches[1].static_decoding.replay is not None
+
+
+def assert_same_tokens(ordinary, static, num_tokens):
+    ordinary_cache, static_cache = prefilled_cache(ordinary), prefilled_cache(static)
+    for n in range(num_tokens):
+        ids = random_ids(5, 1, seed=n)
+        expected = ordinary(ids, past_key_values=ordinary_cache).logits
+        torch.testing.assert_close(static(ids, past_key_values=static_cache).logits, expected, atol=1e-4, rtol=1e-4)
+    positions = static_cache.positions
+    assert (positions.offsets, positions.segments) == (
+        ordinary_cache.positions.offsets, ordinary_cache.positions.segments
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def test_a_compiled_step_is_the_one_that_runs(monkeypatch):
+    compiled, options = [], []
+
+    def compile(function, **given):
+        options.append(given)
+        return lambda *arguments: compiled.append(1) or function(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(cuda_graph, "_compiled_step", cuda_graph._compiled_step.__wrapped__)
+    ordinary, static = both(tiny_model(torch.float32))
+    static.fixed_decoding = "compiled"
+    assert_same_tokens(ordinary, static, 3)
+    assert len(compiled) == 3 and options[0] == {"fullgraph": True, "dynamic": False}
+    cache = prefilled_cache(static)
+    static(random_ids(5, 1), past_key_values=cache)
+    static.fixed_decoding = True  # the same cache goes on without it
+    static(random_ids(5, 1), past_key_values=cache)
+    assert len(compiled) == 4
+    static.fixed_decoding = "compile"
+    with pytest.raises(ValueError, match="fixed_decoding='compile': choose one of False, True, 'compiled'"):
+        static(random_ids(5, 1), past_key_values=cache)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_compiled_step_gives_the_same_tokens():
+    """Over segment borders, rows at different offsets; a further cache compiles nothing anew."""
+    ordinary, static = both(tiny_model(torch.float32))
+    static.fixed_decoding = "compiled"
+    assert_same_tokens(ordinary, static, 12)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs >= 1
+    assert_same_tokens(ordinary, static, 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

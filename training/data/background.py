@@ -1,7 +1,7 @@
 """The text that facts are hidden in: sentences as tokens, a part of which can have any length."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ class Background:
 
     def __init__(self, tokenizer: Any, sentences: Iterable[str]):
         """Raises `ValueError` where there is no sentence."""
+        self.tokenizer = tokenizer
         texts = [f" {sentence}" for sentence in sentences]
+        self.texts = texts
         ids: list[list[int]] = []
         for first in range(0, len(texts), SENTENCES_AT_ONCE):
             ids += encode_within(tokenizer, texts[first : first + SENTENCES_AT_ONCE])
@@ -35,6 +37,12 @@ class Background:
         self.tokens = np.fromiter((token for sentence in ids for token in sentence), np.int64)
         self.ends = np.cumsum([len(sentence) for sentence in ids])
         self._two_rounds = np.concatenate([self.ends - len(self.tokens), self.ends])
+
+    def naming(self, words: Sequence[str], most_tokens: int) -> list[list[int]]:
+        """The sentences of at most `most_tokens` tokens that have one of the words."""
+        word = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b")
+        found = encode_within(self.tokenizer, [text for text in self.texts if word.search(text)])
+        return [sentence for sentence in found if 0 < len(sentence) <= most_tokens]
 
     def part(self, num_tokens: int, num_gaps: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """`num_tokens` tokens that end with a random sentence, and `num_gaps` random places between their sentences.

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from .fact_kinds import (
 from .passkey import FILLER
 
 ENCODED_TEXTS = 2**16  # kept: more than there are sentences of facts
+LONGEST_DISTRACTOR = 40  # tokens
 
 
 class Prompt(NamedTuple):
@@ -42,18 +44,28 @@ class Prompt(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """A text without its background, as tokens. `inserted` are the facts and then the early questions; of `num_places`
-    random places in order they stand at those numbered `places`. `early_answers` are the first tokens of their answers.
-    `end` are the questions with all answers but the last one, and `is_answer` says which of its tokens are answers'."""
+    """A text without its background, as tokens. `inserted` are facts, distractors and early questions in their order;
+    of `num_places` random places in order they stand at those numbered `places`. `early_answers` are the first tokens
+    of the answers, by the numbers of the inserted questions. `end` are the questions with all answers but the last one,
+    and `is_answer` says which of its tokens are answers'."""
 
     inserted: list[list[int]]
     places: list[int]
     num_places: int
-    early_answers: list[int]
+    early_answers: dict[int, int]
     end: list[int]
     is_answer: list[bool]
     answer: list[int]
     length: int  # with the first token, without the last answer
+
+
+class _Early(NamedTuple):
+    """The places of the facts among `num_places` for facts and early questions, and the questions that come after the
+    last fact, each with whether it is brief."""
+
+    fact_places: list[int]
+    num_places: int
+    questions: list[tuple[Question, bool]]
 
 
 class FactsTask:
@@ -68,25 +80,33 @@ class FactsTask:
         questions: int = 1,
         brief: float = 0.0,
         early_questions: int = 0,
+        distractors: int = 0,
     ):
         """A text has at most `facts` facts. A text to train on has `questions` questions, each about another fact, or
         as many as it has facts and room for; `brief` is the share of them that are asked without "Answer:" and
         punctuation, so that most answers directly follow the word that they are looked up by. `early_questions` more
         stand at random places between sentences, those before the last fact left out; the text goes on without their
-        answers, of which the first token is a label. `sentences` are the background; None: those of the passkey task's
-        filler.
+        answers, of which the first token is a label. Up to `distractors` sentences of the background that name a
+        person, a place or a thing of the facts are added at random places. `sentences` are the background; None: those
+        of the passkey task's filler.
 
         Raises `ValueError` for unknown kinds, for too few facts, for a tokenizer that does not know the words of the
-        facts, and for no sentences.
+        facts, for no sentences, and for distractors where no sentence is one.
         """
         check_kinds(kinds, facts)
         self.tokenizer, self.kinds, self.facts = tokenizer, kinds, facts
         self.questions, self.brief = min(questions, facts), brief
-        self.early_questions = early_questions
+        self.early_questions, self.num_distractors = early_questions, distractors
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         self._check_words()
         self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self.background = Background(tokenizer, sentences_of(FILLER) if sentences is None else sentences)
+        self.distractors = self.background.naming(ANSWERS, LONGEST_DISTRACTOR) if distractors else []
+        if distractors and not self.distractors:
+            raise ValueError(
+                f"distractors={distractors}: no sentence of the background with at most {LONGEST_DISTRACTOR} tokens "
+                f"has a word such as {ANSWERS[0]!r} or {ANSWERS[-1]!r}; pass other text, or leave distractors out."
+            )
         self.longest_answer = max(len(self._encode(answer)) for answer in ANSWERS)
         self.longest_frame = self._longest_frame()
 
@@ -167,29 +187,37 @@ class FactsTask:
             others = [story.questions[1:][number] for number in generator.permutation(len(story.questions) - 1)]
             questions += others[: self.questions - 1]
         is_brief = [self.brief > 0 and generator.random() < self.brief for _ in questions]
-        places, early = self._early_questions(story, generator)
+        early = self._early_questions(story, generator)
+        distractors = self._distractors(generator)
         while True:
-            frame = self._frame(story, questions, is_brief, places, early)
-            if frame.length + len(frame.answer) <= room or (len(questions) == 1 and not early):
+            frame = self._frame(story, questions, is_brief, early, distractors, generator)
+            added = early.questions or distractors
+            if frame.length + len(frame.answer) <= room or (len(questions) == 1 and not added):
                 return frame
-            if early:
-                early = early[1:]
+            if distractors:
+                distractors = distractors[1:]
+            elif early.questions:
+                early = early._replace(questions=early.questions[1:])
             else:
                 questions, is_brief = questions[:-1], is_brief[:-1]
 
-    def _early_questions(
-        self, story: Story, generator: np.random.Generator
-    ) -> tuple[list[int], list[tuple[Question, bool]]]:
-        """The places of the facts among those of facts and early questions, and the questions that come after the last
-        fact, each with whether it is brief."""
+    def _distractors(self, generator: np.random.Generator) -> list[list[int]]:
+        if not self.distractors:  # no random numbers are needed
+            return []
+        number = int(generator.integers(self.num_distractors + 1))
+        return [self.distractors[int(one)] for one in generator.integers(len(self.distractors), size=number)]
+
+    def _early_questions(self, story: Story, generator: np.random.Generator) -> "_Early":
+        num_facts = len(story.facts)
         if not self.early_questions:  # no random numbers are needed
-            return list(range(len(story.facts))), []
-        num_places = len(story.facts) + self.early_questions
-        places = sorted(generator.permutation(num_places)[: len(story.facts)].tolist())
-        return places, [
+            return _Early(list(range(num_facts)), num_facts, [])
+        num_places = num_facts + self.early_questions
+        fact_places = sorted(generator.permutation(num_places)[:num_facts].tolist())
+        questions = [
             (story.questions[int(generator.integers(len(story.questions)))], bool(generator.random() < self.brief))
-            for _ in range(num_places - 1 - places[-1])
+            for _ in range(num_places - 1 - fact_places[-1])
         ]
+        return _Early(fact_places, num_places, questions)
 
     def _question(self, question: Question, brief: bool) -> list[int]:
         return self._encode(question.text.rstrip("?") if brief else QUESTION.format(question=question.text))
@@ -199,10 +227,11 @@ class FactsTask:
         story: Story,
         questions: Sequence[Question],
         is_brief: Sequence[bool],
-        fact_places: Sequence[int] | None = None,
-        early: Sequence[tuple[Question, bool]] = (),
+        early: "_Early | None" = None,
+        distractors: Sequence[list[int]] = (),
+        generator: np.random.Generator | None = None,
     ) -> _Frame:
-        """`fact_places` None: those of a text without early questions."""
+        """`early` None: a text without early questions. The `generator` draws the places of distractors."""
         end, is_answer, answer = list[int](), list[bool](), list[int]()
         for question, brief in zip(questions, is_brief, strict=True):
             asked = self._question(question, brief)
@@ -210,10 +239,25 @@ class FactsTask:
             is_answer += [True] * len(answer) + [False] * len(asked)
             answer = self._encode(question.answer)
         inserted = [self._encode(fact) for fact in story.facts]
-        inserted += [self._question(question, brief) for question, brief in early]
-        num_places = len(story.facts) + (self.early_questions if fact_places is not None else 0)
-        places = [*(fact_places or range(len(story.facts))), *range(num_places - len(early), num_places)]
-        early_answers = [self._encode(question.answer)[0] for question, _ in early]
+        num_facts = len(inserted)
+        early = early or _Early(list(range(num_facts)), num_facts, [])
+        inserted += [self._question(question, brief) for question, brief in early.questions]
+        num_early = len(early.questions)
+        places = [*early.fact_places, *range(early.num_places - num_early, early.num_places)]
+        early_answers = {
+            num_facts + number: self._encode(question.answer)[0] for number, (question, _) in enumerate(early.questions)
+        }
+        num_places = early.num_places + len(distractors)
+        if distractors:
+            assert generator is not None
+            taken = set(generator.permutation(num_places)[: len(distractors)].tolist())
+            free = [place for place in range(num_places) if place not in taken]
+            answers = [early_answers.get(number) for number in range(len(inserted))]
+            pieces = list(zip([free[place] for place in places], inserted, answers, strict=True))
+            pieces += [(place, sentence, None) for place, sentence in zip(taken, distractors, strict=True)]
+            pieces.sort(key=itemgetter(0))
+            places, inserted = [place for place, _, _ in pieces], [tokens for _, tokens, _ in pieces]
+            early_answers = {n: answer for n, (_, _, answer) in enumerate(pieces) if answer is not None}
         length = len(self.start) + sum(map(len, inserted)) + len(end)
         return _Frame(inserted, places, num_places, early_answers, end, is_answer, answer, length)
 
@@ -237,5 +281,5 @@ class FactsTask:
         labelled += range(len(prompt.input_ids), num_tokens)
         labels = np.full(num_tokens, IGNORE_INDEX)
         labels[labelled] = input_ids[labelled]
-        labels[ends[len(ends) - len(frame.early_answers) :]] = frame.early_answers
+        labels[ends[list(frame.early_answers)]] = list(frame.early_answers.values())
         return Example(input_ids, labels)

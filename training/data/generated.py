@@ -72,7 +72,16 @@ def make_generated_task(data: GeneratedData, tokenizer: Any) -> GeneratedTask:
     """
     if isinstance(data, FactsData):
         sentences = read_sentences(data.sources) if data.sources else None
-        return FactsTask(tokenizer, data.kinds, data.facts, sentences, data.questions, data.brief, data.early_questions)
+        return FactsTask(
+            tokenizer,
+            data.kinds,
+            data.facts,
+            sentences,
+            data.questions,
+            data.brief,
+            data.early_questions,
+            data.distractors,
+        )
     if isinstance(data, RecallData):
         return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten, data.questions)
     assert isinstance(data, PasskeyData)

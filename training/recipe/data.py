@@ -135,6 +135,12 @@ class FactsData(GeneratedData):
         description="more questions at random places of a text to train on, those before its last fact left out; their "
         "answers are labels and no part of the text",
     )
+    distractors: int = Field(
+        0,
+        ge=0,
+        description="sentences of the sources that name a person, a place or a thing of the facts, at most so many, at "
+        "random places of a text to train on",
+    )
     sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
 
     @model_validator(mode="after")

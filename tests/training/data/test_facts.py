@@ -358,3 +358,36 @@ def test_early_questions_have_labels_and_no_answers_in_the_text(tokenizer):
         each.prompt("one_fact", 140, np.random.default_rng(4)) for each in (FactsTask(tokenizer, ["one_fact"], 1), task)
     )
     assert len(one.input_ids) == len(other.input_ids) and "Where is" in tokenizer.decode(other.input_ids[-8:])
+
+
+def test_distractors_are_sentences_of_the_background_at_random_places(tokenizer):
+    """They name a place without a fact; answers and labels stay those of the facts, of early questions, too."""
+    named = ["w1 stable v2.", "w2 tower v1 u1."]
+    task = FactsTask(tokenizer, ["one_fact"], 2, [*SENTENCES * 8, *named], brief=0.5, early_questions=6, distractors=4)
+    assert [plain(tokenizer.decode(sentence)) for sentence in task.distractors] == named
+    counts, places = [], []
+    for seed in range(200):
+        batch = task.training_batch(1, 400, 0, np.random.default_rng(seed))
+        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        assert len(ids) == 400
+        for place in labels.ne(-100).nonzero()[:, 0].tolist():
+            before = plain(tokenizer.decode(ids[1:place]))
+            person = re.search(r"Where is (\w+)(?:\? Answer:)?$", before)[1]
+            told = re.findall(rf"{person} (?:walks to|hurries to|comes into) the (\w+)\.", before)
+            assert told[-1] == tokenizer.decode(labels[place])
+        text = plain(tokenizer.decode(ids[1:]))
+        found = [place.start() / len(text) for sentence in named for place in re.finditer(re.escape(sentence), text)]
+        counts.append(len(found))
+        places += found
+    background = FactsTask(tokenizer, ["one_fact"], 2, [*SENTENCES * 8, *named], brief=0.5, early_questions=6)
+    texts = (
+        plain(tokenizer.decode(background.training_batch(1, 400, 0, np.random.default_rng(seed))["input_ids"][0]))
+        for seed in range(200)
+    )
+    without = np.mean([sum(text.count(sentence) for sentence in named) for text in texts])
+    assert abs(np.mean(counts) - without - 2) < 0.5  # 0 to 4, each as often, more than the background has by itself
+    assert min(places) < 0.2 and max(places) > 0.7
+    short = task.training_batch(20, 40, 0, np.random.default_rng(1))  # where there is no room, there are fewer
+    assert short["input_ids"].shape == (20, 40)
+    with pytest.raises(ValueError, match="distractors=4: no sentence of the background"):
+        FactsTask(tokenizer, ["one_fact"], 2, SENTENCES, distractors=4)

@@ -35,7 +35,7 @@ class Grid(Task[Batch]):
     """A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end.
 
     `row` names what the rows of the grid are, and the options hold their values under its plural. `options` has
-    `lengths`, `num_prompts` and `longest_trained` too.
+    `lengths`, `num_prompts`, `cell_tokens` and `longest_trained` too.
     """
 
     unit = "batch"
@@ -56,13 +56,18 @@ class Grid(Task[Batch]):
     def items(self) -> list[Batch]:
         options = self.options
         return [
-            Batch(model, length, number, row, first, min(size, options.num_prompts - first))
+            Batch(model, length, number, row, first, min(size, num_prompts - first))
             for model in self.models
             for length in options.lengths
-            for size in [prompts_per_batch(model, length)]
+            for size, num_prompts in [(prompts_per_batch(model, length), self._num_prompts(length))]
             for number, row in enumerate(getattr(options, f"{self.row}s"))
-            for first in range(0, options.num_prompts, size)
+            for first in range(0, num_prompts, size)
         ]
+
+    def _num_prompts(self, length: int) -> int:
+        """Of a cell."""
+        most, allowed = self.options.num_prompts, self.options.cell_tokens
+        return most if allowed is None else min(most, max(1, allowed // length))
 
     def _of_cell(self, record: Record) -> dict[str, Any]:
         """Further fields of a cell, from any of its records."""

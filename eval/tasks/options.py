@@ -46,6 +46,10 @@ Lengths = Annotated[
     Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
 ]
 NumPrompts = Annotated[int, Option("Prompts in each cell of the grid.", flags=("--prompts",), min=1)]
+CellTokens = Annotated[
+    int | None,
+    Option("Tokens of all prompts of a cell, at most; cells of longer texts have fewer prompts, at least one.", min=1),
+]
 PromptSeed = Annotated[int, Option("Seed of the prompts.", min=0)]
 # Answers do not depend on the implementation of attention, but for rounding: a resumed grid may have another.
 AnyAttention = Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)]
@@ -69,6 +73,7 @@ class PasskeyOptions(Options):
     lengths: Lengths = LENGTHS
     depths: Annotated[Sequence[float], Option("Percentages of the text before the key.", spelling=PERCENTAGES)] = DEPTHS
     num_prompts: NumPrompts = 20
+    cell_tokens: CellTokens = None
     num_keys: Annotated[int, Option("Keys in a text, one of which is asked for.", flags=("--keys",), min=1)] = 1
     num_digits: Annotated[int, Option("Digits of a key.", flags=("--digits",), min=1)] = 4
     seed: PromptSeed = 0
@@ -140,6 +145,7 @@ class FactsOptions(Options):
     text_field: TextField = "text"
     num_facts: Annotated[int, Option("Facts in a text, at most.", flags=("--facts",), min=1)] = 6
     num_prompts: NumPrompts = 100
+    cell_tokens: CellTokens = None
     seed: PromptSeed = 0
     longest_trained: LongestTrained = None
     ranks: Ranks = 1

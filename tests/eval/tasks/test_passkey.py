@@ -72,6 +72,14 @@ def test_counts(oracle):
     assert len({cell["correct"] for cell in cells}) > 1  # fresh prompts in each cell
 
 
+def test_cells_of_long_texts_may_have_fewer_prompts(oracle):
+    cells = cells_of(oracle, [100, 300, 900], (0.0, 0.5), num_prompts=8, cell_tokens=900)
+    assert [cell["total"] for cell in cells] == [8, 8, 3, 3, 1, 1]
+    whole = cells_of(oracle, [300], (0.0,), num_prompts=3)
+    assert whole[0]["correct"] == cells[2]["correct"]  # the first of the same prompts
+    assert cells_of(oracle, [300], (0.0,), num_prompts=3, cell_tokens=200)[0]["total"] == 1
+
+
 @pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
 def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, monkeypatch):
     """A longer prompt needs more memory in a stock model, and more calls in a folded one: a batch holds as many."""

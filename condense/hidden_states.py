@@ -75,9 +75,10 @@ class LayerOutputs:
         self.recorded: list[list[torch.Tensor]] = [[] for _ in range(len(model.layers) + 1)]
         schedule = model.config.schedule
         if self.requested and (call.checkpoint_function is not None or schedule in ("wavefront", "graph")):
+            other = "gradient checkpointing" if call.checkpoint_function is not None else f"schedule={schedule!r}"
             raise ValueError(
-                "output_hidden_states, of the call or of the configuration, with gradient checkpointing or "
-                f"schedule={schedule!r}, which do not keep them: use one of the two."
+                f"output_hidden_states, of the call or of the configuration, with {other}, which does not keep them: "
+                "use one of the two."
             )
 
     def __enter__(self) -> "LayerOutputs":

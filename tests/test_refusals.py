@@ -74,6 +74,7 @@ def test_packages_of_another_version(monkeypatch):
     [
         (["report_to=wandb"], "report_to=wandb needs a package: pip install wandb, or set report_to=none"),
         (["attention=flash_attention_2"], "needs a GPU and the package flash-attn"),
+        (["model.schedule=graph", "gradient_checkpointing=true"], "replays CUDA graphs, and there is no GPU"),
         ([], "no folder 'runs/passkey_pretrain_1b', which the recipe passkey_pretrain_1b writes: run condense train"),
     ],
 )

@@ -211,7 +211,7 @@ class StaticDecoding:
 
 @cache
 def _compiled_step() -> Callable[..., Outputs]:
-    return torch.compile(static_step, fullgraph=True, dynamic=False)
+    return torch.compile(static_step, dynamic=False)
 
 
 def _buffers(cache: FoldedCache) -> list[torch.Tensor]:
@@ -263,7 +263,10 @@ def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
 def _capture_cuda(compute: Callable[[], Any], device: torch.device) -> tuple[Callable[[], object], Any]:
     """Computes nothing; the replay does."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    # A stream of this device: torch's own one for captures is of the first device that captured. Other threads may
+    # allocate meanwhile.
+    aside = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
         outputs = compute()
     return graph.replay, outputs
 

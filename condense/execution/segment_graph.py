@@ -7,11 +7,12 @@ checkpoint does, a segment stores its input and its memory, and computes the res
     model.config.schedule = "graph"
 
 A text's first segment, which has no memory, parts of segments, and segments of some rows alone run one layer after the
-other. Embeddings, the final norm, the head and the loss are no part of a graph.
+other. Embeddings, the final norm, the head and the loss are no part of a graph. Rotary tables are inputs of a graph.
 
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,17 +23,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from ..attention import AttentionMetadata
 from ..attention.mask import AttentionMask
 from ..configuration import CondenseConfig
-from ..layers import DecoderBlock
 from ..memory import Memory, RecurrentState
+from ..segmentation import SegmentPositions
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES, Graphs
 from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, offload_checkpoint, run_layers
 from .sequential import SequentialExecutor
+from .stacking import CONTAINERS, STACKED, has_hooks
 
 Tensors = tuple[torch.Tensor, ...]
+MOST_STEPS = 8  # kept: each holds the activations of a segment, and with gradients those of the weights, too
 REMEDY = "set schedule='sequential' (or 'auto')"
 
 
@@ -57,6 +61,7 @@ class GraphExecutor:
         if not has_memory or metadata.mask.log_duration_RK is not None:
             return self.finish() + self.sequential.submit(metadata)
         if self.run is None:
+            assert self.checkpoint is not None or not torch.is_grad_enabled(), "see check_graph"
             key_values = self.state.key_values(chunk)
             memories = [item.memory(chunk) for item in key_values if item is not None]
             assert len(memories) == len(self.layers)
@@ -126,15 +131,18 @@ class _TrainingRun(_Run):
 
 
 class _Sums:
-    """The weights' gradients of a run so far. Autograd keeps this object, and so it must not hold the run's tensors."""
+    """The weights' gradients of a run so far, in one backward pass: a pass that asks for the gradients of a few tensors
+    alone may never reach the run's begin. Autograd keeps this object, and so it must not hold the run's tensors."""
 
     def __init__(self, steps: "Steps"):
         self.steps = steps
         self.gradients: list[torch.Tensor] | None = None
+        self.backward_pass: int | None = None
 
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        if self.gradients is None:
-            self.gradients = [gradient.clone() for gradient in gradients]
+        backward_pass = torch._C._current_graph_task_id()
+        if self.gradients is None or self.backward_pass != backward_pass:
+            self.gradients, self.backward_pass = [gradient.clone() for gradient in gradients], backward_pass
         elif gradients:
             torch._foreach_add_(self.gradients, list(gradients))
 
@@ -157,7 +165,7 @@ class _Begin(torch.autograd.Function):
 class _Segment(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sums: _Sums, metadata: AttentionMetadata, link: torch.Tensor, *inputs):
-        ctx.sums = sums
+        ctx.sums, ctx.segment = sums, metadata
         ctx.save_for_backward(*inputs)
         outputs = sums.steps.forward(metadata, inputs)
         # Captured here, since the backward pass runs in threads of autograd's own.
@@ -168,7 +176,7 @@ class _Segment(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, link_gradient, *output_gradients):
         inputs = ctx.saved_tensors
-        gradients = ctx.step.run((*inputs, *output_gradients))
+        gradients = ctx.step.run((*_tables(ctx.segment), *inputs, *output_gradients))
         ctx.sums.add(gradients[len(inputs) :])
         return None, None, link_gradient, *(gradient.clone() for gradient in gradients[: len(inputs)])
 
@@ -190,13 +198,14 @@ class StaticStep:
 
 
 class Steps:
-    """The static steps of a model's layers, one for each shape; they hold while the weights stay where they are."""
+    """The static steps of a model's layers, one for each shape, the latest `MOST_STEPS` of them; they hold while the
+    weights stay where they are."""
 
     def __init__(self, layers: nn.ModuleList, graphs: Graphs):
         self.layers, self.graphs = list(layers), graphs
         self.parameters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
         self.arrangement = _arrangement(layers)
-        self._steps: dict[tuple, StaticStep] = {}
+        self._steps: OrderedDict[tuple, StaticStep] = OrderedDict()
 
     def __reduce__(self):
         return type(None), ()  # a copied model captures its own
@@ -204,38 +213,75 @@ class Steps:
     def forward(self, metadata: AttentionMetadata, inputs: Tensors) -> Tensors:
         """The output [R, T, D] of the last layer, and the next memories' keys and values layer by layer."""
         with torch.no_grad():
-            return self._step(("forward",), partial(_forward, self.layers, _static(metadata)), inputs).run(inputs)
+            compute = partial(_forward, self.layers, replace(metadata, detach_R=(False,)))  # without gradients
+            given = *_tables(metadata), *inputs
+            return self._step(("forward",), compute, given).run(given)
 
     def backward(self, metadata: AttentionMetadata, inputs: Tensors) -> StaticStep:
-        """The step from the inputs of `forward` and the gradients of its outputs to the gradients of the inputs and of
-        the parameters."""
-        compute = partial(_gradients, self.layers, self.parameters, _static(metadata))
-        return self._step(("backward", metadata.detach_R), compute, inputs)
+        """The step from the rotary tables, the inputs of `forward` and the gradients of its outputs to the gradients of
+        the inputs and of the parameters."""
+        compute = partial(_gradients, self.layers, self.parameters, metadata)
+        return self._step(("backward", metadata.detach_R), compute, (*_tables(metadata), *inputs))
 
     def _step(self, kind: tuple, compute: Callable[[Tensors], Tensors], inputs: Tensors) -> StaticStep:
         modes = self.layers[0].training, torch.is_inference_mode_enabled()
         key = *kind, *modes, *((tensor.shape, tensor.dtype) for tensor in inputs)
         if key not in self._steps:
             self._steps[key] = StaticStep(compute, inputs, self.graphs)
+            while len(self._steps) > MOST_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
         return self._steps[key]
 
 
-def _static(metadata: AttentionMetadata) -> AttentionMetadata:
-    """The metadata of any segment with a memory; its mask is computed within the step that needs it."""
-    return replace(metadata, mask=AttentionMask(metadata.chunk), writes_memory=True)
+def _tables(metadata: AttentionMetadata) -> Tensors:
+    return *metadata.rotary, *metadata.memory_rotary
 
 
-def _forward(layers: Sequence[DecoderBlock], metadata: AttentionMetadata, inputs: Tensors) -> Tensors:
-    hidden_RTD, memories = run_layers(layers, inputs[0], _pairs(inputs[1:]), metadata)
+def _forward(
+    layers: Sequence[Callable[..., tuple[torch.Tensor, Memory | None]]], metadata: AttentionMetadata, inputs: Tensors
+) -> Tensors:
+    """Of any segment with a memory; the mask is made within the step."""
+    cos, sin, memory_cos, memory_sin, hidden_RTD, *tensors = inputs
+    static = replace(
+        metadata, rotary=(cos, sin), memory_rotary=(memory_cos, memory_sin), mask=AttentionMask(metadata.chunk),
+        writes_memory=True,
+    )  # fmt: skip
+    hidden_RTD, memories = run_layers(layers, hidden_RTD, _pairs(tensors), static)
     return hidden_RTD, *chain.from_iterable(memory for memory in memories if memory is not None)
 
 
 def _gradients(layers, parameters: Sequence[nn.Parameter], metadata: AttentionMetadata, inputs: Tensors) -> Tensors:
-    num_inputs = 1 + 2 * len(layers)
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:num_inputs]]
-        outputs = _forward(layers, metadata, tuple(leaves))
-        return torch.autograd.grad(outputs, [*leaves, *parameters], inputs[num_inputs:], materialize_grads=True)
+    """Aliases take the place of parameters, whose nodes in autograd's graph belong to another stream than a capture's.
+
+    Hooks that would move what is saved to the host do not apply within a step.
+    """
+    num_tables, num_inputs = 4, 1 + 2 * len(layers)
+    tables, given, output_gradients = (
+        inputs[:num_tables],
+        inputs[num_tables:][:num_inputs],
+        inputs[num_tables:][num_inputs:],
+    )
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+        aliases = {id(parameter): parameter.detach().requires_grad_() for parameter in parameters}
+        leaves = [tensor.detach().requires_grad_() for tensor in given]
+        outputs = _forward([_with_aliases(layer, aliases) for layer in layers], metadata, (*tables, *leaves))
+        differentiable = [pair for pair in zip(outputs, output_gradients, strict=True) if pair[0].requires_grad]
+        return torch.autograd.grad(
+            [output for output, _ in differentiable],
+            [*leaves, *aliases.values()],
+            [gradient for _, gradient in differentiable],
+            materialize_grads=True,
+        )
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _with_aliases(layer: nn.Module, aliases: dict[int, torch.Tensor]) -> Callable[..., Any]:
+    own = {name: aliases[id(one)] for name, one in layer.named_parameters() if id(one) in aliases}
+    return lambda *arguments: functional_call(layer, own, arguments)
 
 
 def _pairs(tensors: Sequence[torch.Tensor]) -> list[Memory]:
@@ -261,7 +307,19 @@ def _arrangement(layers: nn.ModuleList) -> list:
     ]
 
 
-def check_graph(config: CondenseConfig, layers: nn.ModuleList, checkpointing: bool, has_durations: bool) -> None:
+def is_replayed(lengths: Sequence[int], positions: SegmentPositions) -> bool:
+    """Whether a call with `lengths[b]` further tokens of each row has a whole segment of all rows that has a memory."""
+    length = positions.segment_length
+    if not any(positions.offsets) and all(positions.segments) and min(lengths) >= length:
+        return True
+    # The first chunk ends all rows' segments; after it, they run together.
+    rest = [tokens - (length - offset) for tokens, offset in zip(lengths, positions.offsets, strict=True)]
+    return min(rest) >= length
+
+
+def check_graph(
+    config: CondenseConfig, layers: nn.ModuleList, checkpointing: bool, has_durations: bool, sharded: bool
+) -> None:
     """Raises `ValueError` where segments can't be computed as one graph; changes nothing."""
     device = next(layers.parameters()).device.type
     if device not in GRAPHS:
@@ -293,15 +351,29 @@ def check_graph(config: CondenseConfig, layers: nn.ModuleList, checkpointing: bo
         )
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         raise ValueError(
-            f"autocast keeps its casts of weights outside of a graph: load the model in its dtype, or {REMEDY}."
+            "autocast keeps its casts of weights outside of a graph: leave autocast and load the model in the dtype of "
+            f"the computation (dtype=bfloat16 in a recipe does so under the DeepSpeed launcher), or {REMEDY}."
         )
+    if sharded:
+        raise ValueError(f"FSDP gathers weights for each call, and a graph would keep their addresses: {REMEDY}.")
+    _check_layers(layers)
+
+
+def _check_layers(layers: nn.ModuleList) -> None:
+    """Raises `ValueError` for modules that a replay would not call, or whose state it can't know."""
     for name, module in layers.named_modules():
-        if checkpointing and isinstance(module, nn.Dropout) and module.p:
+        where = f"layers.{name}"
+        if has_hooks(module) or "forward" in module.__dict__:
             raise ValueError(
-                f"layers.{name} drops values (p={module.p}), and a replayed graph would drop others in the backward "
-                f"pass than in the forward pass: set it to 0, or {REMEDY}."
+                f"{where} has hooks or a forward of its own, which a replayed graph does not call: {REMEDY}."
             )
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(f"layers.{name} has hooks, which a replayed graph does not call: {REMEDY}.")
-    if any(type(parameter) is not nn.Parameter for parameter in layers.parameters()):
+        holds = bool(module._modules or module._parameters or module._buffers)
+        if holds and type(module) not in (nn.ModuleList, *CONTAINERS, *STACKED):
+            raise ValueError(
+                f"{where} is a {type(module).__name__}, whose changes a captured graph would not follow: {REMEDY}, or "
+                "merge the adapter into the model first."
+            )
+    if any(type(parameter) is not nn.Parameter or not parameter.numel() for parameter in layers.parameters()):
         raise ValueError(f"the layers' parameters are no plain ones (sharded, or quantised): {REMEDY}.")
+    if len({parameter.device for parameter in layers.parameters()}) > 1:
+        raise ValueError(f"the layers are on several devices, and a graph is of one: {REMEDY}.")

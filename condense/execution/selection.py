@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..configuration import CondenseConfig
 from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
-from .segment_graph import check_graph
+from .segment_graph import check_graph, is_replayed
 from .stacking import REMEDY, check_stackable, is_stackable
 
 # Measured on two CPU cores: docs/results/schedules.
@@ -54,8 +54,8 @@ def schedule_for(
         check_stackable(layers)  # before a part of the call is in a cache
     if state.is_recording:
         return "sequential"
-    if requested == "graph" and longest_wave(lengths, state.positions)[0]:
-        check_graph(root.config, layers, checkpointing, has_durations)
+    if requested == "graph" and is_replayed(lengths, state.positions):
+        check_graph(root.config, layers, checkpointing, has_durations, sharded)
     if requested != "auto":
         return requested
     return choose_schedule(root.config, layers, lengths, state.positions, checkpointing or sharded)

@@ -117,7 +117,7 @@ def _check_alike(layers: nn.ModuleList) -> None:
 
 
 def _check_module(module: nn.Module, where: str) -> None:
-    if _has_hooks(module) or "forward" in module.__dict__:
+    if has_hooks(module) or "forward" in module.__dict__:
         raise ValueError(f"{where} has hooks or a forward of its own; a wavefront calls many layers at once: {REMEDY}.")
     leaf = type(module) in STACKED
     holds = any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
@@ -148,7 +148,7 @@ def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
             )
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
 
@@ -163,7 +163,7 @@ def _described(module: nn.Module) -> tuple:
 
 def _arrangement(layers: nn.ModuleList) -> list[tuple]:
     """Everything that a stack depends on."""
-    modules: list[tuple] = [(id(module), _has_hooks(module), *_described(module)) for module in layers.modules()]
+    modules: list[tuple] = [(id(module), has_hooks(module), *_described(module)) for module in layers.modules()]
     plain = [parameter for parameter in layers.parameters() if type(parameter) is nn.Parameter]
     return modules + [(id(parameter), parameter.data_ptr(), parameter.dtype) for parameter in plain]
 

@@ -14,6 +14,7 @@ from condense import CondenseConfig, CondenseForCausalLM, loading
 from condense.autoregressivity import WrapperConfig
 from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
 from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
+from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.families import FAMILIES
 from condense.loss import MAX_LOGITS
 
@@ -159,6 +160,10 @@ class CondenseModel(ModelKind):
             raise ValueError(
                 "model.schedule=graph computes segments again in the backward pass: set gradient_checkpointing=true "
                 "too, or another schedule"
+            )
+        if self.schedule == "graph" and attention not in STATIC_IMPLEMENTATIONS:
+            raise ValueError(
+                f"model.schedule=graph has no attention={attention}: choose one of {', '.join(STATIC_IMPLEMENTATIONS)}"
             )
 
     def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:

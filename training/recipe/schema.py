@@ -262,6 +262,8 @@ def _check_model(recipe: Recipe) -> None:
     recipe.model.check(recipe.attention, recipe.gradient_checkpointing)
     if recipe.attention in ("blocked", "flex_attention") and recipe.attention_dropout:
         raise ValueError(f"attention={recipe.attention} has no dropout: set attention_dropout=0, or attention=auto")
+    if getattr(recipe.model, "schedule", None) == "graph" and recipe.attention_dropout:
+        raise ValueError("model.schedule=graph has no dropout: set attention_dropout=0, or another schedule")
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -343,8 +345,9 @@ def _check_lora(recipe: Recipe) -> None:
             f"lora does not go with objective.kind={recipe.objective.kind!r}: leave lora out, or choose next_token or "
             "distill"
         )
-    if getattr(recipe.model, "schedule", None) == "wavefront":
+    schedule = getattr(recipe.model, "schedule", None)
+    if schedule in ("wavefront", "graph"):
         raise ValueError(
-            "a wavefront stacks the layers' own weights, and lora puts adapters beside them: set model.schedule="
-            "sequential (or auto)"
+            f"model.schedule={schedule} runs the layers' own weights, and lora puts adapters beside them: set "
+            "model.schedule=sequential (or auto)"
         )

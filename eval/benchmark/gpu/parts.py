@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.utils import is_flash_attn_2_available
 
+from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
+
 from ...models import state_bytes
 from ..cases import BenchmarkCase, ModelVariant
 from ..models import configure, folded_variants
@@ -32,7 +34,7 @@ def raced(session: Session, segments: Sequence[int], attention: str = "sdpa", gr
     """The schedules to race, without checkpointing: on CUDA the graph of a segment, unless it was found wrong."""
     variants = folded_variants(segments, attention)
     right = all(check["passed"] for check in session.checks if check["part"] == "segment_graph")
-    if graph and right and has_graphs(session):
+    if graph and right and has_graphs(session) and attention in STATIC_IMPLEMENTATIONS:
         of_graph = ModelVariant(kind="folded", attention=attention, schedule="graph")
         variants += [replace(of_graph, segment_length=segment) for segment in segments]
     return variants
@@ -52,7 +54,9 @@ def training(session: Session) -> None:
                 ModelVariant(kind="stock", attention=attention, checkpointing=checkpointing),
                 *(
                     replace(variant, checkpointing=checkpointing)
-                    for variant in raced(session, sizes.training_segments, attention, graph=checkpointing)
+                    for variant in raced(
+                        session, sizes.training_segments, attention, graph=checkpointing and "memory" not in row
+                    )
                 ),
             ]
             row += ", checkpointing" * checkpointing

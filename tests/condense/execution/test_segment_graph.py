@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from condense import FoldedCache
 from condense.execution import cuda_graph, segment_graph
@@ -149,15 +150,81 @@ def test_memories_wait_in_host_memory(counts, monkeypatch):
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
     memory = (1, model.config.num_key_value_heads, 5, model.config.head_dim)
-    assert (
-        moved.count(memory) == 2 * 3 * 6
-    )  # keys and values of three layers; of six segments, the last is the short one
+    # Keys and values of three layers; the last of the six segments with a memory is the short one.
+    assert moved.count(memory) == 2 * 3 * 6
+    first = len(moved)
+    gradients(model, ids)
+    assert len(moved) == 2 * first  # nothing was moved by the computations that were captured in the first call
 
 
 def test_without_a_recording_the_cpu_is_refused():
     with pytest.raises(ValueError, match="replays CUDA graphs, and the model is on cpu"):
         graphed()(random_ids(1, LENGTH))
-    graphed()(random_ids(1, 4))  # nothing to replay
+    graphed()(random_ids(1, 5))  # nothing to replay
+
+
+@pytest.mark.parametrize("lengths", [[9, 6], [5, 3], [4, 4]], ids=str)
+def test_rows_that_are_aligned_by_their_first_chunk_are_refused_in_time(lengths):
+    """A cache stays as it was."""
+    model = graphed()
+    _, ids, mask = padded_batch(lengths, "left")
+    cache = FoldedCache(model.config)
+    with torch.no_grad():
+        model.config.schedule = "sequential"
+        model(ids, attention_mask=mask, past_key_values=cache)
+        model.config.schedule = "graph"
+        before = [tensor.clone() for layer in cache.layers for tensor in layer.buffers]
+        more = random_ids(2, 12)
+        with pytest.raises(ValueError, match="replays CUDA graphs"):
+            model(more, attention_mask=torch.cat([mask, torch.ones_like(more)], 1), past_key_values=cache)
+        for tensor, was in zip((one for layer in cache.layers for one in layer.buffers), before, strict=True):
+            assert torch.equal(tensor, was)
+
+
+def test_a_backward_pass_for_some_tensors_leaves_nothing_behind(counts):
+    model, ids = checkpointed(graphed()), random_ids(1, LENGTH)
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embeddings, labels=ids).loss
+    torch.autograd.grad(loss, embeddings, retain_graph=True)
+    loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.model.layers.named_parameters()}
+    model.zero_grad()
+    model(inputs_embeds=embeddings, labels=ids).loss.backward()
+    for name, parameter in model.model.layers.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, atol=1e-12, rtol=1e-9)
+
+
+def test_memories_without_gradients_of_a_partly_frozen_model(counts):
+    found = []
+    for schedule in ("sequential", "graph"):
+        model = checkpointed(tiny_model(schedule=schedule, bptt_segments=1))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        ids = random_ids(1, LENGTH)
+        model(ids, labels=ids).loss.backward()
+        found.append([layer.mlp.up_proj.weight.grad for layer in model.model.layers])
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-8)
+
+
+def test_graphs_are_bounded(counts):
+    model = graphed()
+    with torch.no_grad():
+        for batch_size in range(1, segment_graph.MOST_STEPS + 3):
+            model(random_ids(batch_size, 15), use_cache=False)
+    assert len(model.model.layers.__dict__["_static_steps"]._steps) == segment_graph.MOST_STEPS
+
+
+def test_changed_rotary_tables_are_read_anew(counts):
+    model, ids = graphed(), random_ids(1, LENGTH)
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        model.model.rotary_emb.inv_freq *= 0.5
+        sequential = copy.deepcopy(model)
+        sequential.config.schedule = "sequential"
+        found = model(ids, use_cache=False).logits
+        torch.testing.assert_close(found, sequential(ids, use_cache=False).logits, atol=1e-12, rtol=0)
+    assert not torch.allclose(found, before)
 
 
 REFUSED = {
@@ -167,6 +234,18 @@ REFUSED = {
     "dropout": (lambda model: setattr(checkpointed(model).config, "attention_dropout", 0.1), "attention_dropout=0.1"),
     "autocast": (lambda model: None, "autocast"),
     "hooks": (lambda model: model.model.layers[1].mlp.register_forward_hook(print), "layers.1.mlp has hooks"),
+    "backward hooks": (
+        lambda model: model.model.layers[2].register_full_backward_hook(lambda *given: None),
+        "layers.2 has hooks",
+    ),
+    "forward of an instance": (
+        lambda model: setattr(model.model.layers[0].mlp, "forward", model.model.layers[0].mlp.forward),
+        "layers.0.mlp has hooks or a forward of its own",
+    ),
+    "adapters": (
+        lambda model: get_peft_model(model, LoraConfig(target_modules=["v_proj"])),
+        "v_proj is a Linear, whose changes",
+    ),
     "hidden states": (lambda model: model(random_ids(1, 5), output_hidden_states=True), "schedule='graph'"),
 }
 

@@ -8,6 +8,7 @@ from condense.training.recipe import Recipe, load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "training" / "recipes"
 BASE = "model: m\noutput: o\ndata: {task: passkey}\noptimizer: {warmup_steps: 10}\n"
+GRAPH = ["model.schedule=graph", "gradient_checkpointing=true"]
 STAGES = BASE + "stages: [{total_length: 64, steps: 20}, {total_length: 128, steps: 40}]\nglobal_batch: 8\n"
 CURRICULUM = BASE + "curriculum: {steps: 60, tokens_per_step: 4096}\n"
 
@@ -148,7 +149,10 @@ def test_stages_and_batches(recipe):
         (STAGES, ["model=4"], "model=4"),
         (STAGES, ["model.schedule=diagonal"], "model.schedule='diagonal': .*'auto', 'sequential', 'wavefront'"),
         (STAGES, ["model.schedule=graph"], "model.schedule=graph .* set gradient_checkpointing=true"),
-        (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'eager'"),
+        (STAGES, [*GRAPH, "attention_dropout=0.1"], "model.schedule=graph has no dropout"),
+        (STAGES, [*GRAPH, "attention=flex_attention"], "model.schedule=graph has no attention=flex_attention"),
+        (STAGES, [*GRAPH, "lora={rank: 4}"], "model.schedule=graph runs the layers' own weights"),
+        (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'varlen', 'eager'"),
         (STAGES, ["objective.kind=diffusion"], "objective: .*kind='diffusion' is unknown: choose one of 'next_token'"),
         (STAGES, ["optimizer.name=sgd"], "optimizer.name='sgd': .*'adamw'"),
         # keys that recipes had before models had kinds

@@ -168,7 +168,7 @@ def test_segments_from_a_recorded_graph(monkeypatch):
     assert len(session.checks) == 2 * 2 * 3 and all(check["passed"] for check in session.checks) and counts["replay"]
     raced_now = [(one.segment_length, one.schedule) for one in raced(session, [16, 32])]
     assert raced_now[-2:] == [(16, "graph"), (32, "graph")] and len(raced_now) == 6
-    assert len(raced(session, [16, 32], graph=False)) == 4
+    assert len(raced(session, [16, 32], graph=False)) == len(raced(session, [16, 32], "flash_attention_2")) == 4
 
     run = segment_graph_module.StaticStep.run
     monkeypatch.setattr(

@@ -51,7 +51,10 @@ class Grid(Task[Batch]):
         """The name of a row in a picture."""
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {"models": [model.describe() for model in self.models]}
+        found = stored(self.options) | {"models": [model.describe() for model in self.models]}
+        if found.get("cell_tokens") is None:  # as in measurements that were begun before there was this option
+            found.pop("cell_tokens", None)
+        return found
 
     def items(self) -> list[Batch]:
         options = self.options

@@ -129,7 +129,7 @@ def test_each_flag_is_a_field_and_each_field_a_flag(name):
     [
         (
             "passkey",
-            "model output chat lengths depths prompts keys "
+            "model output chat lengths depths prompts cell-tokens keys "
             "digits seed longest-trained ranks device-map dtype attention",
         ),
         (

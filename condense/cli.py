@@ -65,7 +65,7 @@ def generate(
         bool,
         typer.Option(
             "--compiled-decoding",
-            help="The same, compiled by torch: faster tokens after up to a minute. Needs a C++ compiler.",
+            help="The same, compiled by torch, which takes up to a minute and a C++ compiler.",
         ),
     ] = False,
     control: Annotated[

@@ -54,6 +54,20 @@ def random_ids(batch_size: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCAB, (batch_size, num_tokens), generator=torch.Generator().manual_seed(seed))
 
 
+def moved_to_host(monkeypatch) -> list[torch.Size]:
+    """The shapes of the tensors that `save_on_cpu` moves from now on."""
+    moved, save_on_cpu = [], torch.autograd.graph.save_on_cpu
+
+    class Noted(save_on_cpu):
+        def __init__(self, pin_memory):
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (moved.append(tensor.shape), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
+    return moved
+
+
 def random_durations(batch_size: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
     return 0.1 + 2 * torch.rand(batch_size, num_tokens, generator=torch.Generator().manual_seed(seed)).double()
 

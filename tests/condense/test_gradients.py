@@ -17,6 +17,7 @@ from .models import (
     VOCAB,
     assert_same_gradients,
     gradients,
+    moved_to_host,
     random_ids,
     reference_gradients,
     tiny_model,
@@ -111,16 +112,7 @@ def test_memories_are_offloaded_to_the_host(schedule, monkeypatch):
     """`save_on_cpu` moves the memories of every segment (and a wave's hidden states); gradients do not change."""
     model, ids = tiny_model(schedule=schedule), random_ids(2, 40)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    expected, moved = gradients(model, ids), []
-    save_on_cpu = torch.autograd.graph.save_on_cpu
-
-    class Noted(save_on_cpu):
-        def __init__(self, pin_memory):
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: (moved.append(tensor.shape), pack(tensor))[1]
-
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
+    expected, moved = gradients(model, ids), moved_to_host(monkeypatch)
     model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
     assert_same_gradients(gradients(model, ids), expected, 1e-12)
     config = model.config

@@ -14,6 +14,7 @@ from condense.execution import cuda_graph, segment_graph
 from ..models import (
     assert_same_gradients,
     gradients,
+    moved_to_host,
     padded_batch,
     random_durations,
     random_ids,
@@ -138,16 +139,8 @@ def test_an_optimizer_step_between_two_replays(counts):
 
 
 def test_memories_wait_in_host_memory(counts, monkeypatch):
-    model, ids, moved = checkpointed(graphed(), offload_memories=True), random_ids(1, LENGTH), []
-    save_on_cpu = torch.autograd.graph.save_on_cpu
-
-    class Noted(save_on_cpu):
-        def __init__(self, pin_memory):
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: (moved.append(tensor.shape), pack(tensor))[1]
-
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Noted)
+    model, ids = checkpointed(graphed(), offload_memories=True), random_ids(1, LENGTH)
+    moved = moved_to_host(monkeypatch)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
     memory = (1, model.config.num_key_value_heads, 5, model.config.head_dim)
     # Keys and values of three layers; the last of the six segments with a memory is the short one.

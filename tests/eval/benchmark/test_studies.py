@@ -10,11 +10,13 @@ from condense.eval.benchmark.studies import (
     attention,
     attention_alternatives,
     costs,
+    decoding,
     products,
     schedule_rule,
     short_texts,
     training_floor,
 )
+from condense.execution import static_decoding
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
@@ -74,3 +76,19 @@ def test_short_and_padded_texts_are_timed():
     torch.testing.assert_close(short_texts.read(folded, "auto", ids_BN), short_texts.read(stock, None, ids_BN))
     assert len(short_texts.one_text(shape, 64, 1)) == 7
     assert len(short_texts.padded(shape, [40, 70], 1)) == 6
+
+
+def test_steps_of_decoding_are_timed(monkeypatch):
+    """All but the compiled ones, which take long to compile; within a segment they are the same computation."""
+    monkeypatch.setattr(decoding, "TOKENS", 20)
+    logits = {}
+    for kind in ("stock", "stock, static", "folded", "folded, fixed"):
+        torch.manual_seed(0)
+        stock, folded = decoding.models(decoding.SHAPES["5 layers of width 64"])
+        logits[kind] = decoding.stepper(kind, stock, folded, 2, repeats=1)()
+    for kind, found in logits.items():
+        torch.testing.assert_close(found, logits["stock"], atol=1e-5, rtol=1e-4, msg=kind)
+    monkeypatch.setattr(decoding, "KINDS", ["stock", "folded, compiled"])
+    monkeypatch.setattr(static_decoding, "_compiled_step", lambda: static_decoding.static_step)
+    name, rows, *rates, ratio = decoding.line("5 layers of width 64", 1, repeats=1)
+    assert (name, rows) == ("5 layers of width 64", "1") and len(rates) == 2 and float(ratio) > 0

@@ -50,7 +50,7 @@ class FoldedCache(Cache):
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
         self.is_being_written = False  # remains true after a call that was interrupted
-        self.static_decoding: object | None = None  # see condense.execution.cuda_graph
+        self.static_decoding: object | None = None  # see condense.execution.static_decoding
         self.recording: Recording | None = None  # of the last tokens, for `crop`
 
     def detach(self) -> None:

@@ -88,10 +88,7 @@ def generate(
 
     check_dtype(dtype)
     check_attention(attention)
-    if 0 < temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"--temperature {temperature}: pass 0 for the likeliest token, or {LOWEST_TEMPERATURE} or more."
-        )
+    sampling = _sampling(temperature)
     if report is not None:
         check_output_file(report)
     text = _prompt_text(prompt, prompt_file)
@@ -108,7 +105,6 @@ def generate(
         input_ids = encode(tokenizer, text)
     given = {} if components is None else {"control": torch.tensor([components], device=loaded.device)}
     cache, prefill_seconds = _prefill(loaded, input_ids[:, :-1], **given)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     if chat:
         sampling["eos_token_id"] = sorted(end_tokens(loaded, tokenizer, chat=True)) or None
     output, decoding_seconds = _decode(
@@ -130,6 +126,17 @@ def generate(
     _print_figures(figures)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _sampling(temperature: float) -> dict[str, Any]:
+    """The arguments of `generate`. Raises `ValueError` for a temperature that divides logits beyond all numbers."""
+    if not temperature:
+        return {"do_sample": False}
+    if temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature {temperature}: pass 0 for the likeliest token, or {LOWEST_TEMPERATURE} or more."
+        )
+    return {"do_sample": True, "temperature": temperature}
 
 
 def _prompt_text(prompt: str, prompt_file: Path | None) -> str:

@@ -25,8 +25,8 @@ from .control import check_control_of_prompt, control_of_columns, zero_control
 from .durations import Timeline, durations_for_generation, durations_of_columns
 from .evaluations import EvaluationCounts
 from .execution import EXECUTORS, schedule_for
-from .execution.cuda_graph import can_decode, decode
 from .execution.executor import CheckpointFunction, ChunkOutput, OutputFunction, offload_checkpoint
+from .execution.static_decoding import can_decode, decode
 from .files import use_default_mode
 from .hidden_states import HiddenStateAccumulator, LayerOutputs
 from .layers import DecoderBlock, RMSNorm, decoder_stack
@@ -286,7 +286,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
     # True: new tokens run with static shapes, on CUDA as a graph; "compiled": as compiled code, too. See
-    # execution/cuda_graph.py.
+    # execution/static_decoding.py.
     fixed_decoding: bool | str = False
 
     def __init__(self, config: CondenseConfig):

@@ -4,7 +4,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from condense.checks import check_attention, check_full_attention
@@ -26,8 +25,7 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     """
     recipe.accumulation(ranks)
     check_attention(recipe.attention)
-    if getattr(recipe.model, "schedule", None) == "graph" and not torch.cuda.is_available():
-        raise ValueError("model.schedule=graph replays CUDA graphs, and there is no GPU: set another schedule.")
+    recipe.model.check_machine()
     check_reporter(recipe.report_to)
     check_output_folder(recipe.output)
     check_former_recipe(recipe.model.source)

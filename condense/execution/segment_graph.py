@@ -7,36 +7,30 @@ checkpoint does, a segment stores its input and its memory, and computes the res
     model.config.schedule = "graph"
 
 A text's first segment, which has no memory, parts of segments, and segments of some rows alone run one layer after the
-other. Embeddings, the final norm, the head and the loss are no part of a graph. Rotary tables are inputs of a graph.
+other. Embeddings, the final norm, the head and the loss are no part of a graph.
 
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from ..attention import AttentionMetadata
-from ..attention.mask import AttentionMask
 from ..configuration import CondenseConfig
-from ..memory import Memory, RecurrentState
+from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
-from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES, Graphs
-from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, offload_checkpoint, run_layers
+from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES
+from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, offload_checkpoint
+from .segment_steps import Steps, pairs_of, rotary_tables_of, steps_of
 from .sequential import SequentialExecutor
 from .stacking import CONTAINERS, STACKED, has_hooks
 
-Tensors = tuple[torch.Tensor, ...]
-MOST_STEPS = 8  # kept: each holds the activations of a segment, and with gradients those of the weights, too
 REMEDY = "set schedule='sequential' (or 'auto')"
 
 
@@ -78,7 +72,7 @@ class GraphExecutor:
     def finish(self) -> list[ChunkOutput]:
         run, self.run = self.run, None
         if run is not None and run.newest is not None and run.newest.writes_memory:
-            self.state.write_memory(_pairs(run.memories()), run.newest.chunk)
+            self.state.write_memory(pairs_of(run.memories()), run.newest.chunk)
         return []
 
 
@@ -134,7 +128,7 @@ class _Sums:
     """The weights' gradients of a run so far, in one backward pass: a pass that asks for the gradients of a few tensors
     alone may never reach the run's begin. Autograd keeps this object, and so it must not hold the run's tensors."""
 
-    def __init__(self, steps: "Steps"):
+    def __init__(self, steps: Steps):
         self.steps = steps
         self.gradients: list[torch.Tensor] | None = None
         self.backward_pass: int | None = None
@@ -176,135 +170,9 @@ class _Segment(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, link_gradient, *output_gradients):
         inputs = ctx.saved_tensors
-        gradients = ctx.step.run((*_tables(ctx.segment), *inputs, *output_gradients))
+        gradients = ctx.step.run((*rotary_tables_of(ctx.segment), *inputs, *output_gradients))
         ctx.sums.add(gradients[len(inputs) :])
         return None, None, link_gradient, *(gradient.clone() for gradient in gradients[: len(inputs)])
-
-
-class StaticStep:
-    """A function of tensors, captured as a graph on buffers of its own."""
-
-    def __init__(self, compute: Callable[[Tensors], Tensors], like: Tensors, graphs: Graphs):
-        self.inputs = tuple(tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in like)
-        self.compute = partial(compute, self.inputs)  # kept: it holds tensors that the graph reads
-        graphs.warm_up(self.compute, like[0].device)
-        self.replay, self.outputs = graphs.capture(self.compute, like[0].device)
-
-    def run(self, given: Tensors) -> Tensors:
-        """The outputs, which the next run writes over."""
-        torch._foreach_copy_(self.inputs, [tensor.detach() for tensor in given])
-        self.replay()
-        return self.outputs
-
-
-class Steps:
-    """The static steps of a model's layers, one for each shape, the latest `MOST_STEPS` of them; they hold while the
-    weights stay where they are."""
-
-    def __init__(self, layers: nn.ModuleList, graphs: Graphs):
-        self.layers, self.graphs = list(layers), graphs
-        self.parameters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
-        self.arrangement = _arrangement(layers)
-        self._steps: OrderedDict[tuple, StaticStep] = OrderedDict()
-
-    def __reduce__(self):
-        return type(None), ()  # a copied model captures its own
-
-    def forward(self, metadata: AttentionMetadata, inputs: Tensors) -> Tensors:
-        """The output [R, T, D] of the last layer, and the next memories' keys and values layer by layer."""
-        with torch.no_grad():
-            compute = partial(_forward, self.layers, replace(metadata, detach_R=(False,)))  # without gradients
-            given = *_tables(metadata), *inputs
-            return self._step(("forward",), compute, given).run(given)
-
-    def backward(self, metadata: AttentionMetadata, inputs: Tensors) -> StaticStep:
-        """The step from the rotary tables, the inputs of `forward` and the gradients of its outputs to the gradients of
-        the inputs and of the parameters."""
-        compute = partial(_gradients, self.layers, self.parameters, metadata)
-        return self._step(("backward", metadata.detach_R), compute, (*_tables(metadata), *inputs))
-
-    def _step(self, kind: tuple, compute: Callable[[Tensors], Tensors], inputs: Tensors) -> StaticStep:
-        modes = self.layers[0].training, torch.is_inference_mode_enabled()
-        key = *kind, *modes, *((tensor.shape, tensor.dtype) for tensor in inputs)
-        if key not in self._steps:
-            self._steps[key] = StaticStep(compute, inputs, self.graphs)
-            while len(self._steps) > MOST_STEPS:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        return self._steps[key]
-
-
-def _tables(metadata: AttentionMetadata) -> Tensors:
-    return *metadata.rotary, *metadata.memory_rotary
-
-
-def _forward(
-    layers: Sequence[Callable[..., tuple[torch.Tensor, Memory | None]]], metadata: AttentionMetadata, inputs: Tensors
-) -> Tensors:
-    """Of any segment with a memory; the mask is made within the step."""
-    cos, sin, memory_cos, memory_sin, hidden_RTD, *tensors = inputs
-    static = replace(
-        metadata, rotary=(cos, sin), memory_rotary=(memory_cos, memory_sin), mask=AttentionMask(metadata.chunk),
-        writes_memory=True,
-    )  # fmt: skip
-    hidden_RTD, memories = run_layers(layers, hidden_RTD, _pairs(tensors), static)
-    return hidden_RTD, *chain.from_iterable(memory for memory in memories if memory is not None)
-
-
-def _gradients(layers, parameters: Sequence[nn.Parameter], metadata: AttentionMetadata, inputs: Tensors) -> Tensors:
-    """Aliases take the place of parameters, whose nodes in autograd's graph belong to another stream than a capture's.
-
-    Hooks that would move what is saved to the host do not apply within a step.
-    """
-    num_tables, num_inputs = 4, 1 + 2 * len(layers)
-    tables, given, output_gradients = (
-        inputs[:num_tables],
-        inputs[num_tables:][:num_inputs],
-        inputs[num_tables:][num_inputs:],
-    )
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-        aliases = {id(parameter): parameter.detach().requires_grad_() for parameter in parameters}
-        leaves = [tensor.detach().requires_grad_() for tensor in given]
-        outputs = _forward([_with_aliases(layer, aliases) for layer in layers], metadata, (*tables, *leaves))
-        differentiable = [pair for pair in zip(outputs, output_gradients, strict=True) if pair[0].requires_grad]
-        return torch.autograd.grad(
-            [output for output, _ in differentiable],
-            [*leaves, *aliases.values()],
-            [gradient for _, gradient in differentiable],
-            materialize_grads=True,
-        )
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _with_aliases(layer: nn.Module, aliases: dict[int, torch.Tensor]) -> Callable[..., Any]:
-    own = {name: aliases[id(one)] for name, one in layer.named_parameters() if id(one) in aliases}
-    return lambda *arguments: functional_call(layer, own, arguments)
-
-
-def _pairs(tensors: Sequence[torch.Tensor]) -> list[Memory]:
-    return [Memory(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
-
-
-def steps_of(layers: nn.ModuleList) -> Steps:
-    """The layers' static steps; new ones when modules, settings or parameters have changed."""
-    steps = layers.__dict__.get("_static_steps")  # they live as long as the layers
-    if steps is None or steps.arrangement != _arrangement(layers):
-        device = next(layers.parameters()).device.type
-        steps = layers.__dict__["_static_steps"] = Steps(layers, GRAPHS[device])
-    return steps
-
-
-def _arrangement(layers: nn.ModuleList) -> list:
-    """What a captured step depends on: the modules, and the addresses of their parameters."""
-    config = getattr(layers[0].self_attn, "config", None)
-    found: list = [getattr(config, "_attn_implementation", None)]
-    found += map(id, layers.modules())
-    return found + [
-        (parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in layers.parameters()
-    ]
 
 
 def is_replayed(lengths: Sequence[int], positions: SegmentPositions) -> bool:

@@ -19,7 +19,7 @@ dimension, D hidden size, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -29,11 +29,10 @@ from ..attention.metadata import rotary_tables
 from ..cache import FoldedCache
 from ..cache_layer import FoldedCacheLayer
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
+from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES
 from .executor import run_layers
 
 FIXED_DECODING = (False, True, "compiled")
-STATIC_IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
-UNFIT_ROPE_TYPES = ("dynamic", "longrope")  # their tables depend on the longest position of a call
 # A chunk holds positions as Python numbers, which a graph would record as constants: any use of it must fail.
 NO_CHUNK = cast(Chunk, None)
 
@@ -238,37 +237,3 @@ def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
             found.append(tensor is not None and (tensor.data_ptr(), tensor.dtype))
         modules += [child for child in module._modules.values() if child is not None]
     return [*found, hooked], hooked
-
-
-class Graphs(NamedTuple):
-    """How a device warms up and captures steps; a capture returns a replay and the tensors of its outputs."""
-
-    warm_up: Callable[[Callable[[], Any], torch.device], Any]
-    capture: Callable[[Callable[[], Any], torch.device], tuple[Callable[[], object], Any]]
-
-
-def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
-    """On a side stream, as a capture will be."""
-    with torch.cuda.device(device):
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            outputs = compute()
-        here.wait_stream(aside)
-        for tensor in outputs:
-            tensor.record_stream(here)
-    return outputs
-
-
-def _capture_cuda(compute: Callable[[], Any], device: torch.device) -> tuple[Callable[[], object], Any]:
-    """Computes nothing; the replay does."""
-    graph = torch.cuda.CUDAGraph()
-    # A stream of this device: torch's own one for captures is of the first device that captured. Other threads may
-    # allocate meanwhile.
-    aside = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-        outputs = compute()
-    return graph.replay, outputs
-
-
-GRAPHS = {"cuda": Graphs(_warm_up_cuda, _capture_cuda)}

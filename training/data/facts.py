@@ -59,6 +59,24 @@ class _Frame(NamedTuple):
     length: int  # with the first token, without the last answer
 
 
+def _with_distractors(frame: _Frame, distractors: Sequence[list[int]], generator: np.random.Generator) -> _Frame:
+    """They stand at places of their own between the others."""
+    num_places = frame.num_places + len(distractors)
+    taken = set(generator.permutation(num_places)[: len(distractors)].tolist())
+    free = [place for place in range(num_places) if place not in taken]
+    answers = [frame.early_answers.get(number) for number in range(len(frame.inserted))]
+    pieces = list(zip([free[place] for place in frame.places], frame.inserted, answers, strict=True))
+    pieces += [(place, sentence, None) for place, sentence in zip(taken, distractors, strict=True)]
+    pieces.sort(key=itemgetter(0))
+    return frame._replace(
+        inserted=[tokens for _, tokens, _ in pieces],
+        places=[place for place, _, _ in pieces],
+        num_places=num_places,
+        early_answers={number: answer for number, (_, _, answer) in enumerate(pieces) if answer is not None},
+        length=frame.length + sum(map(len, distractors)),
+    )
+
+
 class _Early(NamedTuple):
     """The places of the facts among `num_places` for facts and early questions, and the questions that come after the
     last fact, each with whether it is brief."""
@@ -207,7 +225,7 @@ class FactsTask:
         number = int(generator.integers(self.num_distractors + 1))
         return [self.distractors[int(one)] for one in generator.integers(len(self.distractors), size=number)]
 
-    def _early_questions(self, story: Story, generator: np.random.Generator) -> "_Early":
+    def _early_questions(self, story: Story, generator: np.random.Generator) -> _Early:
         num_facts = len(story.facts)
         if not self.early_questions:  # no random numbers are needed
             return _Early(list(range(num_facts)), num_facts, [])
@@ -227,7 +245,7 @@ class FactsTask:
         story: Story,
         questions: Sequence[Question],
         is_brief: Sequence[bool],
-        early: "_Early | None" = None,
+        early: _Early | None = None,
         distractors: Sequence[list[int]] = (),
         generator: np.random.Generator | None = None,
     ) -> _Frame:
@@ -247,19 +265,12 @@ class FactsTask:
         early_answers = {
             num_facts + number: self._encode(question.answer)[0] for number, (question, _) in enumerate(early.questions)
         }
-        num_places = early.num_places + len(distractors)
-        if distractors:
-            assert generator is not None
-            taken = set(generator.permutation(num_places)[: len(distractors)].tolist())
-            free = [place for place in range(num_places) if place not in taken]
-            answers = [early_answers.get(number) for number in range(len(inserted))]
-            pieces = list(zip([free[place] for place in places], inserted, answers, strict=True))
-            pieces += [(place, sentence, None) for place, sentence in zip(taken, distractors, strict=True)]
-            pieces.sort(key=itemgetter(0))
-            places, inserted = [place for place, _, _ in pieces], [tokens for _, tokens, _ in pieces]
-            early_answers = {n: answer for n, (_, _, answer) in enumerate(pieces) if answer is not None}
         length = len(self.start) + sum(map(len, inserted)) + len(end)
-        return _Frame(inserted, places, num_places, early_answers, end, is_answer, answer, length)
+        frame = _Frame(inserted, places, early.num_places, early_answers, end, is_answer, answer, length)
+        if not distractors:
+            return frame
+        assert generator is not None
+        return _with_distractors(frame, distractors, generator)
 
     def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator) -> tuple[Prompt, np.ndarray]:
         """The text, and the ends of what is inserted: the numbers of the tokens that follow."""

@@ -65,6 +65,9 @@ class ModelKind(Section):
                 f"{', '.join(self.attention_implementations)}"
             )
 
+    def check_machine(self) -> None:
+        """Raises `ValueError` for what this machine can't run."""
+
     def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
         """Raises `ValueError` for what this model can't do under ZeRO-3 with micro-batches of up to `tokens` tokens.
 
@@ -165,6 +168,10 @@ class CondenseModel(ModelKind):
             raise ValueError(
                 f"model.schedule=graph has no attention={attention}: choose one of {', '.join(STATIC_IMPLEMENTATIONS)}"
             )
+
+    def check_machine(self) -> None:
+        if self.schedule == "graph" and not torch.cuda.is_available():
+            raise ValueError("model.schedule=graph replays CUDA graphs, and there is no GPU: set another schedule.")
 
     def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
         if self.schedule in ("wavefront", "graph"):

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from condense import FoldedCache
-from condense.execution import cuda_graph, segment_graph
+from condense.execution import cuda_graph, segment_steps
 
 from ..models import (
     assert_same_gradients,
@@ -203,9 +203,9 @@ def test_memories_without_gradients_of_a_partly_frozen_model(counts):
 def test_graphs_are_bounded(counts):
     model = graphed()
     with torch.no_grad():
-        for batch_size in range(1, segment_graph.MOST_STEPS + 3):
+        for batch_size in range(1, segment_steps.MAX_STEPS + 3):
             model(random_ids(batch_size, 15), use_cache=False)
-    assert len(model.model.layers.__dict__["_static_steps"]._steps) == segment_graph.MOST_STEPS
+    assert len(model.model.layers.__dict__["_static_steps"]._steps) == segment_steps.MAX_STEPS
 
 
 def test_changed_rotary_tables_are_read_anew(counts):
@@ -275,4 +275,4 @@ def test_copies_of_a_model_capture_their_own(counts):
         twin = copy.deepcopy(model)
         twin(ids, use_cache=False)
     steps = [one.model.layers.__dict__["_static_steps"] for one in (model, twin)]
-    assert isinstance(steps[0], segment_graph.Steps) and steps[0] is not steps[1]
+    assert isinstance(steps[0], segment_steps.Steps) and steps[0] is not steps[1]

@@ -11,8 +11,8 @@ import torch
 
 from condense import FoldedCache
 from condense.attention import dispatch
-from condense.execution import cuda_graph
-from condense.execution.cuda_graph import StaticDecoding, static_step
+from condense.execution import cuda_graph, static_decoding
+from condense.execution.static_decoding import StaticDecoding, static_step
 
 from ..models import padded_batch, random_durations, random_ids, tiny_model
 from ..test_generation import NUM_NEW
@@ -251,7 +251,7 @@ def test_one_compiled_graph_serves_all_tokens(implementation, dtype, tolerance, 
     model = tiny_model(dtype, attn_implementation=implementation, num_hidden_layers=2)
     ordinary_cache, static_cache = prefilled_cache(model), prefilled_cache(model)
     compiled = torch.compile(static_step, fullgraph=True, backend="aot_eager")
-    positions_2B = torch.tensor(cuda_graph.position_lists(static_cache.positions))
+    positions_2B = torch.tensor(static_decoding.position_lists(static_cache.positions))
     try:
         for n in range(NUM_NEW):
             ids = random_ids(5, 1, seed=n)
@@ -318,7 +318,7 @@ def test_a_compiled_step_is_the_one_that_runs(monkeypatch):
         return lambda *arguments: compiled.append(1) or function(*arguments)
 
     monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(cuda_graph, "_compiled_step", cuda_graph._compiled_step.__wrapped__)
+    monkeypatch.setattr(static_decoding, "_compiled_step", static_decoding._compiled_step.__wrapped__)
     ordinary, static = both(tiny_model(torch.float32))
     static.fixed_decoding = "compiled"
     assert_same_tokens(ordinary, static, 3)

@@ -17,8 +17,7 @@ from condense.eval.benchmark.gpu.correctness import segment_graph
 from condense.eval.benchmark.gpu.parts import raced
 from condense.eval.benchmark.gpu.session import new_session
 from condense.eval.benchmark.gpu.sizes import SMOKE
-from condense.execution import cuda_graph
-from condense.execution import segment_graph as segment_graph_module
+from condense.execution import cuda_graph, segment_steps
 
 from ....condense.execution.recording import recordings
 
@@ -170,10 +169,8 @@ def test_segments_from_a_recorded_graph(monkeypatch):
     assert raced_now[-2:] == [(16, "graph"), (32, "graph")] and len(raced_now) == 6
     assert len(raced(session, [16, 32], graph=False)) == len(raced(session, [16, 32], "flash_attention_2")) == 4
 
-    run = segment_graph_module.StaticStep.run
-    monkeypatch.setattr(
-        segment_graph_module.StaticStep, "run", lambda step, given: run(step, (given[0] * 1.2, *given[1:]))
-    )
+    run = segment_steps.StaticStep.run
+    monkeypatch.setattr(segment_steps.StaticStep, "run", lambda step, given: run(step, (given[0] * 1.2, *given[1:])))
     segment_graph(session)
     assert not all(check["passed"] for check in session.checks)
     assert len(raced(session, [16, 32])) == 4

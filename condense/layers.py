@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .attention import AttentionMask, AttentionMetadata, attend
-from .attention.metadata import RotaryTables, rotate
+from .attention.metadata import rotate
 from .configuration import CondenseConfig
 from .families import family_of
 from .linear import Linear
@@ -111,36 +111,56 @@ class CondenseAttention(nn.Module):
     def _split_heads(self, tensor_RTx: torch.Tensor) -> torch.Tensor:
         return tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _project_query(self, normed_RTD: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+    def _project_query(self, normed_RTD: torch.Tensor) -> torch.Tensor:
         query_RHTE = self._split_heads(self.q_proj(normed_RTD))
         if self.has_norms:  # under autocast, norms return float32
             query_RHTE = self.q_norm(query_RHTE).to(query_RHTE.dtype)
-        return rotate(query_RHTE, rotary)
+        return query_RHTE
 
-    def _project_key(self, normed_RTD: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
+    def _project_key_value(self, normed_RTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key_RGTE = self._split_heads(self.k_proj(normed_RTD))
         if self.has_norms:
             key_RGTE = self.k_norm(key_RGTE).to(key_RGTE.dtype)
-        return rotate(key_RGTE, rotary)
+        return key_RGTE, self._split_heads(self.v_proj(normed_RTD))
 
     def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
         """The keys and values that the next segment sees of this chunk."""
-        key_RGTE = self._project_key(normed_RTD, metadata.memory_rotary)
-        return Memory(key_RGTE, self._split_heads(self.v_proj(normed_RTD)))
+        key_RGTE, value_RGTE = self._project_key_value(normed_RTD)
+        return Memory(rotate(key_RGTE, metadata.memory_rotary), value_RGTE)
 
     def forward(
-        self, normed_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        query_RHTE = self._project_query(normed_RTD, metadata.rotary)
-        key_RGTE = self._project_key(normed_RTD, metadata.rotary)
-        value_RGTE = self._split_heads(self.v_proj(normed_RTD))
-        outputs = [
-            self._attend(query_RHTE[rows], key_RGTE[rows], value_RGTE[rows], mask, row_key_values, metadata.chunk)
-            for rows, mask, row_key_values in metadata.row_groups(key_values)
-        ]
-        return self.o_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        self,
+        normed_RTD: torch.Tensor,
+        key_values: KeyValueState | None,
+        metadata: AttentionMetadata,
+        remembers_input: bool = False,
+    ) -> tuple[torch.Tensor, Memory | None]:
+        """The output [R, T, D] and, with `remembers_input`, the keys and values of `normed_RTD` as the next memory."""
+        query_RHTE = rotate(self._project_query(normed_RTD), metadata.rotary)
+        unrotated_RGTE, value_RGTE = self._project_key_value(normed_RTD)
+        key_RGTE = rotate(unrotated_RGTE, metadata.rotary)
+        output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata))
+        if not remembers_input:
+            return output_RTD, None
+        return output_RTD, Memory(rotate(unrotated_RGTE, metadata.memory_rotary), value_RGTE)
 
     def _attend(
+        self, query_RHTE, key_RGTE, value_RGTE, key_values: KeyValueState | None, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        groups = metadata.row_groups(key_values, len(query_RHTE))
+        if len(groups) == 1:  # not a slice of all rows, whose gradient would be a copy
+            _, mask, row_key_values = groups[0]
+            return self._attend_rows(query_RHTE, key_RGTE, value_RGTE, mask, row_key_values, metadata.chunk)
+        sizes = [num_rows for num_rows, _, _ in groups]
+        parts = (tensor.split(sizes) for tensor in (query_RHTE, key_RGTE, value_RGTE))
+        return torch.cat(
+            [
+                self._attend_rows(query, key, value, mask, row_key_values, metadata.chunk)
+                for query, key, value, (_, mask, row_key_values) in zip(*parts, groups, strict=True)
+            ]
+        )
+
+    def _attend_rows(
         self, query_RHTE, key_RGTE, value_RGTE, mask: AttentionMask, key_values: KeyValueState | None, chunk: Chunk
     ) -> torch.Tensor:
         if key_values is None:
@@ -165,10 +185,14 @@ class CondenseDecoderLayer(nn.Module):
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, Memory | None]:
         """The layer's output [R, T, D] and, if `metadata.writes_memory`, its keys and values for the next segment."""
-        residual_RTD = input_RTD + self.self_attn(self.input_layernorm(input_RTD), key_values, metadata)
+        # A memory of the input that passes its gradient on has the keys and values of this segment, rotated otherwise.
+        from_input = metadata.writes_memory and not self.memory_from_output and not any(metadata.detach_R)
+        normed_RTD = self.input_layernorm(input_RTD)
+        attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, from_input)
+        residual_RTD = input_RTD + attention_RTD
         output_RTD = residual_RTD + self.mlp(self.post_attention_layernorm(residual_RTD))
-        if not metadata.writes_memory:
-            return output_RTD, None
+        if from_input or not metadata.writes_memory:
+            return output_RTD, memory
         source_RTD = detach_rows(output_RTD if self.memory_from_output else input_RTD, metadata.detach_R)
         return output_RTD, self.project_memory(source_RTD, metadata)
 

@@ -4,7 +4,7 @@ Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E h
 control.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,10 +80,10 @@ class AttentionMetadata:
         return replace(self, rotary=rotary, memory_rotary=memory_rotary, mask=mask, control_RTC=control)
 
     def row_groups(
-        self, key_values: KeyValueState | None
-    ) -> Iterator[tuple[slice, AttentionMask, KeyValueState | None]]:
-        """Groups of rows, each for one call of attention: the rows, their mask, and their key-value state."""
-        yield slice(None), self.mask, key_values
+        self, key_values: KeyValueState | None, num_rows: int
+    ) -> list[tuple[int, AttentionMask, KeyValueState | None]]:
+        """Groups of consecutive rows, each for one call of attention: their number, mask and key-value state."""
+        return [(num_rows, self.mask, key_values)]
 
 
 class AttentionMetadataBuilder:

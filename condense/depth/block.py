@@ -132,7 +132,7 @@ class LayerField(CondenseDecoderLayer):
             number = next(numbers)
             own = None if key_values is None else key_values.at_evaluation(number, num_evaluations)
             input_RTD = self._controlled(hidden_RTD, control_RTC)
-            attention_RTD = self.self_attn(self.input_layernorm(input_RTD), own, metadata)
+            attention_RTD, _ = self.self_attn(self.input_layernorm(input_RTD), own, metadata)
             return attention_RTD + self.mlp(self.post_attention_layernorm(input_RTD + attention_RTD))
 
         return field

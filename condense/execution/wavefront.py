@@ -71,12 +71,12 @@ class BandMetadata(AttentionMetadata):
 
     first_segment_mask: AttentionMask | None = None  # the mask of that layer's rows
 
-    def row_groups(self, key_values):
-        num_rows = 0 if key_values is None else len(key_values.key_RGKE)
-        if key_values is not None:
-            yield slice(num_rows), self.mask, key_values
+    def row_groups(self, key_values, num_rows):
+        num_with_memory = 0 if key_values is None else len(key_values.key_RGKE)
+        groups = [] if key_values is None else [(num_with_memory, self.mask, key_values)]
         if self.first_segment_mask is not None:
-            yield slice(num_rows, None), self.first_segment_mask, None
+            groups.append((num_rows - num_with_memory, self.first_segment_mask, None))
+        return groups
 
 
 class _Wave:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -33,6 +34,40 @@ def test_gradients_through_the_memory_follow_the_equations(memory_source, implem
     model = tiny_model(memory_source=memory_source, attn_implementation=implementation)
     ids = random_ids(2, LENGTH)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_truncated_memories_of_the_input_follow_the_equations(segments):
+    """Those that pass a gradient share the segment's own keys and values, the others don't."""
+    model = tiny_model(memory_source="layer_input", bptt_segments=segments)
+    ids = random_ids(1, LENGTH)
+    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids, detach_after=segments), 1e-5)
+
+
+@pytest.mark.parametrize(("memory_source", "products"), [("layer_output", 9), ("layer_input", 7)])
+def test_products_of_a_segment_in_a_layer(memory_source, products):
+    """A memory of the input has the keys and values of the segment itself, those of the output are two products more.
+    No gradient is a copy of a slice of all rows."""
+    counts, settings = [], {"memory_source": memory_source, "schedule": "sequential", "num_hidden_layers": 1}
+    for num_segments in (3, 4):
+        model, ids = tiny_model(**settings), random_ids(1, 5 * num_segments)
+        with OperationCounter() as counted:
+            loss = model(ids, labels=ids).loss
+        counts.append(counted.count["mm"])
+        with OperationCounter() as counted:
+            loss.backward()
+        assert not counted.count["slice_backward"]
+    assert counts[1] - counts[0] == products + 1  # and the head
+
+
+class OperationCounter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")

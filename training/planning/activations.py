@@ -77,16 +77,17 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     kept_memories, activations, memory = [], [], 0
     for number, tokens in enumerate(a_pass.segments):
         kept_memories.append(2 * a_pass.rows * copies * memory * heads * config.head_dim * size)
-        layer, source = _layer(config, recipe, tokens, memory), 0
+        layer, source, projected = _layer(config, recipe, tokens, memory), 0, 0
         if number < last:  # the norms before the next segment's keys and values, and of these keys
             source = _copies(recipe, "k_proj", "v_proj") * tokens * width * size + tokens * _head_norms(
                 config, recipe, config.num_key_value_heads
             )
             cut = span is not None and (number + 1) % span == 0
+            projected = stack.projected(cut)
             if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
                 source += tokens * width * FLOAT32
         kept_once = tokens * (_norm(config, recipe, "lm_head") + _block(config, recipe, stack))
-        activations.append(a_pass.rows * (stack.runs * layer + stack.memories * source + kept_once))
+        activations.append(a_pass.rows * (stack.runs * layer + projected * source + kept_once))
         memory = tokens
     first = a_pass.segments[0]
     chunk = min(a_pass.rows * first, max(1, MAX_LOGITS // vocab))

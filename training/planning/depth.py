@@ -16,6 +16,7 @@ class Stack:
 
     runs: times that a decoder layer reads the tokens, with the evaluations of the field `layer`.
     memories: members that have keys and values in the next segment.
+    shared: of these, members that have the same ones in this segment, where the memory passes a gradient.
     evaluations: of the block's field for each token; 0 without a block.
     width: of an MLP field; 0 without one.
     kept: evaluations whose activations wait for the backward pass.
@@ -27,25 +28,32 @@ class Stack:
     width: int = 0
     kept: int = 0
     is_adjoint: bool = False
+    shared: int = 0
+
+    def projected(self, is_detached: bool) -> int:
+        """Members that compute keys and values for the next segment alone."""
+        return self.memories if is_detached else self.memories - self.shared
 
 
 def stack_of(config: LlamaConfig) -> Stack:
     """Raises `ValueError` for an adaptive solver, whose evaluations depend on the text."""
     num_layers, depth = config.num_hidden_layers, getattr(config, "depth", None)
+    from_input = getattr(config, "memory_source", None) == "layer_input"
     if depth is None:
-        return Stack(num_layers, num_layers)
+        return Stack(num_layers, num_layers, shared=num_layers if from_input else 0)
     settings = DepthSettings.from_dict(depth)
     if settings.is_adaptive:
         raise ValueError(
             f"a plan counts evaluations before the run, and the depth block's solver {settings.solver!r} chooses them "
             "by token: start the run without a plan, or convert with a solver of fixed steps, such as euler."
         )
+    shared = num_layers - 1 if from_input else 0
     evaluations, is_adjoint = num_fixed_evaluations(settings), settings.gradient == "adjoint"
     if settings.field == "layer":
-        return Stack(num_layers - 1 + evaluations, num_layers, evaluations, kept=evaluations)
+        return Stack(num_layers - 1 + evaluations, num_layers, evaluations, kept=evaluations, shared=shared)
     assert settings.field_size is not None
     kept = 0 if is_adjoint else evaluations
-    return Stack(num_layers - 1, num_layers - 1, evaluations, settings.field_size, kept, is_adjoint)
+    return Stack(num_layers - 1, num_layers - 1, evaluations, settings.field_size, kept, is_adjoint, shared)
 
 
 def repeated_weights(config: LlamaConfig, stack: Stack) -> float:

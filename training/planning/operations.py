@@ -73,16 +73,18 @@ def _text_flops(config: LlamaConfig, weights: Weights, segments: Sequence[int]) 
     """
     stack = stack_of(config)
     heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim
-    pairs, remembered = 0, 0
+    span = getattr(config, "bptt_segments", None)
+    pairs, projected = 0, 0
     for number, tokens in enumerate(segments):
         pairs += tokens * (segments[0] if number else 0) + tokens * (tokens + 1) // 2
-        remembered += tokens if number < len(segments) - 1 else 0
+        if number < len(segments) - 1:
+            projected += tokens * stack.projected(is_detached=span is not None and (number + 1) % span == 0)
     attention = stack.runs * 12 * heads * config.head_dim * pairs
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     own, adapters = weights.num_trained, 0
     if weights.num_frozen:
         own, adapters = weights.num_frozen, weights.num_trained
     per_weight = 4 if weights.num_frozen else 6
-    memories = stack.memories * per_weight * 2 * config.hidden_size * key_width * remembered
+    memories = per_weight * 2 * config.hidden_size * key_width * projected
     multiplied = per_weight * (own - looked_up + repeated_weights(config, stack)) + 6 * adapters
     return round(multiplied * sum(segments)) + attention + memories

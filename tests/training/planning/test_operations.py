@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.training.planning.operations import count_operations
+from condense.training.planning.operations import count_operations, text_flops
 
 from .shapes import LLAMA_1B, SMALL, recipe
 
@@ -26,6 +26,19 @@ def test_flops_are_those_of_the_operations():
         with FlopCounterMode(display=False) as counter:
             model.train()(input_ids=ids, labels=ids).loss.backward()
         assert count_operations(config, trained, 1)["flops"] / 100 == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+@pytest.mark.parametrize("bptt_segments", [None, 2])
+def test_a_memory_of_the_input_has_products_of_its_own_only_where_its_gradient_ends(bptt_segments):
+    planned, counted, ids = [], [], torch.zeros(1, 128, dtype=torch.long)
+    for source in ("layer_output", "layer_input"):
+        fields = {"segment_length": 32, "memory_source": source, "bptt_segments": bptt_segments}
+        config = CondenseConfig(**SMALL, **fields, schedule="sequential")
+        with FlopCounterMode(display=False) as counter:
+            CondenseForCausalLM(config).train()(input_ids=ids, labels=ids).loss.backward()
+        planned.append(text_flops(config, 32)(128))
+        counted.append(counter.get_total_flops())
+    assert planned[0] - planned[1] == counted[0] - counted[1] > 0
 
 
 def test_the_plan_counts_sequences_and_tokens():

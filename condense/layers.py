@@ -188,7 +188,7 @@ class CondenseDecoderLayer(nn.Module):
         # A memory of the input that passes its gradient on has the keys and values of this segment, rotated otherwise.
         from_input = metadata.writes_memory and not self.memory_from_output and not any(metadata.detach_R)
         normed_RTD = self.input_layernorm(input_RTD)
-        attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, from_input)
+        attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
         residual_RTD = input_RTD + attention_RTD
         output_RTD = residual_RTD + self.mlp(self.post_attention_layernorm(residual_RTD))
         if from_input or not metadata.writes_memory:

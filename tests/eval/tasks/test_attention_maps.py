@@ -76,8 +76,8 @@ def test_folded_scores_give_what_the_layer_puts_out():
     model, ids = tiny_model(segment_length=LENGTH, attention_bias=True), random_ids(1, 4 * LENGTH)[0]
     seen, module = {}, model.model.layers[1].self_attn
 
-    def note(module, arguments, output):
-        hidden, memory, metadata = arguments
+    def note(module, arguments, outputs):
+        (hidden, memory, metadata), (output, _) = arguments, outputs
         if memory is not None:
             value = module.v_proj(hidden).unflatten(-1, (-1, 8)).transpose(1, 2)
             seen[metadata.chunk.segments[0]] = torch.cat([memory.value_RGKE, value], dim=2)[0], output[0]

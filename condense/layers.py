@@ -6,8 +6,8 @@
 
 X is the layer's input and Y its output for the current segment. The memory M is the layer's own output Y for the
 segment before or, with `memory_source="layer_input"`, its input X. M is projected once, at the end of its chunk, and
-the next segment receives its keys and values. Parameters are those of a Llama, under the same names, with the biases
-and norms of the checkpoint's family.
+the next segment receives its keys and values; an input that passes its gradient on has been projected already, as X'.
+Parameters are those of a Llama, under the same names, with the biases and norms of the checkpoint's family.
 
 Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hidden size, H query heads, G key/value
 heads, E head dimension, x any size, 1 a broadcast axis.

@@ -3,9 +3,11 @@
 Large weights keep all compared values away from zero.
 """
 
+from collections import Counter
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseConfig, CondenseForCausalLM
@@ -42,6 +44,18 @@ def tiny_model(dtype=torch.float64, seed=0, **fields) -> CondenseForCausalLM:
             if "norm" in name or "bias" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        self.counts[operation.overloadpacket.__name__] += 1
+        return operation(*arguments, **options or {})
 
 
 def weights(model) -> dict:

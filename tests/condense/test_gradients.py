@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -16,6 +15,7 @@ from condense.memory import TransientState
 
 from .models import (
     VOCAB,
+    Operations,
     assert_same_gradients,
     gradients,
     moved_to_host,
@@ -51,23 +51,13 @@ def test_products_of_a_segment_in_a_layer(memory_source, products):
     counts, settings = [], {"memory_source": memory_source, "schedule": "sequential", "num_hidden_layers": 1}
     for num_segments in (3, 4):
         model, ids = tiny_model(**settings), random_ids(1, 5 * num_segments)
-        with OperationCounter() as counted:
+        with Operations() as counted:
             loss = model(ids, labels=ids).loss
-        counts.append(counted.count["mm"])
-        with OperationCounter() as counted:
+        counts.append(counted.counts["mm"])
+        with Operations() as counted:
             loss.backward()
-        assert not counted.count["slice_backward"]
+        assert not counted.counts["slice_backward"]
     assert counts[1] - counts[0] == products + 1  # and the head
-
-
-class OperationCounter(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")

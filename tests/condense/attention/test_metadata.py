@@ -1,25 +1,12 @@
 """The data that all layers share is computed once, and the rotary embedding is that of transformers."""
 
-from collections import Counter
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from condense.attention.metadata import rotary_tables, rotate
 
-from ..models import tiny_model
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        self.counts[operation.overloadpacket.__name__] += 1
-        return operation(*arguments, **options or {})
+from ..models import Operations, tiny_model
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -9,14 +9,15 @@ import torch
 
 from .cache import FoldedCache
 from .evaluations import EvaluationCounts
-from .execution.executor import CheckpointFunction
+from .execution.checkpointing import CheckpointFunction
 from .segmentation import UnpaddedBatch
 
 
 @dataclass
 class Call:
     """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after it.
-    `checkpoint_function` is that of gradient checkpointing, None where it is off. `control` is [B, C] or [B, N, C].
+    `checkpoint_function` is that of gradient checkpointing, None where it is off, by groups of `checkpoint_segments`.
+    `control` is [B, C] or [B, N, C].
     """
 
     inputs: torch.Tensor
@@ -24,6 +25,7 @@ class Call:
     durations: torch.Tensor | None
     cache: FoldedCache | None
     checkpoint_function: CheckpointFunction | None
+    checkpoint_segments: int
     control: torch.Tensor | None = None
     evaluations: EvaluationCounts = field(init=False)
 

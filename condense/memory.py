@@ -55,6 +55,12 @@ class Memory(NamedTuple):
     def select(self, rows: Sequence[int]) -> "Memory":
         return Memory(self.key_RGKE[list(rows)], self.value_RGKE[list(rows)])
 
+    def compact(self) -> "Memory":
+        """The same; where it is a part of larger tensors, as a copy that does not keep these."""
+        return Memory(
+            *(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in self)
+        )
+
     def append(self, other: "Memory") -> "Memory":
         """The rows of both."""
         return Memory(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
@@ -81,15 +87,22 @@ class RecurrentState(Protocol):
 
 
 class TransientState:
-    """The memories of all layers during one call over whole texts; nothing is kept after the call."""
+    """The memories of all layers during one call over whole texts; nothing is kept after the call.
+
+    `memories` are those of the rows at first, one for each layer, None where there is none.
+    """
 
     is_recording = False
 
-    def __init__(self, batch_size: int, config: CondenseConfig):
-        self.positions = SegmentPositions(batch_size, config.segment_length)
+    def __init__(self, batch_size: int, segment_length: int, memories: Sequence[Memory | None]):
+        self.positions = SegmentPositions(batch_size, segment_length)
         self.timeline: Timeline | None = None
-        self.memories: Sequence[Memory | None] = [None] * config.num_hidden_layers
+        self.memories = memories
         self.rows = list(range(batch_size))
+
+    @classmethod
+    def empty(cls, batch_size: int, config: CondenseConfig) -> "TransientState":
+        return cls(batch_size, config.segment_length, [None] * config.num_hidden_layers)
 
     def key_values(self, chunk: Chunk) -> Sequence[Memory | None]:
         if self.rows != chunk.rows:  # the texts of some rows have ended
@@ -99,4 +112,4 @@ class TransientState:
         return self.memories
 
     def write_memory(self, memories: Sequence[Memory | None], chunk: Chunk) -> None:
-        self.memories = memories
+        self.memories, self.rows = memories, chunk.rows

@@ -6,6 +6,7 @@ Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding inclu
 size.
 """
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .control import check_control_of_prompt, control_of_columns, zero_control
 from .durations import Timeline, durations_for_generation, durations_of_columns
+from .embedding import ChunkEmbedder
 from .evaluations import EvaluationCounts
-from .execution import EXECUTORS, schedule_for
-from .execution.executor import CheckpointFunction, ChunkOutput, OutputFunction, offload_checkpoint
+from .execution import make_executor, schedule_for
+from .execution.checkpointing import CheckpointFunction, offload_checkpoint
+from .execution.executor import ChunkOutput, OutputFunction
 from .execution.static_decoding import can_decode, decode
 from .files import use_default_mode
 from .hidden_states import HiddenStateAccumulator, LayerOutputs
@@ -81,15 +84,18 @@ class CondensePreTrainedModel(PreTrainedModel):
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
-        if getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
-            raise ValueError(
-                "use_reentrant=True reports a gradient for each use of a weight, here for each segment: pass "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}."
-            )
-        if getattr(gradient_checkpointing_func, "keywords", {}).get("offload_memories") is not None:
-            keywords = dict(gradient_checkpointing_func.keywords)
-            offload = keywords.pop("offload_memories")
-            gradient_checkpointing_func = partial(gradient_checkpointing_func.func, **keywords)
+        if isinstance(gradient_checkpointing_func, partial):
+            function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
+            if keywords.get("use_reentrant"):
+                raise ValueError(
+                    "use_reentrant=True reports a gradient for each use of a weight, here for each segment: pass "
+                    "gradient_checkpointing_kwargs={'use_reentrant': False}."
+                )
+            segments, offload = keywords.pop("checkpoint_segments", 1), keywords.pop("offload_memories", False)
+            if not isinstance(segments, int) or segments < 1:
+                raise ValueError(f"checkpoint_segments={segments!r}: pass the segments of a group, 1 or more.")
+            self.base_model.checkpoint_segments = segments
+            gradient_checkpointing_func = partial(function, **keywords)
             if offload:
                 gradient_checkpointing_func = partial(offload_checkpoint, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
@@ -108,7 +114,7 @@ class CondenseModel(CondensePreTrainedModel):
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing, self.checkpoint_segments = False, 1
         self.post_init()
 
     def forward(
@@ -171,7 +177,8 @@ class CondenseModel(CondensePreTrainedModel):
         batch = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
         if control is None and self.config.control_size:
             control = zero_control(self.config.control_size, inputs, self.norm.weight)
-        return Call(inputs, batch, durations, cache, self._checkpoint_function(cache), control)
+        checkpoint_function = self._checkpoint_function(cache)
+        return Call(inputs, batch, durations, cache, checkpoint_function, self.checkpoint_segments, control)
 
     def run(self, call: Call, output_function: OutputFunction, root: PreTrainedModel) -> list[ChunkOutput]:
         """Runs the call chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
@@ -179,15 +186,12 @@ class CondenseModel(CondensePreTrainedModel):
         `hidden_RTD` is the output of the final norm. `root` is the model that was called: this one, or one around it.
         """
         inputs, batch, cache = call.inputs, call.batch, call.cache
-        state = TransientState(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
+        state = TransientState.empty(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
-        schedule = schedule_for(root, self.layers, batch.lengths, state, checkpointing, timeline is not None)
+        segments = call.checkpoint_segments if checkpointing else None
+        schedule = schedule_for(root, self.layers, batch.lengths, state, segments, timeline is not None)
         state.timeline = timeline  # all checks are done: the state may change
-
-        def embed(chunk: Chunk) -> torch.Tensor:
-            part = batch.gather(inputs, chunk)
-            return part if part.is_floating_point() else self.embed_tokens(part)
 
         def normalize_and_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
             normed_RTD = self.norm(hidden_RTD)
@@ -206,7 +210,11 @@ class CondenseModel(CondensePreTrainedModel):
             control=None if call.control is None else call.control.to(like),
             evaluations=call.evaluations,
         )
-        executor = EXECUTORS[schedule](self.layers, state, embed, normalize_and_output, call.checkpoint_function)
+        embed = ChunkEmbedder(self.embed_tokens, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
+        executor = make_executor(
+            schedule, self.layers, state, embed, normalize_and_output, call.checkpoint_function,
+            call.checkpoint_segments,
+        )  # fmt: skip
         outputs: list[ChunkOutput] = []
         for chunk in state.positions.chunks(batch.lengths):
             outputs += executor.submit(metadata.build(chunk))

@@ -48,10 +48,12 @@ from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
+from condense.training.planning.checkpoint_groups import with_checkpoint_segments
 from condense.training.planning.operations import uncounted
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
 from condense.training.recipe import GeneratedData, Recipe, load_recipe
+from condense.training.recipe.models import CondenseModel
 from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
 from condense.training.trainer import RecipeTrainer
@@ -114,7 +116,7 @@ def run(
         model = add_adapters(model, recipe.lora)
     batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
     if process.is_first:
-        begin_output(recipe, checkpoint)
+        begin_output(recipe, checkpoint, arguments)
     if recipe.record_memory_history:
         record_history()
     snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"
@@ -187,7 +189,7 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
         use_cpu=not torch.cuda.is_available(),
         deepspeed=deepspeed,
         gradient_checkpointing=recipe.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} | recipe.model.checkpointing_options(),
+        gradient_checkpointing_kwargs={"use_reentrant": False} | checkpointing_options(recipe, ranks),
         logging_steps=recipe.log_every,
         logging_nan_inf_filter=False,
         save_steps=recipe.checkpoints.every,
@@ -199,8 +201,19 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
     )
 
 
-def begin_output(recipe: Recipe, checkpoint: Path | None) -> None:
+def checkpointing_options(recipe: Recipe, ranks: int) -> dict[str, Any]:
+    """Further arguments of the model's `gradient_checkpointing_enable`."""
+    if not recipe.gradient_checkpointing:
+        return {}
+    if isinstance(recipe.model, CondenseModel) and recipe.model.checkpoint_segments == "auto":
+        recipe = with_checkpoint_segments(recipe.model.load_config(), recipe, ranks)
+    return recipe.model.checkpointing_options()
+
+
+def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArguments) -> None:
     """Cleans up after a killed run, and writes the recipe."""
+    if (segments := (arguments.gradient_checkpointing_kwargs or {}).get("checkpoint_segments")) is not None:
+        print(f"gradient checkpointing by groups of {segments} segments", flush=True)
     if checkpoint is not None:
         print(f"resuming from {checkpoint}", flush=True)
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:

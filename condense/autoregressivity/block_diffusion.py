@@ -218,7 +218,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         layers: Any = model.layers
         clean_BND = model.embed_tokens(input_ids_BN)
         noisy_BND = torch.where(masked_BN[..., None], self.mask_embedding.to(clean_BND), clean_BND)
-        batch, state = UnpaddedBatch(batch_size, num_columns, None), TransientState(batch_size, self.config)
+        batch, state = UnpaddedBatch(batch_size, num_columns, None), TransientState.empty(batch_size, self.config)
         builder = model.metadata_builder(clean_BND, batch, state)
         outputs = []
         for chunk in state.positions.chunks(batch.lengths):
@@ -260,7 +260,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         clean_BTD = model.embed_tokens(token_BT)
         noisy_BTD = torch.where(masked_BT[..., None], self.mask_embedding.to(clean_BTD), clean_BTD)
         batch = UnpaddedBatch(batch_size, width, None)
-        builder = model.metadata_builder(clean_BTD, batch, TransientState(batch_size, self.config))
+        builder = model.metadata_builder(clean_BTD, batch, TransientState.empty(batch_size, self.config))
         mask = VisibleKeys(chunk, visible_TK=torch.ones(width, num_seen + width, dtype=torch.bool))
         metadata = replace(builder.build(chunk), mask=mask, writes_memory=False)
         hidden_BTD, _ = run_layers(layers, noisy_BTD, seen, metadata)

@@ -32,7 +32,8 @@ from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch
-from .executor import run_checkpointed, run_layers
+from .checkpointing import run_checkpointed
+from .executor import run_layers
 
 Memories = list[Memory | None]  # of this rank's layers, in order
 
@@ -224,7 +225,7 @@ class _PipelineBatch:
         )
         self.like = next(model.model.layers.parameters())
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)
-        state = TransientState(batch_size, model.config)
+        state = TransientState.empty(batch_size, model.config)
         builder = model.model.metadata_builder(self.like, self.tokens, state)
         self.chunks = [builder.build(chunk) for chunk in state.positions.chunks(self.tokens.lengths)]
         self.shapes = [(len(one.chunk.rows), one.chunk.width, model.config.hidden_size) for one in self.chunks]

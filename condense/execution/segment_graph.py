@@ -23,10 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from ..attention import AttentionMetadata
 from ..configuration import CondenseConfig
-from ..memory import RecurrentState
+from ..embedding import ChunkEmbedder
+from ..memory import RecurrentState, TransientState
 from ..segmentation import SegmentPositions
+from .checkpointing import CheckpointedExecutor, CheckpointFunction, offload_checkpoint
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES
-from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, offload_checkpoint
+from .executor import ChunkOutput, Executor, OutputFunction
 from .segment_steps import Steps, pairs_of, rotary_tables_of, steps_of
 from .sequential import SequentialExecutor
 from .stacking import CONTAINERS, STACKED, has_hooks
@@ -41,19 +43,24 @@ class GraphExecutor:
         self,
         layers: nn.ModuleList,
         state: RecurrentState,
-        embed: Embed,
+        embed: ChunkEmbedder,
         output: OutputFunction,
         checkpoint: CheckpointFunction | None = None,
     ):
         self.layers, self.state, self.embed, self.output, self.checkpoint = layers, state, embed, output, checkpoint
-        self.sequential = SequentialExecutor(list(layers), state, embed, output, checkpoint)
+        self.others: Executor
+        if checkpoint is None:
+            self.others = SequentialExecutor(list(layers), state, embed, output)
+        else:
+            assert isinstance(state, TransientState), "a cache is not checkpointed"
+            self.others = CheckpointedExecutor(SequentialExecutor, layers, state, embed, output, checkpoint, 1)
         self.run: _Run | None = None
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
         chunk = metadata.chunk
         has_memory = chunk.whole_segments and chunk.all_rows and chunk.segments[0] > 0
         if not has_memory or metadata.mask.log_duration_RK is not None:
-            return self.finish() + self.sequential.submit(metadata)
+            return self.finish() + self.others.submit(metadata)
         if self.run is None:
             assert self.checkpoint is not None or not torch.is_grad_enabled(), "see check_graph"
             key_values = self.state.key_values(chunk)
@@ -186,9 +193,12 @@ def is_replayed(lengths: Sequence[int], positions: SegmentPositions) -> bool:
 
 
 def check_graph(
-    config: CondenseConfig, layers: nn.ModuleList, checkpointing: bool, has_durations: bool, sharded: bool
+    config: CondenseConfig, layers: nn.ModuleList, checkpoint_segments: int | None, has_durations: bool, sharded: bool
 ) -> None:
-    """Raises `ValueError` where segments can't be computed as one graph; changes nothing."""
+    """Raises `ValueError` where segments can't be computed as one graph; changes nothing.
+
+    `checkpoint_segments` are those of a group of gradient checkpointing, None without it.
+    """
     device = next(layers.parameters()).device.type
     if device not in GRAPHS:
         raise ValueError(f"schedule='graph' replays CUDA graphs, and the model is on {device}: {REMEDY}.")
@@ -207,12 +217,17 @@ def check_graph(
             f"schedule='graph' needs rotary tables that do not change, and those of rope_type={rope_type!r} depend on "
             f"the length: {REMEDY}."
         )
-    if torch.is_grad_enabled() and not checkpointing:
+    if torch.is_grad_enabled() and checkpoint_segments is None:
         raise ValueError(
             "schedule='graph' computes segments again in the backward pass: call model.train() and "
             f"model.gradient_checkpointing_enable(), use torch.no_grad(), or {REMEDY}."
         )
-    if checkpointing and config.attention_dropout:
+    if (checkpoint_segments or 1) > 1:
+        raise ValueError(
+            f"checkpoint_segments={checkpoint_segments}: schedule='graph' computes segments again one by one: set it "
+            f"to 1, or {REMEDY}."
+        )
+    if checkpoint_segments is not None and config.attention_dropout:
         raise ValueError(
             f"attention_dropout={config.attention_dropout}: a replayed graph would drop others in the backward pass "
             f"than in the forward pass: set it to 0, or {REMEDY}."

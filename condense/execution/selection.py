@@ -31,17 +31,19 @@ def schedule_for(
     layers: nn.ModuleList,
     lengths: Sequence[int],
     state: RecurrentState,
-    checkpointing: bool,
+    checkpoint_segments: int | None,
     has_durations: bool,
 ) -> str:
     """The schedule of a call with `lengths[b]` further tokens of each row: the configuration's, or for "auto" a choice.
 
-    `root` is the model that is called, which has the layers.
+    `root` is the model that is called, which has the layers. `checkpoint_segments` are those of a group of gradient
+    checkpointing, None without it.
 
     A cache that records is read sequentially: a wave does not write the tokens that `crop` goes back to.
 
-    Raises `ValueError` for a wave of layers that cannot be stacked, for a wave under FSDP on the whole model, which
-    gathers the weights without a hook in the layers, and for segments that can't be computed as a graph.
+    Raises `ValueError` for a wave of layers that cannot be stacked, within groups of one segment, and under FSDP on
+    the whole model, which gathers the weights without a hook in the layers, and for segments that can't be computed as
+    a graph.
     """
     requested, sharded = root.config.schedule, any(base.__name__ == "FSDPModule" for base in type(root).__mro__)
     if requested == "wavefront" and sharded:
@@ -51,14 +53,21 @@ def schedule_for(
             raise ValueError(
                 f"a depth block cannot be stacked with layers, and a wavefront runs them as one: {REMEDY}."
             )
+        if checkpoint_segments == 1:
+            raise ValueError(
+                "gradient checkpointing computes each segment again alone, and schedule='wavefront' runs several at "
+                f"once: pass checkpoint_segments=2 or more with use_reentrant=False, or {REMEDY}."
+            )
         check_stackable(layers)  # before a part of the call is in a cache
     if state.is_recording:
         return "sequential"
     if requested == "graph" and is_replayed(lengths, state.positions):
-        check_graph(root.config, layers, checkpointing, has_durations, sharded)
+        check_graph(root.config, layers, checkpoint_segments, has_durations, sharded)
     if requested != "auto":
         return requested
-    return choose_schedule(root.config, layers, lengths, state.positions, checkpointing or sharded)
+    if sharded:
+        return "sequential"
+    return choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments)
 
 
 def choose_schedule(
@@ -66,20 +75,21 @@ def choose_schedule(
     layers: nn.ModuleList,
     lengths: Sequence[int],
     positions: SegmentPositions,
-    checkpointing: bool,
+    checkpoint_segments: int | None = None,
 ) -> str:
     """`"sequential"` or `"wavefront"`, for `lengths[b]` further tokens of each row. A pure question: changes nothing.
 
     Sequential if a wave cannot run (rows at different offsets, hooks or adapters in the layers), if it would store too
-    much (under gradient checkpointing the hidden states of every layer, of a partly frozen model the activations of
-    frozen layers), and under autocast, which casts the stacked weights again for every diagonal.
+    much (of a partly frozen model the activations of frozen layers), and under autocast, which casts the stacked
+    weights again for every diagonal. Under gradient checkpointing a wave is within a group of segments.
     """
     num_segments, num_rows = longest_wave(lengths, positions)
     weight = next(layers.parameters(), None)
     if weight is None or _casts_weights(weight.device.type):
         return "sequential"
     device, itemsize = weight.device.type, weight.element_size()
-    if reason_for_sequential(config, num_segments, num_rows, device, itemsize, checkpointing):
+    num_segments = min(num_segments, checkpoint_segments or num_segments)
+    if reason_for_sequential(config, num_segments, num_rows, device, itemsize):
         return "sequential"
     # Of a partly frozen model the sequential order stores the activations of trained layers only.
     if torch.is_grad_enabled() and len({parameter.requires_grad for parameter in layers.parameters()}) > 1:
@@ -88,11 +98,9 @@ def choose_schedule(
 
 
 def reason_for_sequential(
-    config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int, checkpointing: bool
+    config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int
 ) -> str | None:
     """Why "auto" runs no wave of whole segments, None where it does: the part of the choice that needs no model."""
-    if checkpointing:
-        return "with gradient checkpointing a wave would store the hidden states of every layer"
     num_layers, cell_tokens = config.num_hidden_layers, num_rows * config.segment_length
     saved_launches = (num_segments - 1) * (num_layers - 1)
     if saved_launches < (CPU_SAVED_LAUNCHES if device == "cpu" else CUDA_SAVED_LAUNCHES):
@@ -110,7 +118,7 @@ def reason_for_sequential(
 
 def faster_as_wave(config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int) -> bool:
     """The rule alone: whether a wave is faster for this number of whole segments and rows."""
-    return reason_for_sequential(config, num_segments, num_rows, device, itemsize, checkpointing=False) is None
+    return reason_for_sequential(config, num_segments, num_rows, device, itemsize) is None
 
 
 def _casts_weights(device: str) -> bool:

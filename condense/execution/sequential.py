@@ -4,42 +4,28 @@ Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 from ..attention import AttentionMetadata
+from ..embedding import ChunkEmbedder
 from ..layers import DecoderBlock
 from ..memory import RecurrentState
-from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, run_checkpointed, run_layers
+from .executor import ChunkOutput, OutputFunction, run_layers
 
 
 class SequentialExecutor:
-    """With `checkpoint`, a chunk stores only the memories that it sees; its activations are computed again, one chunk
-    at a time.
-    """
-
     def __init__(
-        self,
-        layers: Sequence[DecoderBlock],
-        state: RecurrentState,
-        embed: Embed,
-        output: OutputFunction,
-        checkpoint: CheckpointFunction | None = None,
+        self, layers: Sequence[DecoderBlock], state: RecurrentState, embed: ChunkEmbedder, output: OutputFunction
     ):
-        self.layers, self.state, self.embed, self.output, self.checkpoint = layers, state, embed, output, checkpoint
+        self.layers, self.state, self.embed, self.output = layers, state, embed, output
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
-        key_values = self.state.key_values(metadata.chunk)
-        # Not a method: a checkpoint would keep this object, and with it the state, until the backward pass.
-        forward = partial(_forward, self.layers, self.embed, self.output, metadata)
-        output, memories = run_checkpointed(self.checkpoint, forward, metadata, None, key_values)
+        chunk = metadata.chunk
+        key_values = self.state.key_values(chunk)
+        hidden_RTD, memories = run_layers(self.layers, self.embed(chunk), key_values, metadata)
+        output = self.output(hidden_RTD, chunk)
         if metadata.writes_memory:
-            self.state.write_memory(memories, metadata.chunk)
-        return [(metadata.chunk, output)]
+            self.state.write_memory(memories, chunk)
+        return [(chunk, output)]
 
     def finish(self) -> list[ChunkOutput]:
         return []
-
-
-def _forward(layers, embed: Embed, output: OutputFunction, metadata: AttentionMetadata, _, key_values):
-    hidden_RTD, memories = run_layers(layers, embed(metadata.chunk), key_values, metadata)
-    return output(hidden_RTD, metadata.chunk), memories

@@ -16,15 +16,15 @@ Axes: R rows of a chunk or of a band (layer after layer), T tokens of a chunk, D
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import RotaryTables
+from ..embedding import ChunkEmbedder
 from ..memory import Memory, RecurrentState
-from .executor import CheckpointFunction, ChunkOutput, Embed, OutputFunction, run_checkpointed, run_layers
+from .executor import ChunkOutput, OutputFunction, run_layers
 from .sequential import SequentialExecutor
 from .stacking import Stack, stack_of
 
@@ -32,22 +32,12 @@ from .stacking import Stack, stack_of
 class WavefrontExecutor:
     """Consecutive whole segments of the same rows form a wave; all other chunks run sequentially between waves.
 
-    With `checkpoint`, a diagonal stores the memories and the hidden states that it receives: the hidden states of
-    every layer more than a sequential chunk stores.
-
     Raises `ValueError` for layers that cannot be stacked, when the first wave begins.
     """
 
-    def __init__(
-        self,
-        layers: nn.ModuleList,
-        state: RecurrentState,
-        embed: Embed,
-        output: OutputFunction,
-        checkpoint: CheckpointFunction | None = None,
-    ):
+    def __init__(self, layers: nn.ModuleList, state: RecurrentState, embed: ChunkEmbedder, output: OutputFunction):
         self.layers, self.state = layers, state
-        self.sequential = SequentialExecutor(list(layers), state, embed, output, checkpoint)
+        self.sequential = SequentialExecutor(list(layers), state, embed, output)
         self.wave: _Wave | None = None
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
@@ -88,7 +78,7 @@ class _Wave:
 
     def __init__(self, stack: Stack, sequential: SequentialExecutor, first: AttentionMetadata):
         self.stack, self.state, self.rows = stack, sequential.state, first.chunk.rows
-        self.embed, self.output, self.checkpoint = sequential.embed, sequential.output, sequential.checkpoint
+        self.embed, self.output = sequential.embed, sequential.output
         key_values = self.state.key_values(first.chunk)
         self.earlier = [None if item is None else item.memory(first.chunk) for item in key_values]
         self.later: list[Memory] = []
@@ -128,29 +118,19 @@ class _Wave:
         num_with_memory = 0 if self.memory is None else len(self.memory.key_RGKE) // num_rows
         metadata = band_metadata(self.in_flight, num_with_memory)
         leaving = self.in_flight.pop() if high == len(self.stack.layers) - 1 else None
+        hidden_RTD = self.hidden_RTD
+        if entering is not None:
+            new_RTD = self.embed(entering.chunk)
+            hidden_RTD = new_RTD if hidden_RTD is None else torch.cat([new_RTD, hidden_RTD])
+        assert hidden_RTD is not None
         band = self.stack.band(self.low, high + 1)
-        # Not a method: a checkpoint would keep this wave until the backward pass.
-        forward = partial(_forward, band, metadata, entering, leaving, self.embed, self.output)
-        self.hidden_RTD, output, self.memory = run_checkpointed(
-            self.checkpoint, forward, metadata, self.hidden_RTD, [self.memory]
-        )
+        hidden_RTD, (self.memory,) = run_layers([band], hidden_RTD, [self.memory], metadata)
         if leaving is None:
+            self.hidden_RTD = hidden_RTD
             return []
+        self.hidden_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
         self.first_is_in_flight = False
-        return [(leaving.chunk, output)]
-
-
-def _forward(band, metadata, entering, leaving, embed: Embed, output: OutputFunction, hidden_RTD, memories):
-    """A diagonal: the hidden states of the segments that stay, the output of the one that leaves, and the memories."""
-    if entering is not None:
-        new_RTD = embed(entering.chunk)
-        hidden_RTD = new_RTD if hidden_RTD is None else torch.cat([new_RTD, hidden_RTD])
-    hidden_RTD, (memory,) = run_layers([band], hidden_RTD, memories, metadata)
-    if leaving is None:
-        return hidden_RTD, None, memory
-    num_rows = len(leaving.chunk.rows)
-    staying_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
-    return staying_RTD, output(leaving_RTD, leaving.chunk), memory
+        return [(leaving.chunk, self.output(leaving_RTD, leaving.chunk))]
 
 
 def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) -> BandMetadata:

@@ -14,7 +14,8 @@ class ModelVariant:
     """How a model is run.
 
     `kind` is one of `models.MODEL_KINDS`. `segment_length` is None for a stock model, and half the window for a
-    sliding-window model. `schedule` is None where the model chooses or has no schedules.
+    sliding-window model. `schedule` is None where the model chooses or has no schedules. With `checkpointing`, a folded
+    model computes `checkpoint_segments` again at once.
     """
 
     kind: str
@@ -22,6 +23,7 @@ class ModelVariant:
     segment_length: int | None = None
     schedule: str | None = None
     checkpointing: bool = False
+    checkpoint_segments: int = 1
     fixed_decoding: bool = False
 
 

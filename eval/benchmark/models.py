@@ -82,20 +82,19 @@ def configure(model: Any, variant: ModelVariant) -> None:
         model.config.segment_length = variant.segment_length
         model.config.schedule = variant.schedule
         model.fixed_decoding = variant.fixed_decoding
-    set_checkpointing(model, variant.checkpointing)
+    set_checkpointing(model, variant.checkpointing, variant.checkpoint_segments)
 
 
-def set_checkpointing(model: Any, enabled: bool) -> None:
-    """Gradient checkpointing: by layer in stock models, by segment in a folded one."""
+def set_checkpointing(model: Any, enabled: bool, segments: int = 1) -> None:
+    """Gradient checkpointing: by layer in stock models, by groups of segments in a folded one."""
     if enabled:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        groups = {"checkpoint_segments": segments} if segments > 1 else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **groups})
     else:
         model.gradient_checkpointing_disable()
 
 
-def folded_variants(
-    segments: Sequence[int], attention: str = "sdpa", checkpointing: bool = False
-) -> list[ModelVariant]:
+def folded_variants(segments: Sequence[int], attention: str = "sdpa") -> list[ModelVariant]:
     """A folded model with each segment length and each schedule."""
     return [
         ModelVariant(
@@ -103,7 +102,6 @@ def folded_variants(
             attention=attention,
             segment_length=segment,
             schedule=schedule,
-            checkpointing=checkpointing,
         )
         for segment in segments
         for schedule in SCHEDULES

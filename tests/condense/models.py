@@ -120,5 +120,5 @@ def assert_same_gradients(actual, expected, tolerance):
         torch.testing.assert_close(actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=name)
 
 
-def torch_checkpoint():
-    return partial(checkpoint, use_reentrant=False)
+def torch_checkpoint(**options):
+    return partial(checkpoint, use_reentrant=False, **options)

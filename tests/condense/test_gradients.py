@@ -90,7 +90,8 @@ def test_the_graph_crosses_exactly_the_stated_borders(segments):
 
 @pytest.mark.parametrize("bptt_segments", [None, 2])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_checkpointing_does_not_change_gradients(bptt_segments, padded):
+@pytest.mark.parametrize("segments", [1, 2, 3, 100])
+def test_checkpointing_does_not_change_gradients(bptt_segments, padded, segments):
     model = tiny_model(bptt_segments=bptt_segments)
     ids = random_ids(3, LENGTH)
     mask = torch.ones_like(ids)
@@ -98,9 +99,7 @@ def test_checkpointing_does_not_change_gradients(bptt_segments, padded):
         mask[0, :9] = 0
         mask[1, 12:] = 0
     plain = gradients(model, ids, attention_mask=mask)
-    model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else (
-        model.gradient_checkpointing_enable()
-    )
+    model.gradient_checkpointing_enable({"use_reentrant": False, "checkpoint_segments": segments})
     assert_same_gradients(gradients(model, ids, attention_mask=mask), plain, 1e-12)
 
 
@@ -132,21 +131,42 @@ def test_checkpointing_saves_only_memories():
     assert saved[1] - saved[0] < 0.1 * plain
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
-def test_memories_are_offloaded_to_the_host(schedule, monkeypatch):
-    """`save_on_cpu` moves the memories of every segment (and a wave's hidden states); gradients do not change."""
+def test_groups_of_segments_save_the_memories_before_them():
+    """By formula: of 12 segments those before the first of each group, and no others; groups of four run as waves."""
+    model, ids = tiny_model(segment_length=8).train(), random_ids(1, 96)
+    config = model.config
+    memory = config.num_hidden_layers * 2 * config.num_key_value_heads * 8 * config.head_dim * 8  # float64
+    saved = {}
+    for segments in (1, 2, 3, 4, 6):
+        model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=segments))
+        saved[segments] = saved_bytes(model, ids)
+    for segments in (2, 3, 4, 6):
+        spared = (11 - (12 // segments - 1)) * memory
+        assert saved[1] - saved[segments] == pytest.approx(spared, rel=0.1)
+
+
+@pytest.mark.parametrize("segments", [0, -1, "many", 2.0])
+def test_groups_without_a_segment_are_refused(segments):
+    with pytest.raises(ValueError, match=f"checkpoint_segments={segments!r}: pass"):
+        tiny_model().gradient_checkpointing_enable({"use_reentrant": False, "checkpoint_segments": segments})
+
+
+@pytest.mark.parametrize(("schedule", "segments"), [("sequential", 1), ("sequential", 3), ("wavefront", 3)])
+def test_memories_are_offloaded_to_the_host(schedule, segments, monkeypatch):
+    """`save_on_cpu` moves the memories before every group of segments; gradients do not change."""
     model, ids = tiny_model(schedule=schedule), random_ids(2, 40)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    options = {"use_reentrant": False, "checkpoint_segments": segments}
+    model.gradient_checkpointing_enable(options)
     expected, moved = gradients(model, ids), moved_to_host(monkeypatch)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": True})
+    model.gradient_checkpointing_enable(options | {"offload_memories": True})
     assert_same_gradients(gradients(model, ids), expected, 1e-12)
     config = model.config
     memories = [shape for shape in moved if len(shape) == 4 and shape[1] != 1]  # rotary tables are [R or 1, 1, T, E]
     assert all(shape[1:] == (config.num_key_value_heads, 5, config.head_dim) for shape in memories)
-    # Keys and values of two rows, in all segments but the first.
-    assert sum(shape[0] for shape in memories) == 2 * 2 * 7 * config.num_hidden_layers
+    # Keys and values of two rows, before all groups but the first.
+    assert sum(shape[0] for shape in memories) == 2 * 2 * ((8 - 1) // segments) * config.num_hidden_layers
     moved.clear()
-    model.gradient_checkpointing_enable({"use_reentrant": False, "offload_memories": False})
+    model.gradient_checkpointing_enable(options | {"offload_memories": False})
     assert_same_gradients(gradients(model, ids), expected, 1e-12)
     assert not moved
 
@@ -340,9 +360,9 @@ def test_logits_come_with_labels_on_request():
     torch.testing.assert_close(model(ids, logits_to_keep=1).logits, all_logits[:, -1:])
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
-def test_checkpoints_do_not_keep_the_state(schedule, monkeypatch):
-    """Each segment stores the memories that it reads; the state, which holds the last ones, is freed after the call."""
+@pytest.mark.parametrize(("schedule", "segments"), [("sequential", 1), ("sequential", 2), ("wavefront", 2)])
+def test_checkpoints_do_not_keep_the_state(schedule, segments, monkeypatch):
+    """Each group stores the memories that it reads; the state, which holds the last ones, is freed after the call."""
     states = []
 
     class Noted(TransientState):
@@ -352,7 +372,7 @@ def test_checkpoints_do_not_keep_the_state(schedule, monkeypatch):
 
     monkeypatch.setattr(modeling, "TransientState", Noted)
     model, ids = tiny_model(schedule=schedule).train(), random_ids(2, 23)
-    model._set_gradient_checkpointing(True, torch_checkpoint())
+    model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=segments))
     loss = model(ids, labels=ids).loss
     gc.collect()
     assert [state() for state in states] == [None]

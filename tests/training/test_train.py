@@ -165,7 +165,12 @@ def test_validation_losses_by_source(two_sources, tmp_path):
     "overrides",
     [
         pytest.param(["model.schedule=wavefront"], marks=pytest.mark.slow),
-        ["model.schedule=wavefront", "gradient_checkpointing=true", "model.offload_memories=true"],
+        [
+            "model.schedule=wavefront",
+            "gradient_checkpointing=true",
+            "model.checkpoint_segments=auto",
+            "model.offload_memories=true",
+        ],
     ],
     ids=["waves", "checkpointed waves"],
 )

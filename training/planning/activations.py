@@ -90,19 +90,21 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
         activations.append(a_pass.rows * (stack.runs * layer + projected * source + kept_once))
         memory = tokens
     first = a_pass.segments[0]
+    group = recipe.model.checkpoint_segments if checkpointing else len(a_pass.segments)
+    assert isinstance(group, int), "see with_checkpoint_segments"
     chunk = min(a_pass.rows * first, max(1, MAX_LOGITS // vocab))
-    if checkpointing:  # a whole segment is recomputed, with the logits of all its chunks
+    if group == 1:  # a segment alone is computed again with the logits of all its chunks
         held = a_pass.rows * first
-    else:  # logits are recomputed by chunks, where they are wider than hidden states
-        held = chunk if vocab > width else a_pass.tokens
+    else:  # logits are computed again by chunks, where they are wider than hidden states
+        held = chunk if vocab > width else a_pass.rows * sum(a_pass.segments[:group])
     loss = FLOAT32 * vocab * ((LOGIT_COPIES - 1) * chunk + held)
     gradients = a_pass.rows * _layer_gradients(config, recipe, first, first if last else 0)
     later = max(gradients, _block_gradients(config, recipe, stack, a_pass.rows * first))
-    kept = max(activations) if checkpointing else sum(activations)
-    # On the host, all wait but those of the segment that is computed.
+    kept = max(sum(activations[begin : begin + group]) for begin in range(0, len(activations), group))
+    if checkpointing:
+        kept_memories = kept_memories[::group]  # those before each group
+    # On the host, all wait but those of the group that is computed.
     memories = max(kept_memories) if recipe.model.offload_memories else sum(kept_memories)
-    if checkpointing and recipe.model.schedule == "wavefront":  # every diagonal keeps the hidden states it was given
-        kept += a_pass.tokens * config.num_hidden_layers * width * size
     return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
 
 

@@ -10,6 +10,8 @@ from transformers import LlamaConfig
 from condense.families import FAMILIES
 
 from ..recipe import Recipe
+from ..recipe.models import CondenseModel
+from .checkpoint_groups import with_checkpoint_segments
 from .fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves
 from .memory import estimate
 from .operations import count_operations, uncounted
@@ -62,6 +64,11 @@ def dry_run(
             "process: that is not counted here, and may take longer than the training"
         )
     plan: dict[str, Any] = {"recipe": resolved, "plan": figures, "memory": memory}
+    if isinstance(recipe.model, CondenseModel) and recipe.gradient_checkpointing:
+        groups = with_checkpoint_segments(config, recipe, ranks)
+        assert isinstance(groups.model, CondenseModel)
+        figures["checkpoint_segments"] = groups.model.checkpoint_segments
+        lines.append(f"gradient checkpointing by groups of {groups.model.checkpoint_segments} segments")
     if (not_counted := uncounted(recipe)) is not None:
         figures["uncounted"] = not_counted
         lines.append(not_counted)

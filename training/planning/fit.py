@@ -10,6 +10,7 @@ from condense.execution.selection import reason_for_sequential
 from ..distillation import Distillation
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
+from .checkpoint_groups import with_checkpoint_segments
 from .memory import MemoryEstimate, estimate
 from .passes import Pass, element_size, passes
 
@@ -41,6 +42,7 @@ def reasons_without_waves(
     config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int
 ) -> dict[int, str | None]:
     """Why a run on GPUs has no waves, by the length of its texts in tokens; None where it has them."""
+    recipe = with_checkpoint_segments(config, recipe, ranks)
     return {
         sum(a_pass.segments): _reason_without_waves(config, recipe, deepspeed, a_pass)
         for a_pass in passes(config, recipe, ranks)
@@ -61,8 +63,12 @@ def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[s
     if (deepspeed.get("zero_optimization") or {}).get("stage") == 3:
         return "ZeRO-3 gathers one layer's weights at a time"
     whole = sum(tokens == a_pass.segments[0] for tokens in a_pass.segments)
-    itemsize, checkpointing = element_size(recipe), recipe.gradient_checkpointing
-    return reason_for_sequential(config, whole, a_pass.rows, "cuda", itemsize, checkpointing)
+    if recipe.gradient_checkpointing:
+        assert isinstance(recipe.model.checkpoint_segments, int)
+        if recipe.model.checkpoint_segments == 1:
+            return "gradient checkpointing computes each segment again alone (model.checkpoint_segments=1)"
+        whole = min(whole, recipe.model.checkpoint_segments)
+    return reason_for_sequential(config, whole, a_pass.rows, "cuda", element_size(recipe))
 
 
 def needed(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> int:

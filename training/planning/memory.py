@@ -16,6 +16,7 @@ from condense.loading import load_config
 from ..distillation import Distillation
 from ..recipe import Recipe
 from .activations import kept_by_autograd, summed_gradients
+from .checkpoint_groups import with_checkpoint_segments
 from .passes import FLOAT32, Weights, element_size, parameter_shapes, passes, weights_of
 
 
@@ -53,6 +54,7 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
     Raises `ValueError` where the recipe's batch does not divide by the number of ranks.
     """
     accumulates = recipe.accumulation(ranks) > 1
+    recipe = with_checkpoint_segments(config, recipe, ranks)
     weights, zero = weights_of(config, recipe), deepspeed.get("zero_optimization") or {}
     states = _kept_by_deepspeed(config, recipe, zero, ranks, weights, accumulates)
     states["weights"] += element_size(recipe) * _teacher_weights(config, recipe, weights)

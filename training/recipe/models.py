@@ -120,6 +120,9 @@ class CondenseModel(ModelKind):
     offload_memories: Annotated[bool, MAY_CHANGE] = Field(
         False, description="checkpoints wait for the backward pass in the host's memory"
     )
+    checkpoint_segments: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], MAY_CHANGE] = Field(
+        1, description="segments that checkpointing computes again at once; auto: those that need least memory"
+    )
 
     has_segments = True
     attention_implementations = ATTENTION_IMPLEMENTATIONS
@@ -147,7 +150,9 @@ class CondenseModel(ModelKind):
         return {"schedule": self.schedule}
 
     def checkpointing_options(self) -> dict[str, Any]:
-        return {"offload_memories": True} if self.offload_memories else {}
+        assert self.checkpoint_segments != "auto", "see planning.checkpoint_groups"
+        segments = {"checkpoint_segments": self.checkpoint_segments} if self.checkpoint_segments > 1 else {}
+        return segments | ({"offload_memories": True} if self.offload_memories else {})
 
     def tokens_per_segment(self, config: Any) -> int:
         return self.segment_length or getattr(config, "segment_length", None) or CondenseConfig.segment_length
@@ -158,6 +163,21 @@ class CondenseModel(ModelKind):
             raise ValueError(
                 "model.offload_memories=true moves the memories that checkpoints keep: set gradient_checkpointing=true "
                 "too"
+            )
+        if self.checkpoint_segments != 1 and not gradient_checkpointing:
+            raise ValueError(
+                f"model.checkpoint_segments={self.checkpoint_segments} is a number of gradient checkpointing: set "
+                "gradient_checkpointing=true too"
+            )
+        if self.schedule == "wavefront" and gradient_checkpointing and self.checkpoint_segments == 1:
+            raise ValueError(
+                "gradient checkpointing computes each segment again alone, and model.schedule=wavefront runs several "
+                "at once: set model.checkpoint_segments=8 (2 or more, or auto)"
+            )
+        if self.schedule == "graph" and self.checkpoint_segments != 1:
+            raise ValueError(
+                f"model.checkpoint_segments={self.checkpoint_segments}: model.schedule=graph computes segments again "
+                "one by one: leave it out, or set another schedule"
             )
         if self.schedule == "graph" and not gradient_checkpointing:
             raise ValueError(

@@ -93,4 +93,7 @@ def variant_name(point: dict[str, Any]) -> str:
     words = [point["kind"], point["attention"]]
     if point["kind"] == "folded":
         words += [f"segment {point['segment_length']}", str(point["schedule"])]
-    return " ".join(words + ["checkpointing"] * point["checkpointing"])
+    if point["checkpointing"]:
+        groups = point.get("checkpoint_segments", 1)
+        words.append("checkpointing" + (f" by {groups} segments" if groups > 1 else ""))
+    return " ".join(words)

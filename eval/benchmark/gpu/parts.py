@@ -22,6 +22,7 @@ from .comparison import Entry, compare, compare_variants
 from .session import OutOfTimeError, Session, build_models, has_graphs
 
 WARM_UP_TOKENS = 4
+CHECKPOINT_SEGMENTS = 8  # of a group of gradient checkpointing
 SEGMENTS_PER_CALL = 64  # of a context that is read before decoding
 
 
@@ -40,6 +41,13 @@ def raced(session: Session, segments: Sequence[int], attention: str = "sdpa", gr
     return variants
 
 
+def checkpointed(variant: ModelVariant) -> list[ModelVariant]:
+    """With gradient checkpointing: by single segments, and by groups, within which alone waves run."""
+    sizes = {"sequential": (1, CHECKPOINT_SEGMENTS), "wavefront": (CHECKPOINT_SEGMENTS,)}
+    segments = sizes.get(variant.schedule or "", (1,))
+    return [replace(variant, checkpointing=True, checkpoint_segments=number) for number in segments]
+
+
 def training(session: Session) -> None:
     """Peak memory and time of a training step of the Table I shape, with and without gradient checkpointing."""
     sizes, models = session.sizes, build_models(session, session.sizes.table_1)
@@ -50,15 +58,10 @@ def training(session: Session) -> None:
     rows += [("training memory, eager", sizes.training_eager, "eager")]
     for checkpointing in (False, True):
         for row, length, attention in rows:
-            variants = [
-                ModelVariant(kind="stock", attention=attention, checkpointing=checkpointing),
-                *(
-                    replace(variant, checkpointing=checkpointing)
-                    for variant in raced(
-                        session, sizes.training_segments, attention, graph=checkpointing and "memory" not in row
-                    )
-                ),
-            ]
+            ours = raced(session, sizes.training_segments, attention, graph=checkpointing and "memory" not in row)
+            if checkpointing:
+                ours = [each for variant in ours for each in checkpointed(variant)]
+            variants = [ModelVariant(kind="stock", attention=attention, checkpointing=checkpointing), *ours]
             row += ", checkpointing" * checkpointing
             compare_variants(session, row, "training", models, variants, length)
 

@@ -225,6 +225,7 @@ REFUSED = {
     "durations": (lambda model: model(random_ids(1, LENGTH), durations=random_durations(1, LENGTH)), "durations"),
     "flex": (lambda model: model.set_attn_implementation("flex_attention"), "attn_implementation='flex_attention'"),
     "dropout": (lambda model: setattr(checkpointed(model).config, "attention_dropout", 0.1), "attention_dropout=0.1"),
+    "groups": (lambda model: checkpointed(model, checkpoint_segments=2), "checkpoint_segments=2: schedule='graph'"),
     "autocast": (lambda model: None, "autocast"),
     "hooks": (lambda model: model.model.layers[1].mlp.register_forward_hook(print), "layers.1.mlp has hooks"),
     "backward hooks": (
@@ -245,7 +246,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("prepare", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_a_graph_cannot_compute_is_refused(prepare, message, counts):
-    model, needs_gradients = graphed(dtype=torch.float32), prepare in (REFUSED["gradients"][0], REFUSED["dropout"][0])
+    with_gradients = [REFUSED[name][0] for name in ("gradients", "dropout", "groups")]
+    model, needs_gradients = graphed(dtype=torch.float32), prepare in with_gradients
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=message == "autocast")
 
     def call():

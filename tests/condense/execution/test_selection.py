@@ -74,7 +74,7 @@ def test_auto_takes_the_sequential_order(schedules_run, reason):
     rows = 80 if reason == "wide" else 1
     with torch.autocast("cpu", enabled=reason == "autocast"):
         model(random_ids(1, 25).expand(rows, -1), use_cache=False, logits_to_keep=1)
-    assert schedules_run == ["sequential"]
+    assert set(schedules_run) == {"sequential"}
 
 
 def test_a_wavefront_is_chosen_for_many_segments_and_few_rows():
@@ -85,14 +85,30 @@ def test_a_wavefront_is_chosen_for_many_segments_and_few_rows():
     assert [faster_as_wave(config, 100, rows, "cpu", 4) for rows in (most, most + 1)] == [True, False]
     most = selection.CUDA_CELL_TOKENS // 5
     assert [faster_as_wave(config, 100, rows, "cuda", 4) for rows in (most, most + 1)] == [True, False]
-    assert choose_schedule(config, model.model.layers, [100], positions([0], [0]), False) == "wavefront"
+    assert choose_schedule(config, model.model.layers, [100], positions([0], [0])) == "wavefront"
+
+
+def test_under_checkpointing_a_wave_is_within_a_group(schedules_run):
+    """3 layers: the (4 - 1) (3 - 1) = 6 calls that a group of four segments saves are the least."""
+    model, ids = tiny_model().train(), random_ids(1, 60)
+    for segments in (3, 4):
+        model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=segments))
+        model(ids, use_cache=False, logits_to_keep=1)
+    assert schedules_run == ["sequential"] * 4 + ["wavefront"] * 3  # an executor for each group of 12 segments
+
+
+def test_a_wave_of_single_segments_is_refused():
+    model, ids = tiny_model(schedule="wavefront").train(), random_ids(1, 60)
+    model._set_gradient_checkpointing(True, torch_checkpoint())
+    with pytest.raises(ValueError, match="pass checkpoint_segments=2 or more"):
+        model(ids, use_cache=False)
 
 
 def test_layers_that_share_parameters_run_sequentially():
     model = tiny_model(schedule="auto")
     model.model.layers[1] = model.model.layers[0]
     lengths, positions = [400], SegmentPositions(1, model.config.segment_length)
-    assert choose_schedule(model.config, model.model.layers, lengths, positions, False) == "sequential"
+    assert choose_schedule(model.config, model.model.layers, lengths, positions) == "sequential"
     model.config.schedule = "wavefront"
     with pytest.raises(ValueError, match="share parameters"):
         model(random_ids(1, 60))

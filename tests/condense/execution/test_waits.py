@@ -47,7 +47,7 @@ def num_copies(call):
 def test_segments_neither_copy_to_the_device_nor_read_back(schedule, mode):
     model = on_meta(schedule=schedule)
     if mode.startswith("checkpointed"):
-        model._set_gradient_checkpointing(True, torch_checkpoint())
+        model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=2))
 
     def call(segments):
         ids = random_ids(2, 5 * segments)

@@ -44,11 +44,19 @@ def test_the_command_proposes_overrides(plan):
     assert figures["plan"]["ranks"] == 8 and "in 80 GiB on 8 ranks" in printed
     assert [row["micro_batch"] for row in figures["proposals"]] == [8, 8]
     assert "without gradient checkpointing: gradient_checkpointing=false micro_batch=8" in printed
-    assert "in waves" in printed and "no waves: with gradient checkpointing a wave would store" in printed
+    assert "in waves" in printed and "no waves: gradient checkpointing computes each segment again alone" in printed
     assert "assumption" in printed and figures["plan"]["assumed_hours"] > 0
     printed, figures = plan("--gpu-memory", "5", "--ranks", "2", "--tokens-per-second", "1e6")
     assert "none. the smallest needs" in printed and "error" in figures["proposals"][0]
     assert "assum" not in printed and figures["plan"]["hours"] == pytest.approx(figures["plan"]["tokens"] / 3.6e9)
+
+
+def test_a_plan_says_which_groups_are_checkpointed(plan):
+    options = "gradient_checkpointing=true", "model.checkpoint_segments=auto", "model.segment_length=8"
+    printed, figures = plan(*options)
+    groups = figures["plan"]["checkpoint_segments"]
+    assert groups > 1 and f"gradient checkpointing by groups of {groups} segments" in printed
+    assert "checkpoint_segments" not in plan()[1]["plan"]
 
 
 def test_ranks_of_a_plan_divide_the_batch(plan):

@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from condense.training import distillation, distributed
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
 from condense.training.planning import activations
+from condense.training.planning.checkpoint_groups import with_checkpoint_segments
 from condense.training.planning.fit import WAVE_ACTIVATIONS
 from condense.training.planning.memory import estimate
 from condense.training.planning.passes import parameter_shapes, weights_of
@@ -79,7 +81,8 @@ def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, in
     if trained.model.kind == "condense" and trained.model.schedule == "wavefront":
         stack_of(model.model.layers)  # which moves the weights
     if trained.gradient_checkpointing:
-        model._set_gradient_checkpointing(True, _checkpoint)
+        groups = {} if trained.model.kind == "stock" else {"checkpoint_segments": trained.model.checkpoint_segments}
+        model._set_gradient_checkpointing(True, partial(_checkpoint, **groups))
     known = [*model.parameters(), *model.buffers()]
     if isinstance(trained.objective, Distillation):
         trained.objective.prepare_model(model, trained)
@@ -96,8 +99,8 @@ def measure(config: LlamaConfig, trained: Recipe, device="cpu") -> tuple[int, in
     return kept, allocations.peak
 
 
-def _checkpoint(function, *args):
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+def _checkpoint(function, *args, **options):
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
 
 
 def expected_peak(config, trained) -> int:
@@ -158,6 +161,39 @@ def test_checkpoints_keep_memories_and_nothing_else(dtype, attention):
             kept, peak = measure(config, trained)
             assert estimate(config, trained, PLAIN, 1).memories == pytest.approx(kept, rel=0.15)
             assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_groups_of_segments_keep_what_is_estimated(shape, dtype):
+    """The memories, beside rotary tables and token ids of less than 30 kB, and within 10 % the peak."""
+    config = LlamaConfig(**SMALL | SHAPES[shape])
+    for group in (2, 3, 8):
+        trained = recipe(256, 2, dtype, "sdpa", True, segment_length=32, checkpoint_segments=group)
+        kept, peak = measure(config, trained)
+        memories = estimate(config, trained, PLAIN, 1).memories
+        assert memories <= kept <= memories + 30_000 and bool(memories) == (group < 8)
+        assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10), group
+
+
+@pytest.mark.parametrize(("segments", "chosen"), [(2, 1), (16, 1), (2048, 8)])
+def test_auto_takes_the_group_that_needs_least(segments, chosen):
+    """The 1.2 B shape: the 16 MiB of a segment's memories against some 700 MiB of its activations."""
+    config = CondenseConfig(**LLAMA_1B, segment_length=512)
+    auto = recipe(512 * segments, 1, checkpointing=True, segment_length=512, checkpoint_segments="auto")
+    resolved = with_checkpoint_segments(config, auto, 1).model.checkpoint_segments
+    needed = {
+        group: estimate(
+            config,
+            recipe(512 * segments, 1, checkpointing=True, segment_length=512, checkpoint_segments=group),
+            PLAIN,
+            1,
+        ).total
+        for group in (1, 2, 4, 8, 16, 32, segments)
+    }
+    assert resolved == min(needed, key=needed.__getitem__) == chosen
+    assert estimate(config, auto, PLAIN, 1).total == needed[chosen]
+    assert with_checkpoint_segments(config, recipe(64), 1).model.checkpoint_segments == 1
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -13,7 +13,8 @@ def test_fields_that_may_change_on_resume():
     assert may_change(Recipe) == {
         "output", "resume", "report_to", "deepspeed", "attention", "micro_batch", "gradient_checkpointing",
         "max_skipped_steps", "record_memory_history", "checkpoints.keep", "data.prepared", "model.schedule",
-        "model.offload_memories", "evaluation.reference_loss", "evaluation.every", "log_every",
+        "model.offload_memories", "model.checkpoint_segments", "evaluation.reference_loss", "evaluation.every",
+        "log_every",
     }  # fmt: skip
 
 

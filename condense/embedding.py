@@ -1,0 +1,61 @@
+"""The input of the first layer, with gradients for several chunks at once.
+
+No embedding waits for a memory, and the gradient of each use of the embedding is as large as all its weights.
+
+Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, D hidden
+size, x tokens of consecutive chunks.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .segmentation import Chunk, UnpaddedBatch
+
+EMBEDDED_TOKENS = 2**13  # at once, padding included: what is embedded exists before it is needed
+
+
+class ChunkEmbedder:
+    """Embeds chunks that are asked for in the order of `chunks`; chunks may be left out.
+
+    `inputs` are token ids [B, N], or embeddings [B, N, D], which stay as they are.
+    """
+
+    def __init__(self, embedding: nn.Module, inputs: torch.Tensor, batch: UnpaddedBatch, chunks: Iterable[Chunk]):
+        self.embedding, self.inputs, self.batch = embedding, inputs, batch
+        self._upcoming = deque(chunks)
+        self._embedded: deque[tuple[Chunk, torch.Tensor]] = deque()
+
+    def of(self, chunks: Iterable[Chunk]) -> "ChunkEmbedder":
+        """One for these chunks of the call alone."""
+        return ChunkEmbedder(self.embedding, self.inputs, self.batch, chunks)
+
+    def __call__(self, chunk: Chunk) -> torch.Tensor:
+        """The input [R, T, D] of the first layer."""
+        if self.inputs.is_floating_point():
+            return self.batch.gather(self.inputs, chunk)
+        while self._embedded:
+            embedded, hidden_RTD = self._embedded.popleft()
+            if embedded == chunk:
+                return hidden_RTD
+        while self._upcoming[0] != chunk:
+            self._upcoming.popleft()
+        self._embed_next()
+        return self._embedded.popleft()[1]
+
+    def _embed_next(self) -> None:
+        """Embeds the next chunk and, with gradients, as many of those after it as have the same rows."""
+        first = self._upcoming[0]
+        room = max(EMBEDDED_TOKENS // len(first.rows) if torch.is_grad_enabled() else 0, first.width)
+        block = []
+        while self._upcoming and self._upcoming[0].rows == first.rows and self._upcoming[0].width <= room:
+            block.append(self._upcoming.popleft())
+            room -= block[-1].width
+        parts = [self.batch.gather(self.inputs, chunk) for chunk in block]
+        if len(parts) == 1:
+            self._embedded.append((first, self.embedding(parts[0])))
+            return
+        hidden_RxD = self.embedding(torch.cat(parts, dim=1))
+        self._embedded.extend(zip(block, hidden_RxD.split([chunk.width for chunk in block], dim=1), strict=True))

@@ -1,0 +1,107 @@
+"""Gradient checkpointing: groups of chunks that are computed again, each as a whole, in the backward pass.
+
+A group stores the memories that its first chunk sees. One group's activations exist at a time, so that larger groups
+store fewer memories and hold more activations.
+
+Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import AttentionMetadata
+from ..embedding import ChunkEmbedder
+from ..memory import KeyValueState, Memory, TransientState
+from .executor import ChunkOutput, Executor, OutputFunction
+
+CheckpointFunction = Callable[..., Any]  # as torch.utils.checkpoint.checkpoint, non-reentrant
+
+
+class CheckpointedExecutor:
+    """Runs groups of `group_size` consecutive chunks by executors of their own."""
+
+    def __init__(
+        self,
+        executor: Callable[..., Executor],
+        layers: nn.ModuleList,
+        state: TransientState,
+        embed: ChunkEmbedder,
+        output: OutputFunction,
+        checkpoint: CheckpointFunction,
+        group_size: int,
+    ):
+        self.executor, self.layers, self.state, self.embed, self.output = executor, layers, state, embed, output
+        self.checkpoint, self.group_size = checkpoint, group_size
+        self.group: list[AttentionMetadata] = []
+
+    def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
+        self.group.append(metadata)
+        return self.finish() if len(self.group) == self.group_size else []
+
+    def finish(self) -> list[ChunkOutput]:
+        group, self.group = self.group, []
+        if not group:
+            return []
+        key_values = self.state.key_values(group[0].chunk)
+        # Not a method: a checkpoint would keep this object, and with it the state, until the backward pass.
+        run_group = partial(_run_group, self.executor, self.layers, self.embed, self.output, group)
+        outputs, memories = run_checkpointed(self.checkpoint, run_group, group[0], None, key_values)
+        if memories is not None:
+            self.state.write_memory(memories, group[-1].chunk)
+        return outputs
+
+
+def _run_group(
+    executor: Callable[..., Executor],
+    layers: nn.ModuleList,
+    embed: ChunkEmbedder,
+    output: OutputFunction,
+    group: Sequence[AttentionMetadata],
+    _: None,
+    key_values: Sequence[Memory | None],
+) -> tuple[list[ChunkOutput], Sequence[Memory | None] | None]:
+    """The outputs of the group's chunks, and the memories after them if a later chunk can see them."""
+    chunks = [metadata.chunk for metadata in group]
+    state = TransientState(chunks[0].batch_size, chunks[0].segment_length, key_values)
+    state.rows = chunks[0].rows
+    run = executor(layers, state, embed.of(chunks), output)
+    outputs = [each for metadata in group for each in run.submit(metadata)] + run.finish()
+    if not group[-1].writes_memory:
+        return outputs, None
+    return outputs, [memory and memory.compact() for memory in state.memories]
+
+
+def run_checkpointed(
+    checkpoint: CheckpointFunction | None,
+    function: Callable[[torch.Tensor | None, Sequence[Any]], Any],
+    metadata: AttentionMetadata,
+    hidden_RTD: torch.Tensor | None,
+    key_values: Sequence[KeyValueState | None],
+) -> Any:
+    """`function(hidden_RTD, key_values)`; with `checkpoint` it runs again in the backward pass.
+
+    Then only the hidden states and the memories are stored. They are passed to `checkpoint` as single tensors, so
+    that hooks on saved tensors see each of them. The rotary tables are passed because torch restores the random state
+    of the devices of its arguments, and a first chunk has no other tensor.
+    """
+    if checkpoint is None:
+        return function(hidden_RTD, key_values)
+    assert all(item is None or isinstance(item, Memory) for item in key_values), "a cache is not checkpointed"
+    tensors = [tensor for memory in key_values if isinstance(memory, Memory) for tensor in memory]
+    is_there = [memory is not None for memory in key_values]
+    return checkpoint(partial(_run_again, function, is_there), *metadata.rotary, hidden_RTD, *tensors)
+
+
+def _run_again(function, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensors):
+    pairs = iter(zip(tensors[::2], tensors[1::2], strict=True))
+    return function(hidden_RTD, [Memory(*next(pairs)) if there else None for there in is_there])
+
+
+def offload_checkpoint(checkpoint: CheckpointFunction, function: Callable, *arguments: Any) -> Any:
+    """As `checkpoint`; the stored hidden states and memories are kept in host memory until the backward pass."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *arguments)

@@ -13,7 +13,7 @@ from transformers.utils import is_flash_attn_2_available
 from .blocked import blocked_attention
 from .eager import eager_attention
 from .flash import flash_attention
-from .flex import flex_attention
+from .flex import flex_attention, flex_fa4_attention
 from .mask import AttentionMask
 from .sdpa import sdpa_attention
 from .varlen import varlen_attention
@@ -22,6 +22,7 @@ IMPLEMENTATIONS = {
     "eager": eager_attention,
     "sdpa": sdpa_attention,
     "flex_attention": flex_attention,
+    "flex_fa4": flex_fa4_attention,
     "flash_attention_2": flash_attention,
     "blocked": blocked_attention,
     "varlen": varlen_attention,

@@ -1,4 +1,6 @@
-"""torch's FlexAttention: compiled on CUDA; no backward pass on CPUs.
+"""torch's FlexAttention: compiled on CUDA as Triton code or, with `flex_fa4`, for FlashAttention-4 (its backend FLASH).
+
+On CPUs it is not compiled and has no backward pass.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
@@ -9,8 +11,10 @@ import torch
 
 from ..segmentation import on_device
 
+FLASH_DEVICES = ("cuda",)
 
-def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
+
+def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout, backend="AUTO"):
     if dropout:
         raise ValueError(f"flex_attention has no dropout: set attention_dropout={dropout} to 0 or use sdpa.")
     on_cpu = query_RHTE.device.type == "cpu"
@@ -46,7 +50,14 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
         block_mask=block_mask,
         scale=scale,
         enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
+        kernel_options={"BACKEND": backend},
     )
+
+
+def flex_fa4_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
+    if (device := query_RHTE.device.type) not in FLASH_DEVICES:
+        raise ValueError(f"attn_implementation='flex_fa4' runs a CUDA kernel, and the model is on {device}: use sdpa.")
+    return flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout, backend="FLASH")
 
 
 @cache

@@ -17,6 +17,8 @@ from itertools import product
 import torch
 from transformers.utils import is_flash_attn_2_available
 
+from condense.checks import has_flash_cute
+
 from ..cases import SCHEDULES, ModelVariant
 from ..models import build_model, cast_parameters, configure
 from .reference import DECODED_TOKENS, decode_around, decode_over_two_borders, make_texts, outcome_of, reference_model
@@ -48,7 +50,12 @@ def correctness(session: Session) -> None:
 def flex(session: Session) -> None:
     """FlexAttention has a part of its own: its compilation takes minutes, which the timings do not need."""
     end = time.monotonic() + FLEX_SECONDS
-    for name in _compare(session, ["flex_attention"], gradients=session.device.type != "cpu"):
+    implementations = ["flex_attention"]
+    if session.device.type == "cuda" and has_flash_cute():
+        implementations += ["flex_fa4"]
+    else:
+        session.check("flex_fa4", None, "flash_attn.cute is not installed, or there is no CUDA")
+    for name in _compare(session, implementations, gradients=session.device.type != "cpu"):
         if time.monotonic() > end or session.seconds_left() < 0:
             session.check("flex_attention", None, f"no time is left for the checks after {name}")
             return
@@ -114,7 +121,7 @@ def _compare(session: Session, implementations: Sequence[str], gradients: bool =
         for dtype, limits in LIMITS.items():
             model = cast_parameters(copy.deepcopy(reference).to(session.device), dtype)
             for implementation, schedule in product(implementations, SCHEDULES):
-                if implementation in ("flash_attention_2", "varlen") and dtype == torch.float32:
+                if implementation in ("flash_attention_2", "varlen", "flex_fa4") and dtype == torch.float32:
                     continue  # its kernels are of half precision
                 configure(model, _variant(implementation, segment, schedule))
                 variant = f"{shape_name}, {implementation}, {schedule}, {_name(dtype)}"

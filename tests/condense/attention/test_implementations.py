@@ -10,7 +10,8 @@ import types
 import pytest
 import torch
 
-from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, packed, varlen
+from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, flex, packed, varlen
+from condense.checks import check_attention
 from condense.segmentation import Chunk
 
 from ..models import random_durations, random_ids, tiny_model
@@ -119,7 +120,32 @@ def test_varlen_follows_the_definition(with_durations, name, torch_varlen):
     assert_definition("varlen", with_durations, name)
 
 
-@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "varlen"])
+@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_the_flash_backend_follows_the_definition(with_durations, name, monkeypatch):
+    """FlexAttention as it is on a CPU takes the place of the kernel that it would compile for the backend."""
+    backends, kernel = [], flex._flex_kernel(compiled=False)
+
+    def recorded(*arguments, kernel_options, **options):
+        backends.append(kernel_options["BACKEND"])
+        return kernel(*arguments, **options)
+
+    monkeypatch.setattr(flex, "_flex_kernel", lambda compiled: recorded)
+    monkeypatch.setattr(flex, "FLASH_DEVICES", ("cpu",))
+    assert_definition("flex_fa4", with_durations, name)
+    assert_definition("flex_attention", with_durations, name)
+    assert backends == ["FLASH", "AUTO"]
+
+
+def test_the_flash_backend_is_refused_without_its_kernel():
+    model = tiny_model(torch.float32, attn_implementation="flex_fa4")
+    with torch.no_grad(), pytest.raises(ValueError, match="'flex_fa4' runs a CUDA kernel, and the model is on cpu"):
+        model(random_ids(1, 12))
+    with pytest.raises(ValueError, match="flash_attn.cute"):
+        check_attention("flex_fa4")
+
+
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name not in ("varlen", "flex_fa4")])
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_implementations_follow_the_definition(implementation, with_durations, name, flash_attn):

@@ -8,7 +8,7 @@ import pytest
 
 from condense.training.checkpoints.complete import MARKER
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import find_checkpoint, migrate
+from condense.training.checkpoints.resume import find_checkpoint, migrate, with_defaults
 from condense.training.recipe import Recipe
 
 RECIPE = {
@@ -39,10 +39,11 @@ FORMER_OPTIMIZER = {
     ],
 )
 def test_a_former_recipe_is_todays(former, model):
-    today = Recipe(model=model, **RECIPE).model_dump(mode="json")
+    recipe = Recipe(model=model, **RECIPE)
+    today = recipe.model_dump(mode="json")
     others = {name: value for name, value in today.items() if name not in ("model", "objective", "optimizer")}
     stored = {"model": "m", "optimizer": FORMER_OPTIMIZER, "offload_memories": False, **former, **others}
-    assert migrate(stored) == today
+    assert with_defaults(migrate(stored), recipe) == today
     assert migrate(today) == today
     assert stored["model"] == "m" and stored["optimizer"] == FORMER_OPTIMIZER  # its own copy
 

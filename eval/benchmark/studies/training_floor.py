@@ -6,72 +6,99 @@ Axes: B rows, N tokens of an input, K keys, H query heads, G key/value heads, E 
 I intermediate size.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from condense.attention import AttentionMask, attend
+from condense.linear import Linear
 from condense.segmentation import SegmentPositions
 
+from ...results import Table, hardware
 from ..models import table_1
 from .timing import dtype_name, medians_in_turn
 
-TOKENS, SEGMENT, VOCABULARY = 8192, 256, 8192
+LENGTHS, SEGMENT, VOCABULARY = (1024, 2048, 4096, 8192), 256, 8192
 SHAPE = table_1()
 WIDTH, INTERMEDIATE, LAYERS = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
 HEADS, KEY_HEADS, HEAD_WIDTH = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
+STOCK_WEIGHTS = LAYERS * WIDTH * (2 * HEADS * HEAD_WIDTH + 2 * KEY_HEADS * HEAD_WIDTH + 3 * INTERMEDIATE)
 # The keys and values of the memories are projected once more.
-LAYER_WEIGHTS = WIDTH * (2 * HEADS * HEAD_WIDTH + 2 * KEY_HEADS * HEAD_WIDTH + 3 * INTERMEDIATE)
-STOCK_WEIGHTS = LAYERS * LAYER_WEIGHTS + VOCABULARY * WIDTH
-FOLDED_WEIGHTS = STOCK_WEIGHTS + LAYERS * WIDTH * 2 * KEY_HEADS * HEAD_WIDTH
-# Kind: tokens that one call computes, keys that it sees, weights.
-KINDS = {"folded": (SEGMENT, 2 * SEGMENT, FOLDED_WEIGHTS), "stock": (TOKENS, TOKENS, STOCK_WEIGHTS)}
+LAYER_WEIGHTS = {"stock": STOCK_WEIGHTS, "folded": STOCK_WEIGHTS + LAYERS * WIDTH * 2 * KEY_HEADS * HEAD_WIDTH}
 
 
-def product_rates(tokens: int, dtype: torch.dtype) -> dict[str, float]:
-    """Operations a second of a step's products: forward, gradients of inputs, gradients of weights."""
-    x_ND, weight_ID = torch.randn(tokens, WIDTH, dtype=dtype), torch.randn(INTERMEDIATE, WIDTH, dtype=dtype)
-    gradient_NI = torch.randn(tokens, INTERMEDIATE, dtype=dtype)
-    calls = {
-        "forward": lambda: x_ND @ weight_ID.T,
-        "input": lambda: gradient_NI @ weight_ID,
-        "weight": lambda: gradient_NI.T @ x_ND,
-    }
+class Seconds(NamedTuple):
+    forward: float
+    backward: float
+
+
+def product_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 9) -> Seconds:
+    """Of a product of `tokens` rows, for each operation: two for a weight and a row. Backward: both gradients."""
+    linear = (Linear if kind == "folded" else nn.Linear)(WIDTH, INTERMEDIATE, bias=False, dtype=dtype)
+    x_ND = torch.randn(tokens, WIDTH, dtype=dtype, requires_grad=True)
+    output_NI = linear(x_ND)
+    arguments = output_NI, (x_ND, linear.weight), torch.randn_like(output_NI)
+    calls = {"forward": lambda: linear(x_ND), "backward": lambda: torch.autograd.grad(*arguments, retain_graph=True)}
     operations = 2 * tokens * WIDTH * INTERMEDIATE
-    return {name: operations / medians_in_turn({name: call}, 15)[name] for name, call in calls.items()}
+    return Seconds(**{name: seconds / operations for name, seconds in medians_in_turn(calls, repeats).items()})
 
 
-def attention_seconds(kind: str, tokens: int, keys: int, dtype: torch.dtype) -> float:
-    """Forward and backward of one call in one layer; of a folded model with a memory."""
+def attention_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 3) -> Seconds:
+    """Of `tokens` tokens in one layer; in a folded model those of a segment after another one."""
+    keys = tokens if kind == "stock" else 2 * tokens
     query_BHNE = torch.randn(1, HEADS, tokens, HEAD_WIDTH, dtype=dtype, requires_grad=True)
     key_BGKE, value_BGKE = (
         torch.randn(1, KEY_HEADS, keys, HEAD_WIDTH, dtype=dtype, requires_grad=True) for _ in range(2)
     )
-    _, chunk = SegmentPositions(1, SEGMENT).chunks([2 * SEGMENT])
+    _, chunk = SegmentPositions(1, tokens).chunks([2 * tokens])
     after_a_memory = AttentionMask(chunk)
 
-    def step() -> None:
+    def attention() -> torch.Tensor:
         if kind == "stock":
-            output = F.scaled_dot_product_attention(query_BHNE, key_BGKE, value_BGKE, is_causal=True, enable_gqa=True)
-        else:
-            output = attend("auto", query_BHNE, key_BGKE, value_BGKE, after_a_memory, HEAD_WIDTH**-0.5, 0.0)
-        output.sum().backward()
+            return F.scaled_dot_product_attention(query_BHNE, key_BGKE, value_BGKE, is_causal=True, enable_gqa=True)
+        return attend("auto", query_BHNE, key_BGKE, value_BGKE, after_a_memory, HEAD_WIDTH**-0.5, 0.0)
 
-    return medians_in_turn({kind: step}, 3)[kind]
+    output = attention()
+    arguments = output, (query_BHNE, key_BGKE, value_BGKE), torch.randn_like(output)
+    calls = {"forward": attention, "backward": lambda: torch.autograd.grad(*arguments, retain_graph=True)}
+    return Seconds(**medians_in_turn(calls, repeats))
+
+
+def step_seconds(kind: str, length: int, dtype: torch.dtype) -> tuple[Seconds, Seconds, float]:
+    """Products and attention of a training step, and what gradient checkpointing adds: the layers' forward pass."""
+    tokens = SEGMENT if kind == "folded" else length
+    products, attention = product_seconds(kind, tokens, dtype), attention_seconds(kind, tokens, dtype)
+    in_layers, in_head = 2 * length * LAYER_WEIGHTS[kind], 2 * length * VOCABULARY * WIDTH
+    calls = LAYERS * length // tokens
+    again = in_layers * products.forward + calls * attention.forward
+    return (
+        Seconds(*((in_layers + in_head) * each for each in products)),
+        Seconds(*(calls * each for each in attention)),
+        again,
+    )
+
+
+def rows(length: int, dtype: torch.dtype) -> list[str]:
+    """Seconds of both models, and the ratios without checkpointing and with it."""
+    figures, totals = [], {}
+    for kind in ("folded", "stock"):
+        products, attention, again = step_seconds(kind, length, dtype)
+        totals[kind] = sum(products) + sum(attention), sum(products) + sum(attention) + again
+        figures += [f"{sum(products):.2f}", f"{sum(attention):.2f}", f"{again:.2f}"]
+    ratios = [f"{stock / folded:.2f}" for folded, stock in zip(totals["folded"], totals["stock"], strict=True)]
+    return [dtype_name(dtype), f"{length:,}", *figures, *ratios]
 
 
 def main() -> None:
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {TOKENS:,} tokens, forward and backward")
-    for dtype in (torch.float32, torch.bfloat16):
-        name, floors = dtype_name(dtype), {}
-        for kind, (tokens, keys, weights) in KINDS.items():
-            rates = product_rates(tokens, dtype)
-            products = sum(2 * TOKENS * weights / rate for rate in rates.values())
-            attention = LAYERS * TOKENS // tokens * attention_seconds(kind, tokens, keys, dtype)
-            floors[kind] = products + attention
-            listed = ", ".join(f"{part} {rate / 1e9:.0f}" for part, rate in rates.items())
-            print(f"{name}, {kind}, {tokens} tokens at once [Gflop/s]: {listed}")
-            print(f"{name}, {kind}: multiplications {products:.1f} s, attention {attention:.1f} s")
-        print(f"{name}: stock / folded of these alone: {floors['stock'] / floors['folded']:.2f}")
+    print(f"{hardware()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    columns = ["dtype", "tokens"]
+    columns += [f"{kind}: {part}" for kind in ("folded", "stock") for part in ("products", "attention", "again")]
+    columns += ["stock / folded", "with checkpointing"]
+    title = "seconds of products and attention alone in a training step; again: those that checkpointing adds"
+    lines = [rows(length, dtype) for dtype in (torch.float32, torch.bfloat16) for length in LENGTHS]
+    print(Table(title, columns, lines))
 
 
 if __name__ == "__main__":

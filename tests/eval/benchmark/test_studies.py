@@ -5,18 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from condense.attention import blocked
+from condense import CondenseConfig
+from condense.attention import AttentionMask, AttentionMetadata, blocked
+from condense.eval.benchmark.models import table_1
 from condense.eval.benchmark.studies import (
     attention,
     attention_alternatives,
+    checkpoint_groups,
     costs,
     decoding,
+    diagonals,
     products,
     schedule_rule,
     short_texts,
     training_floor,
 )
 from condense.execution import static_decoding
+from condense.layers import CondenseDecoderLayer
+from condense.memory import Memory
+from condense.segmentation import Chunk
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
@@ -57,9 +64,38 @@ def test_alternatives_are_one_attention(monkeypatch):
 
 
 def test_floors_are_timed():
-    assert all(rate > 0 for rate in training_floor.product_rates(4, torch.float32).values())
     for kind, tokens in (("folded", 256), ("stock", 16)):
-        assert training_floor.attention_seconds(kind, tokens, 2 * tokens, torch.float32) > 0
+        for seconds in (
+            training_floor.product_seconds(kind, tokens, torch.float32, repeats=1),
+            training_floor.attention_seconds(kind, tokens, torch.float32, repeats=1),
+        ):
+            assert min(seconds) > 0
+
+
+def test_floors_of_a_step_are_sums(monkeypatch):
+    """Of 1,024 tokens: four segments in four layers against one text; the head is not computed again."""
+    per_call = {
+        "product_seconds": training_floor.Seconds(1.0, 2.0),
+        "attention_seconds": training_floor.Seconds(10.0, 20.0),
+    }
+    for name, seconds in per_call.items():
+        monkeypatch.setattr(training_floor, name, lambda kind, tokens, dtype, seconds=seconds: seconds)
+    weights, head = 4 * 512 * (2 * 32 * 64 + 2 * 8 * 64 + 3 * 8192), 8192 * 512
+    memory_weights = 4 * 512 * 2 * 8 * 64
+    for kind, layers, calls in (("folded", weights + memory_weights, 16), ("stock", weights, 4)):
+        products, attention, again = training_floor.step_seconds(kind, 1024, torch.float32)
+        assert products == (2048 * (layers + head), 2 * 2048 * (layers + head))
+        assert attention == (10 * calls, 20 * calls) and again == 2048 * layers + 10 * calls
+
+
+def test_groups_of_checkpointing_are_timed():
+    shape = table_1() | {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2}
+    built = checkpoint_groups.models(shape, 4, torch.float32)
+    *figures, of_single, best = checkpoint_groups.row(built, 4, 10, (1, 2, 4), torch.float32, repeats=1)
+    assert figures[:2] == ["float32", "10"] and figures[5] == "-", "a text of two and a half segments"
+    assert float(best) >= float(of_single) > 0
+    assert built["folded"].model.checkpoint_segments == 2
 
 
 def test_products_are_timed(monkeypatch):
@@ -76,6 +112,39 @@ def test_short_and_padded_texts_are_timed():
     torch.testing.assert_close(short_texts.read(folded, "auto", ids_BN), short_texts.read(stock, None, ids_BN))
     assert len(short_texts.one_text(shape, 64, 1)) == 7
     assert len(short_texts.padded(shape, [40, 70], 1)) == 6
+
+
+@torch.no_grad()
+def test_the_operations_of_a_diagonal_are_those_of_the_layers():
+    width, layers, heads, tokens = 16, 3, 2, 8
+    diagonal = diagonals.Diagonal((width, layers, heads, tokens))
+    config = CondenseConfig(
+        hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=8 * width // 3,
+        segment_length=tokens, attn_implementation="sdpa",
+    )  # fmt: skip
+    chunk = Chunk(1, tokens, [0], [0], [tokens], [0], [1])
+    tables = diagonal.cos_TE[None, None], diagonal.sin_TE[None, None]
+    metadata = AttentionMetadata(chunk, tables, tables, AttentionMask(chunk), True, (False,))
+    output_MTD, key_MHTE, value_MHTE = diagonal.all()
+    for number in range(layers):
+        layer = CondenseDecoderLayer(config).eval()
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear, weights in (
+            (attention.q_proj, diagonal.query_MDD), (attention.k_proj, diagonal.key_MDD),
+            (attention.v_proj, diagonal.value_MDD), (attention.o_proj, diagonal.output_MDD),
+            (mlp.gate_proj, diagonal.gate_MDI), (mlp.up_proj, diagonal.up_MDI), (mlp.down_proj, diagonal.down_MID),
+        ):  # fmt: skip
+            linear.weight.copy_(weights[number].T)
+        memory = Memory(*[diagonal.memory_MHTE[number][None]] * 2)
+        output_RTD, (key_RGTE, value_RGTE) = layer(diagonal.hidden_MTD[number][None], memory, metadata)
+        torch.testing.assert_close(output_MTD[number][None], output_RTD, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(key_MHTE[number][None], key_RGTE, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(value_MHTE[number][None], value_RGTE, atol=1e-5, rtol=1e-4)
+
+
+def test_diagonals_are_timed():
+    _, number, *milliseconds = diagonals.line("2 layers of width 128, segments of 64", repeats=1, compiled=False)
+    assert number == "17" and len(milliseconds) == 4 and all(float(one) > 0 for one in milliseconds)
 
 
 def test_steps_of_decoding_are_timed(monkeypatch):

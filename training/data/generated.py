@@ -83,6 +83,6 @@ def make_generated_task(data: GeneratedData, tokenizer: Any) -> GeneratedTask:
             data.distractors,
         )
     if isinstance(data, RecallData):
-        return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten, data.questions)
+        return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten, data.questions, data.brief)
     assert isinstance(data, PasskeyData)
     return PasskeyTask(tokenizer, data.num_keys, data.num_digits)

@@ -14,6 +14,7 @@ Axes: B rows, N tokens of the prompt, A tokens of the answer.
 import math
 import re
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -86,15 +87,17 @@ class RecallTask:
         values: int = 2,
         overwritten: float = 0.5,
         questions: int = 1,
+        brief: float = 0.0,
     ):
         """`pairs` are the keys in a text, at most in a text to train on; a key counts once, also with the `values` of
         the form `multi_value`. In the form `overwritten` this share of the keys, rounded up, has another value later.
         `questions` are those of a text to train on, each about another key; texts with fewer keys ask about all.
+        `brief` is the share of them that end at the key, which the answer directly follows.
 
         Raises `ValueError` for more pairs or values than there are, and for a tokenizer without the words.
         """
         self.tokenizer, self.pairs, self.form, self.num_questions = tokenizer, pairs, form, questions
-        self.num_values, self.overwritten = values, overwritten
+        self.num_values, self.overwritten, self.brief = values, overwritten, brief
         if form not in FORMS:
             raise ValueError(f"there is no form={form!r}: choose from {', '.join(FORMS)}.")
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
@@ -118,7 +121,9 @@ class RecallTask:
         self.question_length = len(question) + self.answer_length + len(self.stop)
         self.frame_length = len(self.preamble) + len(question) + self.answer_length
         asked = len(self._encode(ASKED.format(place=place, owner=owner)))
-        self.least_predictable = len(self.preamble) - 1 + len(question) - asked  # tokens of a text without filler
+        self.brief_saves = len(question) - asked
+        # Tokens of a text without filler.
+        self.least_predictable = len(self.preamble) - 1 + (0 if brief else self.brief_saves)
         self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
 
     def _tokenize(self, text: str) -> list[int]:
@@ -143,10 +148,15 @@ class RecallTask:
             by_length[len(self._encode(" " + word))].append(word)
         return max(by_length.values(), key=len)
 
-    def length(self, pairs: int, questions: int = 1) -> int:
-        """Tokens of a text with this number of keys and without filler, answers included."""
-        more = (min(questions, pairs) - 1) * self.question_length
+    def length(self, pairs: int, questions: int = 1, brief: bool = False) -> int:
+        """Tokens of a text with so many keys and without filler, answers included; with `brief`, all questions are."""
+        asked = min(questions, pairs)
+        more = (asked - 1) * self.question_length - brief * asked * self.brief_saves
         return self.frame_length + self._num_sentences(pairs) * self.sentence_length + more
+
+    def _training_length(self, pairs: int) -> int:
+        """The most tokens that a text to train on has without filler."""
+        return self.length(pairs, self.num_questions, brief=self.brief == 1)
 
     def _num_sentences(self, pairs: int) -> int:
         more = {"single": 0, "multi_value": (self.num_values - 1) * pairs, "overwritten": self._num_overwritten(pairs)}
@@ -160,13 +170,19 @@ class RecallTask:
         lacking = background - self.least_predictable
         return lacking + 1 if lacking > 0 else 0
 
-    def check_length(self, num_tokens: int, background: int = 0, questions: int = 1) -> None:
-        """Raises `ValueError` where a text with all pairs and `background` labels needs more tokens."""
+    def check_length(self, num_tokens: int) -> None:
+        """Raises `ValueError` where a text with all pairs and one question needs more tokens."""
+        self._check(num_tokens, 0, self.length, "")
+
+    def _check_training_length(self, num_tokens: int, background: int) -> None:
+        asked = f" with questions={self.num_questions}" if self.num_questions > 1 else ""
+        self._check(num_tokens, background, self._training_length, asked)
+
+    def _check(self, num_tokens: int, background: int, length: Callable[[int], int], asked: str) -> None:
         filler = self._filler_for(background)
-        needed = self.length(self.pairs, questions) + filler
+        needed = length(self.pairs) + filler
         if needed > num_tokens:
-            most = self._most_pairs(num_tokens, background, questions)
-            asked = f" with questions={questions}" if questions > 1 else ""
+            most = self._most_pairs(num_tokens - filler, length)
             labelled = f" with background={background}" if filler else ""
             remedy = f"allow more, or set pairs={most} or less" if most else "allow more"
             raise ValueError(
@@ -174,9 +190,8 @@ class RecallTask:
                 f"are allowed: {remedy}."
             )
 
-    def _most_pairs(self, num_tokens: int, background: int, questions: int) -> int:
-        room = num_tokens - self._filler_for(background)
-        return next((pairs for pairs in range(self.pairs, 0, -1) if self.length(pairs, questions) <= room), 0)
+    def _most_pairs(self, room: int, length: Callable[[int], int]) -> int:
+        return next((pairs for pairs in range(self.pairs, 0, -1) if length(pairs) <= room), 0)
 
     def batch(self, num_rows: int, num_tokens: int, generator: np.random.Generator) -> Questions:
         """Prompts with exactly `pairs` keys and with answers, of together exactly `num_tokens` tokens.
@@ -184,7 +199,7 @@ class RecallTask:
         `length(pairs)` tokens leave no filler. Raises `ValueError` where the pairs do not fit.
         """
         self.check_length(num_tokens)
-        rows = [self._row(self.pairs, num_tokens, generator, num_questions=1) for _ in range(num_rows)]
+        rows = [self._row(self.pairs, num_tokens, generator, [False]) for _ in range(num_rows)]
         ids_BT = torch.from_numpy(np.stack([row.input_ids for row in rows]))
         return Questions(
             ids_BT[:, : -self.answer_length], ids_BT[:, -self.answer_length :], [row.words for row in rows]
@@ -210,20 +225,26 @@ class RecallTask:
 
         Raises `ValueError` where all pairs do not fit into `total_length` tokens.
         """
-        self.check_length(total_length, background, self.num_questions)
+        self._check_training_length(total_length, background)
         pairs = int(generator.integers(1, self.pairs + 1))
-        needed = self.length(pairs, self.num_questions) + self._filler_for(background)
+        needed = self._training_length(pairs) + self._filler_for(background)
         least = max(needed, math.ceil(shortest * total_length))
-        row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator, self.num_questions)
+        num_tokens = int(generator.integers(least, total_length + 1))
+        row = self._row(pairs, num_tokens, generator, self._draw_brief(pairs, generator))
         return Example(row.input_ids, _labels(row, background, generator))
 
     def _training_row(self, num_tokens: int, background: int, generator: np.random.Generator) -> _Row:
-        most = self._most_pairs(num_tokens, background, self.num_questions)
+        most = self._most_pairs(num_tokens - self._filler_for(background), self._training_length)
         if not most:
-            self.check_length(num_tokens, background, self.num_questions)
-        return self._row(int(generator.integers(1, most + 1)), num_tokens, generator, self.num_questions)
+            self._check_training_length(num_tokens, background)
+        pairs = int(generator.integers(1, most + 1))
+        return self._row(pairs, num_tokens, generator, self._draw_brief(pairs, generator))
 
-    def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator, num_questions: int) -> _Row:
+    def _draw_brief(self, pairs: int, generator: np.random.Generator) -> list[bool]:
+        """Of each question of a text to train on, whether it is brief."""
+        return [self.brief > 0 and generator.random() < self.brief for _ in range(min(self.num_questions, pairs))]
+
+    def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator, is_brief: Sequence[bool]) -> _Row:
         counts = np.full(pairs, self.num_values if self.form == "multi_value" else 1)
         if self.form == "overwritten":
             counts[: self._num_overwritten(pairs)] = 2  # the keys are in no order
@@ -234,9 +255,10 @@ class RecallTask:
             place, owner = keys[which]
             sentences.append(self._encode(SENTENCE.format(place=place, owner=owner, value=next(said[which]))))
         pieces = [(self.preamble, KNOWN)]
-        pieces += self._between(sentences, num_tokens - self.length(pairs, num_questions), generator)
+        room = num_tokens - self.length(pairs, len(is_brief)) + sum(is_brief) * self.brief_saves
+        pieces += self._between(sentences, room, generator)
         tail, words = KNOWN, list[str]()  # after an answer, nothing is background
-        for asked in generator.choice(pairs, min(num_questions, pairs), replace=False):
+        for asked, brief in zip(generator.choice(pairs, len(is_brief), replace=False), is_brief, strict=True):
             if words:
                 pieces.append((self.stop, RANDOM))
             place, owner = keys[asked]
@@ -244,7 +266,10 @@ class RecallTask:
             surprise = len(self._encode(ASKED.format(place=place, owner=owner)))
             words = values[asked] if self.form == "multi_value" else values[asked][-1:]
             answer = np.array(self._encode(_spaced(words)))
-            pieces += [(question[:surprise], RANDOM), (question[surprise:], tail), (answer, ANSWER)]
+            pieces.append((question[:surprise], RANDOM))
+            if not brief:
+                pieces.append((question[surprise:], tail))
+            pieces.append((answer, ANSWER))
             tail = RANDOM
         ids = np.concatenate([ids for ids, _ in pieces])
         if len(ids) != num_tokens or len(answer) != self.answer_length:

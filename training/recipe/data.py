@@ -99,6 +99,9 @@ class RecallData(GeneratedData):
         0.5, ge=0, le=1, description="share of the keys that get another value, with form=overwritten"
     )
     questions: int = Field(1, ge=1, description="in a text, each about another key; `condense eval recall` asks one")
+    brief: float = Field(
+        0.0, ge=0, le=1, description="share of the questions that end at the key, which the answer directly follows"
+    )
 
     @model_validator(mode="after")
     def _used(self):

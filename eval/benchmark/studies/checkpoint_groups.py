@@ -15,7 +15,7 @@ from ..models import build_model, set_checkpointing, table_1
 from ..workloads import random_ids, training_step
 from .timing import dtype_name, medians_in_turn
 
-LENGTHS, SEGMENT, GROUPS, VOCABULARY = (1024, 2048, 4096), 256, (1, 2, 4, 8), 8192
+LENGTHS, SEGMENT, GROUPS, VOCABULARY = (1024, 2048), 256, (1, 2, 4, 8), 8192
 
 
 def models(shape: dict[str, Any], segment_length: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def models(shape: dict[str, Any], segment_length: int, dtype: torch.dtype) -> di
 
 
 def row(
-    built: dict[str, Any], segment_length: int, length: int, groups: Sequence[int], dtype: torch.dtype, repeats: int = 5
+    built: dict[str, Any], segment_length: int, length: int, groups: Sequence[int], dtype: torch.dtype, repeats: int = 3
 ) -> list[str]:
     """Seconds of stock and of each group that a text fills, and the least ratio to stock."""
 

@@ -161,6 +161,38 @@ def test_several_questions_of_a_text(form):
         task.example(task.length(5, 3) - 1, 0.5, 0, np.random.default_rng(0))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("brief", [0.4, 1.0])
+def test_brief_questions(form, brief):
+    """They end at the key. All texts keep their length; texts with brief questions alone have room for more keys."""
+    task, plain = (RecallTask(TOKENIZER, 40, form, questions=4, brief=share) for share in (brief, 0.0))
+    answer = 2 if form == "multi_value" else 1
+    saved = {"single": 6, "multi_value": 10, "overwritten": 8}[form]
+    room = plain.length(5, 4) - (4 * saved if brief == 1 else 0)
+    asked, counted = [], set()
+    for tokens, background in ((room, 4), (400, 20)):
+        batch = task.training_batch(60, tokens, background, np.random.default_rng(3))
+        assert batch["input_ids"].shape == (60, tokens)
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            said, *questions = re.split(r"(?= What does the)", TOKENIZER.decode(ids))
+            known = defaultdict(list)
+            for key, value in re.findall(SENTENCE, said + " "):
+                known[key].append(value)
+            for text in questions:
+                short = re.fullmatch(r" What does the (?P<key>\w+ \w+) (?P<words>[\w ]+?)( \.)?", text)
+                match = short or re.fullmatch(rf" {QUESTIONS[form]} (?P<words>[\w ]+?)( \.)?", text)
+                assert match["words"].split() == known[match["key"]][-answer:]
+                asked.append(short is not None)
+            assert len(questions) == min(4, len(known))
+            assert (labels != -100).sum() == background + len(questions) * answer
+            if tokens == room:
+                counted.add(len(known))
+    assert counted == {1, 2, 3, 4, 5}
+    assert all(asked) if brief == 1 else abs(np.mean(asked) - 0.4) < 0.12
+    prompt = task.batch(1, 700, np.random.default_rng(0)).prompt_ids_BN[0]
+    assert re.search(QUESTIONS[form] + "$", TOKENIZER.decode(prompt)), "the evaluation asks no brief question"
+
+
 def test_a_text_by_its_total_length():
     task, lengths = RecallTask(TOKENIZER, 8), []
     for seed in range(150):
@@ -278,7 +310,7 @@ def test_a_curriculum_grows_lengths_and_pairs(start):
 def test_keys_of_another_form_are_refused():
     with pytest.raises(ValueError, match="values goes with form=multi_value, not with form=single"):
         RecallData(task="recall", values=3)
-    data = RecallData(task="recall", pairs=3, form="multi_value", values=4)
+    data = RecallData(task="recall", pairs=3, form="multi_value", values=4, questions=2, brief=0.5)
     assert RecallData(**data.model_dump()) == data
     task = make_generated_task(data, TOKENIZER)
-    assert (task.pairs, task.form, task.num_values) == (3, "multi_value", 4)
+    assert (task.pairs, task.form, task.num_values, task.num_questions, task.brief) == (3, "multi_value", 4, 2, 0.5)

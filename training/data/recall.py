@@ -14,7 +14,7 @@ Axes: B rows, N tokens of the prompt, A tokens of the answer.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -91,7 +91,7 @@ class RecallTask:
     ):
         """`pairs` are the keys in a text, at most in a text to train on; a key counts once, also with the `values` of
         the form `multi_value`. In the form `overwritten` this share of the keys, rounded up, has another value later.
-        `questions` are those of a text to train on, each about another key; texts with fewer keys ask about all.
+        `questions` are those of a text to train on, each about another key, or as many as it has keys and room for.
         `brief` is the share of them that end at the key, which the answer directly follows.
 
         Raises `ValueError` for more pairs or values than there are, and for a tokenizer without the words.
@@ -148,15 +148,14 @@ class RecallTask:
             by_length[len(self._encode(" " + word))].append(word)
         return max(by_length.values(), key=len)
 
-    def length(self, pairs: int, questions: int = 1, brief: bool = False) -> int:
-        """Tokens of a text with so many keys and without filler, answers included; with `brief`, all questions are."""
-        asked = min(questions, pairs)
-        more = (asked - 1) * self.question_length - brief * asked * self.brief_saves
+    def length(self, pairs: int, questions: int = 1) -> int:
+        """Tokens of a text with this number of keys and without filler, answers included."""
+        more = (min(questions, pairs) - 1) * self.question_length
         return self.frame_length + self._num_sentences(pairs) * self.sentence_length + more
 
-    def _training_length(self, pairs: int) -> int:
-        """The most tokens that a text to train on has without filler."""
-        return self.length(pairs, self.num_questions, brief=self.brief == 1)
+    def _length(self, pairs: int, is_brief: Sequence[bool]) -> int:
+        """The same with brief questions."""
+        return self.length(pairs, len(is_brief)) - sum(is_brief) * self.brief_saves
 
     def _num_sentences(self, pairs: int) -> int:
         more = {"single": 0, "multi_value": (self.num_values - 1) * pairs, "overwritten": self._num_overwritten(pairs)}
@@ -170,28 +169,21 @@ class RecallTask:
         lacking = background - self.least_predictable
         return lacking + 1 if lacking > 0 else 0
 
-    def check_length(self, num_tokens: int) -> None:
-        """Raises `ValueError` where a text with all pairs and one question needs more tokens."""
-        self._check(num_tokens, 0, self.length, "")
-
-    def _check_training_length(self, num_tokens: int, background: int) -> None:
-        asked = f" with questions={self.num_questions}" if self.num_questions > 1 else ""
-        self._check(num_tokens, background, self._training_length, asked)
-
-    def _check(self, num_tokens: int, background: int, length: Callable[[int], int], asked: str) -> None:
+    def check_length(self, num_tokens: int, background: int = 0) -> None:
+        """Raises `ValueError` where a text with all pairs, one question and `background` labels needs more tokens."""
         filler = self._filler_for(background)
-        needed = length(self.pairs) + filler
+        needed = self.length(self.pairs) + filler
         if needed > num_tokens:
-            most = self._most_pairs(num_tokens - filler, length)
+            most = self._most_pairs(num_tokens - filler)
             labelled = f" with background={background}" if filler else ""
             remedy = f"allow more, or set pairs={most} or less" if most else "allow more"
             raise ValueError(
-                f"pairs={self.pairs} of the form {self.form}{asked}{labelled} need {needed} tokens and {num_tokens} "
+                f"pairs={self.pairs} of the form {self.form}{labelled} need {needed} tokens and {num_tokens} "
                 f"are allowed: {remedy}."
             )
 
-    def _most_pairs(self, room: int, length: Callable[[int], int]) -> int:
-        return next((pairs for pairs in range(self.pairs, 0, -1) if length(pairs) <= room), 0)
+    def _most_pairs(self, room: int) -> int:
+        return next((pairs for pairs in range(self.pairs, 0, -1) if self.length(pairs) <= room), 0)
 
     def batch(self, num_rows: int, num_tokens: int, generator: np.random.Generator) -> Questions:
         """Prompts with exactly `pairs` keys and with answers, of together exactly `num_tokens` tokens.
@@ -225,24 +217,27 @@ class RecallTask:
 
         Raises `ValueError` where all pairs do not fit into `total_length` tokens.
         """
-        self._check_training_length(total_length, background)
-        pairs = int(generator.integers(1, self.pairs + 1))
-        needed = self._training_length(pairs) + self._filler_for(background)
-        least = max(needed, math.ceil(shortest * total_length))
-        num_tokens = int(generator.integers(least, total_length + 1))
-        row = self._row(pairs, num_tokens, generator, self._draw_brief(pairs, generator))
+        self.check_length(total_length, background)
+        pairs, filler = int(generator.integers(1, self.pairs + 1)), self._filler_for(background)
+        is_brief = self._draw_questions(pairs, total_length - filler, generator)
+        least = max(self._length(pairs, is_brief) + filler, math.ceil(shortest * total_length))
+        row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator, is_brief)
         return Example(row.input_ids, _labels(row, background, generator))
 
     def _training_row(self, num_tokens: int, background: int, generator: np.random.Generator) -> _Row:
-        most = self._most_pairs(num_tokens - self._filler_for(background), self._training_length)
+        room = num_tokens - self._filler_for(background)
+        most = self._most_pairs(room)
         if not most:
-            self._check_training_length(num_tokens, background)
+            self.check_length(num_tokens, background)
         pairs = int(generator.integers(1, most + 1))
-        return self._row(pairs, num_tokens, generator, self._draw_brief(pairs, generator))
+        return self._row(pairs, num_tokens, generator, self._draw_questions(pairs, room, generator))
 
-    def _draw_brief(self, pairs: int, generator: np.random.Generator) -> list[bool]:
-        """Of each question of a text to train on, whether it is brief."""
-        return [self.brief > 0 and generator.random() < self.brief for _ in range(min(self.num_questions, pairs))]
+    def _draw_questions(self, pairs: int, room: int, generator: np.random.Generator) -> list[bool]:
+        """Of each question of a text to train on, whether it is brief; no more than there are keys and room for."""
+        is_brief = [self.brief > 0 and generator.random() < self.brief for _ in range(min(self.num_questions, pairs))]
+        while len(is_brief) > 1 and self._length(pairs, is_brief) > room:
+            is_brief.pop()
+        return is_brief
 
     def _row(self, pairs: int, num_tokens: int, generator: np.random.Generator, is_brief: Sequence[bool]) -> _Row:
         counts = np.full(pairs, self.num_values if self.form == "multi_value" else 1)
@@ -255,8 +250,7 @@ class RecallTask:
             place, owner = keys[which]
             sentences.append(self._encode(SENTENCE.format(place=place, owner=owner, value=next(said[which]))))
         pieces = [(self.preamble, KNOWN)]
-        room = num_tokens - self.length(pairs, len(is_brief)) + sum(is_brief) * self.brief_saves
-        pieces += self._between(sentences, room, generator)
+        pieces += self._between(sentences, num_tokens - self._length(pairs, is_brief), generator)
         tail, words = KNOWN, list[str]()  # after an answer, nothing is background
         for asked, brief in zip(generator.choice(pairs, len(is_brief), replace=False), is_brief, strict=True):
             if words:

@@ -98,7 +98,12 @@ class RecallData(GeneratedData):
     overwritten: float = Field(
         0.5, ge=0, le=1, description="share of the keys that get another value, with form=overwritten"
     )
-    questions: int = Field(1, ge=1, description="in a text, each about another key; `condense eval recall` asks one")
+    questions: int = Field(
+        1,
+        ge=1,
+        description="in a text to train on, each about another key, or as many as it has keys and room for; "
+        "`condense eval recall` asks one",
+    )
     brief: float = Field(
         0.0, ge=0, le=1, description="share of the questions that end at the key, which the answer directly follows"
     )

@@ -111,7 +111,12 @@ def test_short_and_padded_texts_are_timed():
     ids_BN = torch.arange(32)[None]
     torch.testing.assert_close(short_texts.read(folded, "auto", ids_BN), short_texts.read(stock, None, ids_BN))
     assert len(short_texts.one_text(shape, 64, 1)) == 7
-    assert len(short_texts.padded(shape, [40, 70], 1)) == 6
+    lengths = [40, 70]
+    positions_1N = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed_1ND = short_texts.hidden(folded, torch.arange(110)[None], position_ids=positions_1N)
+    for ids_1N, found_ND in zip(torch.arange(110)[None].split(lengths, 1), packed_1ND[0].split(lengths), strict=True):
+        torch.testing.assert_close(found_ND, short_texts.hidden(folded, ids_1N)[0])
+    assert len(short_texts.padded(shape, [40, 70], 1)) == 8
 
 
 @torch.no_grad()

@@ -19,11 +19,7 @@ from .data.generated import read_sentences
 from .data.passkey import FILLER
 from .recipe import Source
 from .sample_data import copy_files
-from .small_llama import small_llama, word_tokenizer, words_of
-
-# Those of a large Llama are 0.02 and 10,000. With a small base, heads of 16 tell tokens that are close to them apart.
-INITIALIZER_RANGE = 0.1
-ROPE_THETA = 10.0
+from .small_llama import LOOKUP_INITIALIZER_RANGE, LOOKUP_ROPE_THETA, small_llama, word_tokenizer, words_of
 
 
 def common_words(files: Sequence[str], number: int) -> tuple[list[str], float]:
@@ -49,7 +45,7 @@ def write_facts_llama(
     """
     common, share = common_words(files, words)
     tokenizer = word_tokenizer([*all_texts(), FILLER, *common])
-    model = small_llama(tokenizer, seed, width, layers, INITIALIZER_RANGE, ROPE_THETA)
+    model = small_llama(tokenizer, seed, width, layers, LOOKUP_INITIALIZER_RANGE, LOOKUP_ROPE_THETA)
     with TemporaryDirectory() as temporary:
         model.save_pretrained(Path(temporary) / "llama")
         tokenizer.save_pretrained(Path(temporary) / "llama")

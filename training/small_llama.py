@@ -16,6 +16,10 @@ from .data.passkey import PASSKEY_TEXTS
 from .data.recall import RECALL_TEXTS
 
 TEXTS = {"passkey": PASSKEY_TEXTS, "recall": RECALL_TEXTS}  # with the words of a task
+# Those of a large Llama are 0.02 and 10,000. With a small base, heads of 16 tell tokens that are close to them apart,
+# and a model learns to look words up.
+LOOKUP_INITIALIZER_RANGE = 0.1
+LOOKUP_ROPE_THETA = 10.0
 
 
 SPLIT = pre_tokenizers.Split(Regex(r"\d|\w+|[^\w\s]"), behavior="removed", invert=True)
@@ -84,7 +88,8 @@ def save_small_llama(
 ) -> LlamaForCausalLM:
     """Writes the model and its tokenizer, which knows the words of a task, to a folder, as any Llama checkpoint."""
     tokenizer = word_tokenizer(TEXTS[task])
-    model = small_llama(tokenizer, seed, width, layers)
+    lookup = (LOOKUP_INITIALIZER_RANGE, LOOKUP_ROPE_THETA) if task == "recall" else ()
+    model = small_llama(tokenizer, seed, width, layers, *lookup)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model

@@ -112,7 +112,7 @@ def choices_of_auto(model: Any, case: BenchmarkCase) -> tuple[str, str]:
     """Schedule and attention: the model's own choices, for whole texts of one length and their second segment."""
     lengths, config = [case.length] * case.batch, model.config
     positions = SegmentPositions(case.batch, config.segment_length)
-    schedule = choose_schedule(config, model.model.layers, lengths, positions, case.checkpointing)
+    schedule = choose_schedule(config, model.model.layers, lengths, positions)
     chunk = list(positions.chunks(lengths))[:2][-1]
     num_keys = chunk.visible_keys.stop - chunk.visible_keys.start
     heads = (config.num_attention_heads, chunk.width), (config.num_key_value_heads, num_keys)

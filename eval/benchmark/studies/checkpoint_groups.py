@@ -1,7 +1,7 @@
 """A training step under gradient checkpointing by the segments of a group, against a stock model's with checkpointing.
 
 Prints docs/results/profile-cpu/checkpoint_groups.txt: the Table I model, medians in turn. A group is computed again at
-once, within which waves can run. Run it with OMP_NUM_THREADS=2.
+once, and waves can run within one. Run it with OMP_NUM_THREADS=2.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,12 @@ def row(
 ) -> list[str]:
     """Seconds of stock and of each group that a text fills, and the least ratio to stock."""
 
+    steps = {kind: training_step(model, random_ids(model, 1, length)) for kind, model in built.items()}
+
     def prepared(kind: str, segments: int) -> None:
         set_checkpointing(built[kind], True, segments)
         steps[kind]()
 
-    steps = {kind: training_step(model, random_ids(model, 1, length)) for kind, model in built.items()}
     fits = [segments for segments in groups if segments * segment_length <= length]
     calls = {"stock": partial(prepared, "stock", 1)} | {str(one): partial(prepared, "folded", one) for one in fits}
     seconds = medians_in_turn(calls, repeats)

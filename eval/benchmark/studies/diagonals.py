@@ -1,8 +1,8 @@
 """Where the time of a short text goes: a diagonal of the wavefront against its operations without modules.
 
 Prints docs/results/short_texts/diagonals.txt: the models of `short_texts`, in float32 without gradients. A diagonal
-has all layers, each on a segment of its own. Figures are medians in turn, after a warm-up. Run with OMP_NUM_THREADS=1
-and 2.
+has all layers, each on a segment of its own; here each segment has a memory and writes one, also the first and last.
+Figures are medians in turn, after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
 
 Axes: M layers, T tokens of a segment, K keys, D hidden size, I intermediate size, H heads, E head dimension.
 """
@@ -71,32 +71,34 @@ class Diagonal:
         return tensor_MHTE * self.cos_TE + tensor_MHTE.roll(self.head_width // 2, dims=-1) * self.sin_TE
 
 
-def line(name: str, repeats: int = REPEATS, compiled: bool = True) -> list[str]:
-    """Milliseconds of a whole text by stock and by a wavefront, and of its diagonals by other means."""
+def line(name: str, repeats: int = REPEATS) -> list[str]:
+    """Milliseconds of a whole text by stock and by a wavefront, and of its parts by other means."""
     shape = SHAPES[name]
     _, layers, _, segment_length = shape
     stock, folded = models(shape)
     ids_BN, diagonal = torch.randint(VOCABULARY, (1, TOKENS)), Diagonal(shape)
+    base = folded.model
     calls: dict[str, Callable[[], object]] = {
         "stock": partial(read, stock, None, ids_BN),
         "wavefront": partial(read, folded, "wavefront", ids_BN),
+        "ends": lambda: folded.lm_head(base.norm(base.embed_tokens(ids_BN))),
         "operations": diagonal.all,
         "products": diagonal.products,
+        "compiled": torch.compile(diagonal.all),
     }
-    if compiled:
-        calls["compiled"] = torch.compile(diagonal.all)
     with torch.no_grad():
         seconds = medians_in_turn(calls, repeats)
-    number = TOKENS // segment_length + layers - 1
-    texts = [seconds["stock"], seconds["wavefront"], *(number * seconds[each] for each in list(calls)[2:])]
-    return [name, str(number), *(f"{1000 * each:.1f}" for each in texts)]
+    num_segments = TOKENS // segment_length  # in so many diagonals' worth of cells; the first and last ones have fewer
+    texts = [seconds["stock"], seconds["wavefront"], seconds["ends"]]
+    texts += [num_segments * seconds[each] for each in ("operations", "products", "compiled")]
+    return [name, str(num_segments + layers - 1), *(f"{1000 * each:.1f}" for each in texts)]
 
 
 def main() -> None:
     print(f"{hardware()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    columns = ["model", "diagonals", "stock [ms]", "wavefront [ms]", "operations alone [ms]"]
-    columns += ["products and attention alone [ms]", "operations compiled [ms]"]
-    title = f"one text of {TOKENS:,} tokens, float32; the last three columns: as many diagonals of all layers"
+    columns = ["model", "diagonals", "stock [ms]", "wavefront [ms]", "embedding and head [ms]"]
+    columns += ["operations alone [ms]", "products and attention alone [ms]", "operations compiled [ms]"]
+    title = f"one text of {TOKENS:,} tokens, float32; the last three columns: of all segments in all layers"
     print(Table(title, columns, [line(name) for name in SHAPES]))
 
 

@@ -24,9 +24,8 @@ LENGTHS, SEGMENT, VOCABULARY = (1024, 2048, 4096, 8192), 256, 8192
 SHAPE = table_1()
 WIDTH, INTERMEDIATE, LAYERS = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
 HEADS, KEY_HEADS, HEAD_WIDTH = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
-STOCK_WEIGHTS = LAYERS * WIDTH * (2 * HEADS * HEAD_WIDTH + 2 * KEY_HEADS * HEAD_WIDTH + 3 * INTERMEDIATE)
-# The keys and values of the memories are projected once more.
-LAYER_WEIGHTS = {"stock": STOCK_WEIGHTS, "folded": STOCK_WEIGHTS + LAYERS * WIDTH * 2 * KEY_HEADS * HEAD_WIDTH}
+LAYER_WEIGHTS = LAYERS * WIDTH * (2 * HEADS * HEAD_WIDTH + 2 * KEY_HEADS * HEAD_WIDTH + 3 * INTERMEDIATE)
+MEMORY_WEIGHTS = LAYERS * WIDTH * 2 * KEY_HEADS * HEAD_WIDTH  # the keys and values of memories are projected once more
 
 
 class Seconds(NamedTuple):
@@ -46,7 +45,7 @@ def product_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 9
 
 
 def attention_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 3) -> Seconds:
-    """Of `tokens` tokens in one layer; in a folded model those of a segment after another one."""
+    """Of `tokens` tokens in one layer: a whole text, or in a folded model a segment after another one."""
     keys = tokens if kind == "stock" else 2 * tokens
     query_BHNE = torch.randn(1, HEADS, tokens, HEAD_WIDTH, dtype=dtype, requires_grad=True)
     key_BGKE, value_BGKE = (
@@ -67,20 +66,24 @@ def attention_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int =
 
 
 def step_seconds(kind: str, length: int, dtype: torch.dtype) -> tuple[Seconds, Seconds, float]:
-    """Products and attention of a training step, and what gradient checkpointing adds: the layers' forward pass."""
+    """Products and attention of a training step, and what gradient checkpointing adds: the layers' forward pass.
+
+    The first segment has no memory, and the last one writes none.
+    """
     tokens = SEGMENT if kind == "folded" else length
-    products, attention = product_seconds(kind, tokens, dtype), attention_seconds(kind, tokens, dtype)
-    in_layers, in_head = 2 * length * LAYER_WEIGHTS[kind], 2 * length * VOCABULARY * WIDTH
-    calls = LAYERS * length // tokens
-    again = in_layers * products.forward + calls * attention.forward
-    return (
-        Seconds(*((in_layers + in_head) * each for each in products)),
-        Seconds(*(calls * each for each in attention)),
-        again,
-    )
+    later = length // tokens - 1  # segments with a memory
+    products, first = product_seconds(kind, tokens, dtype), attention_seconds("stock", tokens, dtype)
+    attention = Seconds(*(LAYERS * each for each in first))
+    if later:
+        after = attention_seconds(kind, tokens, dtype)
+        attention = Seconds(*(one + LAYERS * later * each for one, each in zip(attention, after, strict=True)))
+    in_layers = 2 * (length * LAYER_WEIGHTS + later * tokens * MEMORY_WEIGHTS)
+    in_head = 2 * length * VOCABULARY * WIDTH
+    again = in_layers * products.forward + attention.forward
+    return Seconds(*((in_layers + in_head) * each for each in products)), attention, again
 
 
-def rows(length: int, dtype: torch.dtype) -> list[str]:
+def row(length: int, dtype: torch.dtype) -> list[str]:
     """Seconds of both models, and the ratios without checkpointing and with it."""
     figures, totals = [], {}
     for kind in ("folded", "stock"):
@@ -97,7 +100,7 @@ def main() -> None:
     columns += [f"{kind}: {part}" for kind in ("folded", "stock") for part in ("products", "attention", "again")]
     columns += ["stock / folded", "with checkpointing"]
     title = "seconds of products and attention alone in a training step; again: those that checkpointing adds"
-    lines = [rows(length, dtype) for dtype in (torch.float32, torch.bfloat16) for length in LENGTHS]
+    lines = [row(length, dtype) for dtype in (torch.float32, torch.bfloat16) for length in LENGTHS]
     print(Table(title, columns, lines))
 
 

@@ -170,7 +170,7 @@ def test_brief_questions(form, brief):
     """They end at the key. All texts keep their length, and have room for more questions."""
     task, answer = RecallTask(TOKENIZER, 20, form, questions=4, brief=brief), 2 if form == "multi_value" else 1
     saved = {"single": 6, "multi_value": 10, "overwritten": 8}[form]
-    room = task.length(5)
+    room = task.length(5) + 1
     asked, numbers = [], defaultdict(set)
     for tokens, background in ((room, 0), (400, 20)):
         batch = task.training_batch(100, tokens, background, np.random.default_rng(3))
@@ -180,18 +180,29 @@ def test_brief_questions(form, brief):
             known = defaultdict(list)
             for key, value in re.findall(SENTENCE, said + " "):
                 known[key].append(value)
+            first = len(said.split())
             for text in questions:
                 short = re.fullmatch(r" What does the (?P<key>\w+ \w+) (?P<words>[\w ]+?)( \.)?", text)
                 match = short or re.fullmatch(rf" {QUESTIONS[form]} (?P<words>[\w ]+?)( \.)?", text)
                 assert match["words"].split() == known[match["key"]][-answer:]
                 asked.append((short is not None, tokens))
+                answered = first + len(text.split()) - answer - text.endswith(" .")
+                assert (labels[answered : answered + answer] == ids[answered : answered + answer]).all()
+                assert (labels[first : first + 5] == -100).all(), "what can't be known"
+                first += len(text.split())
             numbers[tokens, len(known)].add(len(questions))
             assert (labels != -100).sum() == background + len(questions) * answer
     assert {known for tokens, known in numbers if tokens == room} == {1, 2, 3, 4, 5}
     assert all(found == {min(4, known)} for (tokens, known), found in numbers.items() if tokens == 400)
-    assert max(numbers[room, 5]) == (1 if saved < 5 + answer + 1 else 2), "what one question leaves when it is brief"
+    assert max(numbers[room, 5]) == (1 if saved + 1 < 5 + answer + 1 else 2), (
+        "what one question leaves when it is brief"
+    )
     brief_ones = [short for short, tokens in asked if tokens == 400]
     assert all(brief_ones) if brief == 1 else abs(np.mean(brief_ones) - 0.4) < 0.1
+    one = RecallTask(TOKENIZER, 1, form, brief=brief)
+    for seed in range(20):
+        example = one.example(one.length(1) + 9, 0.5, 15, np.random.default_rng(seed))
+        assert (example.labels != -100).sum() == 15 + answer, "with a brief question, less of a text can be known"
     prompt = task.batch(1, 700, np.random.default_rng(0)).prompt_ids_BN[0]
     assert re.search(QUESTIONS[form] + "$", TOKENIZER.decode(prompt)), "the evaluation asks no brief question"
 
@@ -277,7 +288,7 @@ def test_a_recipe_trains_on_it(start, tmp_path):
 model: {start}
 output: {tmp_path / "output"}
 data: {{task: recall, pairs: 3, form: overwritten, overwritten: 1.0, background: 0}}
-stages: [{{total_length: 80, steps: 20}}]
+stages: [{{total_length: 80, steps: 60}}]
 global_batch: 16
 micro_batch: 16
 optimizer: {{learning_rate: 5.0e-3, warmup_steps: 3}}
@@ -285,7 +296,7 @@ attention: eager
 dtype: float32
 evaluation: {{sequences: 10}}
 log_every: 5
-checkpoints: {{every: 20}}
+checkpoints: {{every: 60}}
 report_to: none
 """
     )

@@ -19,7 +19,7 @@ from .data.generated import read_sentences
 from .data.passkey import FILLER
 from .recipe import Source
 from .sample_data import copy_files
-from .small_llama import LOOKUP_INITIALIZER_RANGE, LOOKUP_ROPE_THETA, small_llama, word_tokenizer, words_of
+from .small_llama import LOOKUP, small_llama, word_tokenizer, words_of
 
 
 def common_words(files: Sequence[str], number: int) -> tuple[list[str], float]:
@@ -45,7 +45,7 @@ def write_facts_llama(
     """
     common, share = common_words(files, words)
     tokenizer = word_tokenizer([*all_texts(), FILLER, *common])
-    model = small_llama(tokenizer, seed, width, layers, LOOKUP_INITIALIZER_RANGE, LOOKUP_ROPE_THETA)
+    model = small_llama(tokenizer, seed, width, layers, **LOOKUP)
     with TemporaryDirectory() as temporary:
         model.save_pretrained(Path(temporary) / "llama")
         tokenizer.save_pretrained(Path(temporary) / "llama")

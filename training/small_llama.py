@@ -15,12 +15,13 @@ from transformers.utils import logging
 from .data.passkey import PASSKEY_TEXTS
 from .data.recall import RECALL_TEXTS
 
-TEXTS = {"passkey": PASSKEY_TEXTS, "recall": RECALL_TEXTS}  # with the words of a task
-# Those of a large Llama are 0.02 and 10,000. With a small base, heads of 16 tell tokens that are close to them apart,
-# and a model learns to look words up.
-LOOKUP_INITIALIZER_RANGE = 0.1
-LOOKUP_ROPE_THETA = 10.0
-
+# For models that look words up. Those of a large Llama are 0.02 and 10,000; with a small base, heads of 16 tell tokens
+# that are close to them apart.
+LOOKUP = {"initializer_range": 0.1, "rope_theta": 10.0}
+TASKS: dict[str, tuple[list[str], dict[str, float]]] = {  # the words of a task, and what its model is made with
+    "passkey": (PASSKEY_TEXTS, {}),
+    "recall": (RECALL_TEXTS, LOOKUP),
+}
 
 SPLIT = pre_tokenizers.Split(Regex(r"\d|\w+|[^\w\s]"), behavior="removed", invert=True)
 
@@ -86,10 +87,10 @@ def small_llama(
 def save_small_llama(
     folder: Path, seed: int = 0, width: int = 64, layers: int = 2, task: str = "passkey"
 ) -> LlamaForCausalLM:
-    """Writes the model and its tokenizer, which knows the words of a task, to a folder, as any Llama checkpoint."""
-    tokenizer = word_tokenizer(TEXTS[task])
-    lookup = (LOOKUP_INITIALIZER_RANGE, LOOKUP_ROPE_THETA) if task == "recall" else ()
-    model = small_llama(tokenizer, seed, width, layers, *lookup)
+    """Writes the model of a task and its tokenizer, which knows the words, to a folder, as any Llama checkpoint."""
+    texts, options = TASKS[task]
+    tokenizer = word_tokenizer(texts)
+    model = small_llama(tokenizer, seed, width, layers, **options)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
@@ -101,7 +102,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--task", choices=TEXTS, default="passkey", help="the words that the tokenizer knows")
+    parser.add_argument(
+        "--task", choices=TASKS, default="passkey", help="what the model is for: the words that it knows"
+    )
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     model = save_small_llama(arguments.folder, arguments.seed, arguments.width, arguments.layers, arguments.task)

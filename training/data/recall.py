@@ -121,9 +121,9 @@ class RecallTask:
         self.question_length = len(question) + self.answer_length + len(self.stop)
         self.frame_length = len(self.preamble) + len(question) + self.answer_length
         asked = len(self._encode(ASKED.format(place=place, owner=owner)))
-        self.brief_saves = len(question) - asked
-        # Tokens of a text without filler.
-        self.least_predictable = len(self.preamble) - 1 + (0 if brief else self.brief_saves)
+        self.brief_saves = len(question) - asked  # tokens of a question that can be predicted
+        known_of_question = 0 if brief else self.brief_saves
+        self.least_predictable = len(self.preamble) - 1 + known_of_question  # tokens of a text without filler
         self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
 
     def _tokenize(self, text: str) -> list[int]:
@@ -148,14 +148,10 @@ class RecallTask:
             by_length[len(self._encode(" " + word))].append(word)
         return max(by_length.values(), key=len)
 
-    def length(self, pairs: int, questions: int = 1) -> int:
-        """Tokens of a text with this number of keys and without filler, answers included."""
-        more = (min(questions, pairs) - 1) * self.question_length
+    def length(self, pairs: int, questions: int = 1, brief: int = 0) -> int:
+        """Tokens of a text with so many keys and questions, `brief` of them brief, without filler; with answers."""
+        more = (min(questions, pairs) - 1) * self.question_length - brief * self.brief_saves
         return self.frame_length + self._num_sentences(pairs) * self.sentence_length + more
-
-    def _length(self, pairs: int, is_brief: Sequence[bool]) -> int:
-        """The same with brief questions."""
-        return self.length(pairs, len(is_brief)) - sum(is_brief) * self.brief_saves
 
     def _num_sentences(self, pairs: int) -> int:
         more = {"single": 0, "multi_value": (self.num_values - 1) * pairs, "overwritten": self._num_overwritten(pairs)}
@@ -220,7 +216,7 @@ class RecallTask:
         self.check_length(total_length, background)
         pairs, filler = int(generator.integers(1, self.pairs + 1)), self._filler_for(background)
         is_brief = self._draw_questions(pairs, total_length - filler, generator)
-        least = max(self._length(pairs, is_brief) + filler, math.ceil(shortest * total_length))
+        least = max(self.length(pairs, len(is_brief), sum(is_brief)) + filler, math.ceil(shortest * total_length))
         row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator, is_brief)
         return Example(row.input_ids, _labels(row, background, generator))
 
@@ -235,7 +231,7 @@ class RecallTask:
     def _draw_questions(self, pairs: int, room: int, generator: np.random.Generator) -> list[bool]:
         """Of each question of a text to train on, whether it is brief; no more than there are keys and room for."""
         is_brief = [self.brief > 0 and generator.random() < self.brief for _ in range(min(self.num_questions, pairs))]
-        while len(is_brief) > 1 and self._length(pairs, is_brief) > room:
+        while len(is_brief) > 1 and self.length(pairs, len(is_brief), sum(is_brief)) > room:
             is_brief.pop()
         return is_brief
 
@@ -250,7 +246,7 @@ class RecallTask:
             place, owner = keys[which]
             sentences.append(self._encode(SENTENCE.format(place=place, owner=owner, value=next(said[which]))))
         pieces = [(self.preamble, KNOWN)]
-        pieces += self._between(sentences, num_tokens - self._length(pairs, is_brief), generator)
+        pieces += self._between(sentences, num_tokens - self.length(pairs, len(is_brief), sum(is_brief)), generator)
         tail, words = KNOWN, list[str]()  # after an answer, nothing is background
         for asked, brief in zip(generator.choice(pairs, len(is_brief), replace=False), is_brief, strict=True):
             if words:

@@ -280,6 +280,13 @@ def start(tmp_path_factory):
     return folder
 
 
+def test_the_model_is_made_for_lookups(start):
+    """The standard deviation of its first weights, and the base of its rotary frequencies."""
+    model = CondenseForCausalLM.from_pretrained(start)
+    assert abs(model.model.layers[0].mlp.up_proj.weight.std().item() - 0.1) < 0.005
+    assert model.config.rope_parameters["rope_theta"] == 10.0
+
+
 def test_a_recipe_trains_on_it(start, tmp_path):
     """In the real Trainer: the loss falls to what a guess among the values costs."""
     path = tmp_path / "recipe.yaml"

@@ -25,8 +25,7 @@ def models(shape: dict[str, Any], segment_length: int, dtype: torch.dtype) -> di
 def row(
     built: dict[str, Any], segment_length: int, length: int, groups: Sequence[int], dtype: torch.dtype, repeats: int = 3
 ) -> list[str]:
-    """Seconds of stock and of each group that a text fills, and the least ratio to stock."""
-
+    """Seconds of stock and of each group that a text fills; stock over single segments, and over the best group."""
     steps = {kind: training_step(model, random_ids(model, 1, length)) for kind, model in built.items()}
 
     def prepared(kind: str, segments: int) -> None:
@@ -38,13 +37,8 @@ def row(
     seconds = medians_in_turn(calls, repeats)
     stock, folded = seconds["stock"], [seconds[str(one)] for one in fits]
     figures = [f"{one:.2f}" for one in folded] + ["-"] * (len(groups) - len(fits))
-    return [
-        dtype_name(dtype),
-        f"{length:,}",
-        f"{stock:.2f}",
-        *figures,
-        *(f"{stock / one:.2f}" for one in (folded[0], min(folded))),
-    ]
+    ratios = [f"{stock / one:.2f}" for one in (folded[0], min(folded))]
+    return [dtype_name(dtype), f"{length:,}", f"{stock:.2f}", *figures, *ratios]
 
 
 def main() -> None:

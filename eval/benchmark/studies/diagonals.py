@@ -88,7 +88,7 @@ def line(name: str, repeats: int = REPEATS) -> list[str]:
     }
     with torch.no_grad():
         seconds = medians_in_turn(calls, repeats)
-    num_segments = TOKENS // segment_length  # in so many diagonals' worth of cells; the first and last ones have fewer
+    num_segments = TOKENS // segment_length  # as many full diagonals; in a text the first and last are not full
     texts = [seconds["stock"], seconds["wavefront"], seconds["ends"]]
     texts += [num_segments * seconds[each] for each in ("operations", "products", "compiled")]
     return [name, str(num_segments + layers - 1), *(f"{1000 * each:.1f}" for each in texts)]

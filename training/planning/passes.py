@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from condense import CondenseConfig, CondenseForCausalLM
 
-from ..adapters import adapter_shapes
+from ..adapters import adapter_shapes, check_targets
 from ..recipe import Recipe
 from ..recipe.models import stock_class
 
@@ -65,11 +65,12 @@ class Weights(NamedTuple):
 
 
 def weights_of(config: LlamaConfig, recipe: Recipe) -> Weights:
-    """Tied weights count once."""
+    """Tied weights count once. Raises `ValueError` for adapters of linear maps that the model does not have."""
     model = _on_meta(config)
     shapes = [parameter.shape for parameter in model.parameters()]
     if recipe.lora is None:
         return Weights(shapes, 0)
+    check_targets(model, recipe.lora)
     return Weights(adapter_shapes(model, recipe.lora), sum(shape.numel() for shape in shapes))
 
 

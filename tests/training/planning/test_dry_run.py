@@ -91,3 +91,8 @@ def test_options_of_a_plan_need_a_plan(option):
 
 def test_waves_by_length():
     assert waves_in_words({512: "too few", 4096: None}) == "512 tokens: too few; 4,096 tokens: in waves"
+
+
+def test_a_plan_refuses_adapters_of_maps_that_the_model_does_not_have(plan):
+    with pytest.raises(ValueError, match="did you mean 'q_proj'"):
+        plan("lora.targets=[q_prj]")

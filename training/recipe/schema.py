@@ -319,6 +319,11 @@ def _check_resume(recipe: Recipe) -> None:
 
 def _check_steps(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
+    if optimizer.decay_steps is None and optimizer.warmup_steps >= recipe.steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves none of {recipe.steps} steps to decay in: make it "
+            "smaller"
+        )
     if optimizer.warmup_steps + max(1, recipe.decay_steps) > recipe.steps:
         raise ValueError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={recipe.decay_steps} do not "

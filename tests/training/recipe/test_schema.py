@@ -123,6 +123,7 @@ def test_stages_and_batches(recipe):
         (STAGES, ["stages.5.steps=1"], "'stages.5.steps=1': stages.5 holds no keys"),
         ("- seed\n", ["seed=1"], "holds a list, not keys and values"),
         (CURRICULUM, ["optimizer.decay_steps=100"], "warmup_steps=10 and optimizer.decay_steps=100 do not fit into 60"),
+        (CURRICULUM, ["optimizer.warmup_steps=60"], "warmup_steps=60 leaves none of 60 steps to decay in: make it"),
         (CURRICULUM, ["optimizer.final_learning_rate=1"], "final_learning_rate=1.0? is above learning_rate=0.001"),
         (CURRICULUM, ["checkpoints.every=25"], "checkpoints.every=25 is no multiple of log_every=10"),
         (CURRICULUM, ["curriculum.patience=15"], "curriculum.patience=15 is no multiple of log_every=10"),

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from .extras import check_installed
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+RECIPE = "recipe.json"  # of the training, beside the adapters
 
 
 def check_adapters(folder: Path) -> None:
@@ -20,6 +21,12 @@ def check_adapters(folder: Path) -> None:
                 f"--merge {folder}: it holds no {name}. Pass the output of a training with lora, or a folder that "
                 "PEFT's save_pretrained has written."
             )
+
+
+def trained_segment_length(folder: Path) -> int | None:
+    """The tokens of a segment with which `condense train` has trained a folder of adapters; None: it does not say."""
+    recipe = folder / RECIPE
+    return json.loads(recipe.read_text(encoding="utf-8"))["model"].get("segment_length") if recipe.is_file() else None
 
 
 def merged(model: Any, folder: Path) -> Any:

@@ -76,7 +76,11 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     segment_length: Annotated[
-        int | None, typer.Option(help="Tokens of a segment; default that of the source, or 512.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Tokens of a segment; default that of the adapters' training, of the source, or 512.",
+            show_default=False,
+        ),
     ] = None,
     memory_source: Annotated[
         str | None, typer.Option(help="layer_output, or layer_input for Transformer-XL.", show_default=False)
@@ -104,7 +108,7 @@ def convert(
     quiet()
     plan = BlockOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM
-    from condense.adapters import check_adapters, merged
+    from condense.adapters import check_adapters, merged, trained_segment_length
     from condense.checks import check_dtype
     from condense.families import family_of
     from condense.files import check_new_folder
@@ -114,6 +118,8 @@ def convert(
     check_new_folder(target)
     if merge is not None:
         check_adapters(merge)
+        if "segment_length" not in fields and (trained := trained_segment_length(merge)):
+            fields["segment_length"] = trained
     config = load_config(CondenseConfig, source, **fields)
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from condense import CondenseForCausalLM
+from condense import CondenseConfig, CondenseForCausalLM
 from condense.adapters import merged
 from condense.cli import app, main
 from condense.training.adapters import add_adapters
@@ -86,6 +86,21 @@ def test_convert_merges_them(recipe, finished, tmp_path):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], 24), (["--segment-length", "12"], 12)])
+def test_the_merged_model_has_the_segments_of_the_training(recipe, finished, tmp_path, options, expected):
+    """A stock checkpoint says nothing of segments: the recipe beside the adapters does."""
+    stock, adapters = tmp_path / "stock", tmp_path / "adapters"
+    shutil.copytree(finished, adapters)
+    trained = json.loads((adapters / "recipe.json").read_text())
+    (adapters / "recipe.json").write_text(json.dumps(trained | {"model": trained["model"] | {"segment_length": 24}}))
+    to_stock = ["convert", str(recipe.parent / "start"), str(stock), "--to", "stock"]
+    merge = ["convert", str(stock), str(tmp_path / "merged"), "--merge", str(adapters), *options]
+    for arguments in (to_stock, merge):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+    assert CondenseConfig.from_pretrained(tmp_path / "merged").segment_length == expected
 
 
 def test_a_teacher_shares_the_frozen_weights(recipe):

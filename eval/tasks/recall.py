@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from .grids import count_cells, heat_map, prompts_per_batch
+from .grids import count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
 RECALLED = 0.9  # the share of right answers that counts as recall
@@ -39,8 +39,9 @@ class Batch(NamedTuple):
 class Recall(Task[Batch]):
     """The decoded answer must begin with the value of the key asked for, or with all its values in their order.
 
-    A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Raises
-    `ValueError` for pairs that do not fit a length, before anything is measured.
+    A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Of a
+    folded model, `by_segments` counts them by the segments between the pair and the question: lines of their number,
+    `correct` and `total`. Raises `ValueError` for pairs that do not fit a length, before anything is measured.
     """
 
     kind = "recall"
@@ -100,16 +101,23 @@ class Recall(Task[Batch]):
             max_new_tokens=prompts.answer_length,  # what follows is not asked for
         )
         answers = tokenizer.batch_decode(sequences[:, prompt_ids_BN.shape[1] :])
-        correct = sum(
+        is_right = [
             re.findall(r"\w+", answer)[: len(words)] == words
             for answer, questions in zip(answers, drawn, strict=True)
             for words in questions.answers
-        )
-        return {"correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+        ]
+        record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+        if segment_length := item.model.segment_length:
+            last = (prompt_ids_BN.shape[1] - 1) // segment_length
+            between = [last - at // segment_length for questions in drawn for at in questions.said_at]
+            record["by_segments"] = _counted(between, is_right)
+        return record
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %); `capacities` by model, form
-        and length; `memories`: segment length, width and layers of each model, None of a stock one."""
+        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %); `by_segments`: the same of
+        all lengths, by the number of segments between the pair and the question, from `nearest` to `farthest`;
+        `capacities` by model, form and length; `memories`: segment length, width and layers of each model, None of a
+        stock one."""
         cells = count_cells(measured, lambda item, record: {**_cell(item), "num_tokens": item.num_tokens})
         curves = defaultdict(list)  # by model, form and length
         for cell in cells:
@@ -125,6 +133,7 @@ class Recall(Task[Batch]):
             "lengths": list(options.lengths),
             "forms": list(options.forms),
             "cells": cells,
+            "by_segments": _by_segments(measured),
             "capacities": capacities,
             "memories": {model.name: _memory(model) for model in self.models},
         }
@@ -134,7 +143,8 @@ class Recall(Task[Batch]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """The capacities; then a table per model and form, a line per number of pairs, a column per length."""
+        """The capacities; then a table per model and form, a line per number of pairs, a column per length; of a folded
+        model also one with a column per number of segments between the pair and the question."""
         columns = ["model", "form", "tokens", "pairs", "state [KiB]", "memory [segment x width x layers]"]
         rows = []
         for line in results["capacities"]:
@@ -151,6 +161,8 @@ class Recall(Task[Batch]):
             ]
             columns = ["pairs", *map(_shown, results["lengths"])]
             tables.append(Table(f"{model['name']}, {form}: % correct (95 % interval) by tokens", columns, rows))
+            if results["memories"][model["name"]] is not None:
+                tables.append(_segments_table(results, model["name"], form))
         return tables
 
     @classmethod
@@ -192,6 +204,41 @@ def _memory(model: EvaluatedModel) -> list[int] | None:
     if model.segment_length is None:
         return None
     return [model.segment_length, model.config.hidden_size, model.config.num_hidden_layers]
+
+
+def _counted(between: Sequence[int], is_right: Sequence[bool]) -> list[list[int]]:
+    """Lines of a number of segments, the right answers there, and all."""
+    right, total = (
+        Counter(segments for segments, right in zip(between, is_right, strict=True) if right),
+        Counter(between),
+    )
+    return [[segments, right[segments], total[segments]] for segments in sorted(total)]
+
+
+def _range_of(segments: int) -> tuple[int, int]:
+    """The nearest and farthest that are counted together: 0, 1, 2, 3 to 4, 5 to 8, ..."""
+    farthest = 2 ** (segments - 1).bit_length() if segments else 0
+    return farthest // 2 + 1 if segments > 1 else segments, farthest
+
+
+def _by_segments(measured: Sequence[tuple[Batch, Record]]) -> list[dict[str, Any]]:
+    counted = defaultdict(list)
+    for item, record in measured:
+        for segments, correct, total in record.get("by_segments", []):  # a stock model has none
+            key = item.model.name, item.form, item.pairs, *_range_of(segments)
+            counted[key].append({"correct": correct, "total": total})
+    fields = "model", "form", "pairs", "nearest", "farthest"
+    return [dict(zip(fields, key, strict=True)) | pooled(records) for key, records in counted.items()]
+
+
+def _segments_table(results: Results, model: str, form: str) -> Table:
+    found = [line for line in results["by_segments"] if (line["model"], line["form"]) == (model, form)]
+    ranges = sorted({(line["nearest"], line["farthest"]) for line in found})
+    cells = {(line["pairs"], line["nearest"], line["farthest"]): _percent(line) for line in found}
+    columns = [f"{near} to {far}" if near < far else str(near) for near, far in ranges]
+    rows = [[pairs, *(cells.get((pairs, *one), "-") for one in ranges)] for pairs in results["pairs"]]
+    title = f"{model}, {form}: % correct (95 % interval) by segments between the pair and the question, all lengths"
+    return Table(title, ["pairs", *columns], rows)
 
 
 def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], dict[str, Any]]:

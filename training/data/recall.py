@@ -62,6 +62,7 @@ class Questions:
     prompt_ids_BN: torch.Tensor
     answer_ids_BA: torch.Tensor
     answers: list[list[str]]  # the words of each answer
+    said_at: list[int]  # the token of each prompt that says the answer: of several values the first one
 
 
 # Roles of tokens: a model can know what comes next, or it can't, or the token belongs to an answer.
@@ -69,11 +70,13 @@ KNOWN, RANDOM, ANSWER = range(3)
 
 
 class _Row(NamedTuple):
-    """A text that ends with its last answer: token ids and roles [N + A], and the words of that answer."""
+    """A text that ends with its last answer: token ids and roles [N + A], the words of that answer, and the token that
+    says its first word."""
 
     input_ids: np.ndarray
     role: np.ndarray
     words: list[str]
+    said_at: int
 
 
 class RecallTask:
@@ -125,6 +128,7 @@ class RecallTask:
         known_of_question = 0 if brief else self.brief_saves
         self.least_predictable = len(self.preamble) - 1 + known_of_question  # tokens of a text without filler
         self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
+        self.value_at = self.sentence_length - len(self._encode(f" {answer[0]}."))
 
     def _tokenize(self, text: str) -> list[int]:
         return encode_within(self.tokenizer, [text])[0]
@@ -189,9 +193,8 @@ class RecallTask:
         self.check_length(num_tokens)
         rows = [self._row(self.pairs, num_tokens, generator, [False]) for _ in range(num_rows)]
         ids_BT = torch.from_numpy(np.stack([row.input_ids for row in rows]))
-        return Questions(
-            ids_BT[:, : -self.answer_length], ids_BT[:, -self.answer_length :], [row.words for row in rows]
-        )
+        prompt_ids_BN, answer_ids_BA = ids_BT.tensor_split([num_tokens - self.answer_length], dim=1)
+        return Questions(prompt_ids_BN, answer_ids_BA, [row.words for row in rows], [row.said_at for row in rows])
 
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
@@ -242,11 +245,13 @@ class RecallTask:
         keys = [self.keys[number] for number in generator.choice(len(self.keys), pairs, replace=False)]
         values = [generator.choice(self.words, count, replace=False).tolist() for count in counts]
         sentences, said = list[list[int]](), [iter(of_key) for of_key in values]
-        for which in generator.permutation(np.repeat(np.arange(pairs), counts)):
+        order = generator.permutation(np.repeat(np.arange(pairs), counts))
+        for which in order:
             place, owner = keys[which]
             sentences.append(self._encode(SENTENCE.format(place=place, owner=owner, value=next(said[which]))))
         pieces = [(self.preamble, KNOWN)]
         pieces += self._between(sentences, num_tokens - self.length(pairs, len(is_brief), sum(is_brief)), generator)
+        starts = len(self.preamble) + np.cumsum([len(ids) for ids, _ in pieces[1:]])[1::2]  # of sentences
         tail, words = KNOWN, list[str]()  # after an answer, nothing is background
         for asked, brief in zip(generator.choice(pairs, len(is_brief), replace=False), is_brief, strict=True):
             if words:
@@ -266,7 +271,8 @@ class RecallTask:
             raise ValueError("this tokenizer splits sentences of equally long words into unequal numbers of tokens.")
         role = np.repeat([role for _, role in pieces], [len(ids) for ids, _ in pieces])
         role[0] = RANDOM  # nothing comes before it
-        return _Row(ids, role, words)
+        number = np.flatnonzero(order == asked)[0 if self.form == "multi_value" else -1]
+        return _Row(ids, role, words, int(starts[number]) + self.value_at)
 
     def _between(
         self, sentences: list[list[int]], room: int, generator: np.random.Generator

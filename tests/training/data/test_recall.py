@@ -58,8 +58,13 @@ def test_a_reader_knows_the_answer(form, options, sentences, answer, room):
     questions = task.batch(rows, total, np.random.default_rng(room))
     assert questions.prompt_ids_BN.shape == (rows, total - answer) and questions.answer_ids_BA.shape == (rows, answer)
     filler = " ".join(TOKENIZER.tokenize(FILLER)).split() * (2 + room // 24)
-    for prompt, ids, words in zip(*vars(questions).values(), strict=True):
+    for prompt, ids, words, at in zip(*vars(questions).values(), strict=True):
         known, asked, rest = read(form, prompt)
+        before, says, after = (TOKENIZER.decode(part) for part in prompt.split([at, 1, len(prompt) - at - 1]))
+        assert before.endswith(f"The {asked} has") and says == words[0]
+        assert f"The {asked} has" not in (
+            before.removesuffix(f"The {asked} has") if form == "multi_value" else after[:-30]
+        )
         assert len(known) == 20 and TOKENIZER.decode(ids).split() == words
         assert rest.split() == filler[len(filler) - room :]
         counts = sorted(map(len, known.values()))
@@ -261,8 +266,8 @@ def test_other_tokenizers(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
     task = RecallTask(tokenizer, 6)
     questions = task.batch(5, 700, np.random.default_rng(0))
-    for prompt, ids, (word,) in zip(*vars(questions).values(), strict=True):
-        assert len(prompt) + len(ids) == 700
+    for prompt, ids, (word,), at in zip(*vars(questions).values(), strict=True):
+        assert len(prompt) + len(ids) == 700 and word.startswith(tokenizer.decode(prompt[at]).strip())
         text = tokenizer.decode(prompt)
         assert PREAMBLE in text and tokenizer.decode(ids).strip() == word
         key = re.search(r"What does the (\w+ \w+) have\?", text)[1]

@@ -24,9 +24,14 @@ def check_adapters(folder: Path) -> None:
 
 
 def trained_segment_length(folder: Path) -> int | None:
-    """The tokens of a segment with which `condense train` has trained a folder of adapters; None: it does not say."""
-    recipe = folder / RECIPE
-    return json.loads(recipe.read_text(encoding="utf-8"))["model"].get("segment_length") if recipe.is_file() else None
+    """The tokens of a segment with which `condense train` has trained a folder of adapters, or one of its checkpoints;
+    None where no recipe says it: the adapters are of another program, or have the segments of their model."""
+    recipe = next((path for path in (folder / RECIPE, folder.parent / RECIPE) if path.is_file()), None)
+    try:
+        length = json.loads(recipe.read_text(encoding="utf-8"))["model"]["segment_length"] if recipe else None
+    except (ValueError, KeyError, TypeError):  # a file of that name that is no recipe of this package
+        return None
+    return length if isinstance(length, int) else None
 
 
 def merged(model: Any, folder: Path) -> Any:

@@ -40,7 +40,7 @@ class Recall(Task[Batch]):
     """The decoded answer must begin with the value of the key asked for, or with all its values in their order.
 
     A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Of a
-    folded model, `by_segments` counts them by the segments between the pair and the question: lines of their number,
+    folded model, `by_segments` counts them by the segments from the pair to the answer: lines of their number,
     `correct` and `total`. Raises `ValueError` for pairs that do not fit a length, before anything is measured.
     """
 
@@ -65,7 +65,8 @@ class Recall(Task[Batch]):
         return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {"models": [model.describe() for model in self.models]}
+        models = [model.describe() for model in self.models]
+        return stored(self.options) | {"models": models, "by_segments": True}  # older records have no such counts
 
     def items(self) -> list[Batch]:
         options = self.options
@@ -109,13 +110,13 @@ class Recall(Task[Batch]):
         record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": state_bytes(cache) // item.size}
         if segment_length := item.model.segment_length:
             last = (prompt_ids_BN.shape[1] - 1) // segment_length
-            between = [last - at // segment_length for questions in drawn for at in questions.said_at]
-            record["by_segments"] = _counted(between, is_right)
+            back = [last - at // segment_length for questions in drawn for at in questions.said_at]
+            record["by_segments"] = _counted(back, is_right)
         return record
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %); `by_segments`: the same of
-        all lengths, by the number of segments between the pair and the question, from `nearest` to `farthest`;
+        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %); `by_segments`: the same,
+        divided by the number of segments from the pair to the answer, which is from `nearest` to `farthest`;
         `capacities` by model, form and length; `memories`: segment length, width and layers of each model, None of a
         stock one."""
         cells = count_cells(measured, lambda item, record: {**_cell(item), "num_tokens": item.num_tokens})
@@ -144,7 +145,7 @@ class Recall(Task[Batch]):
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
         """The capacities; then a table per model and form, a line per number of pairs, a column per length; of a folded
-        model also one with a column per number of segments between the pair and the question."""
+        model also one with a column per number of segments from the pair to the answer."""
         columns = ["model", "form", "tokens", "pairs", "state [KiB]", "memory [segment x width x layers]"]
         rows = []
         for line in results["capacities"]:
@@ -161,7 +162,7 @@ class Recall(Task[Batch]):
             ]
             columns = ["pairs", *map(_shown, results["lengths"])]
             tables.append(Table(f"{model['name']}, {form}: % correct (95 % interval) by tokens", columns, rows))
-            if results["memories"][model["name"]] is not None:
+            if results["memories"][model["name"]] is not None and "by_segments" in results:  # older results have none
                 tables.append(_segments_table(results, model["name"], form))
         return tables
 
@@ -206,12 +207,9 @@ def _memory(model: EvaluatedModel) -> list[int] | None:
     return [model.segment_length, model.config.hidden_size, model.config.num_hidden_layers]
 
 
-def _counted(between: Sequence[int], is_right: Sequence[bool]) -> list[list[int]]:
+def _counted(back: Sequence[int], is_right: Sequence[bool]) -> list[list[int]]:
     """Lines of a number of segments, the right answers there, and all."""
-    right, total = (
-        Counter(segments for segments, right in zip(between, is_right, strict=True) if right),
-        Counter(between),
-    )
+    right, total = Counter(segments for segments, right in zip(back, is_right, strict=True) if right), Counter(back)
     return [[segments, right[segments], total[segments]] for segments in sorted(total)]
 
 
@@ -225,20 +223,22 @@ def _by_segments(measured: Sequence[tuple[Batch, Record]]) -> list[dict[str, Any
     counted = defaultdict(list)
     for item, record in measured:
         for segments, correct, total in record.get("by_segments", []):  # a stock model has none
-            key = item.model.name, item.form, item.pairs, *_range_of(segments)
-            counted[key].append({"correct": correct, "total": total})
-    fields = "model", "form", "pairs", "nearest", "farthest"
+            counted[*_cell(item).values(), *_range_of(segments)].append({"correct": correct, "total": total})
+    fields = "model", "form", "length", "pairs", "nearest", "farthest"
     return [dict(zip(fields, key, strict=True)) | pooled(records) for key, records in counted.items()]
 
 
 def _segments_table(results: Results, model: str, form: str) -> Table:
     found = [line for line in results["by_segments"] if (line["model"], line["form"]) == (model, form)]
     ranges = sorted({(line["nearest"], line["farthest"]) for line in found})
-    cells = {(line["pairs"], line["nearest"], line["farthest"]): _percent(line) for line in found}
-    columns = [f"{near} to {far}" if near < far else str(near) for near, far in ranges]
-    rows = [[pairs, *(cells.get((pairs, *one), "-") for one in ranges)] for pairs in results["pairs"]]
-    title = f"{model}, {form}: % correct (95 % interval) by segments between the pair and the question, all lengths"
-    return Table(title, ["pairs", *columns], rows)
+    cells = {(line["length"], line["pairs"], line["nearest"]): _percent(line) for line in found}
+    rows = [
+        [_shown(length), pairs, *(cells.get((length, pairs, nearest), "-") for nearest, _ in ranges)]
+        for length, pairs in product(results["lengths"], results["pairs"])
+    ]
+    columns = [f"{nearest} to {farthest}" if nearest < farthest else str(nearest) for nearest, farthest in ranges]
+    title = f"{model}, {form}: % correct (95 % interval) by segments from the pair to the answer, 0: in the same one"
+    return Table(title, ["tokens", "pairs", *columns], rows)
 
 
 def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], dict[str, Any]]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.adapters import merged
+from condense.adapters import merged, trained_segment_length
 from condense.cli import app, main
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
@@ -101,6 +101,13 @@ def test_the_merged_model_has_the_segments_of_the_training(recipe, finished, tmp
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
     assert CondenseConfig.from_pretrained(tmp_path / "merged").segment_length == expected
+    assert trained_segment_length(adapters / "checkpoint-3") == 24
+
+
+@pytest.mark.parametrize("text", ['{"rate": 1}', '{"model": "llama"}', "[]", "{", '{"model": {"segment_length": "x"}}'])
+def test_a_recipe_of_another_program_says_nothing_of_segments(tmp_path, text):
+    (tmp_path / "recipe.json").write_text(text)
+    assert trained_segment_length(tmp_path) is None
 
 
 def test_a_teacher_shares_the_frozen_weights(recipe):

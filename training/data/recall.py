@@ -62,7 +62,7 @@ class Questions:
     prompt_ids_BN: torch.Tensor
     answer_ids_BA: torch.Tensor
     answers: list[list[str]]  # the words of each answer
-    said_at: list[int]  # the token of each prompt that says the answer: of several values the first one
+    said_at: list[int]  # where the sentence with the answer begins in each prompt: of several values that of the first
 
 
 # Roles of tokens: a model can know what comes next, or it can't, or the token belongs to an answer.
@@ -70,8 +70,8 @@ KNOWN, RANDOM, ANSWER = range(3)
 
 
 class _Row(NamedTuple):
-    """A text that ends with its last answer: token ids and roles [N + A], the words of that answer, and the token that
-    says its first word."""
+    """A text that ends with its last answer: token ids and roles [N + A], the words of that answer, and the token where
+    the sentence with its first word begins."""
 
     input_ids: np.ndarray
     role: np.ndarray
@@ -128,7 +128,6 @@ class RecallTask:
         known_of_question = 0 if brief else self.brief_saves
         self.least_predictable = len(self.preamble) - 1 + known_of_question  # tokens of a text without filler
         self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
-        self.value_at = self.sentence_length - len(self._encode(f" {answer[0]}."))
 
     def _tokenize(self, text: str) -> list[int]:
         return encode_within(self.tokenizer, [text])[0]
@@ -272,7 +271,7 @@ class RecallTask:
         role = np.repeat([role for _, role in pieces], [len(ids) for ids, _ in pieces])
         role[0] = RANDOM  # nothing comes before it
         number = np.flatnonzero(order == asked)[0 if self.form == "multi_value" else -1]
-        return _Row(ids, role, words, int(starts[number]) + self.value_at)
+        return _Row(ids, role, words, int(starts[number]))
 
     def _between(
         self, sentences: list[list[int]], room: int, generator: np.random.Generator

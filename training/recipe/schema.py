@@ -322,7 +322,7 @@ def _check_steps(recipe: Recipe) -> None:
     if optimizer.decay_steps is None and optimizer.warmup_steps >= recipe.steps:
         raise ValueError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} leaves none of {recipe.steps} steps to decay in: make it "
-            "smaller"
+            "smaller, or take more steps"
         )
     if optimizer.warmup_steps + max(1, recipe.decay_steps) > recipe.steps:
         raise ValueError(

@@ -72,9 +72,10 @@ class Forgetful(Reader):
         for ids in input_ids:
             words, known = TOKENIZER.convert_ids_to_tokens(ids), {}
             for at, word in enumerate(words[:-1]):
-                if word == "has" and words[at + 2] == "." and at + 1 >= (len(words) - 1) // 40 * 40 - 40 * self.reach:
+                if word == "has" and words[at + 2] == "." and at - 3 >= (len(words) - 1) // 40 * 40 - 40 * self.reach:
                     known[" ".join(words[at - 2 : at])] = words[at + 1]
-            said = known.get(" ".join(words[-3:-1]), "The")
+            asked = words.index("does") + 2
+            said = known.get(" ".join(words[asked : asked + 2]), "The")
             rows.append(torch.cat([ids, torch.tensor(TOKENIZER.convert_tokens_to_ids([said]))]))
         return SimpleNamespace(sequences=torch.stack(rows), past_key_values=SimpleNamespace(layers=[]))
 
@@ -114,13 +115,15 @@ def test_a_model_that_reads_finds_all(form, kept, accuracy):
     assert {line["bound"] for line in results["capacities"]} == {">=" if accuracy == 1 else "<"}
 
 
+@pytest.mark.parametrize("form", ["single", "overwritten"])
 @pytest.mark.parametrize("reach", [0, 1, 2])
-def test_answers_are_counted_by_the_segments_between(reach):
-    results = measured(Forgetful(reach), pairs=(2, 5), lengths=(80, 200, 470), num_prompts=120)
+def test_answers_are_counted_by_the_segments_from_the_pair(reach, form):
+    lengths = (81, 200, 481)  # prompts with a full last segment, with a part of one, and with a full one
+    results = measured(Forgetful(reach), pairs=(2, 5), lengths=lengths, num_prompts=120, forms=(form,))
     lines = results["by_segments"]
     assert sum(line["total"] for line in lines) == 2 * 3 * 120
-    found = {(line["nearest"], line["farthest"]) for line in lines if line["pairs"] == 5}
-    assert found == {(0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16)}  # 470 tokens are 12 segments
+    found = {(line["nearest"], line["farthest"]) for line in lines if (line["pairs"], line["length"]) == (5, 481)}
+    assert found == {(0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16)}  # of 12 segments
     for line in lines:
         assert line["correct"] == (line["total"] if line["farthest"] <= reach else 0)
 
@@ -169,8 +172,8 @@ def test_command_on_folded_and_stock_models(models, tmp_path):
     assert all((tmp_path / "recall" / f"recall.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
     assert results["memories"] == {"folded": [40, 64, 2], "stock": None}
     assert "40 x 64 x 2 = 5,120" in done.output and "stock, multi_value: % correct" in done.output
-    assert "folded, single: % correct (95 % interval) by segments between" in done.output
-    assert "stock, single: % correct (95 % interval) by segments between" not in done.output
+    assert "folded, single: % correct (95 % interval) by segments from the pair" in done.output
+    assert "stock, single: % correct (95 % interval) by segments from the pair" not in done.output
     state = {(line["model"], line["length"]): line["state_bytes"] for line in results["capacities"]}
     # Of each layer keys and values of memory, segment and next memory; of the stock model those of all tokens.
     assert state["folded", 0] == state["folded", 160] == pytest.approx(2 * 3 * 2 * 40 * 64 * 4, rel=0.01)

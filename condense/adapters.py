@@ -26,10 +26,10 @@ def check_adapters(folder: Path) -> None:
 def trained_segment_length(folder: Path) -> int | None:
     """The tokens of a segment with which `condense train` has trained a folder of adapters, or one of its checkpoints;
     None where no recipe says it: the adapters are of another program, or have the segments of their model."""
-    recipe = next((path for path in (folder / RECIPE, folder.parent / RECIPE) if path.is_file()), None)
+    recipe = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE
     try:
-        length = json.loads(recipe.read_text(encoding="utf-8"))["model"]["segment_length"] if recipe else None
-    except (ValueError, KeyError, TypeError):  # a file of that name that is no recipe of this package
+        length = json.loads(recipe.read_text(encoding="utf-8"))["model"]["segment_length"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # none, or a file that is no recipe of this package
         return None
     return length if isinstance(length, int) else None
 

@@ -40,7 +40,7 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        print(f"no GPU: {ranks} ranks on the CPU, with {CPU_CONFIG} unless an override names another", flush=True)
+        print(f"no GPU: on the CPU, ranks={ranks}, with {CPU_CONFIG} unless an override names another", flush=True)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, *_devices(ranks)]
     command += ["--master_port", str(_free_port())]
     command += [str(TRAIN), "--recipe", str(recipe), *local_overrides(overrides)]

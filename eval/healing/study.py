@@ -214,7 +214,8 @@ class Healing(Task[Run]):
             for upper, lower, length in zip(*panels, lengths, strict=True):
                 _draw_losses(results, length, upper)
                 _draw_memory(results, length, lower)
-                lower.legend(*upper.get_legend_handles_labels(), fontsize=7, loc="upper right")  # where no curve is
+            legend = panels[0][0].get_legend_handles_labels()
+            panels[0][0].figure.legend(*legend, fontsize=7, loc="outside lower center")
 
 
 def mean_loss(model: Any, texts: Sequence[torch.Tensor]) -> float:

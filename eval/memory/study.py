@@ -42,7 +42,7 @@ VALIDATION_TEXTS = 16  # at most
 COLORS = dict(
     zip(
         MEMORIES,
-        ["tab:blue", "#9ecae1", "#6baed6", "#3182bd", "tab:orange", "tab:red", "tab:green", "0.4"],
+        ["tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:orange", "tab:red", "tab:green", "0.4"],
         strict=True,
     )
 )

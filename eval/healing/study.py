@@ -332,7 +332,8 @@ def _draw_losses(results: Results, length: int, panel: Any) -> None:
 def _draw_memory(results: Results, length: int, panel: Any) -> None:
     for method in _methods(results, length):
         curves = [run["by_before"] for run in _select(results, method, length)]
-        band(panel, range(len(curves[0])), curves, METHODS[method], COLORS[method], marker=".")
+        style = ":" if method == UNTRAINED else "-"
+        band(panel, range(len(curves[0])), curves, METHODS[method], COLORS[method], marker=".", linestyle=style)
     panel.set_xlabel("segments before")
     panel.set_ylabel("loss of the same segments [nats a token]")
     panel.grid(alpha=0.3)

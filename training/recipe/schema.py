@@ -47,7 +47,7 @@ class Curriculum(Section):
     first_segments: int = Field(2, ge=1)
     last_segments: int = Field(16, ge=1)
     growth: float = Field(1.5, gt=1, description="factor from one length to the next")
-    loss_below: float = Field(0.1, gt=0, description="mean loss at which the text grows")
+    loss_below: float = Field(0.1, gt=0, description="mean loss below which the text grows; 100: always")
     patience: int = Field(30, ge=1, description="optimizer steps that the mean is taken over")
     review: float = Field(
         0.0, ge=0, lt=1, description="share of batches at an earlier length once the last length is reached"

@@ -18,10 +18,11 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from .grids import count_cells, heat_map, pooled, prompts_per_batch
+from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
 RECALLED = 0.9  # the share of right answers that counts as recall
+MARKERS = {"": "o", ">=": "^", "<": "v"}  # of capacities and their bounds
 
 
 class Batch(NamedTuple):
@@ -168,8 +169,13 @@ class Recall(Task[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """A heat map per model and form, of pairs x length."""
+        """A heat map per model and form, of pairs x length; for memories of several sizes, their capacities in
+        PATH-capacity."""
         models, forms, pairs, lengths = (results[name] for name in ("models", "forms", "pairs", "lengths"))
+        if len(_sizes(results)) > 1:
+            with picture(path.with_name(f"{path.name}-capacity"), columns=len(forms), squeeze=False) as panels:
+                for axes, form in zip(panels.flat, forms, strict=True):
+                    _draw_capacities(axes, results, form)
         size = ((2.4 + 0.62 * len(lengths)) * len(forms), (1.7 + 0.36 * len(pairs)) * len(models))
         with picture(path, rows=len(models), columns=len(forms), figsize=size, squeeze=False) as panels:
             for axes, (model, form) in zip(panels.flat, product(models, forms), strict=True):
@@ -198,6 +204,37 @@ def capacity(accuracy: Mapping[int, float]) -> tuple[str, float]:
         if after < RECALLED:
             return "", fewer + (more - fewer) * (before - RECALLED) / (before - after)
     return ">=", curve[-1][0]
+
+
+def _sizes(results: Results) -> list[list[int]]:
+    """The segment length, width and layers of all memories, by their product."""
+    memories = {tuple(memory) for memory in results["memories"].values() if memory is not None}
+    return sorted(map(list, memories), key=lambda memory: (math.prod(memory), memory))
+
+
+def _draw_capacities(axes: Any, results: Results, form: str) -> None:
+    """A line per length and kind of memory, through the means of the models of a size; bounds are triangles."""
+    sizes, lengths = _sizes(results), results["lengths"]
+    sources = {model["name"]: model["memory_source"] for model in results["models"] if model["segment_length"]}
+    for (column, source), (number, length) in product(enumerate(sorted(set(sources.values()))), enumerate(lengths)):
+        look = {"color": f"C{number}", "linestyle": LINE_STYLES[column % len(LINE_STYLES)]}
+        found = defaultdict(list)  # by size
+        for line in results["capacities"]:
+            if (line["form"], line["length"], sources.get(line["model"])) == (form, length, source):
+                at = sizes.index(results["memories"][line["model"]])
+                found[at].append(line["pairs"])
+                axes.plot(at, line["pairs"], color=look["color"], marker=MARKERS[line["bound"]], markersize=5)
+        means = {at: np.mean(found[at]) for at in sorted(found)}
+        axes.plot(list(means), list(means.values()), **look, label=f"{_shown(length)} tokens, {source}")
+    axes.margins(x=0.12)
+    axes.set_ylim(bottom=0)
+    named = [f"{' x '.join(map(str, memory))}\n= {math.prod(memory):,}" for memory in sizes]
+    axes.set_xticks(range(len(sizes)), named, fontsize=8)
+    axes.set_xlabel("memory [segment x width x layers]")
+    axes.set_ylabel(f"pairs of which {RECALLED:.0%} are recalled")
+    axes.set_title(form, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
 
 
 def _memory(model: EvaluatedModel) -> list[int] | None:

@@ -5,6 +5,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,7 +18,7 @@ from condense.eval.runner import measure
 from condense.eval.statistics import wilson
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.options import RecallOptions
-from condense.eval.tasks.recall import Recall, capacity
+from condense.eval.tasks.recall import Recall, _draw_capacities, capacity
 from condense.training.data.recall import RECALL_TEXTS
 from condense.training.small_llama import save_small_llama, word_tokenizer
 
@@ -150,6 +151,33 @@ def test_capacity(accuracy, expected):
     assert (bound, pairs) == (expected[0], pytest.approx(expected[1]))
 
 
+def test_capacities_are_drawn_against_the_size_of_the_memory(tmp_path):
+    sizes = {"a": [40, 64, 2], "b": [80, 64, 2], "c": [40, 64, 2], "stock": None}
+    results = {
+        "models": [
+            {"name": name, "segment_length": size and size[0], "memory_source": size and "layer_output"}
+            for name, size in sizes.items()
+        ],
+        "forms": ["single"], "lengths": [200], "pairs": [1, 4], "memories": sizes,
+        "cells": [{"model": name, "form": "single", "length": 200, "pairs": pairs, "accuracy": 0.5}
+                  for name in sizes for pairs in (1, 4)],
+        "capacities": [
+            {"model": name, "form": "single", "length": 200, "bound": bound, "pairs": pairs}
+            for name, bound, pairs in [("a", "", 2.0), ("b", ">=", 4), ("c", "<", 1), ("stock", "", 3)]
+        ],
+    }  # fmt: skip
+    axes = plt.figure().subplots()
+    _draw_capacities(axes, results, "single")
+    (mean,) = (line for line in axes.lines if line.get_marker() == "None")
+    assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 1], [1.5, 4])
+    points = [(*line.get_xdata(), *line.get_ydata(), line.get_marker()) for line in axes.lines if line is not mean]
+    assert points == [(0, 2, "o"), (1, 4, "^"), (0, 1, "v")]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["40 x 64 x 2\n= 5,120", "80 x 64 x 2\n= 10,240"]
+    plt.close(axes.figure)
+    Recall.draw(results, tmp_path / "recall")
+    assert (tmp_path / "recall-capacity.png").stat().st_size > 5_000
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A folded and a stock model with the same weights: `--model` of both."""
@@ -170,6 +198,7 @@ def test_command_on_folded_and_stock_models(models, tmp_path):
     rows = list(csv.DictReader((tmp_path / "recall" / "recall.csv").open()))
     assert [int(row["correct"]) for row in rows] == [cell["correct"] for cell in results["cells"]]
     assert all((tmp_path / "recall" / f"recall.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
+    assert not list((tmp_path / "recall").glob("recall-capacity*"))  # one size of memory
     assert results["memories"] == {"folded": [40, 64, 2], "stock": None}
     assert "40 x 64 x 2 = 5,120" in done.output and "stock, multi_value: % correct" in done.output
     assert "folded, single: % correct (95 % interval) by segments from the pair" in done.output

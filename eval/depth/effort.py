@@ -152,7 +152,7 @@ class Effort(Experiment[Run]):
         data = described_line(results["corpus"], results["size"]["vocab_size"])
         return [
             Table(f'NFE below and above u = {BOUNDARY} on "{PAPER_PROMPT}": {data}', *_regimes(results)),
-            Table("is it the word or the block: NFE = level + slope u + curvature |u|, dopri5", *_causes(results)),
+            Table("is it the word or the block: NFE = level + slope u + curvature |u|", *_causes(results)),
             Table("NFE and steps against tolerance, mean over u", *_scaling(results)),
             Table("NFE of a prompt alone and among others, u = -1, 0, +1", *_neighbours(results)),
             Table("linear probes: right on prompts never trained on", *_probes(results)),
@@ -344,17 +344,15 @@ def _side(controls: Sequence[float], counts: Sequence[float], below: bool) -> fl
 
 
 def _causes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["trained on", "labels", "tolerance", "P(good) share before", "counted", "slope", "curvature"]
+    columns = ["trained on", "labels", "solver", "tolerance", "P(good) share before", "counted", "slope", "curvature"]
     rows = []
-    for (prompts, labels), (number, tolerance) in product(BLOCKS, enumerate(results["tolerances"])):
-        records = _of(results, prompts, labels, "dopri5")
+    for (prompts, labels), solver, (number, tolerance) in product(BLOCKS, SOLVERS, enumerate(results["tolerances"])):
+        records = _of(results, prompts, labels, solver)
         for way, name in {"common": "paper's prompt, common", "others": "new prompts' last tokens"}.items():
             fits = [fit_effort(results["controls"], record["sweep"][number][way]) for record in records]
             prior = shown([record["prior"] for record in records], scale=LOGIT)
-            rows.append(
-                [TRAINED_ON[prompts], labels, f"{tolerance:g}", prior, name, shown([f[1] for f in fits], 2),
-                 shown([f[2] for f in fits], 2)]
-            )  # fmt: skip
+            slope, curvature = (shown([fit[at] for fit in fits], 2) for at in (1, 2))
+            rows.append([TRAINED_ON[prompts], labels, solver, f"{tolerance:g}", prior, name, slope, curvature])
     return columns, rows
 
 

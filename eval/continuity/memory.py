@@ -52,6 +52,7 @@ class Memory(Probe):
     varied = "duration factor"
     data_set = "words"
     folded_only = True
+    above_one = tuple(f"{segments} before: observed" for segments in DISTANCES)  # where 0 is a peak too
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:

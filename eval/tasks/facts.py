@@ -1,7 +1,9 @@
 """Questions about facts in long text, on a grid of length x kind of question, by the model's own decoding."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +16,7 @@ from condense.training.data.generated import read_sentences
 from condense.training.recipe import Source
 
 from ..models import EvaluatedModel, generate, load_models, state_bytes
-from ..results import Table
+from ..results import Table, picture
 from ..results_store import Record
 from ..runner import Results
 from .grids import Batch, Grid, pooled
@@ -25,6 +27,9 @@ SEED = 2**41  # added to the seed of the prompts: other texts than those of trai
 
 class Facts(Grid):
     """The answer must be exactly the tokens of the right word.
+
+    A record also counts the `unguessed_correct` of the `unguessed_total` prompts whose answer is not the last word of
+    its sort: those that ask who did what.
 
     Raises `ValueError` for lengths that do not hold the facts, for a tokenizer that does not know their words, and for
     data without text.
@@ -55,7 +60,7 @@ class Facts(Grid):
         return row.replace("_", " ")
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"text": self.text}
+        return super().settings() | {"text": self.text, "unguessed": True}  # older records have no such counts
 
     @torch.no_grad()
     def measure(self, item: Batch) -> Record:
@@ -74,41 +79,79 @@ class Facts(Grid):
             max_new_tokens=task.longest_answer,
         )
         said = sequences[:, prompt_ids_BN.shape[1] :].tolist()
-        pairs = zip(said, prompts, strict=True)
-        correct = sum(answer[: len(prompt.answer)] == prompt.answer for answer, prompt in pairs)
-        return {"correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+        is_right = [answer[: len(prompt.answer)] == prompt.answer for answer, prompt in zip(said, prompts, strict=True)]
+        unguessed = [right for right, prompt in zip(is_right, prompts, strict=True) if not prompt.is_guessed]
+        return {
+            "correct": sum(is_right),
+            "total": item.size,
+            "unguessed_correct": sum(unguessed),
+            "unguessed_total": len(unguessed),
+            "state_bytes": state_bytes(cache) // item.size,
+        }
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
+        """The cells, and as `unguessed` those of the prompts whose answer is not the last word of its sort."""
         guesses = {kind: guess_accuracy(kind, self.options.num_facts) for kind in self.options.kinds}
-        return super().summarise(measured) | {"kinds": list(self.options.kinds), "guesses": guesses}
+        found = defaultdict(list)
+        for item, record in measured:
+            if total := record["unguessed_total"]:
+                counts = {"correct": record["unguessed_correct"], "total": total}
+                found[item.model.name, item.length, item.row].append(counts)
+        fields = "model", "length", self.row
+        unguessed = [dict(zip(fields, key, strict=True)) | pooled(counts) for key, counts in found.items()]
+        kinds = {"kinds": list(self.options.kinds), "guesses": guesses}
+        return super().summarise(measured) | kinds | {"unguessed": unguessed}
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """One per model: the accuracy by kind and length, of all kinds together, and the bytes of the state.
+        """Two per model: the accuracy by kind and length, of all kinds together, and the bytes of the state; and the
+        accuracy where the last word of the right sort is not the answer.
 
-        Beside it the accuracy of a reader who says the last word of the right sort, whatever the question is.
+        Beside the first one the accuracy of a reader who says that word, whatever the question is.
         """
         lengths, tables = results["lengths"], []
-        for model in results["models"]:
-            name = model["name"]
-            cells = [cell for cell in results["cells"] if cell["model"] == name]
-            by_kind = [(cls.label(kind), [kind]) for kind in results["kinds"]]
+        by_kind = [*((cls.label(kind), [kind]) for kind in results["kinds"]), ("all", results["kinds"])]
+        columns = [f"{length:,} tokens" for length in lengths]
+
+        def shares(cells: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[str]:
+            return [_share(cell for cell in cells if cell["length"] == n and cell["kind"] in kinds) for n in lengths]
+
+        for name in (model["name"] for model in results["models"]):
+            cells, unguessed = (
+                [cell for cell in results.get(which, []) if cell["model"] == name] for which in ("cells", "unguessed")
+            )
+            guesses = [f"{100 * fmean(results['guesses'][kind] for kind in kinds):.1f}" for _, kinds in by_kind]
             rows = [
-                [
-                    label,
-                    f"{100 * fmean(results['guesses'][kind] for kind in kinds):.1f}",
-                    *(_share(cell for cell in cells if cell["length"] == n and cell["kind"] in kinds) for n in lengths),
-                ]
-                for label, kinds in [*by_kind, ("all", results["kinds"])]
+                [label, guess, *shares(cells, kinds)] for (label, kinds), guess in zip(by_kind, guesses, strict=True)
             ]
             held = [max(cell["state_bytes"] for cell in cells if cell["length"] == length) for length in lengths]
             rows.append(["state [KiB]", "-", *(f"{num_bytes / 1024:,.1f}" for num_bytes in held)])
-            columns = ["kind", "the last such word", *(f"{length:,} tokens" for length in lengths)]
-            tables.append(Table(f"{name}: % of right answers (95 % interval)", columns, rows))
+            title = f"{name}: % of right answers (95 % interval)"
+            tables.append(Table(title, ["kind", "the last such word", *columns], rows))
+            if unguessed:  # none where each text has one fact
+                rows = [[label, *shares(unguessed, kinds)] for label, kinds in by_kind]
+                tables.append(Table(f"{title} where the last such word is wrong", ["kind", *columns], rows))
         return tables
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """Those of every grid; and in PATH-unguessed, heat maps where the last word of the right sort is wrong."""
+        super().draw(results, path)
+        if not results.get("unguessed"):
+            return
+        models, lengths, kinds = results["models"], results["lengths"], results["kinds"]
+        size = (2.4 + 0.62 * len(lengths), (1.9 + 0.42 * len(kinds)) * len(models))
+        with picture(path.with_name(f"{path.name}-unguessed"), rows=len(models), figsize=size, squeeze=False) as panels:
+            panels[0, 0].figure.suptitle("where the last such word is wrong", fontsize=10)
+            for axes, model in zip(panels[:, 0], models, strict=True):
+                unguessed = results | {"cells": results["unguessed"]}
+                cls._heat_map(axes, model["name"], unguessed, lengths, kinds)
 
 
 def _share(cells: Iterable[dict[str, Any]]) -> str:
-    together = pooled(list(cells))
+    counted = list(cells)
+    if not counted:
+        return "-"
+    together = pooled(counted)
     share, low, high = (100 * together[field] for field in ("accuracy", "low", "high"))
     return f"{share:.1f} ({low:.1f} to {high:.1f})"

@@ -27,6 +27,7 @@ from .fact_kinds import (
     Story,
     all_texts,
     check_kinds,
+    guess,
     tell,
 )  # fmt: skip
 from .passkey import FILLER
@@ -36,11 +37,13 @@ LONGEST_DISTRACTOR = 40  # tokens
 
 
 class Prompt(NamedTuple):
-    """Tokens [N] that end where the answer begins, and where they are background [N], not facts or question."""
+    """Tokens [N] that end where the answer begins, where they are background [N], not facts or question, and whether
+    `guess` finds the answer."""
 
     input_ids: np.ndarray
     is_background: np.ndarray
     answer: list[int]
+    is_guessed: bool = False
 
 
 class _Frame(NamedTuple):
@@ -168,7 +171,8 @@ class FactsTask:
         self.check_fits(num_tokens)
         story = tell(kind, self.facts, generator)
         frame = self._frame(story, story.questions[:1], [False])
-        return self._fill(frame, num_tokens - self.longest_answer, generator)[0]
+        filled, _ = self._fill(frame, num_tokens - self.longest_answer, generator)
+        return filled._replace(is_guessed=guess(story) == story.questions[0].answer)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.background.tokens.tobytes()).hexdigest()

@@ -18,7 +18,7 @@ from condense.eval.statistics import wilson
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.facts import Facts
 from condense.eval.tasks.options import FactsOptions
-from condense.training.data.fact_kinds import KINDS, all_texts
+from condense.training.data.fact_kinds import KINDS, PLACES, all_texts
 from condense.training.data.facts import FactsTask
 from condense.training.data.generated import GeneratedExamples
 from condense.training.data.passkey import FILLER
@@ -46,6 +46,19 @@ class Says:
         return SimpleNamespace(
             sequences=torch.cat([input_ids, answer], dim=1), past_key_values=SimpleNamespace(layers=[])
         )
+
+
+class SaysLastPlace(Says):
+    """A model that tracks nothing: it says the last place of the text that the question does not name."""
+
+    def generate(self, input_ids, **options):
+        rows = []
+        for ids in input_ids:
+            facts, question = plain(self.tokenizer.decode(ids[1:])).split("Question")
+            said = [word for word in facts.replace(".", " ").split() if word in PLACES and word not in question]
+            self.word = said[-1]
+            rows.append(super().generate(ids[None], **options).sequences)
+        return SimpleNamespace(sequences=torch.cat(rows), past_key_values=SimpleNamespace(layers=[]))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +91,20 @@ def test_a_model_that_always_says_the_same(tokenizer):
     by_kind = {cell["kind"]: cell["correct"] for cell in cells if cell["length"] == 300}
     assert by_kind["three_arguments"] == 0 < by_kind["one_fact"]  # a place was not given to anybody
     assert len({text for _, text in model.texts}) == 600
+
+
+def test_a_model_that_tracks_nothing_is_never_right_where_the_last_word_is_wrong(tokenizer):
+    evaluated = EvaluatedModel("last", "", SaysLastPlace(tokenizer, None), tokenizer)
+    options = {"kinds": ("one_fact", "two_facts", "three_facts"), "lengths": [120, 300], "num_prompts": 60}
+    task = Facts(FactsOptions(models=[], num_facts=5, **options), [evaluated])
+    results = task.summarise(measure(task))
+    assert len(results["unguessed"]) == len(results["cells"]) == 6
+    for cell, unguessed in zip(results["cells"], results["unguessed"], strict=True):
+        assert (unguessed["kind"], unguessed["length"]) == (cell["kind"], cell["length"])
+        assert unguessed["correct"] == 0 and unguessed["total"] == cell["total"] - cell["correct"] > 0
+    tables = Facts.tables(results | {"models": [{"name": "last"}]})
+    assert tables[1].title == "last: % of right answers (95 % interval) where the last such word is wrong"
+    assert [row[1].split()[0] for row in tables[1].rows] == ["0.0"] * 4
 
 
 def test_prompts_are_those_of_no_training(tokenizer, monkeypatch):
@@ -113,7 +140,8 @@ def test_command_on_a_folded_model(folder, tmp_path):
     assert [(row["kind"], int(row["correct"])) for row in rows] == [
         (cell["kind"], cell["correct"]) for cell in results["cells"]
     ]
-    assert all((tmp_path / "out" / f"facts.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
+    for name in ("facts.png", "facts.svg", "facts-unguessed.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 5_000
     assert "small: % of right answers" in done.output and "two facts" in done.output
     held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}
     assert held[100] == held[200]

@@ -32,7 +32,7 @@ PAPER: dict[str, dict[str, Any]] = {
     },
 }
 RULES: tuple[Rule, ...] = ("exact", "published")
-OBSERVED = "observed"  # above 1 where 0 is a peak too
+OBSERVED = "observed"  # above 1 where there are more peaks than repetitions
 RATIO, EXPECTED_RATIO = "average ratio", "average ratio, expected peaks only"
 DISTANCE = "mean distance from repetitions x duration"
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))

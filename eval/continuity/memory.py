@@ -19,7 +19,7 @@ from condense.training.data.passkey import PasskeyTask
 
 from ..results import Table
 from .aggregation import answers, figure, if_answering, mass, mass_column, mean, percent, valid
-from .counts import WORDS
+from .counts import OBSERVED, WORDS
 from .data import load
 from .engine import Reader, Record
 from .items import DURATIONS, Item, NotValid
@@ -35,7 +35,7 @@ SHOWN_DIALS = (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)
 MEASURES = {
     "right at 1": "right_at_1",
     "counterfactual": "counterfactual",
-    "observed": "observed",
+    OBSERVED: "observed",
     "observed, expected": "observed_expected",
 }
 NUM_WORDS = 20  # items of each distance
@@ -52,7 +52,7 @@ class Memory(Probe):
     varied = "duration factor"
     data_set = "words"
     folded_only = True
-    above_one = tuple(f"{segments} before: observed" for segments in DISTANCES)  # where 0 is a peak too
+    above_one = tuple(f"{segments} before: {OBSERVED}" for segments in DISTANCES)
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:

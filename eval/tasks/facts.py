@@ -1,8 +1,7 @@
 """Questions about facts in long text, on a grid of length x kind of question, by the model's own decoding."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from condense.training.data.fact_kinds import KINDS, guess_accuracy
+from condense.training.data.fact_kinds import KINDS, guess_accuracies
 from condense.training.data.facts import FactsTask
 from condense.training.data.generated import read_sentences
 from condense.training.recipe import Source
 
 from ..models import EvaluatedModel, generate, load_models, state_bytes
-from ..results import Table, picture
+from ..results import Table
 from ..results_store import Record
 from ..runner import Results
-from .grids import Batch, Grid, pooled
+from .grids import Batch, Grid, count_cells, pooled
 from .options import FactsOptions
 
 SEED = 2**41  # added to the seed of the prompts: other texts than those of training and its validation
@@ -28,8 +27,8 @@ SEED = 2**41  # added to the seed of the prompts: other texts than those of trai
 class Facts(Grid):
     """The answer must be exactly the tokens of the right word.
 
-    A record also counts the `unguessed_correct` of the `unguessed_total` prompts whose answer is not the last word of
-    its sort: those that ask who did what.
+    A record also counts the `unguessed_correct` of the `unguessed_total` prompts in which `guess`, the last word of the
+    right sort that the facts say and the question does not name, is not the answer.
 
     Raises `ValueError` for lengths that do not hold the facts, for a tokenizer that does not know their words, and for
     data without text.
@@ -90,68 +89,67 @@ class Facts(Grid):
         }
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """The cells, and as `unguessed` those of the prompts whose answer is not the last word of its sort."""
-        guesses = {kind: guess_accuracy(kind, self.options.num_facts) for kind in self.options.kinds}
-        found = defaultdict(list)
-        for item, record in measured:
-            if total := record["unguessed_total"]:
-                counts = {"correct": record["unguessed_correct"], "total": total}
-                found[item.model.name, item.length, item.row].append(counts)
-        fields = "model", "length", self.row
-        unguessed = [dict(zip(fields, key, strict=True)) | pooled(counts) for key, counts in found.items()]
-        kinds = {"kinds": list(self.options.kinds), "guesses": guesses}
-        return super().summarise(measured) | kinds | {"unguessed": unguessed}
+        """The cells, and as `unguessed` those of the prompts in which `guess` is wrong. `guesses` and `others` are the
+        accuracies of readers who track nothing: by kind of `guess`, and there of another such word at random."""
+        accuracies = {kind: guess_accuracies(kind, self.options.num_facts) for kind in self.options.kinds}
+        unguessed = [
+            (item, record | {"correct": record["unguessed_correct"], "total": record["unguessed_total"]})
+            for item, record in measured
+            if record["unguessed_total"]
+        ]
+        return super().summarise(measured) | {
+            "kinds": list(self.options.kinds),
+            "guesses": {kind: guessed for kind, (guessed, _) in accuracies.items()},
+            "others": {kind: other for kind, (_, other) in accuracies.items()},
+            "unguessed": count_cells(unguessed, lambda item, _: self._cell(item)),
+        }
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """Two per model: the accuracy by kind and length, of all kinds together, and the bytes of the state; and the
-        accuracy where the last word of the right sort is not the answer.
+        """Of each model the accuracy by kind and length, of all kinds together, and the bytes of the state; and the
+        accuracy where `guess` is wrong, unless there are no such prompts, or older results do not have it.
 
-        Beside the first one the accuracy of a reader who says that word, whatever the question is.
+        Beside each the accuracy of a reader who tracks nothing.
         """
-        lengths, tables = results["lengths"], []
-        by_kind = [*((cls.label(kind), [kind]) for kind in results["kinds"]), ("all", results["kinds"])]
+        lengths, kinds, tables = results["lengths"], results["kinds"], []
         columns = [f"{length:,} tokens" for length in lengths]
 
         def shares(cells: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[str]:
-            return [_share(cell for cell in cells if cell["length"] == n and cell["kind"] in kinds) for n in lengths]
+            return [_share([cell for cell in cells if cell["length"] == n and cell["kind"] in kinds]) for n in lengths]
 
         for name in (model["name"] for model in results["models"]):
             cells, unguessed = (
                 [cell for cell in results.get(which, []) if cell["model"] == name] for which in ("cells", "unguessed")
             )
-            guesses = [f"{100 * fmean(results['guesses'][kind] for kind in kinds):.1f}" for _, kinds in by_kind]
-            rows = [
-                [label, guess, *shares(cells, kinds)] for (label, kinds), guess in zip(by_kind, guesses, strict=True)
-            ]
+            guesses = results["guesses"]
+            rows = [[cls.label(kind), f"{100 * guesses[kind]:.1f}", *shares(cells, [kind])] for kind in kinds]
+            rows.append(["all", f"{100 * fmean(guesses.values()):.1f}", *shares(cells, kinds)])
             held = [max(cell["state_bytes"] for cell in cells if cell["length"] == length) for length in lengths]
             rows.append(["state [KiB]", "-", *(f"{num_bytes / 1024:,.1f}" for num_bytes in held)])
             title = f"{name}: % of right answers (95 % interval)"
             tables.append(Table(title, ["kind", "the last such word", *columns], rows))
-            if unguessed:  # none where each text has one fact
-                rows = [[label, *shares(unguessed, kinds)] for label, kinds in by_kind]
-                tables.append(Table(f"{title} where the last such word is wrong", ["kind", *columns], rows))
+            if unguessed:
+                others = {
+                    kind: "-" if other is None else f"{100 * other:.1f}" for kind, other in results["others"].items()
+                }
+                rows = [[cls.label(kind), others[kind], *shares(unguessed, [kind])] for kind in kinds]
+                title += " where the last such word is wrong"
+                tables.append(Table(title, ["kind", "another such word at random", *columns], rows))
         return tables
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Those of every grid; and in PATH-unguessed, heat maps where the last word of the right sort is wrong."""
+        """Those of every grid; and heat maps where `guess` is wrong in PATH-unguessed."""
         super().draw(results, path)
-        if not results.get("unguessed"):
-            return
-        models, lengths, kinds = results["models"], results["lengths"], results["kinds"]
-        size = (2.4 + 0.62 * len(lengths), (1.9 + 0.42 * len(kinds)) * len(models))
-        with picture(path.with_name(f"{path.name}-unguessed"), rows=len(models), figsize=size, squeeze=False) as panels:
-            panels[0, 0].figure.suptitle("where the last such word is wrong", fontsize=10)
-            for axes, model in zip(panels[:, 0], models, strict=True):
-                unguessed = results | {"cells": results["unguessed"]}
-                cls._heat_map(axes, model["name"], unguessed, lengths, kinds)
+        if results.get("unguessed"):
+            unguessed = results | {"cells": results["unguessed"]}
+            title = "where the last such word of the facts is wrong"
+            cls._heat_maps(unguessed, path.with_name(f"{path.name}-unguessed"), title)
 
 
-def _share(cells: Iterable[dict[str, Any]]) -> str:
-    counted = list(cells)
-    if not counted:
+def _share(cells: Sequence[dict[str, Any]]) -> str:
+    if not cells:
         return "-"
-    together = pooled(counted)
+    together = pooled(cells)
     share, low, high = (100 * together[field] for field in ("accuracy", "low", "high"))
     return f"{share:.1f} ({low:.1f} to {high:.1f})"

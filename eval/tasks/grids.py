@@ -102,13 +102,20 @@ class Grid(Task[Batch]):
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """A heat map per model; and for several lengths, in PATH-length, all rows together and the state by length."""
-        models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
-        if len(lengths) > 1:
+        if len(results["lengths"]) > 1:
             with picture(path.with_name(f"{path.name}-length"), columns=2, figsize=(10, 3.6)) as (accuracy, state):
                 cls._lines(accuracy, state, results)
+        cls._heat_maps(results, path)
+
+    @classmethod
+    def _heat_maps(cls, results: Results, path: Path, title: str | None = None) -> None:
+        """One per model."""
+        models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
         label = max(len(cls.label(row)) for row in rows)
         size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows)) * len(models))
         with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
+            if title:
+                panels[0, 0].figure.suptitle(title, fontsize=10)
             for axes, model in zip(panels[:, 0], models, strict=True):
                 cls._heat_map(axes, model["name"], results, lengths, rows)
 

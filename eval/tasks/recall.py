@@ -172,10 +172,15 @@ class Recall(Task[Batch]):
         """A heat map per model and form, of pairs x length; for memories of several sizes, their capacities in
         PATH-capacity."""
         models, forms, pairs, lengths = (results[name] for name in ("models", "forms", "pairs", "lengths"))
-        if len(_sizes(results)) > 1:
-            with picture(path.with_name(f"{path.name}-capacity"), columns=len(forms), squeeze=False) as panels:
+        if len(sizes := _sizes(results)) > 1:
+            size = ((2.6 + 1.1 * len(sizes)) * len(forms), 4.4)
+            with picture(
+                path.with_name(f"{path.name}-capacity"), columns=len(forms), figsize=size, squeeze=False
+            ) as panels:
                 for axes, form in zip(panels.flat, forms, strict=True):
-                    _draw_capacities(axes, results, form)
+                    _draw_capacities(axes, results, form, sizes)
+                legend = panels[0, 0].get_legend_handles_labels()
+                panels[0, 0].figure.legend(*legend, loc="outside lower center", ncols=2, fontsize=7)
         size = ((2.4 + 0.62 * len(lengths)) * len(forms), (1.7 + 0.36 * len(pairs)) * len(models))
         with picture(path, rows=len(models), columns=len(forms), figsize=size, squeeze=False) as panels:
             for axes, (model, form) in zip(panels.flat, product(models, forms), strict=True):
@@ -212,20 +217,28 @@ def _sizes(results: Results) -> list[list[int]]:
     return sorted(map(list, memories), key=lambda memory: (math.prod(memory), memory))
 
 
-def _draw_capacities(axes: Any, results: Results, form: str) -> None:
-    """A line per length and kind of memory, through the means of the models of a size; bounds are triangles."""
-    sizes, lengths = _sizes(results), results["lengths"]
+def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[int]]) -> None:
+    """The capacities of folded models by size, a line per length and kind of memory through the means of each size. A
+    bound is a triangle, and takes no part in a line."""
     sources = {model["name"]: model["memory_source"] for model in results["models"] if model["segment_length"]}
-    for (column, source), (number, length) in product(enumerate(sorted(set(sources.values()))), enumerate(lengths)):
-        look = {"color": f"C{number}", "linestyle": LINE_STYLES[column % len(LINE_STYLES)]}
-        found = defaultdict(list)  # by size
+    kinds = sorted(set(sources.values()))
+    for (number, length), (style, kind) in product(enumerate(results["lengths"]), enumerate(kinds)):
+        color, values = f"C{number}", defaultdict(list)  # by size
         for line in results["capacities"]:
-            if (line["form"], line["length"], sources.get(line["model"])) == (form, length, source):
+            if (line["form"], line["length"], sources.get(line["model"])) == (form, length, kind):
                 at = sizes.index(results["memories"][line["model"]])
-                found[at].append(line["pairs"])
-                axes.plot(at, line["pairs"], color=look["color"], marker=MARKERS[line["bound"]], markersize=5)
-        means = {at: np.mean(found[at]) for at in sorted(found)}
-        axes.plot(list(means), list(means.values()), **look, label=f"{_shown(length)} tokens, {source}")
+                values[at].append(math.nan if line["bound"] else line["pairs"])
+                filled = color if style == 0 else "none"
+                axes.plot(at, line["pairs"], color=color, marker=MARKERS[line["bound"]], mfc=filled, markersize=5)
+        means = {at: np.mean(values[at]) for at in sorted(values)}
+        name = f"{_shown(length)} tokens" if len(kinds) == 1 else f"{_shown(length)} tokens, {kind}"
+        axes.plot(
+            list(means), list(means.values()), color=color, linestyle=LINE_STYLES[style % len(LINE_STYLES)], label=name
+        )
+    for bound, marker in MARKERS.items():
+        if any(line["bound"] == bound for line in results["capacities"]) and bound:
+            name = {">=": "at least", "<": "less than"}[bound]
+            axes.plot([], [], color="gray", linestyle="none", marker=marker, label=name)
     axes.margins(x=0.12)
     axes.set_ylim(bottom=0)
     named = [f"{' x '.join(map(str, memory))}\n= {math.prod(memory):,}" for memory in sizes]
@@ -234,7 +247,6 @@ def _draw_capacities(axes: Any, results: Results, form: str) -> None:
     axes.set_ylabel(f"pairs of which {RECALLED:.0%} are recalled")
     axes.set_title(form, fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
 
 
 def _memory(model: EvaluatedModel) -> list[int] | None:

@@ -248,21 +248,28 @@ def tell(kind: str, most_facts: int, generator: np.random.Generator) -> Story:
     return make(generator, int(generator.integers(least, min(most_facts, most or most_facts) + 1)))
 
 
-def guess(story: Story) -> str | None:
-    """What a reader says who tracks nothing, asked the first question: the last word of the answer's kind that the
-    question does not name."""
+def candidates(story: Story) -> list[str]:
+    """The words of the answer's kind that the facts say and the first question does not name, the last one first."""
     question = story.questions[0]
     (alike,) = (words for words in (PEOPLE, PLACES, THINGS) if question.answer in words)
     said = " ".join(story.facts).replace(".", "").split()
     named = question.text.replace("?", "").split()
-    return next((word for word in reversed(said) if word in alike and word not in named), None)
+    return list(dict.fromkeys(word for word in reversed(said) if word in alike and word not in named))
 
 
-def guess_accuracy(kind: str, most_facts: int, stories: int = 1000) -> float:
-    """The share of stories of a kind in which `guess` is right."""
+def guess(story: Story) -> str | None:
+    """What a reader says who tracks nothing, asked the first question: the last of the candidates."""
+    return next(iter(candidates(story)), None)
+
+
+def guess_accuracies(kind: str, most_facts: int, stories: int = 1000) -> tuple[float, float | None]:
+    """The share of stories of a kind in which `guess` is right; and in the other stories (None: there are none), how
+    often another candidate at random is."""
     generator = np.random.default_rng(0)
     told = [tell(kind, most_facts, generator) for _ in range(stories)]
-    return sum(guess(story) == story.questions[0].answer for story in told) / stories
+    unguessed = [story for story in told if guess(story) != story.questions[0].answer]
+    shares = [1 / len(others) for story in unguessed if (others := candidates(story)[1:])]  # the answer is one of them
+    return 1 - len(unguessed) / stories, sum(shares) / len(unguessed) if unguessed else None
 
 
 def all_texts() -> list[str]:

@@ -43,7 +43,7 @@ class Prompt(NamedTuple):
     input_ids: np.ndarray
     is_background: np.ndarray
     answer: list[int]
-    is_guessed: bool = False
+    is_guessed: bool
 
 
 class _Frame(NamedTuple):
@@ -171,8 +171,8 @@ class FactsTask:
         self.check_fits(num_tokens)
         story = tell(kind, self.facts, generator)
         frame = self._frame(story, story.questions[:1], [False])
-        filled, _ = self._fill(frame, num_tokens - self.longest_answer, generator)
-        return filled._replace(is_guessed=guess(story) == story.questions[0].answer)
+        input_ids, is_background, _ = self._fill(frame, num_tokens - self.longest_answer, generator)
+        return Prompt(input_ids, is_background, frame.answer, guess(story) == story.questions[0].answer)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.background.tokens.tobytes()).hexdigest()
@@ -276,8 +276,11 @@ class FactsTask:
         assert generator is not None
         return _with_distractors(frame, distractors, generator)
 
-    def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator) -> tuple[Prompt, np.ndarray]:
-        """The text, and the ends of what is inserted: the numbers of the tokens that follow."""
+    def _fill(
+        self, frame: _Frame, num_tokens: int, generator: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The text [N], where it is background [N], and the ends of what is inserted: the numbers of the tokens that
+        follow."""
         tokens, places = self.background.part(num_tokens - frame.length, frame.num_places, generator)
         pieces: list[Sequence[int] | np.ndarray] = [self.start]
         for between, piece in zip(np.split(tokens, places[frame.places]), [*frame.inserted, frame.end], strict=True):
@@ -285,15 +288,15 @@ class FactsTask:
         lengths = [len(piece) for piece in pieces]
         is_background = np.repeat(np.arange(len(pieces)) % 2 == 1, lengths)
         input_ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces])
-        return Prompt(input_ids, is_background, frame.answer), np.cumsum(lengths)[2:-1:2]
+        return input_ids, is_background, np.cumsum(lengths)[2:-1:2]
 
     def _text(self, frame: _Frame, num_tokens: int, background: int, generator: np.random.Generator) -> Example:
-        prompt, ends = self._fill(frame, num_tokens - len(frame.answer), generator)
-        input_ids = np.concatenate([prompt.input_ids, prompt.answer])
-        predicted = np.flatnonzero(prompt.is_background[1:]) + 1  # nothing comes before the first token
-        answers = np.flatnonzero(frame.is_answer) + len(prompt.input_ids) - len(frame.end)
+        prompt_ids, is_background, ends = self._fill(frame, num_tokens - len(frame.answer), generator)
+        input_ids = np.concatenate([prompt_ids, frame.answer])
+        predicted = np.flatnonzero(is_background[1:]) + 1  # nothing comes before the first token
+        answers = np.flatnonzero(frame.is_answer) + len(prompt_ids) - len(frame.end)
         labelled = [*generator.choice(predicted, background, replace=False), *answers]
-        labelled += range(len(prompt.input_ids), num_tokens)
+        labelled += range(len(prompt_ids), num_tokens)
         labels = np.full(num_tokens, IGNORE_INDEX)
         labels[labelled] = input_ids[labelled]
         labels[ends[list(frame.early_answers)]] = list(frame.early_answers.values())

@@ -1,6 +1,7 @@
 """Means over the runs of a model: hand-worked, by each probe, and from the command line."""
 
 import json
+from collections import defaultdict
 from math import sqrt
 
 import pytest
@@ -9,8 +10,8 @@ from transformers import AutoTokenizer
 
 from condense.continuity import ContinuousLM, Sentence
 from condense.eval.continuity import transformations
-from condense.eval.continuity.counts import Counting
-from condense.eval.continuity.memory import Memory
+from condense.eval.continuity.counts import Counting, Events
+from condense.eval.continuity.memory import DISTANCES, Memory
 from condense.eval.continuity.probes import PROBES
 from condense.eval.continuity.questions import questions_tokenizer
 from condense.eval.continuity.runs import over_runs, runs_table
@@ -167,3 +168,18 @@ def test_the_probability_of_the_unchanged_sentences_likeliest_token(tmp_path, mo
     assert record["top"] == pytest.approx(expected, rel=1e-3) and not all(record["same_top"])
     mean = sum(expected) / len(expected)
     assert results["models"][0]["summary"]["sentences"]["France"]["top"] == pytest.approx(mean, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [Counting, Events, Memory])
+def test_more_digits_can_be_peaks_than_there_are_repetitions(kind):
+    figures = []
+    for observed in (0.9, 1.0):
+        counted = defaultdict(lambda: 0.9, records=3, valid=3, observed=observed)
+        counted["distances"] = dict.fromkeys(DISTANCES, counted)
+        counted["dials"] = {}
+        figures.append(kind.figures(counted))
+    found = over_runs({f"a#{run}": values for run, values in enumerate(figures)}, kind.above_one)["a"]
+    assert set(kind.above_one) <= found.keys()
+    assert {name for name, figure in found.items() if figure["high"] > 1} == {
+        name for name in found if name.endswith("observed")
+    }

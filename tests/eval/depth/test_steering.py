@@ -98,6 +98,25 @@ def test_the_agreement_of_the_solvers_is_one_of_steps():
     assert paper["steps: heun / dopri5"] == "0.85 to 1.15" and paper["NFE: adaptive_heun"] == "-"
 
 
+def test_the_causes_are_those_of_each_solver():
+    """Counts that are 20 - 2 u + 3 |u| by dopri5 at the paper's prompt, and other lines elsewhere."""
+    controls = [-2.0, -1.0, 0.0, 1.0, 2.0]
+    lines = {"dopri5": {"common": (-2, 3), "others": (1, 2)}, "adaptive_heun": {"common": (5, -4), "others": (-6, 7)}}
+    records = [
+        {"prompts": prompts, "labels": labels, "what": solver, "prior": 0.6,
+         "sweep": [{way: [20 + slope * u + curvature * abs(u) for u in controls]
+                    for way, (slope, curvature) in ways.items()}]}
+        for (prompts, labels), (solver, ways) in product(effort.BLOCKS, lines.items())
+    ]  # fmt: skip
+    columns, rows = effort._causes({"controls": controls, "tolerances": [1e-3], "records": records})
+    assert len(rows) == 4 * 2 * 2
+    for row in rows:
+        line = dict(zip(columns, row, strict=True))
+        way = "common" if line["counted"] == "paper's prompt, common" else "others"
+        slope, curvature = lines[line["solver"]][way]
+        assert (line["slope"], line["curvature"]) == (f"{slope:.2f}", f"{curvature:.2f}")
+
+
 def test_states_on_the_way(lively):
     (start,) = effort.states_before(lively, [(1, 2, 3)])
     hidden = lively(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states

@@ -49,7 +49,7 @@ class Says:
 
 
 class SaysLastPlace(Says):
-    """A model that tracks nothing: it says the last place of the text that the question does not name."""
+    """It says the last place of the text that the question does not name."""
 
     def generate(self, input_ids, **options):
         rows = []
@@ -93,18 +93,55 @@ def test_a_model_that_always_says_the_same(tokenizer):
     assert len({text for _, text in model.texts}) == 600
 
 
-def test_a_model_that_tracks_nothing_is_never_right_where_the_last_word_is_wrong(tokenizer):
-    evaluated = EvaluatedModel("last", "", SaysLastPlace(tokenizer, None), tokenizer)
+class Reads(Says):
+    """A model that reads: it says the right answer."""
+
+    def generate(self, input_ids, **options):
+        rows = []
+        for ids in input_ids:
+            self.word = answer_to(plain(self.tokenizer.decode(ids[1:])))
+            rows.append(super().generate(ids[None], **options).sequences)
+        return SimpleNamespace(sequences=torch.cat(rows), past_key_values=SimpleNamespace(layers=[]))
+
+
+def results_of(model, tokenizer, **options):
+    task = Facts(FactsOptions(models=[], **options), [EvaluatedModel("model", "", model, tokenizer)])
+    return task.summarise(measure(task)) | {"models": [{"name": "model"}]}
+
+
+def test_a_model_that_reads_is_right_where_the_last_word_is_wrong(tokenizer, monkeypatch):
+    monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 3000)  # cells of several batches
+    results = results_of(Reads(tokenizer, None), tokenizer, num_facts=6, lengths=[150, 300], num_prompts=40)
+    assert len(results["unguessed"]) == 10
+    for cell in results["unguessed"]:
+        assert cell["correct"] == cell["total"] > 0 and cell["total"] < 40
+    others = results["others"]
+    assert [row[:2] for row in Facts.tables(results)[1].rows] == [
+        [kind.replace("_", " "), f"{100 * others[kind]:.1f}"] for kind in KINDS
+    ]
+
+
+def test_no_second_table_and_picture_where_the_last_word_is_always_right(tokenizer, tmp_path):
+    options = {"kinds": ("one_fact",), "num_facts": 1, "lengths": [60, 100], "num_prompts": 5}
+    results = results_of(Says(tokenizer, "cellar"), tokenizer, **options)
+    assert results["unguessed"] == [] and results["others"] == {"one_fact": None}
+    assert len(Facts.tables(results)) == 1
+    Facts.draw(results, tmp_path / "facts")
+    assert {path.name for path in tmp_path.glob("*.png")} == {"facts.png", "facts-length.png"}
+    del results["unguessed"], results["others"]  # as in older results
+    assert len(Facts.tables(results)) == 1
+
+
+def test_a_model_that_says_the_last_word_is_never_right_where_it_is_wrong(tokenizer):
     options = {"kinds": ("one_fact", "two_facts", "three_facts"), "lengths": [120, 300], "num_prompts": 60}
-    task = Facts(FactsOptions(models=[], num_facts=5, **options), [evaluated])
-    results = task.summarise(measure(task))
+    results = results_of(SaysLastPlace(tokenizer, None), tokenizer, num_facts=5, **options)
     assert len(results["unguessed"]) == len(results["cells"]) == 6
     for cell, unguessed in zip(results["cells"], results["unguessed"], strict=True):
         assert (unguessed["kind"], unguessed["length"]) == (cell["kind"], cell["length"])
         assert unguessed["correct"] == 0 and unguessed["total"] == cell["total"] - cell["correct"] > 0
-    tables = Facts.tables(results | {"models": [{"name": "last"}]})
-    assert tables[1].title == "last: % of right answers (95 % interval) where the last such word is wrong"
-    assert [row[1].split()[0] for row in tables[1].rows] == ["0.0"] * 4
+    table = Facts.tables(results)[1]
+    assert table.title == "model: % of right answers (95 % interval) where the last such word is wrong"
+    assert [row[2].split()[0] for row in table.rows] == ["0.0"] * 3
 
 
 def test_prompts_are_those_of_no_training(tokenizer, monkeypatch):

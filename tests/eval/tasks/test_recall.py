@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -152,26 +153,41 @@ def test_capacity(accuracy, expected):
 
 
 def test_capacities_are_drawn_against_the_size_of_the_memory(tmp_path):
-    sizes = {"a": [40, 64, 2], "b": [80, 64, 2], "c": [40, 64, 2], "stock": None}
+    sizes = {"a": [40, 64, 2], "b": [80, 64, 2], "c": [40, 64, 2], "xl": [80, 64, 2], "stock": None}
+    found = {
+        ("single", 200): [("a", "", 2.0), ("b", "", 4), ("c", "", 1), ("xl", "<", 1), ("stock", "", 3)],
+        ("single", 300): [("a", "", 5.0), ("b", ">=", 4), ("c", "<", 1), ("xl", "", 7), ("stock", "", 3)],
+        ("multi_value", 200): [("a", "", 9.0)],
+    }
     results = {
         "models": [
-            {"name": name, "segment_length": size and size[0], "memory_source": size and "layer_output"}
+            {"name": name, "segment_length": size and size[0],
+             "memory_source": size and ("layer_input" if name == "xl" else "layer_output")}
             for name, size in sizes.items()
         ],
-        "forms": ["single"], "lengths": [200], "pairs": [1, 4], "memories": sizes,
-        "cells": [{"model": name, "form": "single", "length": 200, "pairs": pairs, "accuracy": 0.5}
-                  for name in sizes for pairs in (1, 4)],
+        "forms": ["single", "multi_value"], "lengths": [200, 300], "pairs": [1, 4], "memories": sizes,
+        "cells": [
+            {"model": name, "form": form, "length": length, "pairs": pairs, "accuracy": 0.5}
+            for name in sizes for form in ("single", "multi_value") for length in (200, 300) for pairs in (1, 4)
+        ],
         "capacities": [
-            {"model": name, "form": "single", "length": 200, "bound": bound, "pairs": pairs}
-            for name, bound, pairs in [("a", "", 2.0), ("b", ">=", 4), ("c", "<", 1), ("stock", "", 3)]
+            {"model": name, "form": form, "length": length, "bound": bound, "pairs": pairs}
+            for (form, length), lines in found.items() for name, bound, pairs in lines
         ],
     }  # fmt: skip
     axes = plt.figure().subplots()
-    _draw_capacities(axes, results, "single")
-    (mean,) = (line for line in axes.lines if line.get_marker() == "None")
+    _draw_capacities(axes, results, "single", [[40, 64, 2], [80, 64, 2]])
+    lines = {line.get_label(): line for line in axes.lines if line.get_marker() == "None"}
+    mean = lines["200 tokens, layer_output"]
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 1], [1.5, 4])
-    points = [(*line.get_xdata(), *line.get_ydata(), line.get_marker()) for line in axes.lines if line is not mean]
-    assert points == [(0, 2, "o"), (1, 4, "^"), (0, 1, "v")]
+    assert math.isnan(lines["200 tokens, layer_input"].get_ydata()[0])  # a bound is no value
+    assert all(map(math.isnan, lines["300 tokens, layer_output"].get_ydata()))
+    points = [(*line.get_xdata(), *line.get_ydata(), line.get_marker(), line.get_color()) for line in axes.lines
+              if line.get_marker() != "None" and len(line.get_xdata())]  # fmt: skip
+    assert sorted(points) == sorted(
+        [(0, 2, "o", "C0"), (1, 4, "o", "C0"), (0, 1, "o", "C0"), (1, 1, "v", "C0"),
+         (0, 5, "o", "C1"), (1, 4, "^", "C1"), (0, 1, "v", "C1"), (1, 7, "o", "C1")]
+    )  # fmt: skip
     assert [label.get_text() for label in axes.get_xticklabels()] == ["40 x 64 x 2\n= 5,120", "80 x 64 x 2\n= 10,240"]
     plt.close(axes.figure)
     Recall.draw(results, tmp_path / "recall")

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from condense.training.data.background import Background, sentences_of
-from condense.training.data.fact_kinds import ANSWERS, KINDS, Question, Story, all_texts, guess, guess_accuracy, tell
+from condense.training.data.fact_kinds import ANSWERS, KINDS, Question, Story, all_texts, guess, guess_accuracies, tell
 from condense.training.data.facts import FactsTask
 from condense.training.data.generated import GeneratedExamples, make_generated_task
 from condense.training.data.passkey import FILLER
@@ -327,7 +327,24 @@ def test_a_guess_is_the_last_word_of_the_right_sort():
     question = Question("Where was it before the tower?", "attic")
     before = Story(["Odile walks to the attic.", "Odile walks to the tower."], [question])
     assert guess(before) == "attic"
-    assert 0.4 < guess_accuracy("one_fact", 6) < 0.65 and guess_accuracy("one_fact", 1) == 1
+    right, others = guess_accuracies("one_fact", 6)
+    assert 0.4 < right < 0.65 and guess_accuracies("one_fact", 1) == (1, None)
+    assert others is not None and 1 / 8 < others < 1
+
+
+def test_one_of_the_other_words_at_random(monkeypatch):
+    """By hand: the last word is wrong in two of three stories, where one and two other words are left."""
+    told = [
+        Story([f"Odile walks to the {place}." for place in places], [Question("Where is Odile?", answer)])
+        for places, answer in [
+            (["attic", "tower"], "tower"),
+            (["attic", "tower", "attic", "tower"], "attic"),
+            (["attic", "stable", "tower"], "stable"),
+        ]
+    ]
+    monkeypatch.setattr("condense.training.data.fact_kinds.tell", lambda *given: told.pop(0))
+    right, others = guess_accuracies("one_fact", 3, stories=3)
+    assert (right, others) == (pytest.approx(1 / 3), pytest.approx((1 + 1 / 2) / 2))
 
 
 def test_early_questions_have_labels_and_no_answers_in_the_text(tokenizer):

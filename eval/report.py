@@ -37,7 +37,7 @@ ABOUT = {
     "facts": "Facts stand in their order in other text, and a question at the end asks for one word. An answer counts "
     "when the model's own greedy decoding gives exactly its tokens. Lengths are in tokens, answer included. The last "
     "such word is the last place, person or thing of the facts, whichever the question asks for, that it does not "
-    "name; a reader who tracks nothing says it, or where it is wrong, another one.",
+    "name. Facts are tracked where the answer is right and neither that word nor a guess among the others says why.",
     "recall": "Keys with values are said in sentences between irrelevant ones, and one key is asked about at the end. "
     "An answer counts when the model's own greedy decoding gives the value, or all of its values in their order. The "
     "capacity is the number of pairs up to which the right answers are at least 90 %, on a line between the numbers "

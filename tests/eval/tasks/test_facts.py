@@ -4,6 +4,7 @@ import csv
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -16,9 +17,9 @@ from condense.eval.report import write_report
 from condense.eval.runner import measure
 from condense.eval.statistics import wilson
 from condense.eval.tasks import evaluate
-from condense.eval.tasks.facts import Facts
+from condense.eval.tasks.facts import Facts, tracked
 from condense.eval.tasks.options import FactsOptions
-from condense.training.data.fact_kinds import KINDS, PLACES, all_texts
+from condense.training.data.fact_kinds import KINDS, PLACES, all_texts, candidates, guess_accuracies, pick, tell
 from condense.training.data.facts import FactsTask
 from condense.training.data.generated import GeneratedExamples
 from condense.training.data.passkey import FILLER
@@ -109,39 +110,56 @@ def results_of(model, tokenizer, **options):
     return task.summarise(measure(task)) | {"models": [{"name": "model"}]}
 
 
-def test_a_model_that_reads_is_right_where_the_last_word_is_wrong(tokenizer, monkeypatch):
+def test_a_model_that_reads_tracks_all(tokenizer, monkeypatch):
     monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 3000)  # cells of several batches
     results = results_of(Reads(tokenizer, None), tokenizer, num_facts=6, lengths=[150, 300], num_prompts=40)
-    assert len(results["unguessed"]) == 10
-    for cell in results["unguessed"]:
-        assert cell["correct"] == cell["total"] > 0 and cell["total"] < 40
-    others = results["others"]
-    assert [row[:2] for row in Facts.tables(results)[1].rows] == [
-        [kind.replace("_", " "), f"{100 * others[kind]:.1f}"] for kind in KINDS
-    ]
+    assert len(results["tracked"]) == 10
+    for cell in results["tracked"]:
+        assert cell["accuracy"] == 1 and cell["correct"] == cell["total"] < 40
+    table = Facts.tables(results)[1]
+    assert table.title == "model: % of texts whose facts are tracked (95 % interval)"
+    assert [row[0] for row in table.rows] == [kind.replace("_", " ") for kind in KINDS]
+    assert all(cell.startswith("100.0 (") for row in table.rows for cell in row[1:])
+
+
+def test_a_model_that_says_the_last_word_tracks_nothing(tokenizer):
+    options = {"kinds": ("one_fact", "two_facts", "three_facts"), "lengths": [120, 300], "num_prompts": 60}
+    results = results_of(SaysLastPlace(tokenizer, None), tokenizer, num_facts=5, **options)
+    assert len(results["tracked"]) == len(results["cells"]) == 6
+    for cell, tracked_cell in zip(results["cells"], results["tracked"], strict=True):
+        assert (tracked_cell["kind"], tracked_cell["length"]) == (cell["kind"], cell["length"])
+        assert tracked_cell["accuracy"] == 0 and tracked_cell["total"] == cell["total"] - cell["correct"] > 0
+
+
+@pytest.mark.parametrize(("knows", "says_last"), [(0, 0.3), (0, 1), (0.4, 0.7), (0.8, 0.2)])
+def test_a_model_that_knows_some_facts_and_guesses_the_others(knows, says_last):
+    """The share is found again whatever the guesses are, from stories and another random reader."""
+    generator, counts = np.random.default_rng(5), {True: [0, 0], False: [0, 0]}
+    for _ in range(8000):
+        story = tell("one_fact", 6, generator)
+        answer, (last, *others) = story.questions[0].answer, candidates(story)
+        if generator.random() < knows:
+            said = answer
+        elif generator.random() < says_last:
+            said = last
+        else:
+            said = pick(generator, others) if others else None
+        counts[last == answer][0] += said == answer
+        counts[last == answer][1] += 1
+    other = guess_accuracies("one_fact", 6)[1]
+    share, low, high = tracked(*counts[True], *counts[False], other)
+    assert share == pytest.approx(knows, abs=0.05) and low < share < high < low + 0.1
 
 
 def test_no_second_table_and_picture_where_the_last_word_is_always_right(tokenizer, tmp_path):
     options = {"kinds": ("one_fact",), "num_facts": 1, "lengths": [60, 100], "num_prompts": 5}
     results = results_of(Says(tokenizer, "cellar"), tokenizer, **options)
-    assert results["unguessed"] == [] and results["others"] == {"one_fact": None}
+    assert results["tracked"] == [] and results["others"] == {"one_fact": None}
     assert len(Facts.tables(results)) == 1
     Facts.draw(results, tmp_path / "facts")
     assert {path.name for path in tmp_path.glob("*.png")} == {"facts.png", "facts-length.png"}
-    del results["unguessed"], results["others"]  # as in older results
+    del results["tracked"], results["others"]  # as in older results
     assert len(Facts.tables(results)) == 1
-
-
-def test_a_model_that_says_the_last_word_is_never_right_where_it_is_wrong(tokenizer):
-    options = {"kinds": ("one_fact", "two_facts", "three_facts"), "lengths": [120, 300], "num_prompts": 60}
-    results = results_of(SaysLastPlace(tokenizer, None), tokenizer, num_facts=5, **options)
-    assert len(results["unguessed"]) == len(results["cells"]) == 6
-    for cell, unguessed in zip(results["cells"], results["unguessed"], strict=True):
-        assert (unguessed["kind"], unguessed["length"]) == (cell["kind"], cell["length"])
-        assert unguessed["correct"] == 0 and unguessed["total"] == cell["total"] - cell["correct"] > 0
-    table = Facts.tables(results)[1]
-    assert table.title == "model: % of right answers (95 % interval) where the last such word is wrong"
-    assert [row[2].split()[0] for row in table.rows] == ["0.0"] * 3
 
 
 def test_prompts_are_those_of_no_training(tokenizer, monkeypatch):
@@ -177,7 +195,7 @@ def test_command_on_a_folded_model(folder, tmp_path):
     assert [(row["kind"], int(row["correct"])) for row in rows] == [
         (cell["kind"], cell["correct"]) for cell in results["cells"]
     ]
-    for name in ("facts.png", "facts.svg", "facts-unguessed.png"):
+    for name in ("facts.png", "facts.svg", "facts-tracked.png"):
         assert (tmp_path / "out" / name).stat().st_size > 5_000
     assert "small: % of right answers" in done.output and "two facts" in done.output
     held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}

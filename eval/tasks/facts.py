@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ from ..results import Table
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
-from .grids import Batch, Grid, count_cells, pooled
+from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
 SEED = 2**41  # added to the seed of the prompts: other texts than those of training and its validation
@@ -30,7 +31,8 @@ class Facts(Grid):
     """The answer must be exactly the tokens of the right word.
 
     A record also counts the `unguessed_correct` of the `unguessed_total` prompts in which `guess`, the last word of the
-    right sort that the facts say and the question does not name, is not the answer.
+    right sort that the facts say and the question does not name, is not the answer; and of the `others_total` other
+    prompts that have another such word those in which the model says one, `others_said`.
 
     Raises `ValueError` for lengths that do not hold the facts, for a tokenizer that does not know their words, and for
     data without text.
@@ -80,13 +82,21 @@ class Facts(Grid):
             max_new_tokens=task.longest_answer,
         )
         said = sequences[:, prompt_ids_BN.shape[1] :].tolist()
-        is_right = [answer[: len(prompt.answer)] == prompt.answer for answer, prompt in zip(said, prompts, strict=True)]
+        answers = list(zip(said, prompts, strict=True))
+        is_right = [answer[: len(prompt.answer)] == prompt.answer for answer, prompt in answers]
         unguessed = [right for right, prompt in zip(is_right, prompts, strict=True) if not prompt.is_guessed]
+        others = [
+            any(answer[: len(other)] == other for other in prompt.others)
+            for answer, prompt in answers
+            if prompt.is_guessed and prompt.others
+        ]
         return {
             "correct": sum(is_right),
             "total": item.size,
             "unguessed_correct": sum(unguessed),
             "unguessed_total": len(unguessed),
+            "others_said": sum(others),
+            "others_total": len(others),
             "state_bytes": state_bytes(cache) // item.size,
         }
 
@@ -96,29 +106,23 @@ class Facts(Grid):
         `guess`, and where it is wrong, of another such word at random."""
         accuracies = {kind: guess_accuracies(kind, self.options.num_facts) for kind in self.options.kinds}
         others = {kind: other for kind, (_, other) in accuracies.items()}
-        found = super().summarise(measured)
-        counted = [
-            (item, record | {"correct": record["unguessed_correct"], "total": record["unguessed_total"]})
-            for item, record in measured
-            if record["unguessed_total"]
-        ]
-        cells = {tuple(self._key(cell)): cell for cell in found["cells"]}
+        counts = defaultdict[tuple[Any, ...], Counter[str]](Counter)
+        for item, record in measured:
+            fields = "unguessed_correct", "unguessed_total", "others_said", "others_total"
+            counts[tuple(self._cell(item).items())].update({field: record[field] for field in fields})
         shares = []
-        for unguessed in count_cells(counted, lambda item, _: self._cell(item)):
-            cell, other = cells[tuple(self._key(unguessed))], others[unguessed["kind"]]
-            guessed = cell["correct"] - unguessed["correct"], cell["total"] - unguessed["total"]
-            if guessed[1] and other is not None:
-                share, low, high = tracked(*guessed, unguessed["correct"], unguessed["total"], other)
-                shares.append(unguessed | {"accuracy": share, "low": low, "high": high})
-        return found | {
+        for key, count in counts.items():
+            cell: dict[str, Any] = dict(key)
+            other = others[cell["kind"]]
+            if count["others_total"] and count["unguessed_total"] and other is not None:
+                share, low, high = tracked(**count, other=other)
+                shares.append(cell | dict(count) | {"accuracy": share, "low": low, "high": high})
+        return super().summarise(measured) | {
             "kinds": list(self.options.kinds),
             "guesses": {kind: guessed for kind, (guessed, _) in accuracies.items()},
             "others": others,
             "tracked": shares,
         }
-
-    def _key(self, cell: dict[str, Any]) -> list[Any]:
-        return [cell["model"], cell["length"], cell["kind"]]
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
@@ -167,20 +171,22 @@ class Facts(Grid):
 
 
 def tracked(
-    guessed_correct: int, guessed_total: int, unguessed_correct: int, unguessed_total: int, other: float
+    *, others_said: int, others_total: int, unguessed_correct: int, unguessed_total: int, other: float
 ) -> tuple[float, float, float]:
-    """The share of texts in which a model knows who did what, with a 95 % interval, from its answers where `guess` is
-    right and where it is wrong.
+    """The share of texts in which a model knows who did what, with a 95 % interval.
 
-    A model that knows it in a share t of the texts, and else says `guess` or another such word at random, which is
-    right in a share `other` of the texts where `guess` is wrong, is right with a probability g where `guess` is right
-    and u = t + (1 - g) other where it is wrong: t = u - (1 - g) other, and 0 for a reader who knows nothing. The
-    distances to the bounds are those of Wilson's bounds of g and u, added as squares.
+    A model that knows it in a share t of the texts, and in a share c says a word other than `guess` at random, which is
+    right in a share `other` of the texts where `guess` is wrong, is right in u = t + c other of these texts, and wrong
+    by another word in c of those where `guess` is right: t = u - c other, and 0 for a reader who knows nothing. The
+    distances to the bounds are those of Wilson's bounds of c and u, added as squares.
     """
-    guessed, unguessed = guessed_correct / guessed_total, unguessed_correct / unguessed_total
-    bounds = zip(wilson(guessed_correct, guessed_total), wilson(unguessed_correct, unguessed_total), strict=True)
-    below, above = (math.hypot(other * (guessed - of_guessed), unguessed - of_other) for of_guessed, of_other in bounds)
-    share = unguessed - (1 - guessed) * other
+    said, right = others_said / others_total, unguessed_correct / unguessed_total
+    (said_low, said_high), (low, high) = wilson(others_said, others_total), wilson(unguessed_correct, unguessed_total)
+    share = right - said * other
+    below, above = (
+        math.hypot(right - low, other * (said_high - said)),
+        math.hypot(high - right, other * (said - said_low)),
+    )
     return share, share - below, share + above
 
 

@@ -26,8 +26,8 @@ from .fact_kinds import (
     Question,
     Story,
     all_texts,
+    candidates,
     check_kinds,
-    guess,
     tell,
 )  # fmt: skip
 from .passkey import FILLER
@@ -37,13 +37,14 @@ LONGEST_DISTRACTOR = 40  # tokens
 
 
 class Prompt(NamedTuple):
-    """Tokens [N] that end where the answer begins, where they are background [N], not facts or question, and whether
-    `guess` finds the answer."""
+    """Tokens [N] that end where the answer begins, where they are background [N], not facts or question, whether
+    `guess` finds the answer, and the tokens of the other candidates."""
 
     input_ids: np.ndarray
     is_background: np.ndarray
     answer: list[int]
     is_guessed: bool
+    others: list[list[int]]
 
 
 class _Frame(NamedTuple):
@@ -172,7 +173,9 @@ class FactsTask:
         story = tell(kind, self.facts, generator)
         frame = self._frame(story, story.questions[:1], [False])
         input_ids, is_background, _ = self._fill(frame, num_tokens - self.longest_answer, generator)
-        return Prompt(input_ids, is_background, frame.answer, guess(story) == story.questions[0].answer)
+        last, *others = candidates(story)
+        is_guessed = last == story.questions[0].answer
+        return Prompt(input_ids, is_background, frame.answer, is_guessed, list(map(self._encode, others)))
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.background.tokens.tobytes()).hexdigest()

@@ -115,7 +115,8 @@ def test_a_model_that_reads_tracks_all(tokenizer, monkeypatch):
     results = results_of(Reads(tokenizer, None), tokenizer, num_facts=6, lengths=[150, 300], num_prompts=40)
     assert len(results["tracked"]) == 10
     for cell in results["tracked"]:
-        assert cell["accuracy"] == 1 and cell["correct"] == cell["total"] < 40
+        assert cell["accuracy"] == 1 and cell["unguessed_correct"] == cell["unguessed_total"] < 40
+        assert cell["others_said"] == 0
     table = Facts.tables(results)[1]
     assert table.title == "model: % of texts whose facts are tracked (95 % interval)"
     assert [row[0] for row in table.rows] == [kind.replace("_", " ") for kind in KINDS]
@@ -128,13 +129,14 @@ def test_a_model_that_says_the_last_word_tracks_nothing(tokenizer):
     assert len(results["tracked"]) == len(results["cells"]) == 6
     for cell, tracked_cell in zip(results["cells"], results["tracked"], strict=True):
         assert (tracked_cell["kind"], tracked_cell["length"]) == (cell["kind"], cell["length"])
-        assert tracked_cell["accuracy"] == 0 and tracked_cell["total"] == cell["total"] - cell["correct"] > 0
+        assert tracked_cell["accuracy"] == 0
+        assert tracked_cell["unguessed_total"] == cell["total"] - cell["correct"] > 0
 
 
 @pytest.mark.parametrize(("knows", "says_last"), [(0, 0.3), (0, 1), (0.4, 0.7), (0.8, 0.2)])
 def test_a_model_that_knows_some_facts_and_guesses_the_others(knows, says_last):
     """The share is found again whatever the guesses are, from stories and another random reader."""
-    generator, counts = np.random.default_rng(5), {True: [0, 0], False: [0, 0]}
+    generator, counts = np.random.default_rng(5), np.zeros(4, dtype=int)
     for _ in range(8000):
         story = tell("one_fact", 6, generator)
         answer, (last, *others) = story.questions[0].answer, candidates(story)
@@ -144,10 +146,13 @@ def test_a_model_that_knows_some_facts_and_guesses_the_others(knows, says_last):
             said = last
         else:
             said = pick(generator, others) if others else None
-        counts[last == answer][0] += said == answer
-        counts[last == answer][1] += 1
+        if last != answer:
+            counts += [0, 0, said == answer, 1]
+        elif others:
+            counts += [said in others, 1, 0, 0]
     other = guess_accuracies("one_fact", 6)[1]
-    share, low, high = tracked(*counts[True], *counts[False], other)
+    fields = "others_said", "others_total", "unguessed_correct", "unguessed_total"
+    share, low, high = tracked(**dict(zip(fields, counts.tolist(), strict=True)), other=other)
     assert share == pytest.approx(knows, abs=0.05) and low < share < high < low + 0.1
 
 

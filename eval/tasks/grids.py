@@ -117,7 +117,7 @@ class Grid(Task[Batch]):
             if title:
                 panels[0, 0].figure.suptitle(title, fontsize=10)
             for axes, model in zip(panels[:, 0], models, strict=True):
-                cls._heat_map(axes, model["name"], results, lengths, rows)
+                cls._heat_map(axes, model["name"], results, lengths, rows, "%" if title else "% correct")
 
     @classmethod
     def _lines(cls, accuracy: Any, state: Any, results: Results) -> None:
@@ -152,12 +152,14 @@ class Grid(Task[Batch]):
         accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
     @classmethod
-    def _heat_map(cls, axes: Any, name: str, results: Results, lengths: Sequence[int], rows: Sequence[Any]) -> None:
+    def _heat_map(
+        cls, axes: Any, name: str, results: Results, lengths: Sequence[int], rows: Sequence[Any], unit: str
+    ) -> None:
         grid = np.full((len(rows), len(lengths)), np.nan)
         for cell in results["cells"]:
             if cell["model"] == name and cell["length"] in lengths:
                 grid[rows.index(cell[cls.row]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
-        heat_map(axes, grid, list(map(cls.label, rows)), [f"{length:,}" for length in lengths])
+        heat_map(axes, grid, list(map(cls.label, rows)), [f"{length:,}" for length in lengths], unit)
         axes.set_xlabel("tokens")
         axes.set_ylabel(cls.row_title)
         shown = cls.title(name, results)
@@ -200,16 +202,16 @@ def count_cells(
     return cells
 
 
-def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> None:
+def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence[str], unit: str = "% correct") -> None:
     """Percentages [rows, columns], written into their cells; one that is not a number is left empty."""
     image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for (row, column), value in np.ndenumerate(grid):
         if not np.isnan(value):
             color = "black" if 15 < value < 85 else "white"  # the ends of the scale are dark
-            axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8, color=color)
+            axes.text(column, row, str(round(value)), ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
-    axes.figure.colorbar(image, ax=axes, label="% correct")
+    axes.figure.colorbar(image, ax=axes, label=unit)
 
 
 def trained_length(source: str) -> int | None:

@@ -153,7 +153,13 @@ class Grid(Task[Batch]):
 
     @classmethod
     def _heat_map(
-        cls, axes: Any, name: str, results: Results, lengths: Sequence[int], rows: Sequence[Any], unit: str
+        cls,
+        axes: Any,
+        name: str,
+        results: Results,
+        lengths: Sequence[int],
+        rows: Sequence[Any],
+        unit: str = "% correct",
     ) -> None:
         grid = np.full((len(rows), len(lengths)), np.nan)
         for cell in results["cells"]:

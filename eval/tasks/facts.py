@@ -24,6 +24,7 @@ from ..statistics import wilson
 from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
+GUESSED = "unguessed_correct", "unguessed_total", "others_said", "others_total"  # of a record, see `Facts`
 SEED = 2**41  # added to the seed of the prompts: other texts than those of training and its validation
 
 
@@ -90,13 +91,11 @@ class Facts(Grid):
             for answer, prompt in answers
             if prompt.is_guessed and prompt.others
         ]
+        counts = sum(unguessed), len(unguessed), sum(others), len(others)
         return {
             "correct": sum(is_right),
             "total": item.size,
-            "unguessed_correct": sum(unguessed),
-            "unguessed_total": len(unguessed),
-            "others_said": sum(others),
-            "others_total": len(others),
+            **dict(zip(GUESSED, counts, strict=True)),
             "state_bytes": state_bytes(cache) // item.size,
         }
 
@@ -108,8 +107,7 @@ class Facts(Grid):
         others = {kind: other for kind, (_, other) in accuracies.items()}
         counts = defaultdict[tuple[Any, ...], Counter[str]](Counter)
         for item, record in measured:
-            fields = "unguessed_correct", "unguessed_total", "others_said", "others_total"
-            counts[tuple(self._cell(item).items())].update({field: record[field] for field in fields})
+            counts[tuple(self._cell(item).items())].update({field: record[field] for field in GUESSED})
         shares = []
         for key, count in counts.items():
             cell: dict[str, Any] = dict(key)
@@ -131,34 +129,23 @@ class Facts(Grid):
         results do not have it."""
         lengths, kinds, tables = results["lengths"], results["kinds"], []
         columns = [f"{length:,} tokens" for length in lengths]
-
-        def line(cells: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[list[dict[str, Any]]]:
-            return [[cell for cell in cells if cell["length"] == n and cell["kind"] in kinds] for n in lengths]
-
+        guesses = [results["guesses"][kind] for kind in kinds]
         for name in (model["name"] for model in results["models"]):
-            cells, shares = (
-                [cell for cell in results.get(which, []) if cell["model"] == name] for which in ("cells", "tracked")
-            )
-            guesses = [results["guesses"][kind] for kind in kinds]
+            cells, shares = (_by_place(results.get(which, []), name) for which in ("cells", "tracked"))
             rows = [
-                [label, f"{100 * fmean(guess):.1f}", *(_share(pooled(found)) for found in line(cells, some))]
-                for label, guess, some in [
-                    *((cls.label(kind), [guess], [kind]) for kind, guess in zip(kinds, guesses, strict=True)),
-                    ("all", guesses, kinds),
-                ]
+                [cls.label(kind), f"{100 * guess:.1f}", *(_shown(cells[kind, length]) for length in lengths)]
+                for kind, guess in zip(kinds, guesses, strict=True)
             ]
-            held = [max(cell["state_bytes"] for cell in cells if cell["length"] == length) for length in lengths]
-            rows.append(["state [KiB]", "-", *(f"{num_bytes / 1024:,.1f}" for num_bytes in held)])
+            every = [[cells[kind, length] for kind in kinds] for length in lengths]
+            rows.append(["all", f"{100 * fmean(guesses):.1f}", *(_shown(pooled(column)) for column in every)])
+            held = (max(cell["state_bytes"] for cell in column) / 1024 for column in every)
+            rows.append(["state [KiB]", "-", *(f"{kibibytes:,.1f}" for kibibytes in held)])
             title = f"{name}: % of right answers (95 % interval)"
             tables.append(Table(title, ["kind", "the last such word", *columns], rows))
             if shares:
-                rows = [
-                    [cls.label(kind), *(_share(found[0]) if found else "-" for found in line(shares, [kind]))]
-                    for kind in kinds
-                ]
-                tables.append(
-                    Table(f"{name}: % of texts whose facts are tracked (95 % interval)", ["kind", *columns], rows)
-                )
+                rows = [[cls.label(kind), *(_shown(shares.get((kind, n))) for n in lengths)] for kind in kinds]
+                title = f"{name}: % of texts whose facts are tracked (95 % interval)"
+                tables.append(Table(title, ["kind", *columns], rows))
         return tables
 
     @classmethod
@@ -177,8 +164,9 @@ def tracked(
 
     A model that knows it in a share t of the texts, and in a share c says a word other than `guess` at random, which is
     right in a share `other` of the texts where `guess` is wrong, is right in u = t + c other of these texts, and wrong
-    by another word in c of those where `guess` is right: t = u - c other, and 0 for a reader who knows nothing. The
-    distances to the bounds are those of Wilson's bounds of c and u, added as squares.
+    by another word in c of those where `guess` is right: t = u - c other. That is 0 for a reader who knows nothing and
+    says the others at random; one who prefers some of them may have up to about 0.15 c more. The distances to the bounds
+    are those of Wilson's bounds of c and u, added as squares.
     """
     said, right = others_said / others_total, unguessed_correct / unguessed_total
     (said_low, said_high), (low, high) = wilson(others_said, others_total), wilson(unguessed_correct, unguessed_total)
@@ -190,6 +178,13 @@ def tracked(
     return share, share - below, share + above
 
 
-def _share(cell: dict[str, Any]) -> str:
+def _by_place(cells: Sequence[dict[str, Any]], model: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Those of a model, by kind and length."""
+    return {(cell["kind"], cell["length"]): cell for cell in cells if cell["model"] == model}
+
+
+def _shown(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
     share, low, high = (100 * cell[field] for field in ("accuracy", "low", "high"))
     return f"{share:.1f} ({low:.1f} to {high:.1f})"

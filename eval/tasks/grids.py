@@ -16,7 +16,7 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
 
-LINE_STYLES = ("-", "--", "-.")  # of models in turn: lines that cover each other remain visible
+LINE_STYLES = ("-", "--", "-.")  # in turn: lines that cover each other remain visible
 PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
 
 
@@ -109,7 +109,7 @@ class Grid(Task[Batch]):
 
     @classmethod
     def _heat_maps(cls, results: Results, path: Path, title: str | None = None) -> None:
-        """One per model."""
+        """One per model, of accuracies or, under a `title`, of other shares."""
         models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
         label = max(len(cls.label(row)) for row in rows)
         size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows)) * len(models))

@@ -23,6 +23,7 @@ from .options import RecallOptions
 
 RECALLED = 0.9  # the share of right answers that counts as recall
 MARKERS = {"": "o", ">=": "^", "<": "v"}  # of capacities and their bounds
+BOUNDS = {">=": "at least", "<": "less than"}
 
 
 class Batch(NamedTuple):
@@ -173,10 +174,8 @@ class Recall(Task[Batch]):
         PATH-capacity."""
         models, forms, pairs, lengths = (results[name] for name in ("models", "forms", "pairs", "lengths"))
         if len(sizes := _sizes(results)) > 1:
-            size = ((2.6 + 1.1 * len(sizes)) * len(forms), 4.4)
-            with picture(
-                path.with_name(f"{path.name}-capacity"), columns=len(forms), figsize=size, squeeze=False
-            ) as panels:
+            beside, width = path.with_name(f"{path.name}-capacity"), 2.6 + 1.1 * len(sizes)
+            with picture(beside, columns=len(forms), figsize=(width * len(forms), 4.4), squeeze=False) as panels:
                 for axes, form in zip(panels.flat, forms, strict=True):
                     _draw_capacities(axes, results, form, sizes)
                 legend = panels[0, 0].get_legend_handles_labels()
@@ -228,17 +227,15 @@ def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[in
             if (line["form"], line["length"], sources.get(line["model"])) == (form, length, kind):
                 at = sizes.index(results["memories"][line["model"]])
                 values[at].append(math.nan if line["bound"] else line["pairs"])
-                filled = color if style == 0 else "none"
-                axes.plot(at, line["pairs"], color=color, marker=MARKERS[line["bound"]], mfc=filled, markersize=5)
-        means = {at: np.mean(values[at]) for at in sorted(values)}
-        name = f"{_shown(length)} tokens" if len(kinds) == 1 else f"{_shown(length)} tokens, {kind}"
-        axes.plot(
-            list(means), list(means.values()), color=color, linestyle=LINE_STYLES[style % len(LINE_STYLES)], label=name
-        )
-    for bound, marker in MARKERS.items():
-        if any(line["bound"] == bound for line in results["capacities"]) and bound:
-            name = {">=": "at least", "<": "less than"}[bound]
-            axes.plot([], [], color="gray", linestyle="none", marker=marker, label=name)
+                look = {"marker": MARKERS[line["bound"]], "markersize": 5}
+                axes.plot(at, line["pairs"], color=color, markerfacecolor="none" if style else color, **look)
+        found = sorted(values)
+        label = f"{_shown(length)} tokens" + (f", {kind}" if len(kinds) > 1 else "")
+        look = {"linestyle": LINE_STYLES[style % len(LINE_STYLES)], "label": label}
+        axes.plot(found, [np.mean(values[at]) for at in found], color=color, **look)
+    for bound, label in BOUNDS.items():
+        if any(line["bound"] == bound for line in results["capacities"]):
+            axes.plot([], [], color="gray", linestyle="none", marker=MARKERS[bound], label=label)
     axes.margins(x=0.12)
     axes.set_ylim(bottom=0)
     named = [f"{' x '.join(map(str, memory))}\n= {math.prod(memory):,}" for memory in sizes]

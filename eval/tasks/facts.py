@@ -165,8 +165,8 @@ def tracked(
     A model that knows it in a share t of the texts, and in a share c says a word other than `guess` at random, which is
     right in a share `other` of the texts where `guess` is wrong, is right in u = t + c other of these texts, and wrong
     by another word in c of those where `guess` is right: t = u - c other. That is 0 for a reader who knows nothing and
-    says the others at random; one who prefers some of them may have up to about 0.15 c more. The distances to the bounds
-    are those of Wilson's bounds of c and u, added as squares.
+    says the others at random; one who prefers some of them may have up to about 0.15 c more. The distances to the
+    bounds are those of Wilson's bounds of c and u, added as squares.
     """
     said, right = others_said / others_total, unguessed_correct / unguessed_total
     (said_low, said_high), (low, high) = wilson(others_said, others_total), wilson(unguessed_correct, unguessed_total)

@@ -21,8 +21,9 @@ from .stacking import REMEDY, check_stackable, is_stackable
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
 CPU_BAND_BYTES = 16 * 2**20
-# Not measured here. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
-CUDA_SAVED_LAUNCHES = 6
+# Measured on an H200: docs/results/gpu. There a diagonal takes the host about twice as long as a cell.
+CUDA_CELLS_PER_DIAGONAL = 2
+# Not measured above 1,024. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
 CUDA_CELL_TOKENS = 4096
 
 
@@ -102,8 +103,12 @@ def reason_for_sequential(
 ) -> str | None:
     """Why "auto" runs no wave of whole segments, None where it does: the part of the choice that needs no model."""
     num_layers, cell_tokens = config.num_hidden_layers, num_rows * config.segment_length
-    saved_launches = (num_segments - 1) * (num_layers - 1)
-    if saved_launches < (CPU_SAVED_LAUNCHES if device == "cpu" else CUDA_SAVED_LAUNCHES):
+    cells, diagonals = num_segments * num_layers, num_segments + num_layers - 1
+    if device == "cpu":
+        too_few = cells - diagonals < CPU_SAVED_LAUNCHES
+    else:
+        too_few = cells < CUDA_CELLS_PER_DIAGONAL * diagonals
+    if too_few:
         return f"{num_segments} segments in {num_layers} layers are too few to gain from a wave"
     if device == "cpu":
         band_bytes = min(num_layers, num_segments) * cell_tokens * config.intermediate_size * itemsize

@@ -56,9 +56,10 @@ def bars(sizes: Sizes) -> list[Bar]:
             3.3, 6, "prefill, full", "seconds", stock, ours),
     ]  # fmt: skip
     found += [
-        Bar(f"decoding, 1.2 B shape, batch {batch}: a token at {length:,} over at {sizes.decode_short:,}",
-            1.05, 1.0, f"decoding, batch {batch}", "seconds",
+        Bar(f"decoding, {words}1.2 B shape, batch {batch}: a token at {length:,} over at {sizes.decode_short:,}",
+            1.05, 1.0, f"{row}, batch {batch}", "seconds",
             has(kind="folded", length=length), has(kind="folded", length=sizes.decode_short), at_least=False)
+        for row, words in (("decoding, graph", "by a graph, "), ("decoding", ""))
         for batch, length in sizes.decode_long.items()
     ]  # fmt: skip
     name = "longest training text, 1.2 B shape, checkpointing on both sides: folded / stock"
@@ -109,20 +110,3 @@ def table(verdicts: list[dict[str, Any]]) -> Table:
         for verdict in verdicts
     ]
     return Table("bars", ["what", "bar", "stretch", "measured", "met?"], rows)
-
-
-def schedule_ratios(points: list[dict[str, Any]]) -> Table:
-    """The times of the schedules and their ratios, for every point of the part `schedules`."""
-    rows = []
-    for row in dict.fromkeys(point["row"] for point in points if point["row"].startswith("schedules")):
-        seconds = {point["schedule"]: point.get("seconds") for point in points if point["row"] == row}
-        sequential, wavefront, graph = (seconds.get(name) for name in ("sequential", "wavefront", "graph"))
-        ratios = [f"{sequential / other:.2f}" if sequential and other else "" for other in (wavefront, graph)]
-        times = [_milliseconds(one) for one in (sequential, wavefront, graph)]
-        rows.append([row.removeprefix("schedules, "), *times, *ratios])
-    columns = ["what", "sequential [ms]", "wavefront [ms]", "graph [ms]"]
-    return Table("schedules", [*columns, "sequential / wavefront", "sequential / graph"], rows)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:,.2f}"

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import json
 import os
 import shlex
 import subprocess
@@ -19,14 +20,15 @@ import torch
 from ...results import run_metadata, write_results
 from ..cases import SCHEDULES
 from ..timing import free_memory
-from .bars import judge, schedule_ratios, table
+from .bars import judge, table
 from .correctness import correctness, flex, graph, segment_graph
 from .kernels import kernels
 from .longest import longest
 from .losses import losses
 from .parts import attentions, decoding, prefills, schedule_table, training
+from .schedule_ratios import schedule_ratios
 from .session import OutOfTimeError, Session, log, new_session
-from .sizes import REAL, SMOKE
+from .sizes import REAL, SMOKE, Sizes
 
 ROOT = Path(__file__).resolve().parents[3]
 OUTPUT, SMOKE_OUTPUT = ROOT / "docs" / "results" / "gpu", ROOT / "runs" / "gpu_bench_smoke"
@@ -44,7 +46,7 @@ class Part:
 
 def _tests(session: Session) -> None:
     """The tests of the model; those of CUDA run where there is a device."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/condense"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "tests/condense"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     session.check("pytest tests/condense", run.returncode == 0, "\n".join(run.stdout.splitlines()[-15:]))
 
@@ -73,6 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
         for name, part in PARTS.items():
             print(f"{name:16} {part.description}")
         return 0
+    if options.judge is not None:
+        stored = json.loads((options.judge / "gpu.json").read_text(encoding="utf-8"))
+        print(_write(options.judge, SMOKE if stored["smoke"] else REAL, stored))
+        return 0
     if not (options.smoke or torch.cuda.is_available()):
         print("There is no CUDA device: --smoke runs the same code at tiny sizes without one.", file=sys.stderr)
         return 2
@@ -83,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, Any] = {"kind": "gpu_bench", **_metadata(session, options), "parts": {}}
     for name in names:
         results["parts"][name] = _run_part(session, name, results["parts"])
-        text = _write(output, session, results)
+        results |= {"checks": session.checks, "points": session.points}
+        text = _write(output, session.sizes, results)
     print(text)
     return int(any(part["status"] in ("failed", "error") for part in results["parts"].values()))
 
@@ -103,6 +110,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=parts, metavar="PART,PART", help="run only these parts")
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
     parser.add_argument("--output", type=Path, help="folder of the results (default: docs/results/gpu)")
+    parser.add_argument(
+        "--judge", type=Path, metavar="FOLDER", help="measure nothing: judge the results of a folder again"
+    )
     parser.add_argument("--commit", help="the commit of the code, where it is no git checkout")
     parser.add_argument("--tests", action="store_true", help="also run pytest on tests/condense")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device: a rehearsal, no measurement")
@@ -175,17 +185,18 @@ def _driver() -> str | None:
         return None
 
 
-def _write(output: Path, session: Session, results: dict[str, Any]) -> str:
-    """Writes gpu.json, gpu.csv and gpu.txt, each whole or not at all; returns the text."""
-    results |= {"checks": session.checks, "points": session.points, "bars": judge(session.sizes, session.points)}
+def _write(output: Path, sizes: Sizes, results: dict[str, Any]) -> str:
+    """Judges the points; writes gpu.json, gpu.csv and gpu.txt, each whole or not at all; returns the text."""
+    points = results["points"]
+    results |= {"bars": judge(sizes, points)}
     made = [f"{results['hardware']}, {results['dtype']}; memory: {results['memory_is']}"]
     if results["smoke"]:
         made.append("A rehearsal at tiny sizes: these figures are no measurement.")
     for name, part in results["parts"].items():
         made.append(": ".join(filter(None, (name, part["status"], part["reason"]))))
-    tables = [schedule_ratios(session.points), table(results["bars"])]
+    tables = [schedule_ratios(points), table(results["bars"])]
     text = "\n\n".join(["\n".join(made), *(str(table) for table in tables if table.rows)])
-    write_results(output / "partial", results, session.points)
+    write_results(output / "partial", results, points)
     (output / "partial.txt").write_text(text + "\n", encoding="utf-8")
     for kind in ("json", "csv", "txt"):
         partial, whole = output / f"partial.{kind}", output / f"gpu.{kind}"

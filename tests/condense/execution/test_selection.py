@@ -85,6 +85,10 @@ def test_a_wavefront_is_chosen_for_many_segments_and_few_rows():
     assert [faster_as_wave(config, 100, rows, "cpu", 4) for rows in (most, most + 1)] == [True, False]
     most = selection.CUDA_CELL_TOKENS // 5
     assert [faster_as_wave(config, 100, rows, "cuda", 4) for rows in (most, most + 1)] == [True, False]
+    assert [faster_as_wave(config, segments, 1, "cuda", 4) for segments in (3, 4)] == [False, True]
+    config.num_hidden_layers = 100  # two segments are no wave at any depth
+    assert [faster_as_wave(config, segments, 1, "cuda", 4) for segments in (2, 3)] == [False, True]
+    config.num_hidden_layers = 3
     assert choose_schedule(config, model.model.layers, [100], positions([0], [0])) == "wavefront"
 
 

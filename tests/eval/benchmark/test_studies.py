@@ -15,6 +15,7 @@ from condense.eval.benchmark.studies import (
     costs,
     decoding,
     diagonals,
+    gpu_memory,
     products,
     schedule_rule,
     short_texts,
@@ -32,6 +33,14 @@ RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 def test_the_rule_of_auto_gives_the_stored_table(capsys):
     schedule_rule.main()
     assert capsys.readouterr().out == (RESULTS / "schedules" / "rule.txt").read_text()
+
+
+def test_estimates_beside_a_gpu_are_the_stored_ones(capsys):
+    gpu_memory.main()
+    printed = capsys.readouterr().out
+    assert printed == (RESULTS / "gpu" / "memory.txt").read_text()
+    stock = [line for line in printed.splitlines() if "stock sdpa" in line]
+    assert len(stock) == 6 and all(line.endswith("1.000") for line in stock)
 
 
 def test_counted_costs_are_the_stored_ones(capsys):

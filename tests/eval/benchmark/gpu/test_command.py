@@ -3,6 +3,7 @@
 import csv
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from condense.attention import AttentionMask
 from condense.eval.benchmark.gpu.command import ROOT, main
 from condense.eval.benchmark.gpu.correctness import segment_graph
 from condense.eval.benchmark.gpu.parts import raced
+from condense.eval.benchmark.gpu.schedule_ratios import schedule_ratios
 from condense.eval.benchmark.gpu.session import new_session
 from condense.eval.benchmark.gpu.sizes import SMOKE
 from condense.execution import cuda_graph, segment_steps
@@ -94,7 +96,7 @@ def test_decoding_is_compared_with_and_without_a_graph(rehearsal):
 def test_the_ratios_are_those_of_the_points(rehearsal):
     results = read(rehearsal)
     points, found = results["points"], {bar["what"]: bar for bar in results["bars"]}
-    assert len(found) == len(results["bars"]) == 13
+    assert len(found) == len(results["bars"]) == 15
 
     def best(row, kind, figure="seconds", **fields):
         fitting = [p for p in points if p["row"] == row and p["kind"] == kind and fields.items() <= p.items()]
@@ -121,9 +123,9 @@ def test_the_ratios_are_those_of_the_points(rehearsal):
     expect("prefill, 1.2 B shape, segment", orders[0] / orders[1])
     expect("prefill, 1.2 B shape, 160", best("prefill, full", "stock") / best("prefill, full", "folded"))
     for batch, length in ((1, 256), (2, 64)):
-        row = f"decoding, batch {batch}"
-        ratio = best(row, "folded", length=length) / best(row, "folded", length=32)
-        expect(f"decoding, 1.2 B shape, batch {batch}: a token at {length} over", ratio)
+        for row, words in (("decoding", ""), ("decoding, graph", "by a graph, ")):
+            both = [best(f"{row}, batch {batch}", "folded", length=tokens) for tokens in (length, 32)]
+            expect(f"decoding, {words}1.2 B shape, batch {batch}: a token at {length} over", both[0] / both[1])
     longest = [best("longest training text", kind, "longest") for kind in ("folded", "stock")]
     expect("longest training text", longest[0] / longest[1])
     # Nothing was too long for this machine: no ratio of limits is known.
@@ -187,3 +189,27 @@ def test_parts_by_name_and_by_time(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--only", "speed"])
     assert "choose from correctness" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["gpu", "gpu/longest"])
+def test_stored_results_are_judged_again(folder, tmp_path, capsys):
+    """The stored tables are those of the present bars, and of the present rule of schedule="auto"."""
+    stored = ROOT / "docs" / "results" / folder
+    shutil.copy(stored / "gpu.json", tmp_path)
+    assert main(["--judge", str(tmp_path)]) == 0
+    for name in ("gpu.txt", "gpu.csv", "gpu.json"):
+        assert (tmp_path / name).read_text() == (stored / name).read_text()
+    assert capsys.readouterr().out == (stored / "gpu.txt").read_text()
+
+
+def test_the_choice_of_auto_is_judged_by_the_points():
+    def point(length, schedule, seconds):
+        shape = {"layers": 4, "segment_length": 512, "batch": 1, "length": length}
+        return shape | {"row": f"schedules, {length}", "schedule": schedule, "seconds": seconds}
+
+    points = [point(1024, "sequential", 0.5), point(1024, "wavefront", 0.4)]
+    points += [point(4096, "sequential", 0.5), point(4096, "wavefront", 0.4), point(4096, "graph", 0.1)]
+    table = schedule_ratios(points)
+    assert "1 of 2 points" in table.title
+    assert [row[-2:] for row in table.rows] == [["sequential", "1.25!"], ["wavefront", "1.00 "]]
+    assert [row[4:6] for row in table.rows] == [["1.25", ""], ["1.25", "5.00"]]

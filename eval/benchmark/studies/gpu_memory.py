@@ -1,0 +1,71 @@
+"""The estimate of `condense train --dry-run` beside the memory that a GPU used.
+
+Prints docs/results/gpu/memory.txt from the training steps in gpu.json beside it: forward and backward pass in bfloat16,
+without an optimizer.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from condense import CondenseConfig
+from condense.training.planning.fit import WAVE_ACTIVATIONS
+from condense.training.planning.memory import MemoryEstimate, estimate
+from condense.training.recipe import Recipe
+
+from ...results import Table
+from ..gpu.comparison import variant_name
+from ..models import table_1
+
+MEASURED = Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu"  # of a checkout
+LARGE = {"hidden_size": 2048, "num_hidden_layers": 16}
+COLUMNS = ["shape", "tokens", "model", "estimated [MiB]", "measured [MiB]", "estimated / measured"]
+
+
+def recipe_of(point: dict[str, Any]) -> Recipe:
+    """The recipe of a step on one text of the point's length."""
+    folded = point["kind"] == "folded"
+    segments = {"segment_length": point["segment_length"], "checkpoint_segments": point["checkpoint_segments"]}
+    return Recipe.model_validate(
+        {
+            "model": {"kind": "condense" if folded else "stock", "source": "none", **(segments if folded else {})},
+            "output": "none",
+            "data": {"task": "passkey"},
+            "stages": [{"total_length": point["length"], "steps": 100}],
+            "global_batch": 1,
+            "attention": point["attention"],
+            "gradient_checkpointing": point["checkpointing"],
+        }
+    )
+
+
+def estimated_bytes(point: dict[str, Any]) -> int:
+    """Weights, and what a pass adds to them, its gradients included; nothing of the optimizer."""
+    shape = table_1() | (LARGE if point["hidden_size"] == LARGE["hidden_size"] else {})
+    config = CondenseConfig(**shape, segment_length=point["segment_length"] or point["length"])
+    parts: MemoryEstimate = estimate(config, recipe_of(point), {}, ranks=1)
+    waves = int(WAVE_ACTIVATIONS * parts.activations) * (point["schedule"] == "wavefront")
+    return parts.weights + parts.memories + parts.activations + parts.summed_gradients + parts.loss + waves
+
+
+def memory_table() -> Table:
+    points = json.loads((MEASURED / "gpu.json").read_text())["points"]
+    rows, ratios = [], []
+    for point in points:
+        if point["mode"] != "training" or point["out_of_memory"] or point["schedule"] == "graph":
+            continue
+        estimated, measured = estimated_bytes(point), point["peak_bytes"]
+        ratios.append(estimated / measured)
+        sizes = [f"{size / 2**20:,.0f}" for size in (estimated, measured)]
+        shape = "1.2B" if point["hidden_size"] == LARGE["hidden_size"] else "Table I"
+        rows.append([shape, f"{point['length']:,}", variant_name(point), *sizes, f"{ratios[-1]:.3f}"])
+    title = f"estimated / measured: {min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} training steps"
+    return Table(title, COLUMNS, rows)
+
+
+def main() -> None:
+    print(memory_table())
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,7 @@ from .stacking import REMEDY, check_stackable, is_stackable
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
 CPU_BAND_BYTES = 16 * 2**20
-# Measured on an H200: docs/results/gpu. There a diagonal takes the host about twice as long as a cell.
+# Measured on an H200: docs/results/gpu. There a diagonal takes the host up to twice as long as a cell.
 CUDA_CELLS_PER_DIAGONAL = 2
 # Not measured above 1,024. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
 CUDA_CELL_TOKENS = 4096

@@ -25,7 +25,7 @@ from .correctness import correctness, flex, graph, segment_graph
 from .kernels import kernels
 from .longest import longest
 from .losses import losses
-from .parts import attentions, decoding, prefills, schedule_table, training
+from .parts import attentions, decoding, prefills, schedule_table, training, training_large
 from .schedule_ratios import schedule_ratios
 from .session import OutOfTimeError, Session, log, new_session
 from .sizes import REAL, SMOKE, Sizes
@@ -58,6 +58,7 @@ PARTS = {
     "loss": Part(losses, "the loss beside torch's fused linear_cross_entropy", 10),
     "segment_graph": Part(segment_graph, "segments from a replayed graph against float64", 20),
     "training": Part(training, "memory and time of a training step, Table I shape", 40),
+    "training_large": Part(training_large, "the same of the 1.2 B shape, with checkpointing", 60),
     "prefill": Part(prefills, "long prompts, 1.2 B shape", 40),
     "graph": Part(graph, "new tokens by a replayed graph against ordinary ones", 15),
     "decoding": Part(decoding, "time per token after short and long contexts, 1.2 B shape", 60),

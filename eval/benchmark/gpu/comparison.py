@@ -7,7 +7,7 @@ from typing import Any
 
 from ..cases import BenchmarkCase, ModelVariant
 from ..models import configure, parameter_bytes
-from ..timing import Contender, free_memory, measure_in_turn, summarize
+from ..timing import Contender, free_memory, measure_in_turn, sample, summarize
 from ..workloads import WHOLE_TEXT_WORKLOADS, random_ids
 from .session import Session, log
 
@@ -51,13 +51,17 @@ def compare_variants(
 def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: int = 1) -> None:
     """Measures the entries in turn and adds their points.
 
-    `seconds` is the median of the repeats; `peak_bytes` is the peak during them, on CUDA without the bytes that other
+    `first_seconds` is the time of the first call, in which kernels are loaded and a graph is captured; `seconds` is the
+    median of the repeats; `peak_bytes` is the peak during them, on CUDA without the bytes that other
     entries hold; `before_bytes` is the model alone. An entry that does not fit into memory has `out_of_memory`.
     """
     free_memory()
     contenders = [Contender(entry.model, entry.call, partial(configure, entry.model, entry.case)) for entry in entries]
-    measured = measure_in_turn(contenders, session.memory, repeats, warm_ups, partial(_has_time, session))
-    for entry, samples in zip(entries, measured, strict=True):
+    firsts = [sample(contender, session.memory) for contender in contenders]
+    fitting = [contender for contender, first in zip(contenders, firsts, strict=True) if first is not None]
+    measured = iter(measure_in_turn(fitting, session.memory, repeats, warm_ups - 1, partial(_has_time, session)))
+    for entry, first in zip(entries, firsts, strict=True):
+        samples = [] if first is None else next(measured)
         point = entry.point() | {
             "part": session.part,
             "hidden_size": entry.model.config.hidden_size,
@@ -66,9 +70,9 @@ def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: 
             "memory_is": session.memory.description,
             "before_bytes": parameter_bytes(entry.model),
         }
-        if samples:
-            point |= summarize([sample.seconds for sample in samples])
-            point["peak_bytes"] = max(sample.peak_bytes for sample in samples)
+        if first is not None and samples:
+            point |= {"first_seconds": first.seconds, **summarize([one.seconds for one in samples])}
+            point["peak_bytes"] = max(one.peak_bytes for one in samples)
         session.points.append(point)
         log(f"  {describe(point)}")
 

@@ -3,7 +3,7 @@
 The search doubles a first length until a text does not fit, then bisects, while the time lasts.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..cases import ModelVariant
@@ -11,6 +11,7 @@ from ..models import configure, parameter_bytes
 from ..timing import attempt, free_memory
 from ..workloads import random_ids, training_step
 from .bars import LONGEST_BAR
+from .parts import raced
 from .session import Session, build_models, log
 
 BISECTIONS = 2
@@ -24,7 +25,9 @@ def longest(session: Session) -> None:
     stock = _search(session, variant, sizes.longest_first, STOCK_SHARE * session.seconds_left(), 4)
     # The folded model begins at the bar: the time that doubling up to there takes is better spent beyond it.
     first = LONGEST_BAR * (stock["longest"] or sizes.longest_first)
-    variant = ModelVariant(kind="folded", segment_length=sizes.segment, schedule="sequential", checkpointing=True)
+    (*_, variant) = raced(session, [sizes.segment])  # a graph where there are graphs: the fastest by single segments
+    schedule = "graph" if variant.schedule == "graph" else "sequential"
+    variant = replace(variant, schedule=schedule, checkpointing=True)
     _search(session, variant, min(first, sizes.longest_cap), session.seconds_left(), 2)
 
 

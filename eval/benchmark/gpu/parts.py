@@ -66,6 +66,15 @@ def training(session: Session) -> None:
             compare_variants(session, row, "training", models, variants, length)
 
 
+def training_large(session: Session) -> None:
+    """Time and peak memory of a training step of the 1.2 B shape, with checkpointing."""
+    sizes, models = session.sizes, build_models(session, session.sizes.large)
+    for length in sizes.large_training:
+        ours = [each for variant in raced(session, [sizes.segment]) for each in checkpointed(variant)]
+        variants = [ModelVariant(kind="stock", checkpointing=True), *ours]
+        compare_variants(session, f"training, large, {length:,}, checkpointing", "training", models, variants, length)
+
+
 def prefills(session: Session) -> None:
     """A long prompt of the 1.2 B shape: schedules against each other, and against full attention."""
     sizes, models = session.sizes, build_models(session, session.sizes.large)

@@ -19,6 +19,7 @@ class Sizes:
     training_eager: int
     training_memory: int
     training_steps: tuple[int, ...]
+    large_training: tuple[int, ...]  # of the large shape
     prefill_schedules: int
     prefill_full: int
     decode_short: int
@@ -63,6 +64,7 @@ REAL = Sizes(
     training_eager=8192,
     training_memory=16_384,
     training_steps=(4096, 2048),
+    large_training=(8192, 32_768),
     prefill_schedules=65_536,
     prefill_full=131_072,
     decode_short=1024,
@@ -86,6 +88,7 @@ SMOKE = Sizes(
     training_eager=64,
     training_memory=96,
     training_steps=(64, 32),
+    large_training=(64,),
     prefill_schedules=128,
     prefill_full=160,
     decode_short=32,

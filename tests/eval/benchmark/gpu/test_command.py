@@ -26,7 +26,7 @@ from ....condense.execution.recording import recordings
 EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
 # On a CPU torch traces FlexAttention for each new mask, which takes seconds, and then runs the same code.
 UNTRACED = "from torch.nn.attention import flex_attention; flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True"
-MEASURED = ("training", "prefill", "decoding", "schedules", "longest")
+MEASURED = ("training", "training_large", "prefill", "decoding", "schedules", "longest")
 
 
 def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess:

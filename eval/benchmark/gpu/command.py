@@ -26,7 +26,7 @@ from .kernels import kernels
 from .longest import longest
 from .losses import losses
 from .parts import attentions, decoding, prefills, schedule_table, training, training_large
-from .schedule_ratios import schedule_ratios
+from .schedule_ratios import draw, schedule_ratios
 from .session import OutOfTimeError, Session, log, new_session
 from .sizes import REAL, SMOKE, Sizes
 
@@ -79,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.judge is not None:
         stored = json.loads((options.judge / "gpu.json").read_text(encoding="utf-8"))
         print(_write(options.judge, SMOKE if stored["smoke"] else REAL, stored))
+        if "schedules" in stored["parts"]:
+            draw(stored["points"], options.judge / "schedules")
         return 0
     if not (options.smoke or torch.cuda.is_available()):
         print("There is no CUDA device: --smoke runs the same code at tiny sizes without one.", file=sys.stderr)
@@ -112,7 +114,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
     parser.add_argument("--output", type=Path, help="folder of the results (default: docs/results/gpu)")
     parser.add_argument(
-        "--judge", type=Path, metavar="FOLDER", help="measure nothing: judge the results of a folder again"
+        "--judge",
+        type=Path,
+        metavar="FOLDER",
+        help="measure nothing: judge the results of a folder again, and draw its schedules (needs matplotlib)",
     )
     parser.add_argument("--commit", help="the commit of the code, where it is no git checkout")
     parser.add_argument("--tests", action="store_true", help="also run pytest on tests/condense")

@@ -1,16 +1,19 @@
 """The schedules against each other, and what `schedule="auto"` takes: the measurements that its rule is fitted to."""
 
+from pathlib import Path
 from typing import Any
 
 from condense import CondenseConfig
 from condense.execution.selection import faster_as_wave
 
-from ...results import Table
+from ...results import Table, picture
 from ..cases import SCHEDULES
 from ..schedule_tables import TOLERANCE
+from ..tables import group_by, token_axis
 
 COLUMNS = ["what", "sequential [ms]", "wavefront [ms]", "graph [ms]", "sequential / wavefront", "sequential / graph"]
 COLUMNS += ["auto takes", "its time / the better one's"]
+LINES = {"sequential": ":", "wavefront": "-", "graph": "--"}
 ITEM_BYTES = 2  # the rule does not ask for it on a GPU
 
 
@@ -35,6 +38,38 @@ def schedule_ratios(points: list[dict[str, Any]]) -> Table:
         rows.append([name.removeprefix("schedules, "), *times, *ratios, *verdict])
     counted = f"within {TOLERANCE - 1:.0%} of the better of two in {right} of {judged} points (! the others)"
     return Table(f"schedules; auto's choice is {counted}", COLUMNS, rows)
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """A panel per mode and shape: tokens a second against length, a colour per segment length, a line per schedule."""
+    points = [point for point in points if point["row"].startswith("schedules") and not point["out_of_memory"]]
+    modes, shapes = group_by(points, "mode"), group_by(points, "hidden_size", "layers")
+    segments = sorted({point["segment_length"] for point in points})
+    size = (4.2 * len(shapes) + 1.8, 3.2 * len(modes))
+    with picture(path, rows=len(modes), columns=len(shapes), squeeze=False, figsize=size) as panels:
+        for line, (mode, _) in zip(panels, modes, strict=True):
+            for axes, (shape, _) in zip(line, shapes, strict=True):
+                here = [point for point in points if (mode | shape).items() <= point.items()]
+                for (curve, found), label in ((group, _label(group[0])) for group in _curves(here)):
+                    color = f"C{segments.index(curve['segment_length'])}"
+                    rates = [point["length"] / point["seconds"] for point in found]
+                    style = {"color": color, "linestyle": LINES[curve["schedule"]], "linewidth": 1.3, "markersize": 4}
+                    axes.plot([point["length"] for point in found], rates, marker="o", label=label, **style)
+                axes.set_yscale("log")
+                token_axis(axes, here)
+                axes.set_title(f"{mode['mode']}, {shape['layers']} layers of width {shape['hidden_size']}", fontsize=9)
+                axes.grid(alpha=0.3)
+            line[0].set_ylabel("tokens a second", fontsize=8)
+        handles = panels[0][0].get_legend_handles_labels()
+        panels[0][0].figure.legend(*handles, fontsize=7, loc="outside right upper", handlelength=3.5)
+
+
+def _curves(points: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    return group_by(sorted(points, key=lambda point: point["length"]), "segment_length", "schedule")
+
+
+def _label(curve: dict[str, Any]) -> str:
+    return f"segments of {curve['segment_length']}, {curve['schedule']}"
 
 
 def _choice(point: dict[str, Any]) -> str:

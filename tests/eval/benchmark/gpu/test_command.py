@@ -200,6 +200,7 @@ def test_stored_results_are_judged_again(folder, tmp_path, capsys):
     for name in ("gpu.txt", "gpu.csv", "gpu.json"):
         assert (tmp_path / name).read_text() == (stored / name).read_text()
     assert capsys.readouterr().out == (stored / "gpu.txt").read_text()
+    assert (tmp_path / "schedules.png").exists() == (folder == "gpu")
 
 
 def test_the_choice_of_auto_is_judged_by_the_points():

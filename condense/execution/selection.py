@@ -1,8 +1,8 @@
 """The choice of a schedule: a rule whose constants are fitted to measurements (docs/performance.md).
 
-A wave computes the same as S segments through M layers one after the other, with (S - 1)(M - 1) fewer launches. It is
-faster while a single cell is too narrow to keep the device busy, and slower where the tensors of a whole diagonal do
-not fit into the cache that holds those of one cell.
+A wave computes the same as S segments through M layers one after the other, as S + M - 1 diagonals and not S M cells.
+It is faster while a single cell is too narrow to keep the device busy. It is slower where the diagonals are not few
+enough, and on a CPU where the tensors of a whole diagonal do not fit into the cache that holds those of one cell.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from .stacking import REMEDY, check_stackable, is_stackable
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
 CPU_BAND_BYTES = 16 * 2**20
-# Measured on an H200: docs/results/gpu. There a diagonal takes the host up to twice as long as a cell.
+# Fitted to one text at a time on an H200: docs/results/gpu. Where the host takes the time there, a diagonal takes up to
+# twice as long as a cell.
 CUDA_CELLS_PER_DIAGONAL = 2
 # Not measured above 1,024. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
 CUDA_CELL_TOKENS = 4096

@@ -31,7 +31,7 @@ from .session import OutOfTimeError, Session, log, new_session
 from .sizes import REAL, SMOKE, Sizes
 
 ROOT = Path(__file__).resolve().parents[3]
-OUTPUT, SMOKE_OUTPUT = ROOT / "docs" / "results" / "gpu", ROOT / "runs" / "gpu_bench_smoke"
+OUTPUT, SMOKE_OUTPUT = ROOT / "runs" / "gpu_bench", ROOT / "runs" / "gpu_bench_smoke"
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,14 @@ class Part:
 
 def _tests(session: Session) -> None:
     """The tests of the model; those of CUDA run where there is a device."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "tests/condense"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    session.check("pytest tests/condense", run.returncode == 0, "\n".join(run.stdout.splitlines()[-15:]))
+    command = [sys.executable, "-m", "pytest", "-v", "tests/condense"]
+    log_file = session.folder / "tests.txt"  # names and outcomes as they come, should the time end
+    with log_file.open("w", encoding="utf-8") as file:
+        try:
+            code = subprocess.run(command, cwd=ROOT, stdout=file, timeout=session.seconds_left()).returncode
+        except subprocess.TimeoutExpired:
+            raise OutOfTimeError(f"before the end of the tests: {log_file.name} has their outcomes so far") from None
+    session.check("pytest tests/condense", code == 0, log_file.name)
 
 
 PARTS = {
@@ -58,11 +63,11 @@ PARTS = {
     "loss": Part(losses, "the loss beside torch's fused linear_cross_entropy", 10),
     "segment_graph": Part(segment_graph, "segments from a replayed graph against float64", 20),
     "training": Part(training, "memory and time of a training step, Table I shape", 40),
-    "training_large": Part(training_large, "the same of the 1.2 B shape, with checkpointing", 60),
     "prefill": Part(prefills, "long prompts, 1.2 B shape", 40),
     "graph": Part(graph, "new tokens by a replayed graph against ordinary ones", 15),
     "decoding": Part(decoding, "time per token after short and long contexts, 1.2 B shape", 60),
     "schedules": Part(schedule_table, "sequential and wavefront over shapes, segments and lengths", 40),
+    "training_large": Part(training_large, "training steps of the 1.2 B shape, with checkpointing", 100),
     "flex": Part(flex, "FlexAttention, compiled, against float64", 30),
     "longest": Part(longest, "longest training text, 1.2 B shape", 45),
 }
@@ -79,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.judge is not None:
         stored = json.loads((options.judge / "gpu.json").read_text(encoding="utf-8"))
         print(_write(options.judge, SMOKE if stored["smoke"] else REAL, stored))
-        if "schedules" in stored["parts"]:
+        if any(point["part"] == "schedules" for point in stored["points"]):
             draw(stored["points"], options.judge / "schedules")
         return 0
     if not (options.smoke or torch.cuda.is_available()):
@@ -87,8 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     gc.freeze()  # `free_memory` then searches the objects of the run, and not those of the imports
     names = options.only or [name for name in PARTS if name != "tests" or options.tests]
-    session = new_session(SMOKE if options.smoke else REAL, started + 60 * options.minutes)
     output = options.output or (SMOKE_OUTPUT if options.smoke else OUTPUT)
+    output.mkdir(parents=True, exist_ok=True)
+    session = new_session(SMOKE if options.smoke else REAL, started + 60 * options.minutes, output)
     results: dict[str, Any] = {"kind": "gpu_bench", **_metadata(session, options), "parts": {}}
     for name in names:
         results["parts"][name] = _run_part(session, name, results["parts"])
@@ -112,7 +118,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", type=parts, metavar="PART,PART", help="run only these parts")
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
-    parser.add_argument("--output", type=Path, help="folder of the results (default: docs/results/gpu)")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/gpu_bench)")
     parser.add_argument(
         "--judge",
         type=Path,

@@ -3,7 +3,7 @@
 The search doubles a first length until a text does not fit, then bisects, while the time lasts.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from ..cases import ModelVariant
@@ -25,9 +25,11 @@ def longest(session: Session) -> None:
     stock = _search(session, variant, sizes.longest_first, STOCK_SHARE * session.seconds_left(), 4)
     # The folded model begins at the bar: the time that doubling up to there takes is better spent beyond it.
     first = LONGEST_BAR * (stock["longest"] or sizes.longest_first)
-    (*_, variant) = raced(session, [sizes.segment])  # a graph where there are graphs: the fastest by single segments
-    schedule = "graph" if variant.schedule == "graph" else "sequential"
-    variant = replace(variant, schedule=schedule, checkpointing=True)
+    schedules = [variant.schedule for variant in raced(session, [sizes.segment])]
+    schedule = (
+        "graph" if "graph" in schedules else "sequential"
+    )  # those by single segments, which need the least memory
+    variant = ModelVariant(kind="folded", segment_length=sizes.segment, schedule=schedule, checkpointing=True)
     _search(session, variant, min(first, sizes.longest_cap), session.seconds_left(), 2)
 
 

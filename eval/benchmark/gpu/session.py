@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ class OutOfTimeError(Exception):
 
 @dataclass
 class Session:
-    """Sizes, device and deadline of a run, and its results so far: points of measurements and checks."""
+    """Sizes, device, deadline and folder of a run, and its results so far: points of measurements and checks."""
 
     sizes: Sizes
     device: torch.device
     dtype: torch.dtype
     deadline: float
+    folder: Path  # of the results
     memory: PeakMemory
     part: str = ""
     points: list[dict[str, Any]] = field(default_factory=list)
@@ -43,9 +45,9 @@ class Session:
             log(f"  {'n/a ' if passed is None else 'WRONG'} {name}: {note}")
 
 
-def new_session(sizes: Sizes, deadline: float) -> Session:
+def new_session(sizes: Sizes, deadline: float, folder: Path) -> Session:
     device, dtype = device_and_dtype("auto")
-    return Session(sizes, torch.device(device), getattr(torch, dtype), deadline, memory_of(device))
+    return Session(sizes, torch.device(device), getattr(torch, dtype), deadline, folder, memory_of(device))
 
 
 def has_graphs(session: Session) -> bool:

@@ -15,7 +15,8 @@ import pytest
 from condense.attention import AttentionMask
 from condense.eval.benchmark.gpu.command import ROOT, main
 from condense.eval.benchmark.gpu.correctness import segment_graph
-from condense.eval.benchmark.gpu.parts import raced
+from condense.eval.benchmark.gpu.longest import longest
+from condense.eval.benchmark.gpu.parts import raced, training_large
 from condense.eval.benchmark.gpu.schedule_ratios import schedule_ratios
 from condense.eval.benchmark.gpu.session import new_session
 from condense.eval.benchmark.gpu.sizes import SMOKE
@@ -86,10 +87,10 @@ def test_decoding_is_compared_with_and_without_a_graph(rehearsal):
     results = read(rehearsal)
     checks = {check["name"]: check["passed"] for check in results["checks"] if check["part"] == "graph"}
     assert len(checks) == 8 and all(checks.values())
-    for batch, longest in ((1, 256), (2, 64)):
+    for batch, most in ((1, 256), (2, 64)):
         for row, fixed in ((f"decoding, batch {batch}", False), (f"decoding, graph, batch {batch}", True)):
             points = [point for point in results["points"] if point["row"] == row and point["kind"] == "folded"]
-            assert [point["length"] for point in points] == [32, longest]
+            assert [point["length"] for point in points] == [32, most]
             assert {point["fixed_decoding"] for point in points} == {fixed}
 
 
@@ -126,8 +127,8 @@ def test_the_ratios_are_those_of_the_points(rehearsal):
         for row, words in (("decoding", ""), ("decoding, graph", "by a graph, ")):
             both = [best(f"{row}, batch {batch}", "folded", length=tokens) for tokens in (length, 32)]
             expect(f"decoding, {words}1.2 B shape, batch {batch}: a token at {length} over", both[0] / both[1])
-    longest = [best("longest training text", kind, "longest") for kind in ("folded", "stock")]
-    expect("longest training text", longest[0] / longest[1])
+    limits = [best("longest training text", kind, "longest") for kind in ("folded", "stock")]
+    expect("longest training text", limits[0] / limits[1])
     # Nothing was too long for this machine: no ratio of limits is known.
     assert found["longest training text, 1.2 B shape, checkpointing on both sides: folded / stock"]["met"] == "unknown"
 
@@ -159,17 +160,23 @@ def test_a_wrong_model_stops_the_run(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.txt"]  # no points, no CSV
 
 
-def test_segments_from_a_recorded_graph(monkeypatch):
+def test_segments_from_a_recorded_graph(monkeypatch, tmp_path):
     """As on CUDA: they are right, and take part in the race; a wrong graph is found, and does not."""
     counts = {"warm_up": 0, "capture": 0, "replay": 0}
     monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings(counts))
-    session = new_session(SMOKE, time.monotonic() + 600)
+    session = new_session(SMOKE, time.monotonic() + 600, tmp_path)
     session.part = "segment_graph"
     segment_graph(session)
     assert len(session.checks) == 2 * 2 * 3 and all(check["passed"] for check in session.checks) and counts["replay"]
     raced_now = [(one.segment_length, one.schedule) for one in raced(session, [16, 32])]
     assert raced_now[-2:] == [(16, "graph"), (32, "graph")] and len(raced_now) == 6
     assert len(raced(session, [16, 32], graph=False)) == len(raced(session, [16, 32], "flash_attention_2")) == 4
+
+    training_large(session)
+    longest(session)
+    graphs = [point for point in session.points if point["schedule"] == "graph"]
+    assert [point["row"] for point in graphs] == ["training, large, 64, checkpointing", "longest training text"]
+    assert graphs[0]["checkpointing"] and "peak_bytes" not in graphs[0] and graphs[1]["longest"] == 128
 
     run = segment_steps.StaticStep.run
     monkeypatch.setattr(segment_steps.StaticStep, "run", lambda step, given: run(step, (given[0] * 1.2, *given[1:])))

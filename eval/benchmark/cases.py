@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+WITHOUT_SEGMENTS = ("stock", "stock_chunked_loss")  # kinds of models
 MODES = ("training", "prefill", "decoding")
 SCHEDULES = ("sequential", "wavefront")  # on every device; on CUDA there is "graph", too
 
@@ -13,7 +14,7 @@ SCHEDULES = ("sequential", "wavefront")  # on every device; on CUDA there is "gr
 class ModelVariant:
     """How a model is run.
 
-    `kind` is one of `models.MODEL_KINDS`. `segment_length` is None for a stock model, and half the window for a
+    `kind` is one of `models.MODEL_KINDS`. `segment_length` is None for stock models, and half the window for a
     sliding-window model. `schedule` is None where the model chooses or has no schedules. With `checkpointing`, a folded
     model computes `checkpoint_segments` again at once.
     """

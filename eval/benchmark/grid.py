@@ -8,7 +8,7 @@ from typing import Any
 
 from ..results import hardware, versions
 from ..runner import Task, run
-from .cases import MODES, BenchmarkCase, Environment
+from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase, Environment
 from .options import ProfileOptions
 from .process import ForkServer, ProcessKilledError
 
@@ -62,7 +62,7 @@ def grid(
             mode=mode,
             length=length,
             batch=batch,
-            segment_length=None if kind == "stock" else segment,
+            segment_length=None if kind in WITHOUT_SEGMENTS else segment,
             attention=attention,
             checkpointing=enabled and mode == "training",
             optimizer=steps and mode == "training",

@@ -1,7 +1,8 @@
 """The models that are compared: one shape, equally many parameters, random weights.
 
 - `folded`: this package's.
-- `stock`: transformers' Llama.
+- `stock`: transformers' Llama, which computes the logits of all tokens at once.
+- `stock_chunked_loss`: the same Llama with this package's loss, for a bounded number of logits at a time.
 - `sliding_window`: transformers' Mistral, the nearest maintained peer: its state is bounded too, and its layers are the
   Llama's, weight for weight. It has no memory: a token sees the last 2 segments, which is the most that a token of a
   folded model sees directly, and earlier tokens only through the layers below.
@@ -12,19 +13,33 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.loading import load_config
+from condense.loss import cross_entropy_sum
 
-from .cases import SCHEDULES, ModelVariant
+from .cases import SCHEDULES, WITHOUT_SEGMENTS, ModelVariant
 
-MODEL_KINDS = ("folded", "stock", "sliding_window")
+MODEL_KINDS = ("folded", *WITHOUT_SEGMENTS, "sliding_window")
 TABLE_1_PARAMETERS = 126_489_088
 SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
     "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+
+
+class ChunkedLossLlama(LlamaForCausalLM):
+    """A stock Llama whose loss is a folded model's: of labels [B, N] it returns the loss and no logits."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **arguments: Any) -> Any:
+        if labels is None:
+            return super().forward(input_ids=input_ids, **arguments)
+        hidden_BND = self.model(input_ids=input_ids, **arguments).last_hidden_state
+        hidden_nD, target_n = hidden_BND[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        total = cross_entropy_sum(self.lm_head, hidden_nD, target_n, self.config.vocab_size, recompute=True)
+        return CausalLMOutput(loss=total / len(target_n))
 
 
 def table_1() -> dict[str, Any]:
@@ -68,8 +83,9 @@ def build_model(kind: str, shape: dict[str, Any], segment_length: int | None, at
     options = {"attn_implementation": None if attention == "auto" else attention}
     if kind == "folded":
         return CondenseForCausalLM(CondenseConfig(**shape, **options, segment_length=segment_length))
-    if kind == "stock":
-        return LlamaForCausalLM(LlamaConfig(**shape, **options))
+    if kind in WITHOUT_SEGMENTS:
+        model_class = ChunkedLossLlama if kind == "stock_chunked_loss" else LlamaForCausalLM
+        return model_class(LlamaConfig(**shape, **options))
     assert kind == "sliding_window", kind
     assert segment_length is not None
     return MistralForCausalLM(MistralConfig(**shape, **options, sliding_window=2 * segment_length))

@@ -33,7 +33,9 @@ class ProfileOptions(Options):
     ] = None
     kinds: Annotated[
         Sequence[str] | None,
-        Option("folded, stock, sliding_window; with commas. Default: the first two.", spelling=NAMES),
+        Option(
+            "folded, stock, stock_chunked_loss, sliding_window; with commas. Default: the first two.", spelling=NAMES
+        ),
     ] = None
     modes: Annotated[Sequence[str] | None, Option("training, prefill, decoding.", spelling=NAMES)] = None
     lengths: Annotated[Sequence[int] | None, Option("Tokens; k and m are 1,024 and 1,048,576.", spelling=NUMBERS)] = (

@@ -109,7 +109,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 def utilization(case: BenchmarkCase, shape: dict[str, Any], dtype: str, seconds: float) -> dict[str, float]:
     """`mfu`: the share of the GPU's peak that a training step's own operations reach. Empty where that is not known."""
     peak = peak_flops(hardware())
-    if peak is None or dtype != "bfloat16" or case.mode != "training" or case.kind not in ("folded", "stock"):
+    if peak is None or dtype != "bfloat16" or case.mode != "training" or case.kind == "sliding_window":
         return {}
     flops = case.batch * text_flops(LlamaConfig(**shape), case.segment_length)(case.length)
     return {"mfu": flops / seconds / peak}

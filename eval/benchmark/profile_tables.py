@@ -6,6 +6,7 @@ from typing import Any
 
 from ..paper import RATIOS, Ratio
 from ..results import Table, picture
+from .cases import WITHOUT_SEGMENTS
 from .tables import group_by, token_axis
 
 MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}
@@ -15,14 +16,14 @@ MORE: dict[str, tuple[str, float]] = {  # of points on a GPU: the column, and it
     "allocation_retries": ("retries", 1),
     "mfu": ("MFU [%]", 100),
 }
-COLORS = {"folded": "tab:red", "stock": "tab:blue", "sliding_window": "tab:green"}
+COLORS = {"folded": "tab:red", "stock": "tab:blue", "sliding_window": "tab:green", "stock_chunked_loss": "tab:cyan"}
 
 
 def label(point: dict[str, Any]) -> str:
     name = point["kind"].replace("_", " ")
     if point["kind"] == "folded":
         return f"{name}, segment {point['segment_length']}"
-    return name if point["kind"] == "stock" else f"{name} {2 * point['segment_length']}"
+    return name if point["kind"] in WITHOUT_SEGMENTS else f"{name} {2 * point['segment_length']}"
 
 
 def tables(results: dict[str, Any]) -> list[Table]:

@@ -14,13 +14,14 @@ from transformers.utils import is_flash_attn_2_available
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 
 from ...models import state_bytes
-from ..cases import BenchmarkCase, ModelVariant
+from ..cases import WITHOUT_SEGMENTS, BenchmarkCase, ModelVariant
 from ..models import configure, folded_variants
 from ..timing import free_memory
 from ..workloads import decoding_step, random_ids, read_context
 from .comparison import Entry, compare, compare_variants
 from .session import OutOfTimeError, Session, build_models, has_graphs
 
+TRAINED_KINDS = ("folded", *WITHOUT_SEGMENTS)
 WARM_UP_TOKENS = 4
 CHECKPOINT_SEGMENTS = 8  # of a group of gradient checkpointing
 SEGMENTS_PER_CALL = 64  # of a context that is read before decoding
@@ -48,9 +49,14 @@ def checkpointed(variant: ModelVariant) -> list[ModelVariant]:
     return [replace(variant, checkpointing=True, checkpoint_segments=number) for number in segments]
 
 
+def without_segments(attention: str, checkpointing: bool) -> list[ModelVariant]:
+    """The stock model, and the one with the folded model's loss: what the fold saves is told from what that saves."""
+    return [ModelVariant(kind=kind, attention=attention, checkpointing=checkpointing) for kind in WITHOUT_SEGMENTS]
+
+
 def training(session: Session) -> None:
     """Peak memory and time of a training step of the Table I shape, with and without gradient checkpointing."""
-    sizes, models = session.sizes, build_models(session, session.sizes.table_1)
+    sizes, models = session.sizes, build_models(session, session.sizes.table_1, TRAINED_KINDS)
     rows = [
         (f"training {length:,}", length, attention) for length in sizes.training_steps for attention in attentions()
     ]
@@ -61,17 +67,17 @@ def training(session: Session) -> None:
             ours = raced(session, sizes.training_segments, attention, graph=checkpointing and "memory" not in row)
             if checkpointing:
                 ours = [each for variant in ours for each in checkpointed(variant)]
-            variants = [ModelVariant(kind="stock", attention=attention, checkpointing=checkpointing), *ours]
+            variants = [*without_segments(attention, checkpointing), *ours]
             row += ", checkpointing" * checkpointing
             compare_variants(session, row, "training", models, variants, length)
 
 
 def training_large(session: Session) -> None:
     """Time of a training step of the 1.2 B shape, with checkpointing; peak memory but for the graph."""
-    sizes, models = session.sizes, build_models(session, session.sizes.large)
+    sizes, models = session.sizes, build_models(session, session.sizes.large, TRAINED_KINDS)
     for length in sizes.large_training:
         ours = [each for variant in raced(session, [sizes.segment]) for each in checkpointed(variant)]
-        variants = [ModelVariant(kind="stock", checkpointing=True), *ours]
+        variants = [*without_segments("sdpa", checkpointing=True), *ours]
         compare_variants(session, f"training, large, {length:,}, checkpointing", "training", models, variants, length)
 
 

@@ -150,7 +150,10 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kinds": ["folded", "mamba"]}, r"kinds=\['mamba'\]: choose from folded, stock, sliding_window"),
+        (
+            {"kinds": ["folded", "mamba"]},
+            r"kinds=\['mamba'\]: choose from folded, stock, stock_chunked_loss, sliding_window",
+        ),
         ({"modes": ["sleeping"]}, r"modes=\['sleeping'\]"),
         ({"snapshots": True}, "snapshots are the CUDA allocator's"),
     ],

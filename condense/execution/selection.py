@@ -105,15 +105,14 @@ def reason_for_sequential(
     """Why "auto" runs no wave of whole segments, None where it does: the part of the choice that needs no model."""
     num_layers, cell_tokens = config.num_hidden_layers, num_rows * config.segment_length
     cells, diagonals = num_segments * num_layers, num_segments + num_layers - 1
+    too_few = f"{num_segments} segments in {num_layers} layers are too few to gain from a wave"
     if device == "cpu":
-        too_few = cells - diagonals < CPU_SAVED_LAUNCHES
-    else:
-        too_few = cells < CUDA_CELLS_PER_DIAGONAL * diagonals
-    if too_few:
-        return f"{num_segments} segments in {num_layers} layers are too few to gain from a wave"
-    if device == "cpu":
+        if cells - diagonals < CPU_SAVED_LAUNCHES:
+            return too_few
         band_bytes = min(num_layers, num_segments) * cell_tokens * config.intermediate_size * itemsize
         return "a diagonal does not fit into the cache" if band_bytes > CPU_BAND_BYTES else None
+    if cells < CUDA_CELLS_PER_DIAGONAL * diagonals:
+        return too_few
     if cell_tokens > CUDA_CELL_TOKENS:
         return (
             f"{num_rows} rows x {config.segment_length} tokens of a segment are more than {CUDA_CELL_TOKENS:,} tokens, "

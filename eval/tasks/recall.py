@@ -218,7 +218,7 @@ def _sizes(results: Results) -> list[list[int]]:
 
 def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[int]]) -> None:
     """The capacities of folded models by size, a line per length and kind of memory through the means of each size. A
-    bound is a triangle, and takes no part in a line."""
+    bound is a triangle, and takes no part in a line; those of several lengths are nested."""
     sources = {model["name"]: model["memory_source"] for model in results["models"] if model["segment_length"]}
     kinds = sorted(set(sources.values()))
     for (number, length), (style, kind) in product(enumerate(results["lengths"]), enumerate(kinds)):
@@ -227,7 +227,8 @@ def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[in
             if (line["form"], line["length"], sources.get(line["model"])) == (form, length, kind):
                 at = sizes.index(results["memories"][line["model"]])
                 values[at].append(math.nan if line["bound"] else line["pairs"])
-                look = {"marker": MARKERS[line["bound"]], "markersize": 5}
+                nested = 3 * (len(results["lengths"]) - 1 - number) if line["bound"] else 0
+                look = {"marker": MARKERS[line["bound"]], "markersize": 5 + nested}
                 axes.plot(at, line["pairs"], color=color, markerfacecolor="none" if style else color, **look)
         found = sorted(values)
         label = f"{_shown(length)} tokens" + (f", {kind}" if len(kinds) > 1 else "")

@@ -26,7 +26,7 @@ from .kernels import kernels
 from .longest import longest
 from .losses import losses
 from .parts import attentions, decoding, prefills, schedule_table, training, training_large
-from .schedule_ratios import draw, schedule_ratios
+from .schedule_ratios import draw, is_drawable, schedule_ratios
 from .session import OutOfTimeError, Session, log, new_session
 from .sizes import REAL, SMOKE, Sizes
 
@@ -82,11 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name:16} {part.description}")
         return 0
     if options.judge is not None:
-        stored = json.loads((options.judge / "gpu.json").read_text(encoding="utf-8"))
-        print(_write(options.judge, SMOKE if stored["smoke"] else REAL, stored))
-        if any(point["part"] == "schedules" for point in stored["points"]):
-            draw(stored["points"], options.judge / "schedules")
-        return 0
+        return _judge_again(options.judge)
     if not (options.smoke or torch.cuda.is_available()):
         print("There is no CUDA device: --smoke runs the same code at tiny sizes without one.", file=sys.stderr)
         return 2
@@ -129,6 +125,19 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", action="store_true", help="also run pytest on tests/condense")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device: a rehearsal, no measurement")
     return parser.parse_args(arguments)
+
+
+def _judge_again(folder: Path) -> int:
+    """Writes and prints the tables of stored results, and draws their schedules. 2 where there are no results."""
+    try:
+        results = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        print(f"--judge {folder}: {error}; pass a folder that scripts/gpu_bench wrote.", file=sys.stderr)
+        return 2
+    print(_write(folder, SMOKE if results["smoke"] else REAL, results))
+    if is_drawable(results["points"]):
+        draw(results["points"], folder / "schedules")
+    return 0
 
 
 def _run_part(session: Session, name: str, before: dict[str, Any]) -> dict[str, Any]:

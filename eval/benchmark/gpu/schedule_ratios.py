@@ -40,9 +40,18 @@ def schedule_ratios(points: list[dict[str, Any]]) -> Table:
     return Table(f"schedules; auto's choice is {counted}", COLUMNS, rows)
 
 
+def is_drawable(points: list[dict[str, Any]]) -> bool:
+    """Whether a point of the part `schedules` fitted into memory."""
+    return any(map(_is_timed, points))
+
+
+def _is_timed(point: dict[str, Any]) -> bool:
+    return point["row"].startswith("schedules") and not point["out_of_memory"]
+
+
 def draw(points: list[dict[str, Any]], path: Path) -> None:
     """A panel per mode and shape: tokens a second against length, a colour per segment length, a line per schedule."""
-    points = [point for point in points if point["row"].startswith("schedules") and not point["out_of_memory"]]
+    points = [point for point in points if _is_timed(point)]
     modes, shapes = group_by(points, "mode"), group_by(points, "hidden_size", "layers")
     segments = sorted({point["segment_length"] for point in points})
     size = (4.2 * len(shapes) + 1.8, 3.2 * len(modes))

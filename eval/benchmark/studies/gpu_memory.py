@@ -1,10 +1,11 @@
 """The estimate of `condense train --dry-run` beside the memory that a GPU used.
 
-Prints docs/results/gpu/memory.txt from the training steps in gpu.json beside it: forward and backward pass in bfloat16,
-without an optimizer.
+Prints docs/results/gpu/memory.txt from the training steps in gpu.json and longest/gpu.json beside it: forward and
+backward pass in bfloat16, without an optimizer.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,21 @@ def estimated_bytes(point: dict[str, Any]) -> tuple[int, int]:
     return parts.weights + in_pass + waves, parts.loss
 
 
+def training_steps() -> Iterator[dict[str, Any]]:
+    """Those that fitted, but for graphs, whose peaks are not known."""
+    for point in json.loads((MEASURED / "gpu.json").read_text())["points"]:
+        if point["mode"] == "training" and not point["out_of_memory"] and point["schedule"] != "graph":
+            yield point
+    for point in json.loads((MEASURED / "longest" / "gpu.json").read_text())["points"]:
+        for length, trial in sorted(point["tried"].items(), key=lambda tried: int(tried[0])):
+            if trial["seconds"] is not None:
+                step = {"length": int(length), "peak_bytes": trial["peak_bytes"]}
+                yield point | step | {"hidden_size": REAL.large["hidden_size"]}
+
+
 def memory_table() -> Table:
-    points = json.loads((MEASURED / "gpu.json").read_text())["points"]
     rows, ratios = [], []
-    for point in points:
-        if point["mode"] != "training" or point["out_of_memory"] or point["schedule"] == "graph":
-            continue
+    for point in training_steps():
         (estimated, logits), measured = estimated_bytes(point), point["peak_bytes"]
         ratios.append(estimated / measured)
         sizes = [f"{size / 2**20:,.0f}" for size in (estimated, logits, measured)]

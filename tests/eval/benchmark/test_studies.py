@@ -15,6 +15,7 @@ from condense.eval.benchmark.studies import (
     costs,
     decoding,
     diagonals,
+    gpu_launches,
     gpu_memory,
     products,
     schedule_rule,
@@ -40,7 +41,14 @@ def test_estimates_beside_a_gpu_are_the_stored_ones(capsys):
     printed = capsys.readouterr().out
     assert printed == (RESULTS / "gpu" / "memory.txt").read_text()
     stock = [line for line in printed.splitlines() if "stock sdpa" in line]
-    assert len(stock) == 6 and all(line.endswith("1.000") for line in stock)
+    assert len(stock) == 10 and all(0.997 < float(line.split()[-1]) < 1.003 for line in stock)
+
+
+def test_launches_on_a_gpu_are_the_stored_ones(capsys):
+    gpu_launches.main()
+    printed = capsys.readouterr().out
+    assert printed == (RESULTS / "gpu" / "launches.txt").read_text()
+    assert len(printed.splitlines()) == 2 + 8  # both orders at four lengths
 
 
 def test_counted_costs_are_the_stored_ones(capsys):

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from condense.attention import AttentionMask
-from condense.eval.benchmark.gpu.command import ROOT, main
+from condense.eval.benchmark.gpu.command import PARTS, ROOT, main
 from condense.eval.benchmark.gpu.correctness import segment_graph
 from condense.eval.benchmark.gpu.longest import longest
 from condense.eval.benchmark.gpu.parts import raced, training_large
 from condense.eval.benchmark.gpu.schedule_ratios import schedule_ratios
-from condense.eval.benchmark.gpu.session import new_session
+from condense.eval.benchmark.gpu.session import OutOfTimeError, new_session
 from condense.eval.benchmark.gpu.sizes import SMOKE
 from condense.execution import cuda_graph, segment_steps
 
@@ -221,3 +221,32 @@ def test_the_choice_of_auto_is_judged_by_the_points():
     assert "1 of 2 points" in table.title
     assert [row[-2:] for row in table.rows] == [["sequential", "1.25!"], ["wavefront", "1.00 "]]
     assert [row[4:6] for row in table.rows] == [["1.25", ""], ["1.25", "5.00"]]
+
+
+def test_a_folder_without_results_is_refused(tmp_path, capsys):
+    assert main(["--judge", str(tmp_path / "nothing")]) == 2
+    said = capsys.readouterr().err
+    assert "nothing" in said and "pass a folder that scripts/gpu_bench wrote" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("end", ["failed", "out of time"])
+def test_outcomes_of_the_tests_are_kept(end, tmp_path, monkeypatch):
+    """Names are written as they come: a run that is stopped tells which tests failed."""
+
+    def pytest_run(command, cwd, stdout, timeout):
+        stdout.write("tests/condense/test_cache.py::test_a FAILED\n")
+        assert command[1:3] == ["-m", "pytest"] and 0 < timeout <= 60
+        if end == "out of time":
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr("condense.eval.benchmark.gpu.command.subprocess.run", pytest_run)
+    session = new_session(SMOKE, time.monotonic() + 60, tmp_path)
+    if end == "out of time":
+        with pytest.raises(OutOfTimeError, match="tests.txt has their outcomes"):
+            PARTS["tests"].run(session)
+    else:
+        PARTS["tests"].run(session)
+        assert [check["passed"] for check in session.checks] == [False]
+    assert "test_a FAILED" in (tmp_path / "tests.txt").read_text()

@@ -17,6 +17,7 @@ from condense.eval.benchmark.studies import (
     diagonals,
     gpu_launches,
     gpu_memory,
+    gpu_trace,
     products,
     schedule_rule,
     short_texts,
@@ -49,6 +50,28 @@ def test_launches_on_a_gpu_are_the_stored_ones(capsys):
     printed = capsys.readouterr().out
     assert printed == (RESULTS / "gpu" / "launches.txt").read_text()
     assert len(printed.splitlines()) == 2 + 8  # both orders at four lengths
+
+
+def test_the_busy_time_of_a_device_counts_overlapping_kernels_once():
+    kernels = [
+        gpu_trace.Kernel("product", 0.0, 2.0),
+        gpu_trace.Kernel("copy", 5.2, 5.5),  # within the sum
+        gpu_trace.Kernel("product", 1.0, 3.0),
+        gpu_trace.Kernel("sum", 5.0, 6.0),
+    ]
+    assert gpu_trace.busy_us(kernels) == 4.0
+    assert gpu_trace.row("step", 8e-6, kernels)[2:] == ["0.00", "50%", "4", "1.0", "2.0"]
+    assert [line.split() for line in gpu_trace.largest(kernels).splitlines()] == [
+        ["75.5%", "2", "x", "product"],
+        ["18.9%", "1", "x", "sum"],
+        ["5.7%", "1", "x", "copy"],
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a CUDA device")
+def test_a_trace_needs_a_gpu():
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu_trace.main()
 
 
 def test_counted_costs_are_the_stored_ones(capsys):

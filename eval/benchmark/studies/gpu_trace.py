@@ -1,0 +1,146 @@
+"""What a call leaves a GPU to do: the time that kernels run, their number, and the time of the call without a trace.
+
+    python -m condense.eval.benchmark.studies.gpu_trace > docs/results/gpu/trace.txt
+
+Training steps of the Table I shape, and new tokens of the 1.2 B shape with and without Python's garbage collector. A
+kernel is also a copy or a fill; those of several streams that overlap are counted once in the busy time.
+"""
+
+import gc
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ...results import Table
+from ..cases import ModelVariant
+from ..gpu.parts import TRAINED_KINDS, WITHOUT_SEGMENTS
+from ..gpu.sizes import REAL
+from ..models import build_model, cast_parameters, configure
+from ..timing import free_memory, seconds_of
+from ..workloads import decoding_step, random_ids, read_context, training_step
+
+SEGMENT, REPEATS, LARGEST, NEW_TOKENS = 512, 7, 8, 60
+COLUMNS = ["call", "time [ms]", "device busy [ms]", "busy", "kernels", "a kernel [us]", "time a kernel [us]"]
+FOLDED = ModelVariant(kind="folded", segment_length=SEGMENT)
+VARIANTS = {
+    **{kind: ModelVariant(kind=kind) for kind in WITHOUT_SEGMENTS},
+    "sequential": replace(FOLDED, schedule="sequential"),
+    "wavefront": replace(FOLDED, schedule="wavefront"),
+    "checkpointing, stock": ModelVariant(kind="stock", checkpointing=True),
+    "checkpointing, waves in groups of 8": replace(
+        FOLDED, schedule="wavefront", checkpointing=True, checkpoint_segments=8
+    ),
+    "checkpointing, graph": replace(FOLDED, schedule="graph", checkpointing=True),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a trace; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def busy_us(kernels: Iterable[Kernel]) -> float:
+    """The time in which at least one of the kernels runs."""
+    total, reached = 0.0, -float("inf")
+    for kernel in sorted(kernels, key=lambda one: one.start):
+        total += max(0.0, kernel.end - max(kernel.start, reached))
+        reached = max(reached, kernel.end)
+    return total
+
+
+def kernels_of(call: Callable[[], object]) -> list[Kernel]:
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        seconds_of(call)
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def row(name: str, seconds: float, kernels: Sequence[Kernel]) -> list[str]:
+    busy, count = busy_us(kernels), max(len(kernels), 1)
+    share, time_us = busy / (1e6 * seconds), 1e6 * seconds
+    return [
+        name, f"{1e3 * seconds:.2f}", f"{busy / 1e3:.2f}", f"{share:.0%}", f"{len(kernels):,}", f"{busy / count:.1f}",
+        f"{time_us / count:.1f}",
+    ]  # fmt: skip
+
+
+def largest(kernels: Sequence[Kernel]) -> str:
+    """The kernels that take most of the time, with their number and their share of the sum."""
+    times: dict[str, float] = defaultdict(float)
+    counts = Counter[str]()
+    for kernel in kernels:
+        times[kernel.name] += kernel.end - kernel.start
+        counts[kernel.name] += 1
+    total = sum(times.values())
+    return "\n".join(
+        f"    {time / total:6.1%} {counts[name]:6,} x {name[:90]}"
+        for name, time in sorted(times.items(), key=lambda item: -item[1])[:LARGEST]
+    )
+
+
+def _steps() -> None:
+    models = {
+        kind: cast_parameters(build_model(kind, REAL.table_1, SEGMENT, "sdpa"), torch.bfloat16).to("cuda")
+        for kind in TRAINED_KINDS
+    }
+    for length in REAL.training_steps:
+        rows, shares = [], []
+        for name, variant in VARIANTS.items():
+            model = models[variant.kind]
+            configure(model, variant)
+            step = training_step(model, random_ids(model, 1, length))
+            for _ in range(2):
+                step()
+            seconds = statistics.median(seconds_of(step) for _ in range(REPEATS))
+            kernels = kernels_of(step)
+            rows.append(row(name, seconds, kernels))
+            shares.append(f"{name}\n{largest(kernels)}")
+            model.zero_grad(set_to_none=True)
+        print(Table(f"training step, Table I shape, {length:,} tokens, segments of {SEGMENT}", COLUMNS, rows))
+        print("\n".join(shares), flush=True)
+
+
+def _tokens() -> None:
+    rows, lines = [], []
+    for kind in ("stock", "folded"):
+        with torch.device("cuda"):
+            model = cast_parameters(build_model(kind, REAL.large, SEGMENT, "sdpa"), torch.bfloat16)
+        if kind == "folded":
+            configure(model, replace(FOLDED, schedule="auto"))
+        context_BN = random_ids(model, 1, REAL.decode_short)
+        for collects in (True, False):
+            token = decoding_step(model, read_context(model, context_BN, REAL.decode_short)[0], context_BN[:, -1:])
+            (gc.enable if collects else gc.disable)()
+            seconds = [seconds_of(token) for _ in range(NEW_TOKENS)]
+            name = f"{kind}, garbage collector {'on' if collects else 'off'}"
+            rows.append(row(name, statistics.median(seconds), kernels_of(token)))
+            lines.append(f"{name}: " + " ".join(f"{1e3 * one:.1f}" for one in seconds))
+            gc.enable()
+        del model, token
+        free_memory()
+    print(Table(f"new tokens, 1.2 B shape, after {REAL.decode_short:,} tokens", COLUMNS, rows))
+    print("milliseconds of each token\n" + "\n".join(lines), flush=True)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("gpu_trace: there is no CUDA device.")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, bfloat16, one text")
+    _steps()
+    _tokens()
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,9 @@
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -12,16 +15,32 @@ from .mask import AttentionMask
 
 def sdpa_attention(query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale: float, dropout: float):
     bias, is_causal = _bias(query_RHTE, key_RGKE.shape[2], mask)
-    return F.scaled_dot_product_attention(
-        query_RHTE,
-        key_RGKE,
-        value_RGKE,
-        attn_mask=bias,
-        dropout_p=dropout,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
-    )
+    varies = query_RHTE.is_cuda and bias is None and not (mask.chunk.whole_segments or torch.compiler.is_compiling())
+    with without_cudnn() if varies else nullcontext():
+        return F.scaled_dot_product_attention(
+            query_RHTE,
+            key_RGKE,
+            value_RGKE,
+            attn_mask=bias,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
+        )
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """For shapes that do not recur, such as those of new tokens, which have one key more each: cuDNN's kernel prepares
+    itself for every new shape, which takes longer than the attention itself (docs/performance.md)."""
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # also if another thread is here: that one enables it again
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _bias(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> tuple[torch.Tensor | None, bool]:

@@ -6,11 +6,12 @@ dimension.
 
 import sys
 import types
+from contextlib import suppress
 
 import pytest
 import torch
 
-from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, flex, packed, varlen
+from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, flex, packed, sdpa, varlen
 from condense.checks import check_attention
 from condense.segmentation import Chunk
 
@@ -288,3 +289,59 @@ def test_flex_attention_refuses_gradients_on_cpu():
     model = tiny_model(attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="no backward on CPU"):
         model(random_ids(1, 7), labels=random_ids(1, 7))
+
+
+class OnCuda(torch.Tensor):
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize(
+    ("offset", "tokens", "memory", "recurs"),
+    [
+        (0, LENGTH, False, True),  # a text's first segment
+        (0, 3, False, False),  # a text of less than a segment
+        (3, 1, True, False),  # a new token
+        (0, LENGTH, True, True),
+    ],
+)
+def test_sdpa_leaves_out_cudnn_where_shapes_do_not_recur(offset, tokens, memory, recurs, monkeypatch):
+    enabled = []
+
+    def attention(query, *_, **__):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return query
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", attention)
+    mask = AttentionMask(chunk([tokens], [offset], [int(memory)]))
+    query = torch.zeros(1, 2, tokens, 4).as_subclass(OnCuda)
+    key = torch.zeros(1, 2, LENGTH * memory + offset + tokens, 4)
+    sdpa.sdpa_attention(query, key, key, mask, 0.5, 0.0)
+    assert enabled == [recurs]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_without_cudnn_leaves_it_as_it_was():
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        with sdpa.without_cudnn():
+            pass
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    with suppress(InterruptedError), sdpa.without_cudnn():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        raise InterruptedError
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_new_tokens_run_no_kernel_of_cudnn():
+    model = tiny_model(num_hidden_layers=2, attn_implementation="sdpa").to("cuda", torch.bfloat16)
+    ids = random_ids(model, 1, 2 * model.config.segment_length).to("cuda")
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            for _ in range(3):
+                model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+    kernels = [event.key for event in trace.key_averages()]
+    assert kernels and not [name for name in kernels if "cudnn" in name and "sdpa" in name]

@@ -336,8 +336,8 @@ def test_without_cudnn_leaves_it_as_it_was():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_new_tokens_run_no_kernel_of_cudnn():
-    model = tiny_model(num_hidden_layers=2, attn_implementation="sdpa").to("cuda", torch.bfloat16)
-    ids = random_ids(model, 1, 2 * model.config.segment_length).to("cuda")
+    model = tiny_model(torch.bfloat16, head_dim=64).to("cuda")  # a width that cuDNN takes
+    ids = random_ids(1, 2 * model.config.segment_length).to("cuda")
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:

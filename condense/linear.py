@@ -24,9 +24,13 @@ HAS_ONEDNN = (
 
 class Linear(nn.Linear):
     def forward(self, input_xI: torch.Tensor) -> torch.Tensor:
-        if _takes_onednn(input_xI, self.weight):
-            return onednn_linear(input_xI, self.weight, self.bias)
-        return F.linear(input_xI, self.weight, self.bias)
+        return linear(input_xI, self.weight, self.bias)
+
+
+def linear(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    if _takes_onednn(input_xI, weight_OI):
+        return onednn_linear(input_xI, weight_OI, bias_O)
+    return F.linear(input_xI, weight_OI, bias_O)
 
 
 def _takes_onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor) -> bool:

@@ -1,30 +1,45 @@
 """The loss of a call, chunk by chunk: cross-entropy of hidden states, for a bounded number of logits at a time.
 
-The backward pass computes the logits of a block of tokens again, so that no block outlives its use, unless the
-vocabulary is smaller than the hidden size. torch's fused `linear_cross_entropy` could take this place: with blocks and
-reduction="none" it stores no logits either. It is slower on CPUs; `scripts/gpu_bench --only loss` compares them, with
-`--smoke` on a CPU.
+No block of logits outlives its use. Its gradients are computed at once (`loss_gradient`), or else the backward pass
+computes the logits again, unless the vocabulary is smaller than the hidden size. torch's fused `linear_cross_entropy`
+could take this place: with blocks and reduction="none" it stores no logits either. It is slower on CPUs;
+`scripts/gpu_bench --only loss` compares them, with `--smoke` on a CPU.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, n target tokens.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .configuration import IGNORE_INDEX
+from .loss_gradient import HeadGradients, head_gradients
 from .segmentation import Chunk, UnpaddedBatch, on_device
 
 MAX_LOGITS = 2**26  # per block: 256 MiB in float32
 
 
 class LossAccumulator:
-    """The summed cross-entropy of each chunk, and the loss of the whole batch."""
+    """The summed cross-entropy of each chunk, and the loss of the whole batch.
 
-    def __init__(self, head: Callable, vocab_size: int, batch: UnpaddedBatch, labels_BN: torch.Tensor, recompute: bool):
+    `recompute` is false where the caller computes the whole chunk of text again in the backward pass. `at_once` permits
+    to compute gradients in the forward pass: each chunk is computed once, and its loss serves `batch_loss` alone.
+    """
+
+    def __init__(
+        self,
+        head: Callable,
+        vocab_size: int,
+        batch: UnpaddedBatch,
+        labels_BN: torch.Tensor,
+        recompute: bool,
+        at_once: bool = False,
+    ):
         self.head, self.vocab_size, self.batch, self.recompute = head, vocab_size, batch, recompute
+        self.gradients = head_gradients(head) if at_once and torch.is_grad_enabled() else None
         self.targets_BN = batch.next_labels(labels_BN.cpu(), IGNORE_INDEX)
         self.targets_on_device_BN: torch.Tensor | None = None  # copied once the device is known
         self.num_targets = int((self.targets_BN != IGNORE_INDEX).sum())
@@ -42,6 +57,8 @@ class LossAccumulator:
         else:
             selected = on_device(row_n[counted], device), on_device(token_n[counted], device)
             hidden_nD, target_n = hidden_RTD[selected], target_RT[selected]
+        if self.gradients is not None:
+            return cross_entropy_at_once(self.gradients, hidden_nD, target_n, self.vocab_size)
         return cross_entropy_sum(self.head, hidden_nD, target_n, self.vocab_size, self.recompute)
 
     def num_targets_of(self, chunk: Chunk) -> int:
@@ -52,7 +69,8 @@ class LossAccumulator:
         """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
         if not chunk_losses:
             raise ValueError("the attention mask hides every token of the batch: there is no loss to compute.")
-        return torch.stack(list(chunk_losses)).sum() / (max(self.num_targets, 1) if num_items is None else num_items)
+        total = torch.stack(list(chunk_losses)).sum() if self.gradients is None else self.gradients.total(chunk_losses)
+        return total / (max(self.num_targets, 1) if num_items is None else num_items)
 
 
 def cross_entropy_sum(
@@ -62,15 +80,33 @@ def cross_entropy_sum(
 
     `recompute` is false where the caller recomputes the whole chunk of text in the backward pass.
     """
-    total = hidden_nD.new_zeros((), dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
-    block_size = max(1, MAX_LOGITS // vocab_size)
+    total = hidden_nD.new_zeros((), dtype=_dtype(hidden_nD))
     recompute = recompute and vocab_size > hidden_nD.shape[-1]
-    for hidden, target in zip(hidden_nD.split(block_size), target_n.split(block_size), strict=True):
+    for hidden, target in _blocks(hidden_nD, target_n, vocab_size):
         arguments = head, hidden, target, total.dtype
         total = total + (
             checkpoint(_block_loss, *arguments, use_reentrant=False) if recompute else _block_loss(*arguments)
         )
     return total
+
+
+def cross_entropy_at_once(
+    gradients: HeadGradients, hidden_nD: torch.Tensor, target_n: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """As `cross_entropy_sum`, of a chunk whose loss goes to `gradients.total`."""
+    block_loss = partial(_block_loss, dtype=_dtype(hidden_nD))
+    return gradients.chunk_loss(_blocks(hidden_nD, target_n, vocab_size), block_loss)
+
+
+def _dtype(hidden_nD: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(hidden_nD.dtype, torch.float32)
+
+
+def _blocks(
+    hidden_nD: torch.Tensor, target_n: torch.Tensor, vocab_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    size = max(1, MAX_LOGITS // vocab_size)
+    return list(zip(hidden_nD.split(size), target_n.split(size), strict=True))
 
 
 def _block_loss(head, hidden_nD, target_n, dtype):

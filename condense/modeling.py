@@ -336,7 +336,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
         labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
         logits are returned with it only if `logits_to_keep` requests them. The sums of the chunks are in
-        `segment_losses`.
+        `segment_losses`. The loss has no second derivatives, unless the head has hooks or is no plain linear map.
 
         logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
 

@@ -48,8 +48,9 @@ class OutputAccumulator:
     ):
         self.head, self.loss, self.hidden = head, None, None
         if labels_BN is not None:
-            recompute = call.checkpoint_function is None or call.checkpoint_segments > 1
-            self.loss = LossAccumulator(head, vocab_size, call.batch, labels_BN, recompute=recompute)
+            once = call.checkpoint_function is None  # a checkpoint computes a chunk twice
+            recompute = once or call.checkpoint_segments > 1
+            self.loss = LossAccumulator(head, vocab_size, call.batch, labels_BN, recompute=recompute, at_once=once)
         if labels_BN is None or logits_to_keep is not None:
             self.hidden = HiddenStateAccumulator(call.batch, logits_to_keep or call.batch.num_columns)
 

@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.loading import load_config
-from condense.loss import cross_entropy_sum
+from condense.loss import cross_entropy_at_once, cross_entropy_sum
+from condense.loss_gradient import head_gradients
 
 from .cases import SCHEDULES, WITHOUT_SEGMENTS, ModelVariant
 
@@ -38,7 +39,12 @@ class ChunkedLossLlama(LlamaForCausalLM):
             return super().forward(input_ids=input_ids, **arguments)
         hidden_BND = self.model(input_ids=input_ids, **arguments).last_hidden_state
         hidden_nD, target_n = hidden_BND[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        total = cross_entropy_sum(self.lm_head, hidden_nD, target_n, self.config.vocab_size, recompute=True)
+        gradients = head_gradients(self.lm_head) if torch.is_grad_enabled() else None
+        if gradients is None:
+            total = cross_entropy_sum(self.lm_head, hidden_nD, target_n, self.config.vocab_size, recompute=True)
+        else:
+            chunk_loss = cross_entropy_at_once(gradients, hidden_nD, target_n, self.config.vocab_size)
+            total = gradients.total([chunk_loss])
         return CausalLMOutput(loss=total / len(target_n))
 
 

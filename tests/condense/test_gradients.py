@@ -57,7 +57,7 @@ def test_products_of_a_segment_in_a_layer(memory_source, products):
         with Operations() as counted:
             loss.backward()
         assert not counted.counts["slice_backward"]
-    assert counts[1] - counts[0] == products + 1  # and the head
+    assert counts[1] - counts[0] == products + 3  # and the head, with both of its gradients
 
 
 @pytest.fixture(scope="module")

@@ -93,10 +93,12 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     group = recipe.model.checkpoint_segments if checkpointing else len(a_pass.segments)
     assert isinstance(group, int), "see with_checkpoint_segments"
     chunk = min(a_pass.rows * first, max(1, MAX_LOGITS // vocab))
-    if group == 1:  # a segment alone is computed again with the logits of all its chunks
+    if checkpointing and group == 1:  # a segment alone is computed again with the logits of all its chunks
         held = a_pass.rows * first
-    else:  # logits are computed again by chunks, where they are wider than hidden states
-        held = chunk if vocab > width else a_pass.rows * sum(a_pass.segments[:group])
+    elif checkpointing and vocab <= width:  # logits that are no wider than hidden states are kept within a group
+        held = a_pass.rows * sum(a_pass.segments[:group])
+    else:  # gone with their chunk
+        held = chunk
     loss = FLOAT32 * vocab * ((LOGIT_COPIES - 1) * chunk + held)
     gradients = a_pass.rows * _layer_gradients(config, recipe, first, first if last else 0)
     later = max(gradients, _block_gradients(config, recipe, stack, a_pass.rows * first))
@@ -193,6 +195,8 @@ def summed_gradients(
     weights: Weights,
     freed_at_once: bool,
     kept: dict[str, int],
+    reduce_buckets: int,
+    zero_stage: int,
 ) -> int:
     """Gradients that autograd holds at the end of the backward pass, less the activations that are freed by then.
 
@@ -202,6 +206,13 @@ def summed_gradients(
     """
     numels, size = [shape.numel() for shape in weights.trained], element_size(recipe)
     whole = size * sum(numels)
+    if len(a_pass.segments) > 1 and _has_loss_gradients(recipe, zero_stage):
+        # The head's are summed in the forward pass. At its end they exist with the logits of a block; then, without
+        # these, their product with the gradient of the loss, too; at the end of the backward pass all exist.
+        head, logits = size * max(numels), max(0, kept["loss"] - reduce_buckets)
+        layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
+        at_end = whole - kept["activations"] // len(a_pass.segments)
+        return max(head, max(2 * head, at_end) + layer - logits)
     if len(a_pass.segments) > 1:
         # Another gradient of the head, and the sum with it, exist after the logits are freed.
         another = max(0, 2 * size * max(numels) - kept["loss"])
@@ -212,6 +223,12 @@ def summed_gradients(
     # The head's gradient waits for the embedding's; at the end both exist, and their sum.
     summed = (tied if freed_at_once else whole) + max(2 * tied, first_layer)
     return max(0, summed - kept["activations"] - kept["loss"])
+
+
+def _has_loss_gradients(recipe: Recipe, zero_stage: int) -> bool:
+    """Whether the forward pass computes the head's gradients (`condense/loss_gradient.py`). ZeRO-3 has hooks on it."""
+    ordinary = isinstance(recipe.model, CondenseModel) and not isinstance(recipe.objective, Distillation)
+    return ordinary and not recipe.gradient_checkpointing and recipe.lora is None and zero_stage < 3
 
 
 KEPT_BY_KIND: dict[str, Callable[[LlamaConfig, Recipe, Pass], dict[str, int]]] = {

@@ -61,8 +61,9 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
     estimates = []
     for a_pass in passes(config, recipe, ranks):
         kept = kept_by_autograd(config, recipe, a_pass)
-        freed_at_once = zero.get("stage", 0) >= 2 or accumulates
-        summed = summed_gradients(config, recipe, a_pass, weights, freed_at_once, kept)
+        stage, buckets = zero.get("stage", 0), states["reduce_buckets"]
+        freed_at_once = stage >= 2 or accumulates
+        summed = summed_gradients(config, recipe, a_pass, weights, freed_at_once, kept, buckets, stage)
         estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))
     return max(estimates, key=lambda one: one.total)
 

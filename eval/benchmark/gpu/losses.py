@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from condense.loss import cross_entropy_sum
+from condense.loss import cross_entropy_at_once
+from condense.loss_gradient import head_gradients
 
 from ..timing import free_memory, seconds_of
 from .session import Session, log
@@ -32,17 +33,23 @@ def losses(session: Session) -> None:
         hidden_nD = torch.randn(2, segment, shape["hidden_size"]).to(session.dtype).requires_grad_()
         target_n = torch.randint(shape["vocab_size"], (2, segment))
 
-    def ours(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(head, hidden, target, shape["vocab_size"], recompute=True)
+    def ours() -> torch.Tensor:
+        gradients = head_gradients(head)
+        assert gradients is not None
+        chunks = zip(hidden_nD, target_n, strict=True)
+        return gradients.total([cross_entropy_at_once(gradients, *chunk, shape["vocab_size"]) for chunk in chunks])
 
-    def fused(options: Any, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        losses_n = F.linear_cross_entropy(hidden, head.weight, target, reduction="none", options=options)
-        return losses_n.sum(dtype=torch.float32)
+    def fused(options: Any) -> torch.Tensor:
+        losses_n = [
+            F.linear_cross_entropy(hidden, head.weight, target, reduction="none", options=options)
+            for hidden, target in zip(hidden_nD, target_n, strict=True)
+        ]
+        return torch.stack(losses_n).sum(dtype=torch.float32)
 
-    value, gradients, note = _measure(session, ours, head, hidden_nD, target_n)
+    value, gradients, note = _measure(session, ours, head, hidden_nD)
     tolerance = TOLERANCE[session.dtype]
     for label, options in (("whole", None), ("in blocks", torch.nn.LinearCrossEntropyOptions())):
-        other, others, other_note = _measure(session, partial(fused, options), head, hidden_nD, target_n)
+        other, others, other_note = _measure(session, partial(fused, options), head, hidden_nD)
         same = abs(value - other) <= tolerance * abs(value) and all(
             (one - two).abs().max() <= tolerance * one.abs().max() for one, two in zip(gradients, others, strict=True)
         )
@@ -52,7 +59,7 @@ def losses(session: Session) -> None:
 
 
 def _measure(
-    session: Session, function: Callable, head: torch.nn.Linear, hidden_nD: torch.Tensor, target_n: torch.Tensor
+    session: Session, function: Callable[[], torch.Tensor], head: torch.nn.Linear, hidden_nD: torch.Tensor
 ) -> tuple[float, list[torch.Tensor], str]:
     """The value, its gradients, and a note of the median time and the peak memory above what was there before."""
     values: list[float] = []
@@ -60,8 +67,7 @@ def _measure(
     def call() -> None:
         head.zero_grad(set_to_none=True)
         hidden_nD.grad = None
-        chunks = [function(hidden, target) for hidden, target in zip(hidden_nD, target_n, strict=True)]
-        total = torch.stack(chunks).sum()
+        total = function()
         total.backward()
         values.append(total.item())
 

@@ -1,0 +1,166 @@
+"""The loss with its gradients in the forward pass, against the cross-entropy of all logits by autograd."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+from condense import loss
+from condense.loss_gradient import HeadGradients, head_gradients
+
+from .models import VOCAB, random_ids, tiny_model
+
+COLUMNS = 13  # two segments and a part of one
+
+
+@pytest.fixture(params=[1, 7, 1000], ids=lambda tokens: f"blocks of {tokens}")
+def blocks(request, monkeypatch):
+    monkeypatch.setattr(loss, "MAX_LOGITS", request.param * VOCAB)
+
+
+def labelled(seed=1):
+    """Ids [2, N], labels of which some do not count, and a mask with padding on the left of one row."""
+    ids = random_ids(2, COLUMNS, seed=seed)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 3:6] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients_of(model, value) -> dict:
+    model.zero_grad(set_to_none=True)
+    value.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def expected(model, batch, num_items=None):
+    """By the definition: the logits of all tokens, shifted, in one call. Padding predicts nothing."""
+    mask = batch["attention_mask"]
+    logits = model(input_ids=batch["input_ids"], attention_mask=mask).logits[:, :-1]
+    targets = batch["labels"][:, 1:].masked_fill(mask[:, :-1] == 0, -100)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return total / ((targets != -100).sum() if num_items is None else num_items)
+
+
+def assert_equal(one: dict, two: dict) -> None:
+    """Norms compute in float32."""
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_items", [None, 5])
+@pytest.mark.parametrize(
+    ("tied", "frozen"), [(False, None), (True, None), (False, "lm_head"), (False, "model"), (True, "model.layers")]
+)
+def test_gradients_are_those_of_all_logits(tied, frozen, num_items, blocks):
+    model, batch = tiny_model(tie_word_embeddings=tied), labelled()
+    if frozen is not None:
+        model.get_submodule(frozen).requires_grad_(False)
+    reference = expected(model, batch, num_items)
+    value = model(**batch, num_items_in_batch=num_items).loss
+    torch.testing.assert_close(value, reference)
+    assert_equal(gradients_of(model, value), gradients_of(model, reference))
+
+
+def test_gradients_of_the_input_embeddings():
+    model, ids = tiny_model(), random_ids(2, COLUMNS)
+    embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits[:, :-1]
+    reference = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    found = model(inputs_embeds=embeds, labels=ids).loss
+    torch.testing.assert_close(
+        torch.autograd.grad(found, embeds), torch.autograd.grad(reference, embeds), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_graph_may_be_kept_and_gradients_add_up():
+    model, batch = tiny_model(), labelled()
+    once = gradients_of(model, model(**batch).loss)
+    model.zero_grad(set_to_none=True)
+    value = model(**batch).loss
+    value.backward(retain_graph=True)
+    (3 * value).backward()
+    assert_equal(
+        {name: weight.grad for name, weight in model.named_parameters()},
+        {name: 4 * gradient for name, gradient in once.items()},
+    )
+
+
+def test_hooks_that_move_saved_tensors_see_complete_sums():
+    """As torch.autograd.graph.save_on_cpu around a whole step does: what is saved is copied at once."""
+    model, batch = tiny_model(), labelled()
+    plain = gradients_of(model, model(**batch).loss)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        value = model(**batch).loss
+    assert_equal(gradients_of(model, value), plain)
+
+
+def test_without_targets_gradients_are_zero():
+    model, batch = tiny_model(), labelled()
+    value = model(**batch | {"labels": torch.full_like(batch["labels"], -100)}).loss
+    assert value == 0
+    assert all((gradient == 0).all() for gradient in gradients_of(model, value).values())
+
+
+def test_a_frozen_model_has_a_loss():
+    model, batch = tiny_model().requires_grad_(False), labelled()
+    value = model(**batch).loss
+    assert not value.requires_grad
+    torch.testing.assert_close(value, expected(model, batch))
+
+
+def test_there_are_no_second_derivatives():
+    model, batch = tiny_model(), labelled()
+    with pytest.raises(ValueError, match="create_graph=True"):
+        torch.autograd.grad(model(**batch).loss, model.model.norm.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast(dtype):
+    model, batch = tiny_model(dtype=torch.float32), labelled()
+    context = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext()
+    found = []
+    for permitted in (True, False):
+        with context, pytest.MonkeyPatch.context() as patch:
+            if not permitted:
+                patch.setattr(loss, "head_gradients", lambda head: None)
+            value = model(**batch).loss
+        found.append(gradients_of(model, value))
+    for name, gradient in found[0].items():
+        assert (gradient - found[1][name]).abs().max() <= 0.02 * gradient.abs().max()
+
+
+def test_heads_that_autograd_must_see():
+    """A head that is not a plain linear map keeps its hooks, its class and the scaling of float16."""
+    head = torch.nn.Linear(4, 9, bias=False)
+    assert isinstance(head_gradients(head), HeadGradients)
+    hooked = torch.nn.Linear(4, 9)
+    hooked.register_forward_hook(lambda *_: None)
+    assert head_gradients(hooked) is None
+    assert head_gradients(torch.nn.Sequential(head)) is None
+    assert head_gradients(torch.nn.Linear(4, 9, dtype=torch.float16)) is None
+    replaced = torch.nn.Linear(4, 9)
+    replaced.forward = replaced.forward
+    assert head_gradients(replaced) is None
+
+
+def test_a_hook_on_the_head_is_called_and_changes_nothing():
+    model, batch = tiny_model(), labelled()
+    plain = gradients_of(model, model(**batch).loss)
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    assert_equal(gradients_of(model, model(**batch).loss), plain)
+    assert calls
+
+
+def test_within_torch_func():
+    """Of a vocabulary as small as this: a larger one needs checkpoints, which torch.func does not support."""
+    model, batch = tiny_model(hidden_size=64), labelled()
+    plain = gradients_of(model, model(**batch).loss)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    found = torch.func.grad(lambda given: functional_call(model, given, kwargs=batch).loss)(weights)
+    assert_equal(found, plain)

@@ -82,7 +82,8 @@ class OperationCounter(TorchDispatchMode):
 
     A product that runs with gradients counts three times, since its backward pass is two products of its size; one
     without gradients, such as those of decoding, counts once. What a backward pass computes again to save memory is
-    not counted, in no model: it could as well be stored.
+    not counted, in no model: it could as well be stored. A backward pass within the forward pass, which a folded model
+    has for its loss, counts with the products that it belongs to.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,9 @@ class OperationCounter(TorchDispatchMode):
                     return out
         out = func(*args, **kwargs)
         if count is not None:
-            self.total += count(*args, **kwargs, out_val=out) * (3 if torch.is_grad_enabled() else 1)
+            is_backward = torch._C._current_graph_task_id() != -1
+            times = 0 if is_backward else 3 if torch.is_grad_enabled() else 1
+            self.total += count(*args, **kwargs, out_val=out) * times
         return out
 
 

@@ -1,7 +1,7 @@
 """The estimate of `condense train --dry-run` beside the memory that a GPU used.
 
-Prints docs/results/gpu/memory.txt from the training steps in gpu.json and longest/gpu.json beside it: forward and
-backward pass in bfloat16, without an optimizer.
+Prints docs/results/gpu/memory.txt from the training steps in the files beside it: forward and backward pass in
+bfloat16, without an optimizer.
 """
 
 import json
@@ -19,6 +19,7 @@ from ..gpu.comparison import variant_name
 from ..gpu.sizes import REAL
 
 MEASURED = Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu"  # of a checkout
+FILES = ("gpu.json", "longest/gpu.json", "large/gpu.json", "training/gpu.json")
 COLUMNS = ["shape", "tokens", "model", "estimated [MiB]", "of it logits", "measured [MiB]", "estimated / measured"]
 
 
@@ -55,14 +56,16 @@ def estimated_bytes(point: dict[str, Any]) -> tuple[int, int]:
 
 
 def training_steps() -> Iterator[dict[str, Any]]:
-    """Those that fitted, but for graphs, whose peaks are not known, and for folded models without checkpointing, whose
-    forward pass has computed the gradients of the loss since."""
-    for point in json.loads((MEASURED / "gpu.json").read_text())["points"]:
-        as_now = point["schedule"] != "graph" and (point["kind"] != "folded" or point["checkpointing"])
-        if point["mode"] == "training" and not point["out_of_memory"] and as_now:
+    """Those that fitted, of kinds that a recipe has, but for graphs, whose peaks are not known, and for folded models
+    without checkpointing, whose forward pass has computed the gradients of the loss since."""
+    points = [point for file in FILES for point in json.loads((MEASURED / file).read_text())["points"]]
+    for point in points:
+        is_trained = point["kind"] == "stock" or (point["kind"] == "folded" and point["checkpointing"])
+        if not is_trained or point["schedule"] == "graph":
+            continue
+        if point["mode"] == "training" and not point["out_of_memory"]:
             yield point
-    for point in json.loads((MEASURED / "longest" / "gpu.json").read_text())["points"]:
-        for length, trial in sorted(point["tried"].items(), key=lambda tried: int(tried[0])):
+        for length, trial in sorted(point.get("tried", {}).items(), key=lambda tried: int(tried[0])):
             if trial["seconds"] is not None:
                 step = {"length": int(length), "peak_bytes": trial["peak_bytes"]}
                 yield point | step | {"hidden_size": REAL.large["hidden_size"]}

@@ -15,8 +15,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .execution.stacking import has_hooks
-from .linear import linear
+from .linear import Linear, linear
 
+SCALED_AT_ONCE = 2**24
 BlockLoss = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]  # of a head, hidden states and targets
 
 
@@ -68,10 +69,19 @@ def head_gradients(head: Callable) -> HeadGradients | None:
         or forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
-    if watched or not isinstance(head, nn.Linear) or "forward" in head.__dict__ or has_hooks(head):
+    if watched or not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Linear):
         return None
-    plain = all(type(weight) is nn.Parameter and weight.dtype != torch.float16 for weight in head.parameters())
-    return HeadGradients(head) if plain else None
+    if "forward" in head.__dict__ or has_hooks(head):
+        return None
+    weights = head._parameters  # replicas and sharded or parametrized modules have none of these names
+    is_plain = type(weights.get("weight")) is nn.Parameter and type(weights.get("bias")) in (nn.Parameter, type(None))
+    return HeadGradients(head) if is_plain and not _is_float16(head.weight) else None
+
+
+def _is_float16(weight: torch.Tensor) -> bool:
+    device = weight.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.float16 in (weight.dtype, torch.get_autocast_dtype(device) if casts else None)
 
 
 class _ChunkLoss(torch.autograd.Function):
@@ -84,7 +94,7 @@ class _ChunkLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         _check_first_derivative()
-        return None, None, None, *(None if one is None else one * factor for one in ctx.saved_tensors)
+        return None, None, None, *(None if one is None else _scaled(one, factor) for one in ctx.saved_tensors)
 
 
 class _Total(torch.autograd.Function):
@@ -100,7 +110,18 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         _check_first_derivative()
-        return None, None, *[factor] * ctx.num_losses, *(one * factor for one in ctx.saved_tensors)
+        return None, None, *[factor] * ctx.num_losses, *(_scaled(one, factor) for one in ctx.saved_tensors)
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Rounded once: a product with a narrower tensor would round the factor first. In parts, for the memory's sake."""
+    if gradient.dtype == factor.dtype:
+        return gradient * factor
+    scaled = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    parts = zip(scaled.view(-1).split(SCALED_AT_ONCE), gradient.reshape(-1).split(SCALED_AT_ONCE), strict=True)
+    for part, given in parts:
+        part.copy_(given.to(factor.dtype) * factor)
+    return scaled
 
 
 def _linear(weights: Mapping[str, torch.Tensor], hidden_nD: torch.Tensor) -> torch.Tensor:

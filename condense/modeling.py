@@ -336,7 +336,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
         labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
         logits are returned with it only if `logits_to_keep` requests them. The sums of the chunks are in
-        `segment_losses`. The loss has no second derivatives, unless the head has hooks or is no plain linear map.
+        `segment_losses`. Its gradients are computed with it, and then it has no second derivatives: not where gradients
+        are disabled, under gradient checkpointing, and with a head that has hooks or is no plain linear map.
 
         logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
 

@@ -33,14 +33,16 @@ def sdpa_attention(query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale:
 def without_cudnn() -> Iterator[None]:
     """For shapes that do not recur, such as those of new tokens, which have one key more each: cuDNN's kernel prepares
     itself for every new shape, which takes longer than the attention itself (docs/performance.md)."""
-    if not torch.backends.cuda.cudnn_sdp_enabled():  # also if another thread is here: that one enables it again
+    cuda = torch.backends.cuda
+    has_others = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
+    if not (cuda.cudnn_sdp_enabled() and has_others):  # also if another thread is here: that one enables it again
         yield
         return
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+        cuda.enable_cudnn_sdp(True)
 
 
 def _bias(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> tuple[torch.Tensor | None, bool]:

@@ -1,5 +1,6 @@
 """The loss with its gradients in the forward pass, against the cross-entropy of all logits by autograd."""
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from condense import loss
+from condense import loss, loss_gradient
 from condense.loss_gradient import HeadGradients, head_gradients
 
 from .models import VOCAB, random_ids, tiny_model
@@ -90,13 +91,41 @@ def test_the_graph_may_be_kept_and_gradients_add_up():
     )
 
 
-def test_hooks_that_move_saved_tensors_see_complete_sums():
+def test_hooks_that_move_saved_tensors_see_complete_sums_and_no_logits():
     """As torch.autograd.graph.save_on_cpu around a whole step does: what is saved is copied at once."""
-    model, batch = tiny_model(), labelled()
+    model, batch, widths = tiny_model(), labelled(), []
     plain = gradients_of(model, model(**batch).loss)
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+
+    def pack(tensor):
+        widths.append(tensor.shape[-1] if tensor.ndim else 0)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         value = model(**batch).loss
     assert_equal(gradients_of(model, value), plain)
+    assert widths and VOCAB not in widths
+
+
+def test_sums_are_freed_by_the_backward_pass(monkeypatch):
+    sums = []
+
+    def total(self, losses):
+        sums.extend(weakref.ref(one) for one in self.sums)
+        return whole(self, losses)
+
+    whole = HeadGradients.total
+    monkeypatch.setattr(HeadGradients, "total", total)
+    value = tiny_model()(**labelled()).loss
+    assert sums and all(one() is not None for one in sums)
+    value.backward()  # the loss and its graph live on
+    assert all(one() is None for one in sums)
+
+
+def test_gradients_in_bfloat16_are_rounded_once(monkeypatch):
+    monkeypatch.setattr(loss_gradient, "SCALED_AT_ONCE", 7)
+    gradient, factor = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor(1 / 3)
+    assert torch.equal(loss_gradient._scaled(gradient.T, factor), (gradient.T.float() * factor).bfloat16())
+    assert torch.equal(loss_gradient._scaled(gradient.float(), factor), gradient.float() * factor)
 
 
 def test_without_targets_gradients_are_zero():
@@ -136,16 +165,46 @@ def test_under_autocast(dtype):
 
 def test_heads_that_autograd_must_see():
     """A head that is not a plain linear map keeps its hooks, its class and the scaling of float16."""
-    head = torch.nn.Linear(4, 9, bias=False)
-    assert isinstance(head_gradients(head), HeadGradients)
-    hooked = torch.nn.Linear(4, 9)
+    assert isinstance(head_gradients(torch.nn.Linear(4, 9)), HeadGradients)
+    hooked, replaced, normed = (torch.nn.Linear(4, 9) for _ in range(3))
     hooked.register_forward_hook(lambda *_: None)
-    assert head_gradients(hooked) is None
-    assert head_gradients(torch.nn.Sequential(head)) is None
-    assert head_gradients(torch.nn.Linear(4, 9, dtype=torch.float16)) is None
-    replaced = torch.nn.Linear(4, 9)
     replaced.forward = replaced.forward
-    assert head_gradients(replaced) is None
+    torch.nn.utils.parametrizations.weight_norm(normed)
+    replica = torch.nn.Linear(4, 9)._replicate_for_data_parallel()
+    replica._parameters = {}
+    others = [torch.nn.Sequential(torch.nn.Linear(4, 9)), torch.nn.Linear(4, 9, dtype=torch.float16)]
+    for head in (hooked, replaced, normed, replica, *others):
+        assert head_gradients(head) is None
+
+
+class ScaledHead(torch.nn.Linear):
+    def forward(self, hidden):
+        return 0.25 * super().forward(hidden)
+
+
+def test_a_head_of_another_class_computes_its_own_logits():
+    model, batch = tiny_model(), labelled()
+    scaled = ScaledHead(24, VOCAB, bias=False, dtype=torch.float64)
+    scaled.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = scaled
+    value, reference = model(**batch).loss, expected(model, batch)
+    torch.testing.assert_close(value, reference)
+    assert_equal(gradients_of(model, value), gradients_of(model, reference))
+
+
+def test_where_autograd_is_watched(monkeypatch):
+    head = torch.nn.Linear(4, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert head_gradients(head) is not None
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert head_gradients(head) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert head_gradients(head) is None
+    seen = []
+    torch.func.grad(lambda x: (seen.append(head_gradients(head)), x.sum())[1])(torch.ones(2))
+    assert seen == [None]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert head_gradients(head) is None
 
 
 def test_a_hook_on_the_head_is_called_and_changes_nothing():

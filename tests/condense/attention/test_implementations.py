@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, flex, packed, sdpa, varlen
 from condense.checks import check_attention
@@ -332,6 +333,11 @@ def test_without_cudnn_leaves_it_as_it_was():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         raise InterruptedError
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_cudnn_stays_where_it_alone_is_permitted():
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), sdpa.without_cudnn():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -49,7 +49,7 @@ class HeadGradients:
         """The loss and the gradient of the hidden states [n, D]; adds the weights' gradients to the sums."""
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
             leaf_nD = hidden_nD.detach().requires_grad_(hidden_nD.requires_grad)
-            # Not by the head itself: hooks that observe all modules belong to the call, not to this inner pass.
+            # Not by the head itself: a hook on all modules would meet an inner pass.
             loss = block_loss(partial(_linear, self.leaves), leaf_nD, target_n)
             wanted = [tensor for tensor in (*self.leaves.values(), leaf_nD) if tensor.requires_grad]
             gradients = list(torch.autograd.grad(loss, wanted)) if wanted else []
@@ -62,8 +62,9 @@ class HeadGradients:
 
 
 def head_gradients(head: Callable) -> HeadGradients | None:
-    """None for a head whose gradients autograd must compute itself: one that is no plain linear map or has hooks, in
-    float16, whose loss is scaled before numbers are rounded, under torch.compile and within torch.func."""
+    """None for a head whose gradients autograd must compute itself: one that is no plain linear map or has hooks of its
+    own, in float16, whose loss is scaled before numbers are rounded, under autocast, which would keep a cast weight for
+    each call, under torch.compile and within torch.func."""
     watched = (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
@@ -75,13 +76,11 @@ def head_gradients(head: Callable) -> HeadGradients | None:
         return None
     weights = head._parameters  # replicas and sharded or parametrized modules have none of these names
     is_plain = type(weights.get("weight")) is nn.Parameter and type(weights.get("bias")) in (nn.Parameter, type(None))
-    return HeadGradients(head) if is_plain and not _is_float16(head.weight) else None
-
-
-def _is_float16(weight: torch.Tensor) -> bool:
-    device = weight.device.type
+    if not is_plain or head.weight.dtype == torch.float16:
+        return None
+    device = head.weight.device.type
     casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.float16 in (weight.dtype, torch.get_autocast_dtype(device) if casts else None)
+    return None if casts else HeadGradients(head)
 
 
 class _ChunkLoss(torch.autograd.Function):
@@ -114,7 +113,8 @@ class _Total(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Rounded once: a product with a narrower tensor would round the factor first. In parts, for the memory's sake."""
+    """The product in the factor's dtype, rounded once: CUDA rounds a single number to the dtype of the tensor that it
+    multiplies. In parts, for the memory's sake."""
     if gradient.dtype == factor.dtype:
         return gradient * factor
     scaled = torch.empty_like(gradient, memory_format=torch.contiguous_format)
@@ -132,8 +132,8 @@ def _check_first_derivative() -> None:
     """Autograd would take the gradients, which were computed before, for constants."""
     if torch.is_grad_enabled():
         raise ValueError(
-            "create_graph=True: the loss that a model computes from labels has no second derivatives. Compute it from "
-            "the logits of a call without labels."
+            "create_graph=True: the gradients of a loss from labels are computed with it, and have no derivatives. "
+            "Compute the loss from the logits of a call without labels."
         )
 
 

@@ -267,7 +267,8 @@ def test_nothing_outlives_the_backward_pass(counts):
         model(inputs_embeds=embeddings, labels=ids).loss.backward()
         gc.collect()
         alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-    assert alive[1:] == alive[1:2] * 3  # the first one captures the graphs
+    # The first one captures the graphs. Tensors of other tests may still disappear meanwhile.
+    assert max(alive[2:]) <= alive[1]
 
 
 def test_copies_of_a_model_capture_their_own(counts):

@@ -140,9 +140,9 @@ def test_a_folded_pass_keeps_what_is_estimated(shape, dtype, attention):
 @pytest.mark.parametrize(("layers", "length", "total"), [(4, 64, 256), (4, 512, 600), (4, 512, 1024), (16, 512, 600)])
 def test_short_passes_of_a_large_head(layers, length, total, monkeypatch):
     """The gradients of the head and of the embedding are most of the peak; on the meta device. Within 4 % of a tied
-    one; up to 19 % too much where they are apart, whose gradients are not all there at once."""
+    one; up to 28 % too much where they are apart, whose gradients are not all there at once."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _flash)
-    for tied, above in ((True, 1.04), (False, 1.19)):
+    for tied, above in ((True, 1.04), (False, 1.28)):
         config = LlamaConfig(**LLAMA_1B | {"num_hidden_layers": layers, "tie_word_embeddings": tied})
         trained = recipe(total, 1, segment_length=length)
         assert 0.96 < expected_peak(config, trained) / measure(config, trained, "meta")[1] < above

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from .execution.stacking import has_hooks
 from .linear import Linear, linear
 
-SCALED_AT_ONCE = 2**24
 BlockLoss = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]  # of a head, hidden states and targets
 
 
@@ -113,15 +112,11 @@ class _Total(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The product in the factor's dtype, rounded once: CUDA rounds a single number to the dtype of the tensor that it
-    multiplies. In parts, for the memory's sake."""
-    if gradient.dtype == factor.dtype:
+    """The product, rounded once and without a copy in the factor's dtype: CUDA rounds a number without a dimension to
+    the dtype of the tensor that it multiplies, and one with a dimension not."""
+    if not gradient.is_cuda:
         return gradient * factor
-    scaled = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    parts = zip(scaled.view(-1).split(SCALED_AT_ONCE), gradient.reshape(-1).split(SCALED_AT_ONCE), strict=True)
-    for part, given in parts:
-        part.copy_(given.to(factor.dtype) * factor)
-    return scaled
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 
 def _linear(weights: Mapping[str, torch.Tensor], hidden_nD: torch.Tensor) -> torch.Tensor:

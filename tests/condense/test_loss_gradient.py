@@ -120,11 +120,20 @@ def test_sums_are_freed_by_the_backward_pass(monkeypatch):
     assert all(one() is None for one in sums)
 
 
-def test_gradients_are_scaled_in_parts(monkeypatch):
-    monkeypatch.setattr(loss_gradient, "SCALED_AT_ONCE", 7)
-    gradient, factor = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor(1 / 3)
-    assert torch.equal(loss_gradient._scaled(gradient.T, factor), (gradient.T.float() * factor).bfloat16())
-    assert torch.equal(loss_gradient._scaled(gradient.float(), factor), gradient.float() * factor)
+class OnCuda(torch.Tensor):
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OnCuda])
+def test_gradients_in_bfloat16_are_rounded_once(kind):
+    gradient = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).bfloat16().as_subclass(kind)
+    for given, factor in (
+        (gradient, torch.tensor(1 / 3)),
+        (gradient.T, torch.tensor(2.7)),
+        (gradient.double(), torch.tensor(0.1).double()),
+    ):
+        exact = (given.double() * factor.double()).to(given.dtype)
+        assert torch.equal(loss_gradient._scaled(given, factor), exact)
 
 
 def test_without_targets_gradients_are_zero():

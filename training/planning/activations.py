@@ -208,14 +208,15 @@ def summed_gradients(
     whole = size * sum(numels)
     if len(a_pass.segments) > 1 and _has_loss_gradients(recipe, zero_stage):
         # In the forward pass the head's exist twice, their sum and those of a block, with most of its logits: all but a
-        # third in float32, a quarter in others, which have a copy (measured). After the last segment's backward pass
-        # all exist, and at the end those of a tied embedding, and its sum with the head's.
+        # third in float32, a quarter in others, which have a copy (measured). The backward pass begins with the sum and
+        # its product with the gradient of the loss. After its last segment all exist, and at the end those of a tied
+        # embedding, and its sum with the head's.
         head, logits = size * max(numels), max(0, kept["loss"] - reduce_buckets)
         layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
         last_segment = kept["activations"] * a_pass.segments[-1] // sum(a_pass.segments)
         at_end = whole + 2 * head * config.tie_word_embeddings - kept["activations"]
         gone = kept["loss"] // (3 if size == FLOAT32 else 4)
-        return max(2 * head - gone, whole + layer - last_segment - logits, at_end - logits)
+        return max(2 * head - gone, max(2 * head + layer, whole + layer - last_segment, at_end) - logits)
     if len(a_pass.segments) > 1:
         # Another gradient of the head, and the sum with it, exist after the logits are freed.
         another = max(0, 2 * size * max(numels) - kept["loss"])

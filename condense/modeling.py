@@ -24,7 +24,7 @@ from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .control import check_control_of_prompt, control_of_columns, zero_control
 from .durations import Timeline, durations_for_generation, durations_of_columns
-from .embedding import ChunkEmbedder
+from .embedding import ChunkEmbedder, Embedding
 from .evaluations import EvaluationCounts
 from .execution import make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction, offload_checkpoint
@@ -40,6 +40,7 @@ from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
 from .recording import CROP_TOKENS
 from .segmentation import Chunk, UnpaddedBatch
+from .shared_weights import share_weights
 
 
 class CondensePreTrainedModel(PreTrainedModel):
@@ -110,7 +111,7 @@ class CondenseModel(CondensePreTrainedModel):
         super().__init__(config)
         config.check()  # fields may have been set one by one since the config was made
         check_attention_name(config._attn_implementation)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
@@ -216,9 +217,10 @@ class CondenseModel(CondensePreTrainedModel):
             call.checkpoint_segments,
         )  # fmt: skip
         outputs: list[ChunkOutput] = []
-        for chunk in state.positions.chunks(batch.lengths):
-            outputs += executor.submit(metadata.build(chunk))
-        return outputs + executor.finish()
+        with share_weights(root if checkpointing else None):
+            for chunk in state.positions.chunks(batch.lengths):
+                outputs += executor.submit(metadata.build(chunk))
+            return outputs + executor.finish()
 
     def _checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
         """The function of gradient checkpointing; None where it is off."""

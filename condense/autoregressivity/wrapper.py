@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..configuration import IGNORE_INDEX
 from ..files import use_default_mode
-from ..loss import MAX_LOGITS
+from ..loss import MAX_LOGITS, recomputed
 from .late_cache import LateCache
 
 
@@ -191,13 +190,10 @@ def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) 
     The backward pass computes logits again, unless the vocabulary is smaller than the hidden size.
     """
     vocab_size, size = head.weight.shape
-    block, losses = max(1, MAX_LOGITS // vocab_size), []
-    for part in zip(hidden_nD.split(block), target_n.split(block), strict=True):
-        if vocab_size > size:
-            losses.append(checkpoint(_block_losses, head, *part, use_reentrant=False, preserve_rng_state=False))
-        else:
-            losses.append(_block_losses(head, *part))
-    return torch.cat(losses)
+    block = max(1, MAX_LOGITS // vocab_size)
+    block_losses = recomputed(_block_losses, head) if vocab_size > size else _block_losses
+    parts = zip(hidden_nD.split(block), target_n.split(block), strict=True)
+    return torch.cat([block_losses(head, *part) for part in parts])
 
 
 def _block_losses(head, hidden_nD, target_n):

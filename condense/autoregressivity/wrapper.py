@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..configuration import IGNORE_INDEX
 from ..files import use_default_mode
 from ..loss import MAX_LOGITS, recomputed
+from ..shared_weights import share_weights
 from .late_cache import LateCache
 
 
@@ -192,8 +193,9 @@ def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) 
     vocab_size, size = head.weight.shape
     block = max(1, MAX_LOGITS // vocab_size)
     block_losses = recomputed(_block_losses, head) if vocab_size > size else _block_losses
-    parts = zip(hidden_nD.split(block), target_n.split(block), strict=True)
-    return torch.cat([block_losses(head, *part) for part in parts])
+    with share_weights(None):
+        parts = zip(hidden_nD.split(block), target_n.split(block), strict=True)
+        return torch.cat([block_losses(head, *part) for part in parts])
 
 
 def _block_losses(head, hidden_nD, target_n):

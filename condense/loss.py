@@ -85,7 +85,7 @@ def cross_entropy_sum(
     """
     total = hidden_nD.new_zeros((), dtype=_dtype(hidden_nD))
     recompute = recompute and vocab_size > hidden_nD.shape[-1]
-    block_loss = partial(_block_loss, dtype=total.dtype)
+    block_loss: BlockLoss = partial(_block_loss, dtype=total.dtype)
     if recompute:
         block_loss = recomputed(block_loss, head)
     for hidden, target in _blocks(hidden_nD, target_n, vocab_size):
@@ -100,11 +100,13 @@ def recomputed(block_loss: BlockLoss, head: Callable) -> BlockLoss:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return block_loss
-    weights = dict(head.named_parameters()) if isinstance(head, nn.Module) else {}
+    module = head if isinstance(head, nn.Module) else None
+    weights: dict[str, torch.Tensor] = {} if module is None else dict(module.named_parameters())
 
     def with_weights(hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
-        same = not weights or all(one is weights[name] for name, one in head.named_parameters())
-        return block_loss(head if same else partial(functional_call, head, weights), hidden_nD, target_n)
+        if module is None or all(one is weights[name] for name, one in module.named_parameters()):
+            return block_loss(head, hidden_nD, target_n)
+        return block_loss(partial(functional_call, module, weights), hidden_nD, target_n)
 
     def checkpointed(_, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
         watched_nD = _WithWeights.apply(hidden_nD, *weights.values())

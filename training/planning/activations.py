@@ -201,9 +201,9 @@ def summed_gradients(
 ) -> int:
     """Gradients that autograd holds at the end of the backward pass, less the activations that are freed by then.
 
-    A weight's gradients are summed over all its uses before DeepSpeed receives them: over all segments, down to the
-    first, so that no ZeRO stage divides them before; in float32 (`condense/shared_weights.py`). The gradient of a weight
-    with a single use is freed at once, where `freed_at_once` is true.
+    A weight's gradients are summed over all its uses before DeepSpeed receives them: in float32
+    (`condense/shared_weights.py`), and over all segments, down to the first, so that no ZeRO stage divides them before.
+    The gradient of a weight with a single use is freed at once, where `freed_at_once` is true.
     """
     numels, size = [shape.numel() for shape in weights.trained], element_size(recipe)
     largest, tied = max(numels), config.tie_word_embeddings

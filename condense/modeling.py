@@ -307,8 +307,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    # True: under `torch.no_grad()` an evaluated model returns logits with the loss, as a Llama does: Trainer's metrics
-    # need them. False: it never does, so that the logits of a long text are never all in memory.
+    # True: Trainer's evaluation gets all logits with the loss, as of a Llama, for its metrics. False: it does not, so that
+    # the logits of long texts are never all in memory.
     logits_in_evaluation = True
     # True: new tokens run with static shapes, on CUDA as a graph; "compiled": as compiled code, too. See
     # execution/static_decoding.py.
@@ -352,8 +352,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
 
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
         labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
-        logits are returned with it only if `logits_to_keep` requests them, and in evaluation without gradients, unless
-        `logits_in_evaluation` is False. The sums of the chunks are in
+        logits are returned with it only if `logits_to_keep` requests them, or in evaluation by Trainer, which passes
+        `num_items_in_batch` without gradients, unless `logits_in_evaluation` is False. The sums of the chunks are in
         `segment_losses`. Its gradients are computed with it, and then it has no second derivatives: not where gradients
         are disabled, under gradient checkpointing, and with a head that has hooks or is no plain linear map.
 
@@ -381,8 +381,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             output = self._forward_documents(documents, given, more | unused)
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids)
-        if labels is not None and self.logits_in_evaluation and not (self.training or torch.is_grad_enabled()):
-            logits_to_keep = logits_to_keep or 0
+        if num_items_in_batch is not None and self.logits_in_evaluation:
+            if labels is not None and not (self.training or torch.is_grad_enabled()):  # Trainer's evaluation
+                logits_to_keep = logits_to_keep or 0
         call = self.model.prepare_call(given, labels, logits_to_keep)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -1,11 +1,12 @@
 """Registration of models with transformers.
 
 Libraries choose what to do with a model by names: Trainer's label smoothing and pipelines look for the name of its class
-in transformers' table of causal language models, and TRL loads the class of a checkpoint's `architectures` from the
-module `transformers`. A model that is not found there is treated as another kind of model, some of it silently.
+in transformers' table of causal language models. A model that is not found there is treated as one of another kind,
+silently.
 """
 
-import transformers
+from types import MappingProxyType
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
@@ -23,6 +24,5 @@ def register(
     if base_model is not None:
         AutoModel.register(config_class, base_model)
         MODEL_MAPPING_NAMES[model_type] = base_model.__name__
-    for model_class in (causal_lm, base_model):
-        if model_class is not None:
-            setattr(transformers, model_class.__name__, model_class)
+    # TRL asks each configuration whose model is not transformers' own for its remote code: there is none.
+    config_class.auto_map = MappingProxyType({})

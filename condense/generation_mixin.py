@@ -66,6 +66,10 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+        if past_key_values is None and not is_first_iteration:
+            inputs.pop(
+                "position_ids", None
+            )  # transformers counts on from a row's padding: those of the prompt were right
         given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         if (control := inputs.get("control")) is not None:
             inputs["control"] = control_of_columns(control, seen, given.shape[1])
@@ -106,12 +110,12 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         if early_exit is not None and not 1 <= early_exit <= num_layers:
             raise ValueError(f"assistant_early_exit={early_exit}: choose 1 to {num_layers}, the layers that draft.")
         if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError("prefill_chunk_size cuts token ids, and inputs_embeds are given: leave out one of the two.")
+            raise ValueError(
+                "prefill_chunk_size cuts token ids, and inputs_embeds are given: leave out one of the two."
+            )
         implementation = generation_config.cache_implementation
         if implementation is not None:
             self._check_cache_implementation(implementation, model_kwargs)
-        if generation_config.use_cache is False:
-            raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
         check_control_of_prompt(model_kwargs)
         rows_per_text = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         timed = durations_for_generation(model_kwargs, batch_size, rows_per_text, generation_config.is_assistant)
@@ -119,6 +123,8 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             _check_timed_generation(generation_config)
             model_kwargs.update(timed)
         if model_kwargs.get("past_key_values") is None:
+            if generation_config.use_cache is False:  # the whole text is read again for every token, as asked for
+                return
             model_kwargs["past_key_values"] = cache = FoldedCache(self.config)
             if implementation is not None:
                 cache.fixed_decoding = implementation == "static" and (self.fixed_decoding or True)

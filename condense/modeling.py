@@ -21,7 +21,7 @@ from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .call import Call
 from .checks import check_attention_name, check_input, check_unused, real_tokens
-from .configuration import OWN_ATTENTION, CondenseConfig
+from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .control import zero_control
 from .durations import Timeline
 from .embedding import ChunkEmbedder
@@ -83,12 +83,23 @@ class CondensePreTrainedModel(PreTrainedModel):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The implementation to use: "auto" if none is requested."""
-        check_attention_name(requested_attention or "auto")
+        if (
+            requested_attention or "auto"
+        ) not in ATTENTION_IMPLEMENTATIONS:  # in transformers' words, which callers know
+            known = ", ".join(ATTENTION_IMPLEMENTATIONS)
+            raise ValueError(
+                f'Specified `attn_implementation="{requested_attention}"` is not supported: choose one of {known}.'
+            )
         if requested_attention is None or requested_attention in OWN_ATTENTION:
             return requested_attention or "auto"
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
+        if (every := kwargs.get("every_n_layers", 1)) != 1:
+            raise ValueError(
+                f"every_n_layers={every}: a folded model checkpoints segments with all of their layers. Leave it out; "
+                "checkpoint_segments=k in the options computes k segments again at once."
+            )
         if isinstance(gradient_checkpointing_func, partial):
             function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
             if keywords.get("use_reentrant"):

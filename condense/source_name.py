@@ -32,8 +32,13 @@ def check_name(model: Any, source: Any, options: dict[str, Any]) -> None:
     """Renames a model if its configuration is not that of the checkpoint `source` that it was loaded from with
     `options`: the checkpoint of a stock model, or one with other segments.
     """
+    if source is None:  # weights that the caller has
+        return
     hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
-    stored, _ = PreTrainedConfig.get_config_dict(source, **hub_options)
+    try:
+        stored, _ = PreTrainedConfig.get_config_dict(source, **hub_options)
+    except OSError:  # weights only: the caller has the configuration
+        stored = {}
     if stored.get("model_type") != model.config.model_type:
         name_as_in_memory(model, source, "folded")
         return

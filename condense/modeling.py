@@ -318,8 +318,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    # True: Trainer's evaluation gets all logits with the loss, as of a Llama, for its metrics. False: it does not, so that
-    # the logits of long texts are never all in memory.
+    # True: Trainer's evaluation gets all logits with the loss, for its metrics, as of a Llama. False: it does not, so
+    # that the logits of long texts are never all in memory.
     logits_in_evaluation = True
     # True: new tokens run with static shapes, on CUDA as a graph; "compiled": as compiled code, too. See
     # execution/static_decoding.py.
@@ -392,9 +392,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             output = self._forward_documents(documents, given, more | unused)
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids)
-        if num_items_in_batch is not None and self.logits_in_evaluation:
-            if labels is not None and not (self.training or torch.is_grad_enabled()):  # Trainer's evaluation
-                logits_to_keep = logits_to_keep or 0
+        evaluation = labels is not None and not (self.training or torch.is_grad_enabled())
+        if evaluation and num_items_in_batch is not None and self.logits_in_evaluation:
+            logits_to_keep = logits_to_keep or 0
         call = self.model.prepare_call(given, labels, logits_to_keep)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -1,8 +1,8 @@
 """Registration of models with transformers.
 
-Libraries choose what to do with a model by names: Trainer's label smoothing and pipelines look for the name of its class
-in transformers' table of causal language models. A model that is not found there is treated as one of another kind,
-silently.
+Libraries choose what to do with a model by names: Trainer's label smoothing and pipelines look for the name of its
+class in transformers' table of causal language models. A model that is not found there is treated as one of another
+kind, silently.
 """
 
 from types import MappingProxyType

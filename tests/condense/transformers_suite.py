@@ -7,11 +7,11 @@ import os
 import unittest
 
 import torch
-from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor
-from tests.test_training_mixin import TrainingTesterMixin
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from condense import CondenseConfig, CondenseForCausalLM, CondenseModel
+from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor
+from tests.test_training_mixin import TrainingTesterMixin
 
 SEGMENT_LENGTH = int(os.environ["SUITE_SEGMENT_LENGTH"])  # 0: a stock Llama
 FIELDS = {

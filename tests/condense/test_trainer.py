@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from condense import CondenseForCausalLM
+from condense.depth import convert_to_depth
 from condense.training.small_llama import save_small_llama
 from tests.condense.models import random_ids, tiny_model
 
@@ -110,6 +111,13 @@ def test_metrics_and_predictions_are_those_of_a_stock_llama(llama, tmp_path):
     assert folded["eval_accuracy"] == stock["eval_accuracy"]
     np.testing.assert_allclose(predicted.predictions, stock_predicted.predictions, atol=1e-4)
     assert (predicted.label_ids == stock_predicted.label_ids).all()
+
+
+def test_predictions_of_a_hybrid_are_its_logits(llama, tmp_path):
+    """The evaluations of its vector field are not predictions."""
+    hybrid = convert_to_depth(LlamaForCausalLM.from_pretrained(llama), 0, 1, solver="euler", steps=2)
+    predicted = trainer(hybrid, tmp_path, Rows(2, 20)).predict(Rows(2, 20))
+    assert predicted.predictions.shape == (2, 20, hybrid.config.vocab_size)
 
 
 def test_trainers_evaluation_may_be_without_logits(tmp_path):

@@ -398,9 +398,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         call = self.model.prepare_call(given, labels, logits_to_keep)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if (cache := call.cache) is not None and labels is None and durations is None and not output_hidden_states:
-            static = fixed_decoding_of(self, cache) and input_ids is not None
-            if static and can_decode(self, cache, call.batch):
+        if input_ids is not None and labels is None and durations is None and not output_hidden_states:
+            cache = call.cache
+            if cache is not None and fixed_decoding_of(self, cache) and can_decode(self, cache, call.batch):
                 output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
                 return output if return_dict is not False else output.to_tuple()
         previous_BD = call.previous_last_hidden(self.model.norm.weight, self.config.hidden_size)

@@ -34,10 +34,9 @@ def test_base_models_are_in_the_tables():
         assert MODEL_MAPPING_NAMES[model_class.config_class.model_type] == model_class.__name__
 
 
-@pytest.mark.parametrize("module", ["condense.modeling", "condense.configuration", "condense.families"])
-def test_a_part_of_the_package_registers_the_model(module):
+def test_a_part_of_the_package_registers_the_model():
     code = (
-        f"import {module}\n"
+        "import condense.families\n"
         "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names\n"
         "assert names['condense_llama'] == 'CondenseForCausalLM'"
     )

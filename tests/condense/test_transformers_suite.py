@@ -122,5 +122,4 @@ def test_a_folded_llama_fails_what_is_listed(segment_length, suite):
     listed = set(DIFFERENCES) | (set(DIFFERENCES_OF_GENERATION) if suite.with_generation else set())
     assert outcome.failed - listed == set(), outcome.log[-12000:]
     assert listed & outcome.passed == set()  # remove them from the list
-    assert listed - outcome.failed == set()  # they don't run
     assert len(outcome.passed) > (110 if suite.with_generation else 50)

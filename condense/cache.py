@@ -37,6 +37,7 @@ class FoldedCache(Cache):
     def __init__(self, config: CondenseConfig):
         self.config = config
         super().__init__(layers=[])
+        self.fixed_decoding: bool | str | None = None  # None: as the model's
         self.reset()
 
     def reset(self) -> None:

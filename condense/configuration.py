@@ -43,6 +43,8 @@ class CondenseConfig(LlamaConfig):
     """
 
     model_type = "condense_llama"
+    # Outputs that are no predictions, which Trainer would gather with the logits.
+    keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets", "function_evaluations"]
 
     segment_length: int = 512
     memory_source: str = "layer_output"

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..configuration import IGNORE_INDEX
 from ..files import use_default_mode
+from ..generation_mixin import OwnCacheGenerationMixin
 from ..loss import MAX_LOGITS, recomputed
 from ..shared_weights import share_weights
 from .late_cache import LateCache
@@ -28,6 +29,7 @@ class WrapperConfig(PreTrainedConfig):
     """A configuration with `base`, that of the base model, or its fields."""
 
     sub_configs = {"base": AutoConfig}
+    keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets"]
 
     base: Any = None
 
@@ -62,7 +64,7 @@ class WrapperOutput(CausalLMOutputWithPast):
     segment_targets: torch.Tensor | None = None
 
 
-class WrapperForCausalLM(PreTrainedModel, GenerationMixin):
+class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
     config_class = WrapperConfig
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`

@@ -13,7 +13,7 @@ import torch
 
 from condense.training.data.recall import FORMS, RecallTask
 
-from ..models import EvaluatedModel, generate, load_models, state_bytes
+from ..models import EvaluatedModel, generate, load_models
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -95,7 +95,7 @@ class Recall(Task[Batch]):
             for number in range(item.first, item.first + item.size)
         ]
         prompt_ids_BN = torch.cat([questions.prompt_ids_BN for questions in drawn])
-        sequences, cache = generate(
+        sequences, num_bytes = generate(
             item.model.model,
             prompt_ids_BN,
             torch.ones_like(prompt_ids_BN),
@@ -109,7 +109,7 @@ class Recall(Task[Batch]):
             for answer, questions in zip(answers, drawn, strict=True)
             for words in questions.answers
         ]
-        record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+        record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": num_bytes // item.size}
         if segment_length := item.model.segment_length:
             last = (prompt_ids_BN.shape[1] - 1) // segment_length
             back = [last - at // segment_length for questions in drawn for at in questions.said_at]

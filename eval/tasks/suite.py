@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lm_eval
-from lm_eval.models.huggingface import HFLM
 
-from ..harness import CondenseLM
+from ..harness import CondenseLM, StockLM
 from ..harness_tasks import BENCHMARKS, FILLED, default_folder, load_task, longest_sample, requests_of, tasks_of
 from ..models import EvaluatedModel, load_models
 from ..options import stored
@@ -120,7 +119,7 @@ class Suite(Task[Cell]):
         """The model as the harness knows it."""
         if evaluated.name != self._reader[0]:
             self._reader = ("", None)  # before the next model is loaded
-            reader = HFLM if evaluated.segment_length is None else CondenseLM
+            reader = StockLM if evaluated.segment_length is None else CondenseLM
             made = reader(evaluated.model, tokenizer=evaluated.tokenizer, batch_size=self.options.batch_size)
             self._reader = (evaluated.name, made)
         return self._reader[1]

@@ -196,9 +196,6 @@ def summarize(
         do_sample=options.temperature > 0,
         temperature=options.temperature or None,
         top_k=None,
-        top_p=None,
-        repetition_penalty=None,
-        num_beams=1,
         eos_token_id=sorted(ends),
         pad_token_id=pad,
     )

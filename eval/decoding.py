@@ -1,9 +1,9 @@
 """How any causal language model of transformers is read and decoded in a measurement.
 
 Models with key-value caches, folded ones among them, read a text in parts, and rows of a batch with padding. Stateful
-ones (`_is_stateful`: Mamba, RWKV, hybrids, ...) may do neither: some of transformers forget their state between two calls
-of several tokens, or mix up the rows of a batch, without an error. So they read a text in one call, and rows together
-only if a trial has shown that this changes nothing.
+ones (`_is_stateful`: Mamba, RWKV, hybrids, ...) may do neither: some of transformers forget their state between two
+calls of several tokens, or mix up the rows of a batch, without an error. So they read a text in one call, and rows
+together only if a trial has shown that this changes nothing.
 
 Axes: B rows, N tokens of a text, V vocabulary.
 """
@@ -100,8 +100,10 @@ def max_positions(config: Any) -> int | None:
 
 
 def state_bytes(cache: Any) -> int:
-    """The bytes of the state that a model has after a text: of all tensors that a cache holds, however it is built, except
-    single numbers, which count tokens."""
+    """The bytes of the state that a model has after a text.
+
+    They are those of all tensors that a cache holds, however it is built, except single numbers, which count tokens.
+    """
     if isinstance(cache, FoldedCache):
         return cache.num_bytes
     found: dict[int, torch.Tensor] = {}

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tqdm import tqdm
 
+from .positions import exceeded, positions_exceeded
 from .ranks import Ranks
 from .results import Table, run_metadata, write_results
 from .results_store import Key, Record, ResultsStore, encode, open_results_store
@@ -40,6 +41,23 @@ class Task(ABC, Generic[Item]):
     @abstractmethod
     def key(self, item: Item) -> Key:
         """The name of an item's record: values of JSON, different for each item."""
+
+    def num_tokens(self, item: Item) -> int | None:
+        """The tokens of the longest text that a model reads for an item; None if positions don't matter."""
+        return None
+
+    def model_of(self, item: Any) -> Any:
+        """The `EvaluatedModel` that reads them."""
+        return item.model
+
+    def shown_as(self, item: Any) -> str:
+        """The name under which tables and pictures have what is measured of it."""
+        return self.model_of(item).name
+
+    def positions_exceeded(self, item: Item) -> int | None:
+        """The positions of the model, if its longest text has more tokens."""
+        num_tokens = self.num_tokens(item)
+        return None if num_tokens is None else positions_exceeded(self.model_of(item).config, num_tokens)
 
     @abstractmethod
     def measure(self, item: Item) -> Record:
@@ -76,9 +94,12 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
     where another process measures the same kind in this folder.
     """
     path, settings = output / task.kind, task.settings()
+    marked = exceeded(task)
     with open_results_store(path.with_name(f"{task.kind}.records.jsonl"), settings) as store:
         measured = measure(task, store) if ranks is None else _measure_on_ranks(task, store, settings, ranks)
         results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
+        if marked:
+            results["positions_exceeded"] = marked
         write_results(path, results, task.rows(results))
         task.draw(results, path)
     return results
@@ -92,9 +113,15 @@ def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[I
         for item in bar:
             key = task.key(item)
             bar.set_postfix_str(" ".join(map(str, key.values())))
-            measured.append((item, store.get(key, partial(task.measure, item))))
+            measured.append((item, store.get(key, partial(_record, task, item))))
     store.sort([task.key(item) for item in items])
     return measured
+
+
+def _record(task: Task[Item], item: Item) -> Record:
+    """The record of an item, with the positions of its model if a text is longer."""
+    positions = task.positions_exceeded(item)
+    return task.measure(item) | ({} if positions is None else {"positions_exceeded": positions})
 
 
 def _measure_on_ranks(
@@ -132,7 +159,7 @@ def measure_share(task: Task, ranks: Ranks, pending: Sequence[int], failed: Call
     items = task.items()
     for number in ranks.claims(pending):
         item = items[number]
-        ranks.send(encode(task.key(item), task.measure(item)))
+        ranks.send(encode(task.key(item), _record(task, item)))
         if failed():
             return
     if not ranks.is_first:

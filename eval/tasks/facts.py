@@ -140,11 +140,12 @@ class Facts(Grid):
             rows.append(["all", f"{100 * fmean(guesses):.1f}", *(_shown(pooled(column)) for column in every)])
             held = (max(cell["state_bytes"] for cell in column) / 1024 for column in every)
             rows.append(["state [KiB]", "-", *(f"{kibibytes:,.1f}" for kibibytes in held)])
-            title = f"{name}: % of right answers (95 % interval)"
+            shown = cls.title(name, results)
+            title = f"{shown}: % of right answers (95 % interval)"
             tables.append(Table(title, ["kind", "the last such word", *columns], rows))
             if shares:
                 rows = [[cls.label(kind), *(_shown(shares.get((kind, n))) for n in lengths)] for kind in kinds]
-                title = f"{name}: % of texts whose facts are tracked (95 % interval)"
+                title = f"{shown}: % of texts whose facts are tracked (95 % interval)"
                 tables.append(Table(title, ["kind", *columns], rows))
         return tables
 

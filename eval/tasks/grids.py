@@ -15,6 +15,7 @@ from ..results import picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
+from .chat import shown_name
 
 LINE_STYLES = ("-", "--", "-.")  # in turn: lines that cover each other remain visible
 PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
@@ -76,6 +77,9 @@ class Grid(Task[Batch]):
         """Further fields of a cell, from any of its records."""
         return {}
 
+    def num_tokens(self, item: Batch) -> int:
+        return item.length
+
     def key(self, item: Batch) -> Key:
         return {**self._cell(item), "first_prompt": item.first}
 
@@ -97,7 +101,7 @@ class Grid(Task[Batch]):
     @classmethod
     def title(cls, name: str, results: Results) -> str:
         """The name of a model in tables and pictures."""
-        return name
+        return shown_name(name, results)
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
@@ -199,12 +203,14 @@ def count_cells(
 ) -> list[dict[str, Any]]:
     """The cells of batches of prompts, those of a cell one after another; a record counts the `correct` of `total`.
 
-    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %), and the `state_bytes` of a prompt.
+    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %), the `state_bytes` of a prompt, and the
+    positions of a model whose text has more tokens.
     """
     cells = []
     for cell, batches in groupby(measured, lambda pair: cell_of(*pair)):
         records = [record for _, record in batches]
-        cells.append({**cell, **pooled(records), "state_bytes": records[0]["state_bytes"]})
+        further = {name: records[0][name] for name in ("state_bytes", "positions_exceeded") if name in records[0]}
+        cells.append({**cell, **pooled(records), **further})
     return cells
 
 

@@ -85,10 +85,6 @@ class Passkey(Grid):
         return {"chat": record["chat"]}
 
     @classmethod
-    def title(cls, name: str, results: Results) -> str:
-        return shown_name(name, results)
-
-    @classmethod
     def tables(cls, results: Results) -> list[Table]:
         """By length, all depths together; one column of accuracies and one of state bytes per model.
 

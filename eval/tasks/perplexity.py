@@ -23,8 +23,10 @@ import torch
 
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
 
+from ..decoding import max_positions
 from ..models import EvaluatedModel, load_models
 from ..options import stored
+from ..positions import mark
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -103,6 +105,21 @@ class Perplexity(Task[Batch]):
             for first in range(0, len(windows), size)
         ]
 
+    def num_tokens(self, item: Batch) -> int:
+        return max(window.size for window in item.windows) * self.lengths[item.name]
+
+    def model_of(self, item: Batch) -> EvaluatedModel:
+        return next(model for model in self.models if model.name == item.name)
+
+    def shown_as(self, item: Batch) -> str:
+        return f"{item.name}, {LABELS[item.curve]}"
+
+    def positions_exceeded(self, item: Batch) -> int | None:
+        known = max_positions(self.model_of(item).config)
+        if item.curve != "full_attention":
+            return super().positions_exceeded(item)
+        return known if known is not None and self.num_tokens(item) > known else None
+
     def key(self, item: Batch) -> Key:
         return {"model": item.name, "curve": item.curve, "first_window": item.first}
 
@@ -165,7 +182,13 @@ class Perplexity(Task[Batch]):
                 before, is_cut_off = point["segments_before"], curve["curve"] == "cut_off"
                 if not is_cut_off and (before == 0 or (before & (before - 1) and before != last)):
                     continue
-                row = [curve["model"], LABELS[curve["curve"]], curve["segment_length"], before, f"{point['loss']:.4f}"]
+                row = [
+                    curve["model"],
+                    _label_of(curve, results),
+                    curve["segment_length"],
+                    before,
+                    f"{point['loss']:.4f}",
+                ]
                 row += [f"{point['low']:.4f} to {point['high']:.4f}", f"{np.exp(point['loss']):,.2f}"]
                 if not is_cut_off:
                     row += [f"{point['gained']:+.4f}", f"{point['gained_low']:+.4f} to {point['gained_high']:+.4f}"]
@@ -182,7 +205,7 @@ class Perplexity(Task[Batch]):
             for (left, right), name in zip(panels, names, strict=True):
                 for curve in results["curves"]:
                     if curve["model"] == name:
-                        _draw_curve(left, right, curve)
+                        _draw_curve(left, right, curve, _label_of(curve, results))
                 _label(left, right, name, results["segment_lengths"][name], results["num_segments"])
 
 
@@ -256,9 +279,15 @@ def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:
     return points
 
 
-def _draw_curve(left: Any, right: Any, curve: dict[str, Any]) -> None:
+def _label_of(curve: dict[str, Any], results: Results) -> str:
+    """The name of a curve, with the positions of a model that reads longer texts."""
+    label, name = LABELS[curve["curve"]], curve["model"]
+    return mark(f"{name}, {label}", results.get("positions_exceeded", {})).removeprefix(f"{name}, ")
+
+
+def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> None:
     name, points, length = curve["curve"], curve["points"], curve["segment_length"]
-    style: dict[str, Any] = {"color": COLORS[name], "label": LABELS[name]}
+    style: dict[str, Any] = {"color": COLORS[name], "label": label}
     size = -(-length // BINS)
     starts = np.arange(0, length, size)
     by_position = [np.mean(curve["loss"][-1][start : start + size]) for start in starts]

@@ -18,6 +18,7 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
+from .chat import shown_name
 from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
@@ -82,6 +83,9 @@ class Recall(Task[Batch]):
             for size in [prompts_per_batch(model, num_tokens)]
             for first in range(0, options.num_prompts, size)
         ]
+
+    def num_tokens(self, item: Batch) -> int:
+        return item.num_tokens
 
     def key(self, item: Batch) -> Key:
         return {**_cell(item), "first_prompt": item.first}
@@ -154,7 +158,7 @@ class Recall(Task[Batch]):
             memory = results["memories"][line["model"]]
             size = "-" if memory is None else f"{' x '.join(map(str, memory))} = {math.prod(memory):,}"
             pairs, state = f"{line['bound']} {line['pairs']:.4g}".strip(), f"{line['state_bytes'] / 1024:,.1f}"
-            rows.append([line["model"], line["form"], _shown(line["length"]), pairs, state, size])
+            rows.append([shown_name(line["model"], results), line["form"], _shown(line["length"]), pairs, state, size])
         tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
         for model, form in product(results["models"], results["forms"]):
             cells = _by_place(results, model["name"], form)
@@ -163,7 +167,8 @@ class Recall(Task[Batch]):
                 for pairs in results["pairs"]
             ]
             columns = ["pairs", *map(_shown, results["lengths"])]
-            tables.append(Table(f"{model['name']}, {form}: % correct (95 % interval) by tokens", columns, rows))
+            shown = shown_name(model["name"], results)
+            tables.append(Table(f"{shown}, {form}: % correct (95 % interval) by tokens", columns, rows))
             if results["memories"][model["name"]] is not None and "by_segments" in results:  # older results have none
                 tables.append(_segments_table(results, model["name"], form))
         return tables
@@ -188,7 +193,7 @@ class Recall(Task[Batch]):
                 heat_map(axes, shares, [f"{number:,}" for number in pairs], [_shown(length) for length in lengths])
                 axes.set_xlabel("tokens")
                 axes.set_ylabel("pairs")
-                axes.set_title(f"{model['name']}, {form}", fontsize=10)
+                axes.set_title(f"{shown_name(model['name'], results)}, {form}", fontsize=10)
 
 
 def _cell(item: Batch) -> dict[str, Any]:

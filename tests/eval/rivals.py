@@ -1,4 +1,4 @@
-"""Tiny causal language models of transformers with random weights, of the kinds that folded models are compared with."""
+"""Tiny causal models of transformers with random weights, of the kinds that folded models are compared with."""
 
 import torch
 from transformers import (

@@ -1,4 +1,4 @@
-"""Every evaluation takes any causal model of transformers, and gives what a pass without a cache over each text gives."""
+"""Every evaluation takes any causal model of transformers, and gives what a pass without a cache gives."""
 
 import json
 

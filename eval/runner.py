@@ -5,7 +5,8 @@ each record when it is there, and in the end the results and their pictures.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -97,12 +98,28 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
     marked = exceeded(task)
     with open_results_store(path.with_name(f"{task.kind}.records.jsonl"), settings) as store:
         measured = measure(task, store) if ranks is None else _measure_on_ranks(task, store, settings, ranks)
-        results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
+        with _named_if_damaged(store):
+            results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
         if marked:
             results["positions_exceeded"] = marked
         write_results(path, results, task.rows(results))
         task.draw(results, path)
     return results
+
+
+@contextmanager
+def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
+    """Turns what goes wrong with records of a file into one sentence: somebody may have edited them."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if not store.num_found:
+            raise
+        why = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{store.path} holds records of another form ({' '.join(why.split())}): delete it to measure anew, or pass "
+            "another --output."
+        ) from error
 
 
 def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[Item, Record]]:

@@ -45,6 +45,8 @@ class Grid(Task[Batch]):
 
     def __init__(self, options: Any, models: Sequence[EvaluatedModel]):
         self.options, self.models = options, models
+        given = options.longest_trained
+        self.longest_trained = {model.name: given or trained_length(model.source) for model in models}
 
     @staticmethod
     @abstractmethod
@@ -88,10 +90,9 @@ class Grid(Task[Batch]):
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %)."""
-        given = self.options.longest_trained
         return {
             "lengths": list(self.options.lengths),
-            "longest_trained": {model.name: given or trained_length(model.source) for model in self.models},
+            "longest_trained": self.longest_trained,
             "cells": count_cells(measured, lambda item, record: self._cell(item) | self._of_cell(record)),
         }
 
@@ -227,12 +228,22 @@ def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence
 
 
 def trained_length(source: str) -> int | None:
-    """The longest text of the recipe beside the model; None where there is no recipe."""
+    """The longest text of the recipe beside the model; None if there is no recipe.
+
+    Raises `ValueError` for a damaged one.
+    """
     recipe, curriculum = Path(source) / "recipe.json", Path(source) / "curriculum.json"
-    if curriculum.is_file():
-        segments = json.loads(curriculum.read_text(encoding="utf-8"))["milestones"][-1][1]
-        return segments * json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))["segment_length"]
-    if not recipe.is_file():
+    found = next((path for path in (curriculum, recipe) if path.is_file()), None)
+    if found is None:
         return None
-    stages = json.loads(recipe.read_text(encoding="utf-8")).get("stages") or []
-    return max((stage["total_length"] for stage in stages), default=None)
+    try:
+        fields = json.loads(found.read_text(encoding="utf-8"))
+        if found == recipe:
+            return max((int(stage["total_length"]) for stage in fields.get("stages") or []), default=None)
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+        return int(fields["milestones"][-1][1]) * int(config["segment_length"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{found} is damaged, the longest text in training can't be read from it ({type(error).__name__}: {error}):"
+            " copy it again, or delete it and pass --longest-trained."
+        ) from error

@@ -7,6 +7,7 @@ each record when it is there, and in the end the results and their pictures.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tqdm import tqdm
 
+from .overview import Figure
 from .positions import exceeded, positions_exceeded
 from .ranks import Ranks
 from .results import Table, run_metadata, write_results
@@ -72,6 +74,11 @@ class Task(ABC, Generic[Item]):
         """The fields of KIND.json beside the kind and the metadata of the run."""
         return settings | self.summarise(measured)
 
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """The figures of each model in the table of models and tasks that a report begins with."""
+        return []
+
     @abstractmethod
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         """The lines of KIND.csv."""
@@ -102,6 +109,8 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
             results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
         if marked:
             results["positions_exceeded"] = marked
+        if figures := task.overview(results):
+            results["overview"] = [asdict(figure) for figure in figures]
         write_results(path, results, task.rows(results))
         task.draw(results, path)
     return results

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..models import EvaluatedModel, rows_per_batch
 from ..options import stored
+from ..overview import Figure, lengths_of, remark_of
 from ..results import picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -95,6 +96,16 @@ class Grid(Task[Batch]):
             "longest_trained": self.longest_trained,
             "cells": count_cells(measured, lambda item, record: self._cell(item) | self._of_cell(record)),
         }
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """Of all cells together."""
+        measure, found = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]", []
+        for name in (model["name"] for model in results["models"]):
+            share = pooled([cell for cell in results["cells"] if cell["model"] == name])
+            bounds = (100 * share[field] for field in ("accuracy", "low", "high"))
+            found.append(Figure(name, measure, *bounds, remark=remark_of(name, results)))
+        return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]

@@ -26,6 +26,7 @@ from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from ..decoding import max_positions
 from ..models import EvaluatedModel, load_models
 from ..options import stored
+from ..overview import Figure, remark_of
 from ..positions import mark
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -163,6 +164,21 @@ class Perplexity(Task[Batch]):
         if with_cut_off:
             yield {**about, "curve": "cut_off", "points": points[:1], "loss": loss_SL[:1]}
         yield {**about, "points": points, "loss": loss_SL}
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """The loss of each model itself, without ablations of its memory, with the most text before."""
+        own = {model["name"]: OWN_CURVES.get(model["memory_source"], "full_attention") for model in results["models"]}
+        found = []
+        for curve in results["curves"]:
+            if curve["curve"] == own[curve["model"]]:
+                point, length = curve["points"][-1], curve["segment_length"]
+                before = f"{point['segments_before']} segments of {length} tokens"
+                figures = (point[field] for field in ("loss", "low", "high"))
+                remark = remark_of(f"{curve['model']}, {LABELS[curve['curve']]}", results)
+                measure = f"loss with {before} before [nats per own token]"
+                found.append(Figure(curve["model"], measure, *figures, digits=4, remark=remark))
+        return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return [

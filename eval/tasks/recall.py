@@ -15,6 +15,7 @@ from condense.training.data.recall import FORMS, RecallTask
 
 from ..models import EvaluatedModel, generate, load_models
 from ..options import stored
+from ..overview import Figure, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -144,6 +145,20 @@ class Recall(Task[Batch]):
             "capacities": capacities,
             "memories": {model.name: _memory(model) for model in self.models},
         }
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """The capacities."""
+        return [
+            Figure(
+                line["model"],
+                f"recall, {line['form']}, {_tokens(line['length'])} [pairs]",
+                line["pairs"],
+                sign=line["bound"],
+                remark=remark_of(line["model"], results),
+            )
+            for line in results["capacities"]
+        ]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]
@@ -301,6 +316,10 @@ def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], 
 
 def _shown(length: int) -> str:
     return f"{length:,}" if length else "no filler"
+
+
+def _tokens(length: int) -> str:
+    return f"{length:,} tokens" if length else "no filler"
 
 
 def _percent(cell: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from ..harness import CondenseLM, StockLM
 from ..harness_tasks import BENCHMARKS, FILLED, default_folder, load_task, longest_sample, requests_of, tasks_of
 from ..models import EvaluatedModel, load_models
 from ..options import stored
+from ..overview import Figure, lengths_of, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -80,6 +81,9 @@ class Suite(Task[Cell]):
             for length in self.options.lengths
             if BENCHMARKS[benchmark].made_at(length)
         ]
+
+    def num_tokens(self, item: Cell) -> int:
+        return item.length
 
     def key(self, item: Cell) -> Key:
         return {"model": item.model.name, "task": item.task, "length": item.length}
@@ -217,6 +221,17 @@ class Suite(Task[Cell]):
             if others := total - sum(cell["of_this_length"] for cell in mine):
                 why = f"{others:,} of {total:,} texts have other lengths: {shortest:,} to {longest:,} tokens"
                 found.append({"model": model, "task": task, "length": None, "why": why})
+        return found
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """Of each benchmark the mean of its lengths."""
+        found = []
+        for model, name in dict.fromkeys((mean["model"], mean["benchmark"]) for mean in results["means"]):
+            means = [mean for mean in results["means"] if (mean["model"], mean["benchmark"]) == (model, name)]
+            value = 100 * sum(mean["score"] for mean in means) / len(means)
+            lengths = lengths_of([mean["length"] for mean in means])
+            found.append(Figure(model, f"{name}, {lengths} [score of 100]", value, remark=remark_of(model, results)))
         return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:

@@ -30,6 +30,7 @@ from .. import paper
 from ..decoding import max_positions
 from ..models import EvaluatedModel, generate, load_models
 from ..options import stored
+from ..overview import Figure, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -115,6 +116,22 @@ class Summarization(Task[Batch]):
             "cells": average(documents),
             "documents": documents,
         }
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """ROUGE of all documents together."""
+        return [
+            Figure(
+                cell["model"],
+                f"summaries of {results['data']}, {title} [F1]",
+                *(cell[f"{metric}{bound}"] for bound in ("", "_low", "_high")),
+                digits=4,
+                remark=remark_of(cell["model"], results),
+            )
+            for cell in results["cells"]
+            if cell["bucket"] == "overall" and cell["documents"]
+            for metric, title in METRICS.items()
+        ]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]

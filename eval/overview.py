@@ -110,9 +110,9 @@ class Overview:
         ]
 
 
-def own_results(folder: Path, known: Iterable[str]) -> list[Path]:
+def own_results(records: Iterable[Path], known: Iterable[str]) -> list[Path]:
     """The results of evaluations of the user's own: KIND.json beside the KIND.records.jsonl that the runner writes."""
-    kinds = {path: path.name.removesuffix(".records.jsonl") for path in sorted(folder.rglob("*.records.jsonl"))}
+    kinds = {path: path.name.removesuffix(".records.jsonl") for path in records}
     families = ("probe_", "depth_", "ablation")
     return [
         found
@@ -165,11 +165,6 @@ class HarnessRun:
 
 def _bounds(value: float, error: float | None) -> tuple[float | None, float | None]:
     return (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
-
-
-def harness_results(folder: Path) -> list[Path]:
-    """The files that the harness writes into its --output_path; the newest of each folder comes last."""
-    return sorted(path for path in folder.rglob("results_*.json") if not path.with_suffix(".records.jsonl").exists())
 
 
 def read_harness(path: Path) -> HarnessRun:

@@ -18,7 +18,7 @@ from condense.files import read_text
 
 from .autoregressivity.experiments import shown_by as shown_by_ablation
 from .depth.experiments import find_experiment
-from .overview import Overview, harness_results, own_figures, own_results, own_tables, read_harness
+from .overview import Overview, own_figures, own_results, own_tables, read_harness
 from .results import Table, picture, write_results
 from .tasks import TASKS
 
@@ -46,6 +46,7 @@ ABOUT = {
     "summarization": "Summaries that the models write, against the references.",
     "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
     "text before.",
+    "answers": "Prompts of your own, answered by the model's own greedy decoding.",
     "suite": "Benchmarks of long text, as lm-evaluation-harness has them. Where a benchmark makes its texts, it makes "
     "them at each length; else a length holds the texts of more than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
@@ -155,7 +156,7 @@ def _measured(path: Path, folder: Path, overview: Overview) -> Section:
 def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[Section]:
     """The sections of evaluations of the user's own, and of results of lm-evaluation-harness."""
     sections = []
-    for path in own_results(folder, SHOWN_BY):
+    for path in own_results(sorted(folder.rglob("*.records.jsonl")), SHOWN_BY):
         result = str(path.relative_to(folder))
         try:
             results = json.loads(read_text(path))
@@ -169,7 +170,7 @@ def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[S
         except Exception as error:
             skipped[result] = _why(error)
     tables = []
-    for path in harness_results(folder):
+    for path in sorted(folder.rglob("results_*.json")):  # the newest of a folder comes last
         result = str(path.relative_to(folder))
         try:
             run = read_harness(path)

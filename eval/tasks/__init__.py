@@ -14,6 +14,7 @@ TASKS = {
     "recall": "condense.eval.tasks.recall:Recall",
     "summarization": "condense.eval.tasks.summarization:Summarization",
     "perplexity": "condense.eval.tasks.perplexity:Perplexity",
+    "answers": "condense.eval.tasks.answers:Answers",
     "suite": "condense.eval.tasks.suite:Suite",
     "attention": "condense.eval.tasks.attention_maps:AttentionMaps",
 }

@@ -130,3 +130,33 @@ def test_every_evaluation_takes_it(name, folders, tokenizer, tmp_path):
     fields = {"text_field": "source", "summary_field": "target", "new_tokens": 6, "temperature": 0.0}
     found = evaluate("summarization", tmp_path, models=models, data=str(data), **fields)
     assert len(found["documents"]) == 3 and json.loads((tmp_path / "summarization.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "gpt2"])
+def test_the_harness_scores_and_writes_what_the_model_does(name, folders, tokenizer):
+    """Contexts of different lengths in one batch; of Mamba also ones that are longer than the harness's default."""
+    pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
+    from lm_eval.api.instance import Instance
+
+    from condense.eval.harness import StockLM
+
+    lm = StockLM(str(folders[name]), device="cpu", batch_size=2)
+    words, model = TEXT.split(), lm.model
+    contexts = [" ".join(words[:5]), " ".join(words[2:17])]
+    asked = [Instance("loglikelihood", {}, (context, " the sea"), n) for n, context in enumerate(contexts)]
+    for (found, _), context in zip(lm.loglikelihood(asked, disable_tqdm=True), contexts, strict=True):
+        ids_N = torch.tensor(tokenizer(context + " the sea").input_ids)
+        with torch.no_grad():
+            scores_NV = model(ids_N[None, :-1], use_cache=False).logits[0].log_softmax(-1)[-2:]
+        assert found == pytest.approx(float(scores_NV.gather(1, ids_N[-2:, None]).sum()), abs=1e-3)
+    options = {"until": [], "max_gen_toks": NEW}
+    asked = [Instance("generate_until", {}, (context, options), n) for n, context in enumerate(contexts)]
+    for found, context in zip(lm.generate_until(asked, disable_tqdm=True), contexts, strict=True):
+        written_n = greedy(model, torch.tensor(tokenizer(context).input_ids))
+        ended = (written_n == tokenizer.eos_token_id).nonzero()
+        expected = tokenizer.decode(written_n[: int(ended[0])] if len(ended) else written_n)
+        assert found.strip() == expected.replace("<pad>", "").strip()
+    if name == "mamba":
+        assert lm.max_length > 10**9
+        with pytest.raises(ValueError, match="batch_size=auto needs a longest text, and the model has none"):
+            lm._detect_batch_size()

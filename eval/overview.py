@@ -84,9 +84,9 @@ class Overview:
         for (name, result), weights in self.weights.items():
             first.setdefault(name, {}).setdefault(weights, result)
         for figure, result in self.figures:
-            name, weights = figure.model, self.weights.get((figure.model, result))
-            if weights is not None and len(first[name]) > 1:
-                name = f"{name} ({first[name][weights]})"
+            name, own = figure.model, self.weights.get((figure.model, result))
+            if own is not None and len(first[name]) > 1:
+                name = f"{name} ({first[name][own]})"
             if figure.measure in found.get(name, {}):
                 name = f"{figure.model} ({result})"
             found.setdefault(name, {})[figure.measure] = figure

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from .decoding import max_positions
 
@@ -22,7 +23,7 @@ def positions_exceeded(config: Any, num_tokens: int) -> int | None:
 def has_position_table(model: Any) -> bool:
     """Whether positions are looked up in a table, as GPT-2's and OPT's: there are none beyond its end."""
     known = max_positions(model.config)
-    if known is None or not isinstance(model, nn.Module):
+    if known is None or not isinstance(model, PreTrainedModel):
         return False
     tokens = model.get_input_embeddings()
     tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]

@@ -57,8 +57,11 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts (none in 
 class StockLM(HFLM):
     """The harness's `hf` without the wishes of the checkpoint; its texts are as long as the model has positions.
 
-    Takes the arguments of `hf`.
+    Takes the arguments of `hf`. `device` is the GPU if there is one.
     """
+
+    def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
+        super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
 
     @property
     def max_length(self) -> int:
@@ -91,7 +94,7 @@ class StockLM(HFLM):
 class CondenseLM(StockLM):
     """Takes the arguments of the harness's `hf`, and a `CondenseForCausalLM` or its folder as `pretrained`.
 
-    `device` is the GPU if there is one. `max_length` cuts texts to their last `max_length` tokens, for comparison with
+    `max_length` cuts texts to their last `max_length` tokens, for comparison with
     models that have a longest text; by default no text is cut. Log-softmaxes are taken in float32 (or `softmax_dtype`)
     also where the model is in half precision.
 
@@ -101,7 +104,7 @@ class CondenseLM(StockLM):
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
         if isinstance(pretrained, str):
             check_source(pretrained)
-        super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+        super().__init__(pretrained, device, **options)
         check_tokenizer(self.model.config, self.tokenizer)
         self.tokenizer.model_max_length = ANY_LENGTH  # that of the Llama would make `truncation` cut questions
 

@@ -94,10 +94,10 @@ class Overview:
 
     def tables(self) -> list[Table]:
         rows, measures = self.rows(), list(dict.fromkeys(figure.measure for figure, _ in self.figures))
-        shown = [[name, *(str(found.get(measure, "-")) for measure in measures)] for name, found in rows.items()]
+        shown = [[measure, *(str(found.get(measure, "-")) for found in rows.values())] for measure in measures]
         left_out = [[result, why] for result, why in self.left_out.items()]
         return [
-            Table("models and tasks (95 % interval)", ["model", *measures], shown),
+            Table("models and tasks (95 % interval)", ["task", *rows], shown),
             *([Table("not in the overview", ["result", "why"], left_out)] if left_out else []),
         ]
 
@@ -150,7 +150,13 @@ class HarnessRun:
     def figures(self, model: str) -> list[Figure]:
         """Those of its groups, and of the tasks that belong to none."""
         return [
-            Figure(model, f"{task}, {metric} (lm-eval)", value, *_bounds(value, error), digits=3)
+            Figure(
+                model,
+                f"{task}, {metric} (lm-eval)",
+                value,
+                digits=3,
+                remark="" if error is None else f"standard error {error:.3f}",
+            )
             for task, metric, value, error in self.scores
             if task not in self.grouped
         ]
@@ -161,10 +167,6 @@ class HarnessRun:
             for task, metric, value, error in self.scores
         ]
         return Table(f"{model}: scores", ["task", "metric", "value", "standard error"], rows)
-
-
-def _bounds(value: float, error: float | None) -> tuple[float | None, float | None]:
-    return (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
 
 
 def read_harness(path: Path) -> HarnessRun:

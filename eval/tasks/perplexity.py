@@ -7,7 +7,8 @@ With none before it, a segment is read without any memory: the curve `cut_off`, 
 A folded model gives three more curves: `folded` (a layer's output is remembered), `layer_input`
 (Transformer-XL's memory) and `full_attention` (the stock Llama). All use the same weights and the same code.
 Only the curve that the weights were trained for is a model in its own right; the others are ablations, and say
-nothing of a model that is trained in their way. A stock model gives `full_attention`.
+nothing of a model that is trained in their way. Any other model gives `full_attention`, which stands for the state of
+one that is stateful.
 
 Axes: W windows, S segments of a window, L tokens of a segment, n segments that are predicted with every number before.
 """
@@ -23,11 +24,10 @@ import torch
 
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
 
-from ..decoding import max_positions
+from ..decoding import max_positions, reads_in_parts
 from ..models import EvaluatedModel, load_models
 from ..options import stored
 from ..overview import Figure, remark_of
-from ..positions import mark
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -41,6 +41,7 @@ LABELS = {
     "layer_input": "Transformer-XL: the layer's input",
     "full_attention": "full attention",
 }
+STATEFUL = "the model's own state"  # of a model without attention, or not with it alone
 COLORS = {"cut_off": "0.35", "folded": "tab:blue", "layer_input": "tab:orange", "full_attention": "tab:green"}
 OWN_CURVES = {"layer_output": "folded", "layer_input": "layer_input"}  # by memory_source
 BINS = 32  # of the position in the segment, in the picture
@@ -125,7 +126,10 @@ class Perplexity(Task[Batch]):
         return {"model": item.name, "curve": item.curve, "first_window": item.first}
 
     def measure(self, item: Batch) -> Record:
-        """`losses` [W][S] of the segments, and `sums` [S][L] over the segments that every column counts."""
+        """`losses` [W][S] of the segments, and `sums` [S][L] over the segments that every column counts.
+
+        `stateful` is there if the model reads a text in one call, as Mamba does.
+        """
         num_segments, length = self.options.num_segments, self.lengths[item.name]
         if item.name not in self._variants:
             self._variants = {}  # before the next model is loaded
@@ -137,7 +141,8 @@ class Perplexity(Task[Batch]):
         if not np.isfinite(loss_WSL).all():
             raise ValueError(f"{item.name}: losses are not finite; take another dtype or checkpoint.")
         counted_WS1 = paired(item.windows, num_segments)[:, :, None]
-        return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist()}
+        stateful = {} if reads_in_parts(self._variants[item.name][item.curve]) else {"stateful": True}
+        return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist(), **stateful}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """`curves`, each with its `points` and its mean `loss` [S][L] by segments before and position in the segment.
@@ -161,6 +166,7 @@ class Perplexity(Task[Batch]):
         losses_nS = losses_WS.T[paired(self.windows[name], num_segments).T].reshape(num_segments, -1).T
         points, loss_SL = _points(losses_nS), (sums_SL / len(losses_nS)).tolist()
         about = {"model": name, "curve": curve, "segment_length": self.lengths[name]}
+        about |= {"stateful": True} if records[0].get("stateful") else {}
         if with_cut_off:
             yield {**about, "curve": "cut_off", "points": points[:1], "loss": loss_SL[:1]}
         yield {**about, "points": points, "loss": loss_SL}
@@ -200,7 +206,7 @@ class Perplexity(Task[Batch]):
                     continue
                 row = [
                     curve["model"],
-                    _label_of(curve, results),
+                    _label_of(curve, results, before),
                     curve["segment_length"],
                     before,
                     f"{point['loss']:.4f}",
@@ -295,10 +301,15 @@ def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:
     return points
 
 
-def _label_of(curve: dict[str, Any], results: Results) -> str:
-    """The name of a curve, with the positions of a model that reads longer texts."""
-    label, name = LABELS[curve["curve"]], curve["model"]
-    return mark(f"{name}, {label}", results.get("positions_exceeded", {})).removeprefix(f"{name}, ")
+def _label_of(curve: dict[str, Any], results: Results, before: int | None = None) -> str:
+    """The name of a curve, with the positions of a model that reads longer texts; `before` is that of one point."""
+    label = LABELS[curve["curve"]]
+    positions = results.get("positions_exceeded", {}).get(f"{curve['model']}, {label}")
+    if curve.get("stateful") and curve["curve"] == "full_attention":
+        label = STATEFUL
+    if positions is None or (before is not None and (before + 1) * curve["segment_length"] <= positions):
+        return label
+    return f"{label} (past its {positions:,} positions)"
 
 
 def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> None:

@@ -123,7 +123,7 @@ class Summarization(Task[Batch]):
         return [
             Figure(
                 cell["model"],
-                f"summaries of {results['data']}, {title} [F1]",
+                f"summaries of {Path(results['data']).name}, {title} [F1]",
                 *(cell[f"{metric}{bound}"] for bound in ("", "_low", "_high")),
                 digits=4,
                 remark=remark_of(cell["model"], results),

@@ -11,6 +11,7 @@ from condense.eval.decoding import decodes_together, reads_in_parts
 from condense.eval.models import generate, load_evaluated
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.passkey import first_number
+from condense.eval.tasks.perplexity import Perplexity
 from condense.eval.tasks.windows import segment_losses
 from condense.training.data.passkey import PasskeyTask
 
@@ -126,6 +127,8 @@ def test_every_evaluation_takes_it(name, folders, tokenizer, tmp_path):
     given = {"data": [str(tmp_path / "text.txt")], "num_segments": 3, "segment_length": 16}
     found = evaluate("perplexity", tmp_path, models=models, **given)
     assert [curve["curve"] for curve in found["curves"]] == ["cut_off", "full_attention"]
+    label = "full attention" if name == "gpt_neox" else "the model's own state"
+    assert [row[1] for row in Perplexity.tables(found)[0].rows] == ["memory cut off", label, label]
     data = write_lines(tmp_path / "data.jsonl", made_documents(3))
     fields = {"text_field": "source", "summary_field": "target", "new_tokens": 6, "temperature": 0.0}
     found = evaluate("summarization", tmp_path, models=models, data=str(data), **fields)
@@ -140,7 +143,7 @@ def test_the_harness_scores_and_writes_what_the_model_does(name, folders, tokeni
 
     from condense.eval.harness import StockLM
 
-    lm = StockLM(str(folders[name]), device="cpu", batch_size=2)
+    lm = StockLM(str(folders[name]), batch_size=2)
     words, model = TEXT.split(), lm.model
     contexts = [" ".join(words[:5]), " ".join(words[2:17])]
     asked = [Instance("loglikelihood", {}, (context, " the sea"), n) for n, context in enumerate(contexts)]

@@ -74,6 +74,9 @@ def test_every_kind_of_measurement_marks_them(folders, tmp_path, capsys):
     # A folded model's own curves are within its positions; that of the stock model of its weights is not.
     assert results["kind"] == "attention"
     perplexity = json.loads((tmp_path / "perplexity.json").read_text())
+    rows = find_task("perplexity").tables(perplexity)[0].rows
+    past = {row[3]: "past its" in row[1] for row in rows if row[0] == "llama" and row[1].startswith("full")}
+    assert past == {1: False, 2: False, 4: False, 7: True}  # up to 100 tokens are within them
     assert perplexity["positions_exceeded"] == {"llama, full attention": 100, "folded, full attention": 100}
 
 

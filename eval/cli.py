@@ -28,6 +28,7 @@ from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
 from .tasks import run_task as measure_task
 from .tasks.options import (
+    AnswersOptions,
     AttentionOptions,
     FactsOptions,
     PasskeyOptions,
@@ -212,6 +213,7 @@ facts = command(FactsOptions, partial(run_task, "facts"), "eval facts")
 recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
+answers = command(AnswersOptions, partial(run_task, "answers"), "eval answers")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
 healing = command(HealingOptions, partial(run_study, "condense.eval.healing.study:Healing"), "eval healing")
 ingredients = command(
@@ -225,7 +227,7 @@ profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
-for evaluation in (passkey, facts, recall, perplexity, summarization, suite, healing, memory, ingredients):
+for evaluation in (passkey, facts, recall, perplexity, summarization, answers, suite, healing, memory, ingredients):
     evaluations.command()(evaluation)
 
 

@@ -18,7 +18,8 @@ from condense.files import read_text
 
 from .autoregressivity.experiments import shown_by as shown_by_ablation
 from .depth.experiments import find_experiment
-from .results import Table, picture
+from .overview import Overview, own_figures, own_results, own_tables, read_harness
+from .results import Table, picture, write_results
 from .tasks import TASKS
 
 SHOWN_BY = TASKS | {
@@ -45,6 +46,7 @@ ABOUT = {
     "summarization": "Summaries that the models write, against the references.",
     "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
     "text before.",
+    "answers": "Prompts of your own, answered by the model's own greedy decoding.",
     "suite": "Benchmarks of long text, as lm-evaluation-harness has them. Where a benchmark makes its texts, it makes "
     "them at each length; else a length holds the texts of more than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
@@ -62,6 +64,9 @@ ABOUT = {
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
     "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
     "training": "Logged while training.",
+    "harness": "Scores as lm-evaluation-harness wrote them.",
+    "overview": "One figure or a few of each model and task; the sections below have the details. Losses of models "
+    "with different tokenizers can't be compared. overview.csv and overview.json beside this page hold the same.",
 }
 
 
@@ -85,17 +90,20 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: pass one that holds results.")
     skipped: dict[str, str] = {}
-    sections = []
+    sections, overview = [], Overview()
     for path in (
         path
         for kind in (*SHOWN_BY, "probe_*", "depth_*", "ablation", "ablation_*")
         for path in sorted(folder.rglob(f"{kind}.json"))
     ):
         try:
-            sections.append(_measured(path, folder))
+            sections.append(_measured(path, folder, overview))
         except Exception as error:  # a file of another program can be wrong in any way
             skipped[str(path.relative_to(folder))] = _why(error)
+    sections += _others(folder, overview, skipped)
     sections += _training(folder, skipped)
+    if overview.figures:
+        sections.insert(0, _overview(folder, overview, skipped))
     left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
         wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME", "depth_NAME", "ablation_NAME"))
@@ -120,7 +128,7 @@ def _why(error: Exception) -> str:
     return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
-def _measured(path: Path, folder: Path) -> Section:
+def _measured(path: Path, folder: Path, overview: Overview) -> Section:
     """The section of a result of this package."""
     kind = path.stem
     results = json.loads(read_text(path))
@@ -138,9 +146,52 @@ def _measured(path: Path, folder: Path) -> Section:
     else:
         shown_by = resolve_name(SHOWN_BY[kind])
     pictures = [_embed(found) for found in _pictures(path)]
-    return Section(
-        _title(kind, path, folder), results.get("about") or ABOUT[kind], shown_by.tables(results), pictures, results
-    )
+    about, tables = results.get("about") or ABOUT[kind], shown_by.tables(results)
+    figures = shown_by.overview(results) if hasattr(shown_by, "overview") else []
+    models = results.get("models") if figures else ()
+    overview.add(str(path.relative_to(folder)), figures, models or ())
+    return Section(_title(kind, path, folder), about, tables, pictures, results)
+
+
+def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[Section]:
+    """The sections of evaluations of the user's own, and of results of lm-evaluation-harness."""
+    sections = []
+    for path in own_results(sorted(folder.rglob("*.records.jsonl")), SHOWN_BY):
+        result = str(path.relative_to(folder))
+        try:
+            results = json.loads(read_text(path))
+            if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys():
+                raise ValueError("no result of a condense command")
+            figures, tables = own_figures(results), own_tables(path)
+            pictures = [_embed(found) for found in _pictures(path)]
+            about = results.get("about") or "An evaluation of your own."
+            sections.append(Section(_title(path.stem, path, folder), about, tables, pictures, results))
+            overview.add(result, figures, results.get("models") or ())
+        except Exception as error:
+            skipped[result] = _why(error)
+    tables = []
+    for path in sorted(folder.rglob("results_*.json")):  # the newest of a folder comes last
+        result = str(path.relative_to(folder))
+        try:
+            run = read_harness(path)
+            name = overview.names.get(run.source, Path(run.source).name)
+            tables.append(run.table(name))
+            overview.add(result, run.figures(name))
+            if run.grouped:
+                overview.left_out[f"{result}: {', '.join(sorted(run.grouped))}"] = "stand for themselves in the section"
+        except Exception as error:
+            skipped[result] = _why(error)
+    if tables:
+        sections.append(Section("lm-evaluation-harness", ABOUT["harness"], tables, [], {}))
+    return sections
+
+
+def _overview(folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
+    """The first section; its figures are in overview.json and overview.csv too."""
+    overview.left_out |= skipped
+    results = {"kind": "overview", "figures": overview.records(), "left_out": overview.left_out}
+    write_results(folder / "overview", results, overview.records())
+    return Section("overview", ABOUT["overview"], overview.tables(), [], {})
 
 
 def _pictures(path: Path) -> list[Path]:

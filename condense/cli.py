@@ -288,6 +288,7 @@ def train(
         if value is not None and not dry_run:
             raise ValueError(f"{name} {value} needs --dry-run: it changes what is planned, not what is run.")
     from condense.files import check_output_file
+    from condense.training.checkpoints.resume import finished
     from condense.training.launch import launch, local_overrides, num_ranks
     from condense.training.output_lock import check_unlocked
     from condense.training.preflight import check_run
@@ -301,6 +302,9 @@ def train(
         quiet()
         resolved = load_recipe(recipe, local_overrides(given))
         check_unlocked(resolved.output)
+        if (said := finished(resolved)) is not None:
+            print(said)
+            return
         check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
         try:
             launch(recipe, given, ranks)

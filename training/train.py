@@ -12,7 +12,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,10 +37,10 @@ from condense.files import use_default_mode
 from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.allocator import record_history, snapshot_when_full
-from condense.training.callbacks import Evaluations, GrowCurriculum, Log, Progress
+from condense.training.callbacks import Evaluations, GrowCurriculum, LearningRate, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import find_checkpoint, make_universal
+from condense.training.checkpoints.resume import changes, find_checkpoint, finished, former_stages, make_universal
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
@@ -52,7 +52,7 @@ from condense.training.planning.checkpoint_groups import with_checkpoint_segment
 from condense.training.planning.operations import uncounted
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
-from condense.training.recipe import GeneratedData, Recipe, load_recipe
+from condense.training.recipe import GeneratedData, Recipe, Stage, load_recipe
 from condense.training.recipe.models import CondenseModel
 from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
@@ -63,8 +63,12 @@ OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which
 
 
 class TrainingData(NamedTuple):
-    """The tokenizer and, unless a curriculum generates its texts, the examples to train on and to validate with."""
+    """The tokenizer and, unless a curriculum generates its texts, the examples to train on and to validate with.
 
+    `former` are the stages that a resumed run has had before those of its recipe, oldest first.
+    """
+
+    former: Sequence[Sequence[Stage]]
     tokenizer: Any
     examples: Examples | None
     held_out: Examples | None
@@ -100,7 +104,7 @@ def run(
     zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
     checkpoint = find_checkpoint(recipe)
     # Data come before the group: ranks that wait there for another rank's preparation would time out.
-    data = prepare_data(recipe)
+    data = prepare_data(recipe, former_stages(checkpoint, recipe) if checkpoint else [])
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
         assert deepspeed is not None
         deepspeed["checkpoint"] = {"load_universal": True}
@@ -157,12 +161,12 @@ def check_launch(recipe: Recipe, process: Process) -> None:
     print(f"started without the deepspeed launcher: one process, {unused} not used", flush=True)
 
 
-def prepare_data(recipe: Recipe) -> TrainingData:
+def prepare_data(recipe: Recipe, former: Sequence[Sequence[Stage]]) -> TrainingData:
     """Loads the tokenizer, and reads and tokenises the documents that have not been prepared."""
     tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
     if recipe.curriculum:
-        return TrainingData(tokenizer, None, None)
-    return TrainingData(tokenizer, *make_examples(recipe, tokenizer))
+        return TrainingData(former, tokenizer, None, None)
+    return TrainingData(former, tokenizer, *make_examples(recipe, tokenizer, former=former))
 
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
@@ -215,11 +219,19 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
     if (segments := (arguments.gradient_checkpointing_kwargs or {}).get("checkpoint_segments")) is not None:
         print(f"gradient checkpointing by groups of {segments} segments", flush=True)
     if checkpoint is not None:
-        print(f"resuming from {checkpoint}", flush=True)
+        print(f"resuming from {checkpoint}{followed_changes(checkpoint, recipe)}", flush=True)
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
         print(f"{not_counted}, so that no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
     (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
+
+
+def followed_changes(checkpoint: Path, recipe: Recipe) -> str:
+    """What a resumed run does otherwise from now on; empty where nothing has changed."""
+    if not (followed := changes(checkpoint, recipe).followed):
+        return ""
+    kept = "The optimizer's state is kept, and the learning rate follows the new recipe."
+    return f" with another recipe: {'; '.join(followed)}. {kept}"
 
 
 def smaller_passes(recipe: Recipe) -> str:
@@ -297,7 +309,7 @@ def make_trainer(
         seconds_at_peak=seconds_at_peak(recipe, model.config),
         data_collator=_only_item,
         processing_class=data.tokenizer,
-        callbacks=make_callbacks(recipe, batches.curriculum),
+        callbacks=make_callbacks(recipe, batches.curriculum, data.former),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -310,13 +322,23 @@ def counted_answers(recipe: Recipe) -> GeneratedData | None:
     return None
 
 
-def make_callbacks(recipe: Recipe, curriculum: CurriculumState | None) -> list[TrainerCallback]:
+def make_callbacks(
+    recipe: Recipe, curriculum: CurriculumState | None, former: Sequence[Sequence[Stage]]
+) -> list[TrainerCallback]:
     """In the order in which they run: a curriculum grows before the checkpoint records it, and before the log line."""
     write_state = curriculum.save if curriculum else None
+    complete = CompleteCheckpoints(
+        write_state,
+        recipe.checkpoints.keep,
+        recipe.model_dump(mode="json"),
+        contents=contents(recipe),
+        former_stages=[[stage.model_dump() for stage in stages] for stages in former],
+    )
     return [
+        LearningRate(recipe.optimizer.learning_rate),
         *([GrowCurriculum(curriculum)] if curriculum else []),
         *([Evaluations(recipe)] if recipe.evaluation else []),
-        CompleteCheckpoints(write_state, recipe.checkpoints.keep, recipe.model_dump(mode="json"), contents(recipe)),
+        complete,
         Log(recipe.output / "log.jsonl"),
         Progress(),
     ]
@@ -362,10 +384,11 @@ def main() -> None:
     # DeepSpeed's launcher ends ranks by SIGTERM, also after one of them has failed.
     by_deepspeed = arguments.local_rank >= 0
     try:
-        train(
-            load_recipe(arguments.recipe, arguments.overrides),
-            stop_on=[PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM],
-        )
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if (said := finished(recipe)) is None:
+            train(recipe, stop_on=[PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM])
+        elif rank in (None, "0"):
+            print(said, flush=True)
     except Stopped as stopped:
         code = STOPPED
         if rank in (None, "0"):

@@ -34,6 +34,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments, se
 from transformers.utils import logging
 
 from condense.files import use_default_mode
+from condense.generation_settings import remove_ineffective
 from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.allocator import record_history, snapshot_when_full
@@ -115,12 +116,17 @@ def run(
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
     base = recipe.model.load(recipe.attention, recipe.attention_dropout)
+    settings = getattr(base, "generation_config", None)
+    without_effect = remove_ineffective(settings) if settings is not None else {}
     model = recipe.objective.prepare_model(base, recipe)
     if recipe.lora:
         model = add_adapters(model, recipe.lora)
     batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
     if process.is_first:
         begin_output(recipe, checkpoint, arguments)
+        if without_effect:
+            named = ", ".join(f"{name}={value}" for name, value in without_effect.items())
+            print(f"the saved model's generation_config.json leaves out what has no effect there: {named}", flush=True)
     if recipe.record_memory_history:
         record_history()
     snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"

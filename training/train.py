@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -60,6 +61,7 @@ from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parent
 from condense.training.trainer import RecipeTrainer
 from condense.training.wandb_run import wandb_run
 
+LAUNCHER_S = 5.0  # until the launcher has ended the ranks that another one has left: that one says why
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
 
 
@@ -406,6 +408,14 @@ def main() -> None:
         torch.OutOfMemoryError,
     ) as error:  # for the user: the message is the answer
         sys.exit(f"train{'' if rank in (None, '0') else f', rank {rank}'}: {error}")
+    except RuntimeError as error:
+        if not distributed.is_connection_error(error):
+            raise
+        time.sleep(LAUNCHER_S)
+        said = str(error).splitlines()[0]
+        sys.exit(
+            f"train, rank {rank}: the other ranks can't be reached ({said}). If one has ended, its message says why."
+        )
     if "LOCAL_RANK" in os.environ:
         # Everything is written. DeepSpeed may still hold threads, whose destructors sometimes abort the rank.
         atexit._run_exitfuncs()

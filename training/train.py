@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,8 +145,11 @@ def run(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not stop.stopped:
         save(recipe, trainer, batches, process)
-        if process.is_first and (line := validation_line(recipe, trainer.state.log_history)):
-            print(line, flush=True)
+        if process.is_first:
+            if line := validation_line(recipe, trainer.state.log_history):
+                print(line, flush=True)
+            trained = "adapters are" if recipe.lora else "model is"
+            print(f"all {recipe.steps} steps are done: the {trained} in {recipe.output}", flush=True)
     if process.launched:
         distributed.leave()
     if stop.stopped:
@@ -377,10 +381,19 @@ def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | Non
     return loss if accuracy is None else f"{loss}, {recipe.data.task} accuracy {accuracy:.1%}"
 
 
+def quiet_libraries(is_first: bool) -> None:
+    """Hides what the user can't act on: notices that each rank repeats, and one about a setting that Trainer leaves."""
+    logging.disable_progress_bar()
+    if not is_first:
+        logging.set_verbosity_error()
+    accelerate = getLogger("accelerate.accelerator")
+    accelerate.addFilter(lambda record: "Gradient accumulation steps mismatch" not in record.getMessage())
+
+
 def main() -> None:
     gc.freeze()  # what was imported is left out of each later collection
     gc.enable()
-    logging.disable_progress_bar()
+    quiet_libraries(is_first=os.environ.get("RANK", "0") == "0")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", required=True, help="a recipe of this package by its name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -4,6 +4,7 @@ The commands of the evaluations and of the experiments get their flags from the 
 """
 
 import inspect
+import os
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -59,8 +60,11 @@ SCORING = ("evaluate", "rouge-score", "sentencex")  # the last two score summari
 
 def quiet() -> None:
     """Hides the notices and progress bars of the libraries, so that those of the command remain."""
+    import torch
     from transformers.utils import logging
 
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns where it finds that out by itself
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 

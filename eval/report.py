@@ -7,7 +7,6 @@ which needs no other file.
 
 import base64
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -19,8 +18,9 @@ from condense.files import read_text
 from .autoregressivity.experiments import shown_by as shown_by_ablation
 from .depth.experiments import find_experiment
 from .overview import Overview, own_figures, own_results, own_tables, read_harness
-from .results import Table, picture, write_results
+from .results import Table, write_results
 from .tasks import TASKS
+from .training_report import read_run, runs_table, write_training
 
 SHOWN_BY = TASKS | {
     "healing": "condense.eval.healing.study:Healing",
@@ -63,7 +63,8 @@ ABOUT = {
     "segment.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
     "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
-    "training": "Logged while training.",
+    "training": "Logged while training; training.csv and training.json beside this page have every logged line. Where "
+    "memory helps, later segments have a smaller loss. The speed is that of all ranks, memory that of the first one.",
     "harness": "Scores as lm-evaluation-harness wrote them.",
     "overview": "One figure or a few of each model and task; the sections below have the details. Losses of models "
     "with different tokenizers can't be compared. overview.csv and overview.json beside this page hold the same.",
@@ -208,76 +209,14 @@ def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
     runs = []
     for path in sorted(folder.rglob("log.jsonl")):
         try:
-            if run := _read_run(path, folder):
+            if run := read_run(path, folder):
                 runs.append(run)
         except Exception as error:
             skipped[str(path.relative_to(folder))] = _why(error)
     if not runs:
         return []
-    _draw_curves(runs, folder / "training")
-    titles = {
-        "name": "run",
-        "steps": "steps",
-        "segments": "longest text [segments]",
-        "loss": "loss, mean of the last ten lines",
-        "validation": "last validation loss",
-        "reference": "the paper's validation loss",
-        "accuracy": "right answers in validation",
-    }
-    shown = [name for name in titles if any(run[name] != "" for run in runs)]
-    columns, rows = [titles[name] for name in shown], [[run[name] for name in shown] for run in runs]
-    curves = _embed(folder / "training.png")
-    return [Section("training", ABOUT["training"], [Table("runs", columns, rows)], [curves], {})]
-
-
-def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
-    """The fields of a run for the table and the curves; None where nothing was logged yet."""
-    lines = [json.loads(line) for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
-    losses = [line for line in lines if "loss" in line]
-    if not losses:
-        return None
-    for line in losses:
-        needed = ("step", "loss", "segments" if "segments" in line else "learning_rate")
-        if wrong := [name for name in needed if not isinstance(line.get(name), int | float)]:
-            raise ValueError(f"a line has no number {wrong[0]}")
-    validation: dict[str, float] = next((line for line in reversed(lines) if "eval_loss" in line), {})
-    return {
-        "name": str(path.parent.relative_to(folder)),
-        "lines": losses,
-        "steps": f"{losses[-1]['step']:,}",
-        "loss": f"{sum(line['loss'] for line in losses[-10:]) / len(losses[-10:]):.4f}",
-        "segments": losses[-1].get("segments", ""),
-        "validation": f"{validation['eval_loss']:.4f}" if validation else "",
-        "reference": _reference_loss(path.with_name("recipe.json")),
-        "accuracy": next((f"{share:.1%}" for name, share in validation.items() if name.endswith("_accuracy")), ""),
-    }
-
-
-def _reference_loss(recipe: Path) -> str:
-    """The validation loss that a run's recipe names to compare with; empty where it names none."""
-    if not recipe.exists():
-        return ""
-    reference = (json.loads(read_text(recipe)).get("evaluation") or {}).get("reference_loss")
-    return "" if reference is None else f"{reference:g}"
-
-
-def _draw_curves(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
-        for run in runs:
-            steps = [line["step"] for line in run["lines"]]
-            left.plot(steps, [line["loss"] for line in run["lines"]], label=run["name"], linewidth=1)
-            if all("segments" in line for line in run["lines"]):
-                right.step(steps, [line["segments"] for line in run["lines"]], label=run["name"], where="post")
-            else:
-                right.plot(steps, [line["learning_rate"] for line in run["lines"]], label=run["name"])
-        left.set_yscale("log")
-        left.set_title("training loss", fontsize=10)
-        grows = any("segments" in run["lines"][0] for run in runs)
-        right.set_title("length of the text [segments]" if grows else "learning rate", fontsize=10)
-        for axes in (left, right):
-            axes.set_xlabel("step")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
+    pictures = [_embed(path) for path in write_training(runs, folder / "training")]
+    return [Section("training", ABOUT["training"], [runs_table(runs)], pictures, {})]
 
 
 def _title(kind: str, path: Path, folder: Path) -> str:

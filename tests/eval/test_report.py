@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 def test_the_page_stands_alone(folder):
     page = write_report(folder, title="a <test>").read_text()
-    assert "a &lt;test&gt;" in page and "a &lt;b&gt;: % correct" in page and page.count("data:image/png;base64,") == 3
+    assert "a &lt;test&gt;" in page and "a &lt;b&gt;: % correct" in page and page.count("data:image/png;base64,") == 4
     assert "src=" in page and 'src="http' not in page and re.findall('href="([^#][^"]*)"', page) == []
     cells = re.findall("<td>([^<]*)", page)
     assert cells[cells.index("staged") :][:7] == ["staged", "5,000", "", "2.0000", "2.5000", "2.323", "87.5%"]

@@ -11,6 +11,7 @@ try:
     from .configuration import CondenseConfig
     from .conversion import to_stock
     from .modeling import CondenseForCausalLM, CondenseModel
+    from .version import __version__ as __version__
 finally:
     if _collecting:
         gc.enable()
@@ -19,5 +20,4 @@ AutoConfig.register(CondenseConfig.model_type, CondenseConfig)
 AutoModel.register(CondenseConfig, CondenseModel)
 AutoModelForCausalLM.register(CondenseConfig, CondenseForCausalLM)
 
-__version__ = "0.1.0"
 __all__ = ["CondenseConfig", "CondenseForCausalLM", "CondenseModel", "FoldedCache", "to_stock"]

@@ -10,11 +10,11 @@ try:
     from .conversion import to_stock
     from .modeling import CondenseForCausalLM, CondenseModel
     from .registration import register
+    from .version import __version__ as __version__
 finally:
     if _collecting:
         gc.enable()
 
 register(CondenseConfig, CondenseForCausalLM, CondenseModel)
 
-__version__ = "0.1.0"
 __all__ = ["CondenseConfig", "CondenseForCausalLM", "CondenseModel", "FoldedCache", "to_stock"]

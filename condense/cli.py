@@ -11,14 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from condense import __version__
 from condense.cli_convert import convert
+from condense.command import App
 from condense.eval.cli import Attention, ablate, attention, depth, evaluations, probe, profile, quiet, report
 from condense.eval.options import DTYPE_HELP
 from condense.extras import check_installed
 from condense.training.presets import recipe_names
+from condense.version import __version__
 
-app = typer.Typer(
+app = App(
     help="A Llama with unbounded memory.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 

@@ -4,8 +4,10 @@ from collections.abc import Collection
 from functools import cache
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DISTRIBUTION = "condense-llama"
 
@@ -18,6 +20,8 @@ def check_installed(command: str, extra: str, without: Collection[str] = ()) -> 
 
     Checks nothing in a checkout that is not installed, which has no list of packages.
     """
+    from packaging.requirements import Requirement
+
     try:
         needed = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
@@ -35,7 +39,7 @@ def check_installed(command: str, extra: str, without: Collection[str] = ()) -> 
         )
 
 
-def _problem(requirement: Requirement) -> str | None:
+def _problem(requirement: "Requirement") -> str | None:
     try:
         found = version(requirement.name)
     except PackageNotFoundError:

@@ -48,6 +48,12 @@ def check_output_file(path: Path) -> None:
         raise ValueError(f"{path} can't be written: it is read-only. Pass another path.")
 
 
+def check_not_linked(*paths: Path) -> None:
+    """Raises `ValueError` if a file that is written is a link: its target may be a file of another folder."""
+    if linked := [path for path in paths if path.is_symlink()]:
+        raise ValueError(f"{linked[0]} is a link, and results are not written through links: delete it.")
+
+
 def check_new_folder(folder: Path) -> None:
     """Raises `ValueError` if `folder` is not empty or can't be written."""
     check_output_folder(folder)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from condense.command import App
 from condense.extras import check_installed
 
 from .autoregressivity.experiments import EXPERIMENTS as ABLATIONS
@@ -39,7 +40,7 @@ from .tasks.options import (
     SummarizationOptions,
 )
 
-evaluations = typer.Typer(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
+evaluations = App(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
 
 
 def writable(folder: Path) -> Path:

@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 import typer
 
-from condense.checks import check_attention, check_dtype
-
 
 class Spelling(NamedTuple):
     """How the command line writes a value of several parts: `parse` reads the text, `write` is its inverse."""
@@ -61,6 +59,20 @@ def _check_list(name: str, values: list[Any], option: Option, spelling: Spelling
         raise ValueError(f"{name} {unknown} are not known: choose from {', '.join(option.choices)}.")
     if twice := [value for value in values if values.count(value) > 1]:
         raise ValueError(f"{name}={spelling.write(values)} names {spelling.write(twice[:1])} twice: leave one out.")
+
+
+def check_dtype(name: str) -> None:
+    """Raises `ValueError` for a dtype in which models can't be loaded."""
+    from condense.checks import check_dtype  # loads torch, which the parsers of the command line do without
+
+    check_dtype(name)
+
+
+def check_attention(name: str) -> None:
+    """Raises `ValueError` for an implementation of attention that does not exist or is not installed."""
+    from condense.checks import check_attention
+
+    check_attention(name)
 
 
 def check_rate(value: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from condense.files import read_text
+from condense.files import check_not_linked, read_text
 
 from .autoregressivity.experiments import shown_by as shown_by_ablation
 from .depth.experiments import find_experiment
@@ -83,24 +83,26 @@ class Section:
 def write_report(folder: Path, title: str = "condense") -> Path:
     """Writes the page and returns its path.
 
-    Raises `ValueError` for a folder that holds no results; and after the page is written, for files that are damaged
-    or of another program, which the page names and leaves out.
+    Raises `ValueError` for a folder that holds no results, and where a file that it writes is a link; and after the
+    page is written, for files that are damaged, links or of another program, which the page names and leaves out.
     """
     import jinja2
 
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: pass one that holds results.")
+    path = folder / "report.html"
+    check_not_linked(path, *folder.glob("training*.*"), *folder.glob("overview.*"))
     skipped: dict[str, str] = {}
     sections, overview = [], Overview()
-    for path in (
-        path
+    for found in (
+        found
         for kind in (*SHOWN_BY, "probe_*", "depth_*", "ablation", "ablation_*")
-        for path in sorted(folder.rglob(f"{kind}.json"))
+        for found in _files(folder, f"{kind}.json", skipped)
     ):
         try:
-            sections.append(_measured(path, folder, overview))
+            sections.append(_measured(found, folder, overview, skipped))
         except Exception as error:  # a file of another program can be wrong in any way
-            skipped[str(path.relative_to(folder))] = _why(error)
+            skipped[str(found.relative_to(folder))] = _why(error)
     sections += _others(folder, overview, skipped)
     sections += _training(folder, skipped)
     if overview.figures:
@@ -116,11 +118,24 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     page = environment.get_template("report.html.j2").render(
         title=title, date=date.today().isoformat(), sections=sections, skipped=skipped
     )
-    path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
     if skipped:
         raise ValueError(f"{path} is written, without files that cannot be read: {left_out}. Delete or replace them.")
     return path
+
+
+def _files(folder: Path, name: str, skipped: dict[str, str]) -> list[Path]:
+    """The files of a name in a folder and below it; links, which may lead out of the folder, are skipped."""
+    found = sorted(folder.rglob(name))
+    linked = [path for path in found if _is_linked(path, folder)]
+    skipped |= {str(path.relative_to(folder)): "a link" for path in linked}
+    return [path for path in found if path not in linked]
+
+
+def _is_linked(path: Path, folder: Path) -> bool:
+    """Whether a file, or a folder between it and `folder`, is a link."""
+    between = [parent for parent in path.parents if folder in parent.parents]
+    return any(part.is_symlink() for part in (path, *between))
 
 
 def _why(error: Exception) -> str:
@@ -129,7 +144,7 @@ def _why(error: Exception) -> str:
     return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
-def _measured(path: Path, folder: Path, overview: Overview) -> Section:
+def _measured(path: Path, folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
     """The section of a result of this package."""
     kind = path.stem
     results = json.loads(read_text(path))
@@ -146,7 +161,7 @@ def _measured(path: Path, folder: Path, overview: Overview) -> Section:
         shown_by = shown_by_ablation(kind)
     else:
         shown_by = resolve_name(SHOWN_BY[kind])
-    pictures = [_embed(found) for found in _pictures(path)]
+    pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
     about, tables = results.get("about") or ABOUT[kind], shown_by.tables(results)
     figures = shown_by.overview(results) if hasattr(shown_by, "overview") else []
     models = results.get("models") if figures else ()
@@ -157,21 +172,23 @@ def _measured(path: Path, folder: Path, overview: Overview) -> Section:
 def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[Section]:
     """The sections of evaluations of the user's own, and of results of lm-evaluation-harness."""
     sections = []
-    for path in own_results(sorted(folder.rglob("*.records.jsonl")), SHOWN_BY):
+    for path in own_results(_files(folder, "*.records.jsonl", skipped), SHOWN_BY):
         result = str(path.relative_to(folder))
         try:
+            if linked := [file for file in (path, path.with_suffix(".csv")) if file.is_symlink()]:
+                raise ValueError(f"{linked[0].name} is a link")
             results = json.loads(read_text(path))
             if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys():
                 raise ValueError("no result of a condense command")
             figures, tables = own_figures(results), own_tables(path)
-            pictures = [_embed(found) for found in _pictures(path)]
+            pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
             about = results.get("about") or "An evaluation of your own."
             sections.append(Section(_title(path.stem, path, folder), about, tables, pictures, results))
             overview.add(result, figures, results.get("models") or ())
         except Exception as error:
             skipped[result] = _why(error)
     tables = []
-    for path in sorted(folder.rglob("results_*.json")):  # the newest of a folder comes last
+    for path in _files(folder, "results_*.json", skipped):  # the newest of a folder comes last
         result = str(path.relative_to(folder))
         try:
             run = read_harness(path)
@@ -195,19 +212,21 @@ def _overview(folder: Path, overview: Overview, skipped: dict[str, str]) -> Sect
     return Section("overview", ABOUT["overview"], overview.tables(), [], {})
 
 
-def _pictures(path: Path) -> list[Path]:
+def _pictures(path: Path, folder: Path, skipped: dict[str, str]) -> list[Path]:
     """The pictures of a result: those whose names begin with its name, and with no longer name of another result."""
     names = [other.stem for other in path.parent.glob("*.json")]
+    linked = [found for found in path.parent.glob(f"{path.stem}*.png") if found.is_symlink()]
+    skipped |= {str(found.relative_to(folder)): "a link" for found in linked}
     return [
         found
         for found in sorted(path.parent.glob(f"{path.stem}*.png"))
-        if path.stem == max((name for name in names if found.stem.startswith(name)), key=len)
+        if found not in linked and path.stem == max((name for name in names if found.stem.startswith(name)), key=len)
     ]
 
 
 def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
     runs = []
-    for path in sorted(folder.rglob("log.jsonl")):
+    for path in _files(folder, "log.jsonl", skipped):
         try:
             if run := read_run(path, folder):
                 runs.append(run)

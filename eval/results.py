@@ -1,7 +1,7 @@
 """The files of a measurement: JSON, CSV and pictures, and the metadata of the run that wrote them.
 
 NAME.json holds everything; NAME.csv holds the records, one a line, for spreadsheets; NAME.png and NAME.svg hold the
-picture. Tables are for people: the terminal and the report show the same ones.
+picture. Tables are for people: the terminal and the report show the same ones. No file is written through a link.
 """
 
 import csv
@@ -20,8 +20,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from condense.files import check_not_linked
+
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 DPI = 150  # of pictures
+FORMULA = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\t",
+    "\r",
+    "\n",
+)  # a spreadsheet takes a cell that begins with one of these for a formula
 
 
 @dataclass(frozen=True)
@@ -101,17 +112,35 @@ def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[st
     Without records there is no `path`.csv.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    table = path.with_suffix(".csv")
+    check_not_linked(path.with_suffix(".json"), table)
     fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in results.items())
     path.with_suffix(".json").write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
     flat = [{name: value for name, value in record.items() if not isinstance(value, dict)} for record in records]
-    names = list(dict.fromkeys(name for record in flat for name in record))
-    if not flat:
-        path.with_suffix(".csv").unlink(missing_ok=True)
-        return
-    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=names)
-        writer.writeheader()
-        writer.writerows(flat)
+    if flat:
+        write_csv(table, flat)
+    else:
+        table.unlink(missing_ok=True)
+
+
+def write_csv(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Writes a line for each record under the names of all fields; text that would be a formula begins with a quote."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(map(_cell, names))
+        writer.writerows([_cell(record.get(name, "")) for name in names] for record in records)
+
+
+def _cell(value: Any) -> Any:
+    """The value of a cell: text that a spreadsheet would compute is quoted, unless it is a number."""
+    if not isinstance(value, str) or not value.startswith(FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 @contextmanager
@@ -130,6 +159,7 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         figure.get_layout_engine().execute(figure)  # once for both files
         figure.set_layout_engine("none")  # not the one of the user's settings
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_not_linked(path.with_suffix(".png"), path.with_suffix(".svg"))
         figure.savefig(path.with_suffix(".png"), dpi=DPI)
         with matplotlib.rc_context({"svg.hashsalt": "condense"}):
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})

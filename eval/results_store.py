@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from condense.files import check_output_folder
+from condense.files import check_not_linked, check_output_folder
 from condense.training.output_lock import output_lock
 
 Key = dict[str, Any]
@@ -22,10 +22,13 @@ Record = dict[str, Any]
 def open_results_store(path: Path, settings: dict[str, Any]) -> Iterator["ResultsStore"]:
     """The store in a file, locked against other processes.
 
-    Raises `ValueError` where another process holds the lock, and where the file was written under other settings.
+    Raises `ValueError` where another process holds the lock, where the file was written under other settings, and where
+    a file of the measurement is a link.
     """
     check_output_folder(path.parent)
-    with output_lock(path.parent, path.name.removesuffix(".records.jsonl")):
+    kind = path.name.removesuffix(".records.jsonl")
+    check_not_linked(*path.parent.glob(f"{kind}.*"), *path.parent.glob(f".{kind}.*"))  # before anything is measured
+    with output_lock(path.parent, kind):
         yield ResultsStore(path, settings)
 
 

@@ -67,6 +67,8 @@ def read_run(path: Path, folder: Path) -> Run | None:
 
 def _reference_loss(recipe: Path) -> str:
     """The validation loss that a run's recipe names to compare with; empty where it names none."""
+    if recipe.is_symlink():
+        raise ValueError(f"{recipe.name} beside it is a link")
     if not recipe.exists():
         return ""
     reference = (json.loads(read_text(recipe)).get("evaluation") or {}).get("reference_loss")

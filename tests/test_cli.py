@@ -44,6 +44,50 @@ def test_help_names_every_command(new_process):
     )
 
 
+SCRIPT = """
+import contextlib, io, json, sys, condense_llama, typer.main
+
+def run(*arguments):
+    sys.argv = ["condense", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        condense_llama.main()
+    return printed.getvalue()
+
+def names(group, *before):
+    for name, command in group.commands.items():
+        yield from names(command, *before, name) if hasattr(command, "commands") else [((*before, name), command)]
+
+said = {"--version": run("--version"), "--help": run("--help")}
+from condense.cli import app
+from condense.command import Command
+commands = dict(names(typer.main.get_command(app)))
+assert all(isinstance(command, Command) for command in commands.values())
+for name in commands.keys() - {("eval", "harness")}:  # whose help is lm-eval's
+    said[" ".join(name)] = run(*name, "--help")
+said["loaded"] = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
+said["convert"] = run("convert", LLAMA, FOLDED, "--segment-length", "16")
+from transformers import AutoModelForCausalLM
+import condense
+said["model"] = type(AutoModelForCausalLM.from_pretrained(FOLDED)).__name__
+said["same"] = condense.CondenseForCausalLM.__name__
+print(json.dumps(said))
+"""
+
+
+def test_the_script_explains_itself_without_torch(llama, tmp_path):
+    """Each help and the version; then a command of the same process has the package, whose models are registered."""
+    code = f"LLAMA, FOLDED = {str(llama)!r}, {str(tmp_path / 'folded')!r}\n{SCRIPT}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout)
+    assert said.pop("loaded") == []
+    assert said.pop("--version") == f"condense {version('condense-llama')}\n"
+    assert "102,208 parameters" in said.pop("convert")
+    assert said.pop("model") == said.pop("same") == "CondenseForCausalLM"
+    assert len(said) > 18
+    assert all("Usage: condense" in text for text in said.values())
+
+
 def test_the_version_is_that_of_the_package():
     assert printed("--version") == f"condense {version('condense-llama')}\n"
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("condense", "training", "eval", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (
+    "condense", "condense_llama.py", "training", "eval", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +54,10 @@ def pip(*arguments) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_one_name_is_installed_with_all_its_files(wheel):
+def test_one_package_and_its_script_are_installed_with_all_their_files(wheel):
+    """The script has the name of the distribution, which no other one can have."""
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"condense", "condense_llama"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"condense", "condense_llama", "condense_llama.py"}
     for folder in ("training", "eval", "deepspeed_configs"):
         kept = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
         kept = {path for path in kept if "__pycache__" not in path.parts}
@@ -87,6 +90,10 @@ def test_training_and_evaluation_from_an_empty_folder(run):
     printed = run(COMMANDS, option="-c")
     assert printed.startswith(str(run.site))
     assert "% correct" in printed and (run.folder / "results" / "passkey.json").is_file()
+
+
+def test_the_script_prints_the_version(run):
+    assert run(run.site / "bin" / "condense", "--version", option="-u").startswith("condense ")
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .items import NotValid, Rule, Watched
+from .items import NotValid, Watched
+from .options import Rule
 
 DIGITS = [str(digit) for digit in range(10)]
 SHOWN_FROM = 0.05  # classes that never reach this probability are drawn as one

@@ -7,9 +7,9 @@ from ..results import Table
 from .aggregation import SET, figure, if_answering, in_set, mass, mass_column, mean, percent, valid, with_global
 from .data import load
 from .engine import Record
-from .items import DURATIONS, EVENT_DURATIONS, Item, Rule
+from .items import DURATIONS, EVENT_DURATIONS, Item
 from .metrics import likeliest, peak_frequencies, proportion_error
-from .options import ProbeOptions
+from .options import ProbeOptions, Rule
 from .probe import Probe
 from .prompts import EVENTS_QUESTION, PASSAGES, CharSpan, char_spans_of, counting_prompt, step_char_spans
 from .runs import Figures

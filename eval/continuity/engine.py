@@ -12,7 +12,8 @@ from condense.continuity.adapter import OutsideTable
 from condense.continuity.spans import containing_span, encode_with_offsets, span_between
 
 from .classes import Classes, class_curves, likely_tokens, watched_classes
-from .items import Item, NotValid, Rule, Watched
+from .items import Item, NotValid, Watched
+from .options import Rule
 
 Record = dict[str, Any]
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 
 Vary = Literal["shrink", "interpolate", "shift", "scale", "densify", "dial"]
-Rule = Literal["exact", "published"]
 Watched = Literal["digits", "first_digits", "yes_no", "bits", "tokens"]
 
 DURATIONS = tuple(np.linspace(0.1, 1, 100).tolist())

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ..options import Dtype, Models, Option, Options
-from .items import Rule
+
+Rule = Literal["exact", "published"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from condense.checks import check_attention
 from condense.training.data.fact_kinds import KINDS, check_kinds
 
 from ..options import (
@@ -24,6 +23,7 @@ from ..options import (
     SegmentLength,
     Spelling,
     TextField,
+    check_attention,
     check_share,
     numbers,
 )

@@ -63,3 +63,58 @@ def test_each_result_has_its_own_pictures(tmp_path):
 def test_an_empty_folder_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"holds no passkey.json, .*log.jsonl"):
         write_report(tmp_path)
+
+
+def secret_of(tmp_path):
+    """A file outside of the results, and its contents."""
+    secret = tmp_path / "elsewhere" / "secret"
+    secret.parent.mkdir()
+    secret.write_bytes(b"the key of another account")
+    return secret, secret.read_bytes()
+
+
+@pytest.mark.parametrize("linked", ["passkey.png", "passkey.json", "log.jsonl", "recipe.json"])
+def test_links_are_not_read_into_the_page(folder, tmp_path, linked):
+    """A picture, a result, a log and a recipe that lead out of the folder; the page names them."""
+    results = tmp_path / "results"
+    shutil.copytree(folder, results)
+    (results / "report.html").unlink(missing_ok=True)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for path in results.rglob(linked):
+        path.rename(outside / path.parent.name)
+        path.symlink_to(outside / path.parent.name)
+    names = [str(path.relative_to(results)) for path in results.rglob(linked)]
+    with pytest.raises(ValueError, match=r"a link\)") as refused:
+        write_report(results)
+    page = (results / "report.html").read_text()
+    for name in names:
+        named = name.replace("recipe.json", "log.jsonl")  # the run that it belongs to is left out
+        assert named in str(refused.value) and f"<code>{named}</code>" in page
+    assert page.count("data:image/png;base64,") == {"passkey.png": 3, "passkey.json": 2, "log.jsonl": 2}.get(linked, 4)
+    assert ("87.5%" in page) is (linked not in ("log.jsonl", "recipe.json"))
+    assert ("75.0" in page) is (linked != "passkey.json")
+
+
+@pytest.mark.parametrize("linked", ["report.html", "training.png", "training.svg"])
+def test_links_are_not_written_through(folder, tmp_path, linked):
+    results = tmp_path / "results"
+    shutil.copytree(folder, results)
+    secret, before = secret_of(tmp_path)
+    (results / linked).unlink(missing_ok=True)
+    (results / linked).symlink_to(secret)
+    with pytest.raises(ValueError, match=rf"{linked} is a link, and results are not written through links: delete it"):
+        write_report(results)
+    assert secret.read_bytes() == before and (results / linked).is_symlink()
+
+
+def test_a_linked_folder_is_not_searched(folder, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    shutil.copytree(folder / "run", results / "run")
+    (results / "one").symlink_to(folder / "one")
+    page = write_report(results).read_text()
+    assert "run/trained" in page and "% correct" not in page
+    through = tmp_path / "link"
+    through.symlink_to(results)  # the folder that the user names may be one
+    assert "run/trained" in write_report(through).read_text()

@@ -6,9 +6,11 @@ sentences are here.
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:  # the command line reads the kinds of stories only
+    from numpy.random import Generator
 
 PEOPLE = ["Odile", "Bruno", "Carmen", "Darius", "Ingrid", "Kenji", "Leila", "Marek"]
 PLACES = ["cellar", "attic", "stable", "harbour", "market", "tower", "chapel", "library", "orchard"]
@@ -60,17 +62,17 @@ class Kind(NamedTuple):
 
     least: int
     most: int | None
-    tell: Callable[[np.random.Generator, int], Story]
+    tell: Callable[["Generator", int], Story]
 
 
-def pick(generator: np.random.Generator, items: Sequence[str]) -> str:
+def pick(generator: "Generator", items: Sequence[str]) -> str:
     return items[int(generator.integers(len(items)))]
 
 
 class World:
     """Who is where and holds what, as far as it was said, and the facts so far."""
 
-    def __init__(self, generator: np.random.Generator):
+    def __init__(self, generator: "Generator"):
         self.generator = generator
         self.facts: list[str] = []
         self.place_of: dict[str, str] = {}
@@ -120,7 +122,7 @@ class World:
             self.move(person)
 
 
-def carry(generator: np.random.Generator, num_facts: int, num_moves: int) -> tuple[World, str]:
+def carry(generator: "Generator", num_facts: int, num_moves: int) -> tuple[World, str]:
     """A world in which somebody takes a thing and then moves `num_moves` times, among other facts; and the thing."""
     world, person, thing = World(generator), pick(generator, PEOPLE), pick(generator, THINGS)
     needed = sorted(generator.choice(num_facts, 1 + num_moves, replace=False))
@@ -139,7 +141,7 @@ def first_of(items: Iterable[str], first: str) -> list[str]:
     return [first, *(item for item in items if item != first)]
 
 
-def one_fact(generator: np.random.Generator, num_facts: int) -> Story:
+def one_fact(generator: "Generator", num_facts: int) -> Story:
     """Where is a person, after moves of several people?"""
     world = World(generator)
     for _ in range(num_facts):
@@ -149,7 +151,7 @@ def one_fact(generator: np.random.Generator, num_facts: int) -> Story:
     return Story(world.facts, asked)
 
 
-def two_facts(generator: np.random.Generator, num_facts: int) -> Story:
+def two_facts(generator: "Generator", num_facts: int) -> Story:
     """Where is a thing that somebody has taken along?"""
     world, thing = carry(generator, num_facts, num_moves=1)
     things = first_of((other for other, places in world.places_of.items() if places), thing)
@@ -157,7 +159,7 @@ def two_facts(generator: np.random.Generator, num_facts: int) -> Story:
     return Story(world.facts, asked)
 
 
-def three_facts(generator: np.random.Generator, num_facts: int) -> Story:
+def three_facts(generator: "Generator", num_facts: int) -> Story:
     """Where was a thing before the place where it is now?"""
     while True:  # somebody may have put the thing down before the second move
         world, thing = carry(generator, num_facts, num_moves=2)
@@ -170,9 +172,9 @@ def three_facts(generator: np.random.Generator, num_facts: int) -> Story:
             return Story(world.facts, asked)
 
 
-def two_arguments(generator: np.random.Generator, num_facts: int) -> Story:
+def two_arguments(generator: "Generator", num_facts: int) -> Story:
     """Which place lies beside another one, on a map where no two places have the same spot?"""
-    on_map = dict(zip(np.ndindex(SIDE, SIDE), generator.permutation(PLACES).tolist(), strict=True))
+    on_map = dict(zip(product(range(SIDE), repeat=2), generator.permutation(PLACES).tolist(), strict=True))
     pairs = [
         (place, direction, on_map[row - down, column - right])  # north of it: one row further down
         for (row, column), place in on_map.items()
@@ -193,7 +195,7 @@ def two_arguments(generator: np.random.Generator, num_facts: int) -> Story:
     return Story([RELATION.format(**fact) for fact in told], asked)
 
 
-def three_arguments(generator: np.random.Generator, num_facts: int) -> Story:
+def three_arguments(generator: "Generator", num_facts: int) -> Story:
     """Who gave what to whom? A thing is handed on by the person who has got it."""
     holder_of: dict[str, str] = {}
     given: list[dict[str, str]] = []
@@ -242,7 +244,7 @@ def check_kinds(kinds: Sequence[str], most_facts: int) -> None:
             )
 
 
-def tell(kind: str, most_facts: int, generator: np.random.Generator) -> Story:
+def tell(kind: str, most_facts: int, generator: "Generator") -> Story:
     """A story of one kind, of as few facts as it needs up to `most_facts`, each number with equal probability."""
     least, most, make = KINDS[kind]
     return make(generator, int(generator.integers(least, min(most_facts, most or most_facts) + 1)))
@@ -265,7 +267,9 @@ def guess(story: Story) -> str | None:
 def guess_accuracies(kind: str, most_facts: int, stories: int = 1000) -> tuple[float, float | None]:
     """The share of stories of a kind in which `guess` is right; and in the other stories (None: there are none), how
     often another candidate at random is."""
-    generator = np.random.default_rng(0)
+    from numpy.random import default_rng
+
+    generator = default_rng(0)
     told = [tell(kind, most_facts, generator) for _ in range(stories)]
     unguessed = [story for story in told if guess(story) != story.questions[0].answer]
     shares = [1 / len(others) for story in unguessed if (others := candidates(story)[1:])]  # the answer is one of them

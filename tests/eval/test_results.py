@@ -1,0 +1,52 @@
+"""The files of a measurement: what a spreadsheet reads, and what is written where."""
+
+import csv
+
+import pytest
+
+from condense.eval.results import picture, write_csv, write_results
+from condense.eval.results_store import open_results_store
+
+FORMULAS = ('=HYPERLINK("http://x")', "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1")
+
+
+def test_names_are_not_formulas_and_numbers_stay_numbers(tmp_path):
+    records = [{"model": text, "loss": -1.5, "steps": -3, "gain": "-2.5e-1", "=field": None} for text in FORMULAS]
+    write_csv(tmp_path / "a.csv", [*records, {"model": "a=b", "loss": 0.5}])
+    with (tmp_path / "a.csv").open(newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["model", "loss", "steps", "gain", "'=field"]
+    assert rows[:-1] == [[f"'{text}", "-1.5", "-3", "-2.5e-1", ""] for text in FORMULAS]
+    assert rows[-1] == ["a=b", "0.5", "", "", ""]
+
+
+def draw(path, *_):
+    with picture(path):
+        pass
+
+
+@pytest.mark.parametrize("linked", ["passkey.json", "passkey.csv", "passkey.png", "passkey.svg"])
+def test_results_are_not_written_through_links(tmp_path, linked):
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / linked).symlink_to(other)
+    with pytest.raises(ValueError, match=f"{linked} is a link"):
+        (write_results if linked.endswith(("json", "csv")) else draw)(
+            tmp_path / "passkey", {"kind": "passkey"}, [{"model": "a"}]
+        )
+    with (
+        pytest.raises(ValueError, match=f"{linked} is a link"),
+        open_results_store(tmp_path / "passkey.records.jsonl", {}),
+    ):
+        pass  # refused before anything is measured
+    assert other.read_text() == "kept"
+
+
+def test_records_are_not_written_through_links(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("")
+    path = tmp_path / "passkey.records.jsonl"
+    path.symlink_to(other)
+    with pytest.raises(ValueError, match="is a link"), open_results_store(path, {}):
+        pass
+    assert other.read_text() == ""

@@ -213,6 +213,7 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
         report_to=recipe.report_to,
         seed=recipe.seed,
         disable_tqdm=True,  # Progress has the bar
+        log_level_replica="error",  # each rank would repeat the notices of the first one
         remove_unused_columns=False,
     )
 
@@ -381,11 +382,9 @@ def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | Non
     return loss if accuracy is None else f"{loss}, {recipe.data.task} accuracy {accuracy:.1%}"
 
 
-def quiet_libraries(is_first: bool) -> None:
-    """Hides what the user can't act on: notices that each rank repeats, and one about a setting that Trainer leaves."""
+def quiet_libraries() -> None:
+    """Hides progress bars beside our own, and a notice that accelerate takes the accumulation from DeepSpeed."""
     logging.disable_progress_bar()
-    if not is_first:
-        logging.set_verbosity_error()
     accelerate = getLogger("accelerate.accelerator")
     accelerate.addFilter(lambda record: "Gradient accumulation steps mismatch" not in record.getMessage())
 
@@ -393,7 +392,7 @@ def quiet_libraries(is_first: bool) -> None:
 def main() -> None:
     gc.freeze()  # what was imported is left out of each later collection
     gc.enable()
-    quiet_libraries(is_first=os.environ.get("RANK", "0") == "0")
+    quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", required=True, help="a recipe of this package by its name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

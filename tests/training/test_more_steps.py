@@ -177,3 +177,10 @@ def test_ranks_of_the_launcher_say_it_once(recipe, whole, tmp_path):
     _, printed = run(recipe, tmp_path)
     assert printed.count("this run is finished: all of its 4 steps are done") == 1, printed
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_what_a_run_prints(recipe, tmp_path):
+    """Each notice once, and none about what is as it should be; at its end where the model is."""
+    _, printed = run(recipe, tmp_path, "micro_batch=1")
+    assert "accumulation" not in printed and printed.count("[transformers]") <= 1, printed
+    assert printed.count(f"all 4 steps are done: the model is in {tmp_path}") == 1

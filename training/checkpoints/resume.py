@@ -8,6 +8,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from condense.adapters import check_adapters
+
 from ..recipe import DigitsData, Evaluation, GeneratedData, Recipe
 from ..recipe.section import Section, may_change
 from .complete import check, newest_checkpoint
@@ -24,15 +26,34 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
     """
     checkpoint = newest_checkpoint(recipe.output) or recipe.resume
     if checkpoint is not None:
-        changes = _changes(check(checkpoint), recipe)
-        if changes:
+        marker = check(checkpoint)
+        if changes := _changes(marker, recipe):
             raise ValueError(
                 f"checkpoint {checkpoint} comes from another recipe: {'; '.join(changes)}. A run resumes under the "
                 f"recipe it began with: undo the change, or start another run from these weights with "
-                f"model={checkpoint} output=FOLDER."
+                f"{_from_weights(checkpoint, marker)} output=FOLDER."
             )
         check_pickles(checkpoint)
+        if recipe.lora:
+            _check_adapters(checkpoint)
     return checkpoint
+
+
+def _from_weights(checkpoint: Path, marker: dict[str, Any]) -> str:
+    """How another run begins with the weights of a checkpoint; one of a run with `lora` holds adapters only."""
+    if not marker["recipe"].get("lora"):
+        return f"model={checkpoint}"
+    return f"condense convert {marker['recipe']['model']['source']} MERGED --merge {checkpoint}, then model=MERGED"
+
+
+def _check_adapters(checkpoint: Path) -> None:
+    """Raises `ValueError` for damaged adapters, and for others in folders below, which Trainer would load too."""
+    check_adapters(checkpoint, "resume")
+    if below := sorted(checkpoint.glob("*/adapter_model.*")):
+        raise ValueError(
+            f"{below[0].parent} holds adapters that the run has not written: delete the folder, or take the checkpoint "
+            "from a place that you trust."
+        )
 
 
 def _changes(marker: dict[str, Any], recipe: Recipe) -> list[str]:

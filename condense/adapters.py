@@ -143,5 +143,6 @@ def _merged(adapted: Any, folder: Path) -> Any:
 def _unmergeable(adapted: Any, folder: Path, reason: str) -> ValueError:
     method = adapted.active_peft_config.peft_type.value
     return ValueError(
-        f"--merge {folder}: adapters of {method} with these settings can't be merged into weights ({reason}). Load them with PEFT instead: PeftModel.from_pretrained(model, FOLDER)."
+        f"--merge {folder}: adapters of {method} with these settings can't be merged into weights ({reason}). Load "
+        "them with PEFT instead: PeftModel.from_pretrained(model, FOLDER)."
     )

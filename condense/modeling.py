@@ -27,7 +27,7 @@ from .durations import Timeline, durations_for_generation, durations_of_columns
 from .embedding import ChunkEmbedder
 from .evaluations import EvaluationCounts
 from .execution import make_executor, schedule_for
-from .execution.checkpointing import CheckpointFunction, offload_checkpoint
+from .execution.checkpointing import CheckpointFunction, non_reentrant, offload_checkpoint
 from .execution.executor import ChunkOutput, OutputFunction
 from .execution.static_decoding import can_decode, decode
 from .files import use_default_mode
@@ -85,12 +85,7 @@ class CondensePreTrainedModel(PreTrainedModel):
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
         if isinstance(gradient_checkpointing_func, partial):
-            function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
-            if keywords.get("use_reentrant"):
-                raise ValueError(
-                    "use_reentrant=True reports a gradient for each use of a weight, here for each segment: pass "
-                    "gradient_checkpointing_kwargs={'use_reentrant': False}."
-                )
+            function, keywords = gradient_checkpointing_func.func, non_reentrant(gradient_checkpointing_func.keywords)
             segments, offload = keywords.pop("checkpoint_segments", 1), keywords.pop("offload_memories", False)
             if not isinstance(segments, int) or segments < 1:
                 raise ValueError(f"checkpoint_segments={segments!r}: pass the segments of a group, 1 or more.")

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .call import Call
+from .card import write_card
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .control import check_control_of_prompt, control_of_columns, zero_control
@@ -71,10 +72,12 @@ class CondensePreTrainedModel(PreTrainedModel):
         check_loading_report(source, report, ignore_shapes)
         return model
 
-    def save_pretrained(self, save_directory, *arguments, **options):
-        """As in transformers; others may read the files as far as the process's umask allows it."""
-        super().save_pretrained(save_directory, *arguments, **options)
+    def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
+        """As in transformers, with a card; others may read the files as far as the process's umask allows it."""
+        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
         use_default_mode(Path(save_directory))
+        if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):  # else they are adapters
+            write_card(self, Path(save_directory))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The implementation to use: "auto" if none is requested."""

@@ -60,8 +60,9 @@ def tables_of_peft():
 
 @pytest.mark.parametrize("config_class", [CondenseConfig, DepthLlamaConfig])
 def test_peft_has_the_defaults_of_a_llama_for_a_folded_one(config_class):
+    tables = tables_of_peft()
     config_class().to_dict()
-    assert all(table[config_class.model_type] == table["llama"] for table in tables_of_peft().values())
+    assert all(table[config_class.model_type] == table["llama"] for table in tables.values())
 
 
 @pytest.mark.parametrize("method", ["Lora", "AdaLora", "IA3", "LoHa", "LNTuning", "Vera"])

@@ -21,7 +21,7 @@ from condense.training.recipe import LoRA, load_recipe
 from condense.training.train import train
 
 from ..condense.models import tiny_model
-from .runs import folded_recipe, log_lines, run
+from .runs import folded_recipe, log_lines, run, tie
 
 RECIPE = """
 lora: {rank: 4, alpha: 12, targets: [q_proj, v_proj, down_proj]}
@@ -193,12 +193,12 @@ def test_adapters_of_a_tied_head_are_trained_and_merged(tmp_path, monkeypatch):
     """They change the head and not the embedding: the merged model has the logits of PEFT's, and is untied."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
     path = folded_recipe(tmp_path, RECIPE.replace("down_proj", "lm_head"))
-    tied = CondenseForCausalLM.from_pretrained(tmp_path / "start", tie_word_embeddings=True)
-    tied.save_pretrained(tmp_path / "start")
+    tie(tmp_path / "start")
     train(load_recipe(path, [f"output={tmp_path / 'adapters'}"]))
     arguments = ["convert", str(tmp_path / "start"), str(tmp_path / "merged"), "--merge", str(tmp_path / "adapters")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
+    tied = CondenseForCausalLM.from_pretrained(tmp_path / "start")
     adapted = peft.PeftModel.from_pretrained(tied, tmp_path / "adapters").eval()
     ids, found = torch.randint(5, 50, (2, 90)), CondenseForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .families import FAMILIES, check_family, check_window, folded_fields
-from .peft_targets import add_default_targets
+from .peft_support import add_default_targets
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront", "graph")

@@ -39,6 +39,7 @@ from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
+from .peft_support import check_activated_lora
 from .recording import CROP_TOKENS
 from .segmentation import Chunk, UnpaddedBatch
 
@@ -166,6 +167,7 @@ class CondenseModel(CondensePreTrainedModel):
             labels, durations, logits_to_keep, control,
         )  # fmt: skip
         self.config.check()  # fields may have been set since the last call
+        check_activated_lora(self)
         use_cache = given["use_cache"]
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None and not self.training
@@ -208,7 +210,9 @@ class CondenseModel(CondensePreTrainedModel):
             control=None if call.control is None else call.control.to(like),
             evaluations=call.evaluations,
         )
-        embed = ChunkEmbedder(self.embed_tokens, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
+        embed = ChunkEmbedder(
+            getattr(self, "embed_tokens", None), inputs, batch, deepcopy(state.positions).chunks(batch.lengths)
+        )
         executor = make_executor(
             schedule, self.layers, state, embed, normalize_and_output, call.checkpoint_function,
             call.checkpoint_segments,

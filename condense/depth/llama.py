@@ -20,7 +20,7 @@ from ..control import check_control, check_control_of_prompt, control_of_columns
 from ..conversion import with_weights_of
 from ..families import family_of
 from ..modeling import CondenseForCausalLM
-from ..peft_targets import add_default_targets
+from ..peft_support import add_default_targets
 from .block import build_field
 from .settings import DepthSettings
 from .stock import StockDepthBlock

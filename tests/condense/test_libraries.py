@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -89,6 +90,20 @@ import peft
 peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("length", [12, 100])
+def test_activated_lora_is_refused(length, llama):
+    """PEFT says how many tokens from the end the adapters begin, which no layer of a folded model can count."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[7])
+    ids = torch.randint(8, 50, (1, length))
+    ids[0, 5] = 7
+    for model, refused in zip(both(llama), (False, True), strict=True):
+        adapted = peft.get_peft_model(model, settings).eval()
+        with pytest.raises(ValueError, match="activated LoRA counts") if refused else nullcontext():
+            adapted(input_ids=ids)
+        adapted.unload()(ids)
 
 
 def test_peft_adapts_as_on_a_stock_llama(llama):

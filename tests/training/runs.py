@@ -45,7 +45,7 @@ def folded_recipe(folder: Path, text: str, output: Path | str = "unused") -> Pat
 
 
 def tie(folder: Path) -> set[str]:
-    """Ties the head of a folder's folded model to its embedding; returns the names of the weights that it then holds."""
+    """Ties the head of a folder's folded model to its embedding; returns the names of the weights that it then has."""
     model = CondenseForCausalLM.from_pretrained(folder)
     model.config.tie_word_embeddings = True
     model.tie_weights()

@@ -1,26 +1,65 @@
-"""Adapters that PEFT has trained, merged into the weights of their model."""
+"""Adapters that PEFT has trained, checked and merged into the weights of their model."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
+from torch import nn
 
 from .extras import check_installed
+from .loading import ADAPTER_CONFIG, check_finite, check_safetensors, first_line, read_object
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+WEIGHTS = "adapter_model.safetensors"
 RECIPE = "recipe.json"  # of the training, beside the adapters
+MEGATRON = ("megatron_config", "megatron_core")  # PEFT imports the module that the second one names
+LOAD_OTHER_MODELS = ("XLORA", "SHADOW")  # from the paths in their configuration
 
 
-def check_adapters(folder: Path) -> None:
-    """Raises `ValueError` for a folder without adapters, and where PEFT is not installed."""
-    check_installed("condense convert --merge", "adapters")
-    for name in FILES:
+def check_adapters(folder: Path, reader: str) -> None:
+    """Raises `ValueError` for a folder without adapters, for damaged ones and those that could run code, and where PEFT
+    is not installed. `reader` is the command that reads them."""
+    check_installed(reader, "adapters")
+    for name in (ADAPTER_CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(
-                f"--merge {folder}: it holds no {name}. Pass the output of a training with lora, or a folder that "
+                f"{reader} {folder}: it holds no {name}. Pass the output of a training with lora, or a folder that "
                 "PEFT's save_pretrained has written."
             )
+    check_adapter_config(folder / ADAPTER_CONFIG)
+    check_safetensors(folder / WEIGHTS)
+
+
+def check_adapter_config(path: Path) -> None:
+    """Raises `ValueError` for a damaged configuration, for fields by which PEFT imports a module that the file names,
+    for methods that load other models, and for a method or fields that the installed PEFT does not know."""
+    fields = read_object(path)
+    if fields.get("megatron_config") or fields.get("megatron_core") not in (None, "megatron.core"):
+        given = " and ".join(f"{name}={fields[name]!r}" for name in MEGATRON if fields.get(name))
+        raise ValueError(
+            f"{path} has {given}, by which PEFT imports a module: it could run code. Take the adapters from a place "
+            "that you trust, and delete these fields, which a folded model does not need."
+        )
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType, __version__
+
+    method = fields.get("peft_type")
+    if not isinstance(method, str) or method not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise ValueError(
+            f"{path}: peft_type={method!r} is not a method of peft {__version__}: install the version that has written "
+            f"it ({fields.get('peft_version', 'not named')}), or copy the file again."
+        )
+    if method in LOAD_OTHER_MODELS:
+        raise ValueError(
+            f"{path}: peft_type={method!r} loads the other models that the file names: merge adapters of another "
+            "method, such as LORA."
+        )
+    known = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(method)].__dataclass_fields__
+    if unknown := sorted(name for name, value in fields.items() if value and name not in known):
+        raise ValueError(
+            f"{path} has {', '.join(unknown)}, which peft {__version__} does not know and would ignore: install the "
+            f"version that has written it ({fields.get('peft_version', 'not named')})."
+        )
 
 
 def trained_segment_length(folder: Path) -> int | None:
@@ -34,37 +73,76 @@ def trained_segment_length(folder: Path) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def merged(model: Any, folder: Path) -> Any:
-    """The model with the adapters of a folder added to its weights: W + (alpha / rank) B A.
+def merge_adapters(model: Any, folder: Path) -> Any:
+    """The model with the adapters of a folder in its weights, in its dtype: of LoRA, W + (alpha / rank) B A.
 
-    Raises `ValueError` for adapters of another model.
+    A tied head is untied where the adapters change it and the embedding differently. Raises `ValueError` for adapters
+    of another model, for those that can't be merged, and for weights that are then not finite.
     """
+    dtype, tied = model.dtype, model.config.tie_word_embeddings
+    own = set(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of tied weights, which are untied here
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        adapted = _adapted(model, folder)
+        _separate(adapted, own)
+        merged = _merged(adapted, folder)
+    with torch.no_grad():
+        for parameter in merged.parameters():  # not the buffers: rotary tables stay in float32
+            parameter.data = parameter.data.to(dtype)
+    if tied:
+        head, embedding = merged.get_output_embeddings().weight, merged.get_input_embeddings().weight
+        merged.config.tie_word_embeddings = torch.equal(head, embedding)
+        merged.tie_weights()
+    check_finite(
+        merged, f"--merge {folder}", f"Take adapters of an earlier checkpoint, or a --dtype of more range than {dtype}."
+    )
+    return merged
+
+
+def _adapted(model: Any, folder: Path) -> Any:
     from peft import PeftModel
 
-    targets = json.loads((folder / FILES[0]).read_text(encoding="utf-8")).get("target_modules") or []
-    if model.config.tie_word_embeddings and "lm_head" in targets:
-        raise ValueError(
-            f"--merge {folder}: it has an adapter of lm_head, which is tied to the embedding of this model: merged, it "
-            "would change the embedding too. Train adapters without lm_head."
-        )
-    with safe_open(folder / FILES[1], framework="pt") as file:
-        stored = set(file.keys())
+    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    remedy = f"Pass the model that they were trained on, {base!r}."
+    other_layers = ValueError(f"--merge {folder}: the adapters are those of other layers than the model has. {remedy}")
     try:
         adapted = PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, KeyError) as error:  # PEFT's for other shapes and other names
+    except UserWarning as error:
+        raise other_layers from error
+    except Exception as error:  # PEFT reports other shapes and settings by exceptions of any type
         raise ValueError(
-            f"--merge {folder}: the adapters do not fit the model ({str(error).splitlines()[0]}). Pass the model that "
-            f"they were trained on, {_base(folder)!r}."
+            f"--merge {folder}: the adapters do not fit the model ({first_line(error)}). {remedy}"
         ) from error
-    from peft import get_peft_model_state_dict
-
-    if stored != set(get_peft_model_state_dict(adapted)):
-        raise ValueError(
-            f"--merge {folder}: the adapters are those of other layers than the model has. Pass the model that they "
-            f"were trained on, {_base(folder)!r}."
-        )
-    return adapted.merge_and_unload()
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        raise _unmergeable(adapted, folder, "virtual tokens are not weights")
+    if adapted.load_adapter(str(folder), "default").unexpected_keys:  # loaded once more, for the names
+        raise other_layers
+    return adapted
 
 
-def _base(folder: Path) -> str | None:
-    return json.loads((folder / FILES[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
+def _separate(adapted: nn.Module, own: set[nn.Parameter]) -> None:
+    """Gives each module its own copy of those of the model's `own` weights that several modules share: merging the
+    adapters of one would change the others."""
+    seen = set()
+    for module in adapted.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+            elif parameter in own:
+                seen.add(parameter)
+
+
+def _merged(adapted: Any, folder: Path) -> Any:
+    try:
+        return adapted.merge_and_unload()
+    except Exception as error:  # of methods that depend on the text, or that are more than weights
+        raise _unmergeable(adapted, folder, first_line(error)) from error
+
+
+def _unmergeable(adapted: Any, folder: Path, reason: str) -> ValueError:
+    method = adapted.active_peft_config.peft_type.value
+    return ValueError(
+        f"--merge {folder}: adapters of {method} with these settings can't be merged into weights ({reason}). Load "
+        "them with PEFT instead: PeftModel.from_pretrained(model, FOLDER)."
+    )

@@ -108,7 +108,7 @@ def convert(
     quiet()
     plan = BlockOptions(**depth).plan()
     from condense import CondenseConfig, CondenseForCausalLM
-    from condense.adapters import check_adapters, merged, trained_segment_length
+    from condense.adapters import check_adapters, merge_adapters, trained_segment_length
     from condense.checks import check_dtype
     from condense.families import family_of
     from condense.files import check_new_folder
@@ -117,7 +117,7 @@ def convert(
     check_dtype(dtype)
     check_new_folder(target)
     if merge is not None:
-        check_adapters(merge)
+        check_adapters(merge, "condense convert --merge")
         if "segment_length" not in fields and (trained := trained_segment_length(merge)):
             fields["segment_length"] = trained
     config = load_config(CondenseConfig, source, **fields)
@@ -127,7 +127,7 @@ def convert(
     model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
     tokenizer = load_tokenizer(source, model.config)
     if merge is not None:
-        model = merged(model, merge)
+        model = merge_adapters(model, merge)
     written = _with_block(model, plan, stock)
     _save(written, tokenizer, target)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"

@@ -8,6 +8,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .families import FAMILIES, check_family, check_window, folded_fields
+from .peft_support import add_default_targets
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront", "graph")
@@ -98,6 +99,11 @@ class CondenseConfig(LlamaConfig):
     def control_size(self) -> int:
         """The components of the control that the model takes."""
         return self.depth["control_size"] if self.depth else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers; PEFT then knows the default targets of the model."""
+        add_default_targets(self.model_type)
+        return super().to_dict()
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

@@ -31,7 +31,9 @@ class ChunkEmbedder:
     `inputs` are token ids [B, N], or embeddings [B, N, D], which stay as they are.
     """
 
-    def __init__(self, embedding: nn.Module, inputs: torch.Tensor, batch: UnpaddedBatch, chunks: Iterable[Chunk]):
+    def __init__(
+        self, embedding: nn.Module | None, inputs: torch.Tensor, batch: UnpaddedBatch, chunks: Iterable[Chunk]
+    ):
         self.embedding, self.inputs, self.batch = embedding, inputs, batch
         self._upcoming = deque(chunks)
         self._embedded: deque[tuple[Chunk, torch.Tensor]] = deque()
@@ -63,7 +65,11 @@ class ChunkEmbedder:
             room -= block[-1].width
         parts = [self.batch.gather(self.inputs, chunk) for chunk in block]
         if len(parts) == 1:
-            self._embedded.append((first, self.embedding(parts[0])))
+            self._embedded.append((first, self._embed(parts[0])))
             return
-        hidden_RxD = self.embedding(torch.cat(parts, dim=1))
+        hidden_RxD = self._embed(torch.cat(parts, dim=1))
         self._embedded.extend(zip(block, hidden_RxD.split([chunk.width for chunk in block], dim=1), strict=True))
+
+    def _embed(self, ids_Rx: torch.Tensor) -> torch.Tensor:
+        assert self.embedding is not None, "a model without an embedding layer takes embeddings"
+        return self.embedding(ids_Rx)

@@ -18,6 +18,7 @@ from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from .checks import check_tokenizer
 from .configuration import DEPTH_LLAMA, CondenseConfig, check_llama_fields
@@ -25,6 +26,7 @@ from .families import FAMILIES
 from .files import is_lfs_pointer
 from .generation_settings import check_settings
 
+ADAPTER_CONFIG = "adapter_config.json"
 JSON_FILES = (
     "config.json",
     "generation_config.json",
@@ -69,7 +71,11 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
     except Exception as error:  # libraries report damaged files by exceptions of any type
         raise _refusal(source, error) from error
     check_loading_report(source, report)
-    _check_finite(source, model)
+    check_finite(
+        model,
+        f"model {str(source)!r}",
+        "Take an earlier checkpoint, or another dtype if the weights were rounded to float16.",
+    )
     return model
 
 
@@ -92,7 +98,7 @@ def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
-            f"the tokenizer of {str(source)!r} can't be loaded ({_first_line(error)}): put the files of the model's "
+            f"the tokenizer of {str(source)!r} can't be loaded ({first_line(error)}): put the files of the model's "
             "tokenizer beside its weights."
         ) from error
     try:
@@ -115,6 +121,11 @@ def check_source(source: str | Path, with_weights: bool = True) -> None:
         raise ValueError(f"there is no folder {str(source)!r}: pass the folder of a model, or a hub id OWNER/NAME.")
     else:
         _check_hub(str(source))
+    if find_adapter_config_file(str(source)) is not None:  # transformers would load them with the model
+        raise ValueError(
+            f"{str(source)!r} holds adapters ({ADAPTER_CONFIG}) beside a model: move them to a folder of their own, "
+            "and merge them with condense convert MODEL TARGET --merge FOLDER."
+        )
 
 
 @contextmanager
@@ -149,27 +160,25 @@ def check_loading_report(source: str | Path, report: Mapping[str, Collection], i
         )
 
 
-def _check_finite(source: str | Path, model: PreTrainedModel) -> None:
+def check_finite(model: PreTrainedModel, source: str, remedy: str) -> None:
+    """Raises `ValueError` naming the first weight of a model with values that are not finite."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.is_floating_point() or parameter.itemsize < 2:
             continue
         accurate = torch.promote_types(parameter.dtype, torch.float32)
         if not torch.isfinite(parameter.detach().sum(dtype=accurate)):  # makes no copy of the weight
-            raise ValueError(
-                f"model {str(source)!r}: {name} holds values that are not finite. Take an earlier checkpoint, or "
-                "another dtype if the weights were rounded to float16."
-            )
+            raise ValueError(f"{source}: {name} holds values that are not finite. {remedy}")
 
 
 def _check_folder(folder: Path) -> None:
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} holds adapters, not a model: merge them with condense convert MODEL TARGET --merge {folder}, "
             "where MODEL is the one that they were trained on."
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: pass the folder of a model.")
-    found = {name: _read_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}
+    found = {name: read_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}
     model_type = found["config.json"].get("model_type")
     if model_type is None:
         raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
@@ -188,37 +197,44 @@ def _check_weights(folder: Path) -> None:
         raise ValueError(f"{folder} holds no {' or '.join(WEIGHTS)}: copy the model's weights there.")
     names = [name]
     if name.endswith(".json"):
-        shards = _read_object(folder / name).get("weight_map")
+        shards = read_object(folder / name).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise ValueError(f"{folder / name} has no weight_map of file names: copy the file again.")
         names = sorted(set(shards.values()))
         if absent := [shard for shard in names if not (folder / shard).is_file()]:
             raise ValueError(f"{folder} lacks {_listed(absent)}, which {name} names: copy the checkpoint again.")
     for file in names:
-        if is_lfs_pointer(folder / file):
-            raise ValueError(f"{folder / file} is a Git LFS pointer, not the file itself: fetch it with git lfs pull.")
         if file.endswith(".safetensors"):
-            _check_safetensors(folder / file)
+            check_safetensors(folder / file)
+        else:
+            _check_pointer(folder / file)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if is_lfs_pointer(path):
-        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: fetch it with git lfs pull.")
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ValueError` for a damaged file, and for one that holds anything else."""
+    _check_pointer(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is not JSON ({_first_line(error)}). Copy it again.") from error
+        raise ValueError(f"{path} is damaged: it is not JSON ({first_line(error)}). Copy it again.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it holds a JSON {type(found).__name__}, not an object. Copy it again.")
     return found
 
 
-def _check_safetensors(path: Path) -> None:
+def check_safetensors(path: Path) -> None:
+    """Raises `ValueError` for a damaged file of weights."""
+    _check_pointer(path)
     try:
         with safe_open(path, framework="pt"):  # reads the header and compares it with the file size
             pass
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or incomplete ({_first_line(error)}): copy the file again.") from error
+        raise ValueError(f"{path} is damaged or incomplete ({first_line(error)}): copy the file again.") from error
+
+
+def _check_pointer(path: Path) -> None:
+    if is_lfs_pointer(path):
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: fetch it with git lfs pull.")
 
 
 def _is_path(source: str) -> bool:
@@ -244,17 +260,17 @@ def _check_hub(source: str) -> None:
         return  # transformers has a message for each of these
     except Exception as error:  # the HTTP library differs between releases of huggingface_hub
         raise ValueError(
-            f"{no_folder} the hub can't be reached ({_first_line(error)}): pass the folder of a model."
+            f"{no_folder} the hub can't be reached ({first_line(error)}): pass the folder of a model."
         ) from error
 
 
 def _refusal(source: str | Path, error: Exception) -> ValueError:
     if type(error) is ValueError and "\n" not in str(error):
         return error  # one sentence already
-    return ValueError(f"model {str(source)!r} can't be loaded ({_first_line(error)}): correct or replace its files.")
+    return ValueError(f"model {str(source)!r} can't be loaded ({first_line(error)}): correct or replace its files.")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the second of two lines if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     message = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else lines[0]

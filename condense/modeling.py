@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .call import Call
+from .card import write_card
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .control import zero_control
@@ -27,7 +28,7 @@ from .durations import Timeline
 from .embedding import ChunkEmbedder, Embedding
 from .evaluations import EvaluationCounts
 from .execution import make_executor, schedule_for
-from .execution.checkpointing import CheckpointFunction, offload_checkpoint
+from .execution.checkpointing import CheckpointFunction, non_reentrant, offload_checkpoint
 from .execution.executor import ChunkOutput, OutputFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .files import use_default_mode
@@ -39,6 +40,7 @@ from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
+from .peft_support import check_activated_lora
 from .segmentation import Chunk, UnpaddedBatch
 from .shared_weights import share_weights
 from .source_name import check_name, name_as_in_memory
@@ -77,10 +79,12 @@ class CondensePreTrainedModel(PreTrainedModel):
         check_name(model, source, options)
         return model
 
-    def save_pretrained(self, save_directory, *arguments, **options):
-        """As in transformers; others may read the files as far as the process's umask allows it."""
-        super().save_pretrained(save_directory, *arguments, **options)
+    def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
+        """As in transformers, with a card; others may read the files as far as the process's umask allows it."""
+        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
         use_default_mode(Path(save_directory))
+        if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):  # else they are adapters
+            write_card(self, Path(save_directory))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The implementation to use: "auto" if none is requested."""
@@ -102,12 +106,7 @@ class CondensePreTrainedModel(PreTrainedModel):
                 "checkpoint_segments=k in the options computes k segments again at once."
             )
         if isinstance(gradient_checkpointing_func, partial):
-            function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
-            if keywords.get("use_reentrant"):
-                raise ValueError(
-                    "use_reentrant=True reports a gradient for each use of a weight, here for each segment: pass "
-                    "gradient_checkpointing_kwargs={'use_reentrant': False}."
-                )
+            function, keywords = gradient_checkpointing_func.func, non_reentrant(gradient_checkpointing_func.keywords)
             segments, offload = keywords.pop("checkpoint_segments", 1), keywords.pop("offload_memories", False)
             if not isinstance(segments, int) or segments < 1:
                 raise ValueError(f"checkpoint_segments={segments!r}: pass the segments of a group, 1 or more.")
@@ -191,6 +190,7 @@ class CondenseModel(CondensePreTrainedModel):
             labels, durations, logits_to_keep, control,
         )  # fmt: skip
         self.config.check()  # fields may have been set since the last call
+        check_activated_lora(self)
         use_cache = given["use_cache"]
         if use_cache is None:
             use_cache = self.config.use_cache and labels is None and not self.training
@@ -237,7 +237,9 @@ class CondenseModel(CondensePreTrainedModel):
             control=None if call.control is None else call.control.to(like),
             evaluations=call.evaluations,
         )
-        embed = ChunkEmbedder(self.embed_tokens, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
+        embed = ChunkEmbedder(
+            getattr(self, "embed_tokens", None), inputs, batch, deepcopy(state.positions).chunks(batch.lengths)
+        )
         executor = make_executor(
             schedule, layers, state, embed, normalize_and_output, call.checkpoint_function,
             call.checkpoint_segments,

@@ -18,12 +18,14 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
+from transformers.utils import find_adapter_config_file
 
 try:
     from accelerate.utils import find_executable_batch_size
@@ -37,6 +39,7 @@ except ImportError as error:
     ) from error
 
 from condense import CondenseConfig, FoldedCache
+from condense.adapters import check_adapter_config
 from condense.checks import check_tokenizer
 from condense.configuration import IGNORE_INDEX
 from condense.loading import check_source
@@ -98,12 +101,15 @@ class CondenseLM(StockLM):
     models that have a longest text; by default no text is cut. Log-softmaxes are taken in float32 (or `softmax_dtype`)
     also where the model is in half precision.
 
-    Raises `ValueError` for a stock model, and for a tokenizer that does not fit.
+    Raises `ValueError` for a stock model, for a tokenizer that does not fit, and for adapters (`peft`) that could run
+    code.
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
         if isinstance(pretrained, str):
             check_source(pretrained)
+        if adapters := find_adapter_config_file(options.get("peft")):
+            check_adapter_config(Path(adapters))
         super().__init__(pretrained, device, **options)
         check_tokenizer(self.model.config, self.tokenizer)
         self.tokenizer.model_max_length = ANY_LENGTH  # that of the Llama would make `truncation` cut questions

@@ -14,15 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(model: Any, lora: "LoRA") -> None:
-    """Raises `ValueError` for a name that no linear map of the model has, and for a head that is the embedding too.
-
-    Names the nearest that one has.
-    """
-    if "lm_head" in lora.targets and model.config.tie_word_embeddings:
-        raise ValueError(
-            "lora.targets: lm_head is tied to the embedding of this model, so that adapters of it can't be merged: "
-            "leave it out."
-        )
+    """Raises `ValueError` for a name that no linear map of the model has; names the nearest that one has."""
     names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in lora.targets:
         if target not in names:

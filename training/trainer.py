@@ -169,6 +169,14 @@ class RecipeTrainer(Trainer):
             print(f"WARNING: {message} {skipped}.", flush=True)
         return norm
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """As Trainer; DeepSpeed's copies of a weight with several names, such as a tied head, are written once."""
+        if state_dict is not None:
+            once = {name for name, _ in self.model.named_parameters()}
+            every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in every - once}
+        super()._save(output_dir, state_dict)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds to a training line the loss by segment, speed, MFU, memory and skipped steps: a collective call."""
         if "loss" in logs:

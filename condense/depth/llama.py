@@ -20,6 +20,7 @@ from ..control import check_control, check_control_of_prompt, control_of_columns
 from ..conversion import with_weights_of
 from ..families import family_of
 from ..modeling import CondenseForCausalLM
+from ..peft_support import add_default_targets
 from .block import build_field
 from .settings import DepthSettings
 from .stock import StockDepthBlock
@@ -37,6 +38,11 @@ class DepthLlamaConfig(LlamaConfig):
     def control_size(self) -> int:
         """The components of the control that the model takes."""
         return self.depth["control_size"] if self.depth else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers; PEFT then knows the default targets of the model."""
+        add_default_targets(self.model_type)
+        return super().to_dict()
 
 
 @dataclass

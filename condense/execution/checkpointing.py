@@ -6,7 +6,9 @@ store fewer memories and hold more activations.
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,8 @@ from ..embedding import ChunkEmbedder
 from ..memory import KeyValueState, Memory, TransientState
 from ..shared_weights import for_recomputation
 from .executor import ChunkOutput, Executor, OutputFunction
+
+logger = logging.getLogger(__name__)
 
 CheckpointFunction = Callable[..., Any]  # as torch.utils.checkpoint.checkpoint, non-reentrant
 
@@ -102,6 +106,25 @@ def run_checkpointed(
 def _run_again(function, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensors):
     pairs = iter(zip(tensors[::2], tensors[1::2], strict=True))
     return function(hidden_RTD, [Memory(*next(pairs)) if there else None for there in is_there])
+
+
+def non_reentrant(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `torch.utils.checkpoint.checkpoint`, without its reentrant form; says once that it was asked for.
+
+    The results are the same. The reentrant form reports a gradient for each use of a weight, here for each segment,
+    which ZeRO and DDP do not expect, and needs inputs with gradients.
+    """
+    if options.get("use_reentrant"):
+        _say_non_reentrant()
+    return {**options, "use_reentrant": False}
+
+
+@functools.cache
+def _say_non_reentrant() -> None:
+    logger.warning(
+        "use_reentrant=True: a folded model is checkpointed with use_reentrant=False, which has the same results. Pass "
+        "gradient_checkpointing_kwargs={'use_reentrant': False} to silence this."
+    )
 
 
 def offload_checkpoint(checkpoint: CheckpointFunction, function: Callable, *arguments: Any) -> Any:

@@ -125,6 +125,14 @@ def test_hidden_states_of_calls_in_several_threads():
 
 
 @torch.no_grad()
+def test_embeddings_are_read_without_an_embedding():
+    """As by PEFT's Shadow, whose copy of the model has none."""
+    model, ids = tiny_model().model, random_ids(2, 17)
+    expected, embeddings = model(ids).last_hidden_state, model.embed_tokens(ids)
+    del model.embed_tokens
+    torch.testing.assert_close(model(inputs_embeds=embeddings).last_hidden_state, expected)
+
+
 def test_the_configuration_asks_for_hidden_states_too():
     model, ids = tiny_model(torch.float32, output_hidden_states=True).eval(), random_ids(1, 8)
     model.fixed_decoding = True

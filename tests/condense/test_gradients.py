@@ -2,15 +2,14 @@
 
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import condense.loss
 from condense import FoldedCache, modeling, to_stock
+from condense.execution.checkpointing import _say_non_reentrant
 from condense.memory import TransientState
 
 from .models import (
@@ -171,9 +170,18 @@ def test_memories_are_offloaded_to_the_host(schedule, segments, monkeypatch):
     assert not moved
 
 
-def test_reentrant_checkpointing_is_refused():
-    with pytest.raises(ValueError, match="use_reentrant"):
-        tiny_model()._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=True))
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {"use_reentrant": True, "checkpoint_segments": 2}, {}])
+def test_the_reentrant_form_is_replaced(options, caplog):
+    """Its results are the same, and a warning says it once; without the option there is nothing to say."""
+    model, ids = tiny_model(), random_ids(2, LENGTH)
+    expected = gradients(model, ids)
+    _say_non_reentrant.cache_clear()
+    for _ in range(2):
+        model.gradient_checkpointing_enable(options)
+    assert_same_gradients(gradients(model, ids), expected, 1e-12)
+    assert not model.model._gradient_checkpointing_func.keywords["use_reentrant"]
+    said = [record for record in caplog.records if "use_reentrant=True" in record.getMessage()]
+    assert len(said) == ("use_reentrant" in options)
 
 
 def test_gradients_cross_calls_through_the_cache():

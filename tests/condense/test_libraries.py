@@ -1,10 +1,15 @@
 """PEFT and TRL train a folded Llama as they train a stock one: to the same losses on texts within a segment."""
 
+import subprocess
+import sys
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from condense import CondenseForCausalLM
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.depth.llama import DepthLlamaConfig
 from condense.training.small_llama import save_small_llama
 
 SENTENCE = "The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -44,6 +49,61 @@ def test_trl_fine_tunes_as_on_a_stock_llama(options, llama, tmp_path):
     stock, folded = map(torch.tensor, found)
     assert len(stock) == 3 and stock[2, 0] < stock[0, 0] - 0.3
     torch.testing.assert_close(folded, stock, atol=1e-4, rtol=1e-4)
+
+
+def tables_of_peft():
+    """The tables of default targets by model type."""
+    constants = pytest.importorskip("peft.utils.constants")
+    tables = {name: value for name, value in vars(constants).items() if isinstance(value, dict) and "llama" in value}
+    assert len(tables) > 20
+    return tables
+
+
+@pytest.mark.parametrize("config_class", [CondenseConfig, DepthLlamaConfig])
+def test_peft_has_the_defaults_of_a_llama_for_a_folded_one(config_class):
+    tables = tables_of_peft()
+    config_class().to_dict()
+    assert all(table[config_class.model_type] == table["llama"] for table in tables.values())
+
+
+@pytest.mark.parametrize("method", ["Lora", "AdaLora", "IA3", "LoHa", "LNTuning", "Vera"])
+def test_peft_adapts_the_same_modules_as_of_a_llama(method, llama):
+    peft, found = pytest.importorskip("peft"), []
+    options = {"total_step": 10} if method == "AdaLora" else {}
+    for model in both(llama):
+        adapted = peft.get_peft_model(model, getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", **options))
+        found.append(
+            {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        )
+    assert found[0] == found[1] and len(found[1]) > 1
+
+
+def test_peft_may_be_imported_after_the_model_was_made():
+    """And who does not use it does not import it."""
+    pytest.importorskip("peft")
+    fields = "hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=9"
+    code = f"""
+import sys, condense
+model = condense.CondenseForCausalLM(condense.CondenseConfig({fields}))
+assert model.config.to_dict() and "peft" not in sys.modules
+import peft
+peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("length", [12, 100])
+def test_activated_lora_is_refused(length, llama):
+    """PEFT says how many tokens from the end the adapters begin, which no layer of a folded model can count."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[7])
+    ids = torch.randint(8, 50, (1, length))
+    ids[0, 5] = 7
+    for model, refused in zip(both(llama), (False, True), strict=True):
+        adapted = peft.get_peft_model(model, settings).eval()
+        with pytest.raises(ValueError, match="activated LoRA counts") if refused else nullcontext():
+            adapted(input_ids=ids)
+        adapted.unload()(ids)
 
 
 def test_peft_adapts_as_on_a_stock_llama(llama):

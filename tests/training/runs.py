@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, get_wsd_schedule
 
 from condense import CondenseForCausalLM
@@ -41,6 +42,17 @@ def folded_recipe(folder: Path, text: str, output: Path | str = "unused") -> Pat
     path = folder / "recipe.yaml"
     path.write_text(f"model: {folder / 'start'}\noutput: {output}\n{text}")
     return path
+
+
+def tie(folder: Path) -> set[str]:
+    """Ties the head of a folder's folded model to its embedding; returns the names of the weights that it then has."""
+    model = CondenseForCausalLM.from_pretrained(folder)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(folder)
+    names = set(load_file(folder / "model.safetensors"))
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    return names
 
 
 def log_lines(output: Path, name="loss") -> list[dict]:

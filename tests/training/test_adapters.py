@@ -4,13 +4,14 @@ import json
 import shutil
 import sys
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.adapters import merged, trained_segment_length
+from condense.adapters import trained_segment_length
 from condense.cli import app, main
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
@@ -20,7 +21,7 @@ from condense.training.recipe import LoRA, load_recipe
 from condense.training.train import train
 
 from ..condense.models import tiny_model
-from .runs import folded_recipe, log_lines, run
+from .runs import folded_recipe, log_lines, run, tie
 
 RECIPE = """
 lora: {rank: 4, alpha: 12, targets: [q_proj, v_proj, down_proj]}
@@ -141,13 +142,70 @@ def test_refusals(recipe, options, words):
         check_run(load_recipe(recipe, ["output=unused", *options]), 1, None)
 
 
-def test_a_tied_head_has_no_adapter(tmp_path):
-    tied, lora = tiny_model(torch.float32, tie_word_embeddings=True), LoRA(targets=["lm_head", "q_proj"])
-    with pytest.raises(ValueError, match="lm_head is tied to the embedding"):
-        add_adapters(tied, lora)
-    add_adapters(tiny_model(torch.float32), lora).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="it would change the embedding too"):
-        merged(tied, tmp_path)
+def test_another_run_from_the_weights_of_a_checkpoint_merges_them_first(recipe, finished, tmp_path, monkeypatch):
+    """A checkpoint of a run with lora holds no model: the remedy is a command that makes one."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+    checkpoint = finished / "checkpoint-3"
+    with pytest.raises(ValueError, match="comes from another recipe: lora.rank was 4 and is 5") as refused:
+        check_run(load_recipe(recipe, [f"output={tmp_path / 'o'}", f"resume={checkpoint}", "lora.rank=5"]), 1, None)
+    command, _, override = str(refused.value).partition("with condense ")[2].partition(", then ")
+    assert override == "model=MERGED output=FOLDER."
+    command = command.replace("MERGED", str(tmp_path / "merged"))
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    check_run(load_recipe(recipe, [f"output={tmp_path / 'o'}", f"model={tmp_path / 'merged'}", "lora.rank=5"]), 1, None)
+
+
+def cut_weights(checkpoint):
+    path = checkpoint / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[8] = ord("x")  # the same size, and no header
+    path.write_bytes(data)
+
+
+def break_settings(checkpoint):
+    path = checkpoint / "adapter_config.json"
+    path.write_text(path.read_text().replace("{", "[", 1))
+
+
+def add_adapters_below(checkpoint):
+    (checkpoint / "more").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(checkpoint / name, checkpoint / "more")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_weights, "adapter_model.safetensors is damaged or incomplete"),
+        (break_settings, "adapter_config.json is damaged: it is not JSON"),
+        (add_adapters_below, "more holds adapters that the run has not written"),
+    ],
+)
+def test_a_run_does_not_resume_from_damaged_adapters(damage, words, recipe, finished, tmp_path):
+    shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3")
+    damage(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match=words):
+        check_run(load_recipe(recipe, [f"output={tmp_path}"]), 1, None)
+
+
+def test_adapters_of_a_tied_head_are_trained_and_merged(tmp_path, monkeypatch):
+    """They change the head and not the embedding: the merged model has the logits of PEFT's, and is untied."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+    path = folded_recipe(tmp_path, RECIPE.replace("down_proj", "lm_head"))
+    tie(tmp_path / "start")
+    train(load_recipe(path, [f"output={tmp_path / 'adapters'}"]))
+    arguments = ["convert", str(tmp_path / "start"), str(tmp_path / "merged"), "--merge", str(tmp_path / "adapters")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    tied = CondenseForCausalLM.from_pretrained(tmp_path / "start")
+    adapted = peft.PeftModel.from_pretrained(tied, tmp_path / "adapters").eval()
+    ids, found = torch.randint(5, 50, (2, 90)), CondenseForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, adapted(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+    assert not found.config.tie_word_embeddings
+    assert torch.equal(found.model.embed_tokens.weight, adapted.get_base_model().model.embed_tokens.weight)
+    assert not torch.equal(found.lm_head.weight, found.model.embed_tokens.weight)
 
 
 def test_adapters_of_another_model_and_folders_without_them(recipe, finished, tmp_path, monkeypatch, capsys):

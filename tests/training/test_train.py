@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
@@ -20,7 +21,7 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
 from .ranks import run_ranks, started_ranks
-from .runs import ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, train_alone, train_with
+from .runs import ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, tie, train_alone, train_with
 
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
@@ -204,6 +205,20 @@ def test_zero_3_refuses_waves(stages, tmp_path):
 def test_the_other_configurations_train_as_one_plain_process(stages, tmp_path, config):
     run(stages, tmp_path, *SHORT, f"deepspeed=deepspeed_configs/{config}.json", "gradient_checkpointing=true")
     assert_same_training(stages, tmp_path, *SHORT)
+
+
+@pytest.mark.parametrize("config", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_tied_head_is_written_once(start, stages, tmp_path, config):
+    """As save_pretrained writes it, in the output and in each checkpoint; adapters come without it."""
+    shutil.copytree(start, tmp_path / "start")
+    names = tie(tmp_path / "start")
+    overrides = [f"model={tmp_path / 'start'}", *SHORT, "checkpoints.every=2", "gradient_checkpointing=true"]
+    run(stages, tmp_path / "out", *overrides, f"deepspeed=deepspeed_configs/{config}.json")
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        assert set(load_file(folder / "model.safetensors")) == names
+    if config == "zero2":
+        run(stages, tmp_path / "adapters", *overrides, "lora={rank: 2}")
+        assert all("lora_" in name for name in load_file(tmp_path / "adapters" / "adapter_model.safetensors"))
 
 
 def test_one_process_without_the_launcher(stages, tmp_path):

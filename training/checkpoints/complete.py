@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from condense.card import CARD
 from condense.files import use_default_mode
 
 MARKER = "complete.json"
@@ -86,7 +87,8 @@ class CompleteCheckpoints(TrainerCallback):
             self.write(folder)
         use_default_mode(folder)
         partial = folder / f"{MARKER}.partial"
-        files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        written = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD]  # a text to change
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in written}
         zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else None
         marker = {"step": state.global_step, "ranks": args.world_size, "zero_stage": zero_stage}
         marker |= {**self.described, "files": files}

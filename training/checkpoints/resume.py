@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from condense.adapters import check_adapters
+
 from ..output_lock import was_finished
 from ..recipe import MAY_CHANGE_FROM_HERE, DigitsData, Evaluation, GeneratedData, Recipe, Stage
 from ..recipe.section import Section, may_change
@@ -30,10 +32,30 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
             raise ValueError(
                 f"checkpoint {checkpoint} comes from another recipe: {'; '.join(refused)}. A run resumes under the "
                 f"recipe it began with, except for its steps and its learning rate: undo the change, or start another "
-                f"run from these weights with model={checkpoint} output=FOLDER."
+                f"run from these weights with {_from_weights(checkpoint)} output=FOLDER."
             )
         check_pickles(checkpoint)
+        if recipe.lora:
+            _check_adapters(checkpoint)
     return checkpoint
+
+
+def _from_weights(checkpoint: Path) -> str:
+    """How another run begins with the weights of a checkpoint; one of a run with `lora` holds adapters only."""
+    marker = check(checkpoint)
+    if not marker["recipe"].get("lora"):
+        return f"model={checkpoint}"
+    return f"condense convert {marker['recipe']['model']['source']} MERGED --merge {checkpoint}, then model=MERGED"
+
+
+def _check_adapters(checkpoint: Path) -> None:
+    """Raises `ValueError` for damaged adapters, and for others in folders below, which Trainer would load too."""
+    check_adapters(checkpoint, "resume")
+    if below := sorted(checkpoint.glob("*/adapter_model.*")):
+        raise ValueError(
+            f"{below[0].parent} holds adapters that the run has not written: delete the folder, or take the checkpoint "
+            "from a place that you trust."
+        )
 
 
 def finished(recipe: Recipe) -> str | None:

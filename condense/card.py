@@ -1,0 +1,85 @@
+"""The card of a saved model, its README.md: what it is, and how to load it."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from .extras import DISTRIBUTION
+from .families import family_of
+from .loading import REGISTERED_BY
+
+CARD = "README.md"
+OURS = "<!-- condense writes this file when the model is saved: delete this line to keep your own text. -->"
+MEMORIES = {
+    "layer_output": "each layer's output for the segment before",
+    "layer_input": "each layer's input in the segment before, as in Transformer-XL",
+}
+
+
+def write_card(model: Any, folder: Path) -> None:
+    """Writes the card of a folded model, unless the folder has one that somebody else has written or changed."""
+    path = folder / CARD
+    if path.is_symlink() or (path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace")):
+        return
+    path.write_text(_card(model), encoding="utf-8")
+
+
+def _card(model: Any) -> str:
+    config, title = model.config, family_of(model.config).title
+    base = base_model(config.name_or_path)
+    data = ModelCardData(
+        base_model=base,
+        library_name=DISTRIBUTION,
+        pipeline_tag="text-generation" if model.can_generate() else None,
+        tags=["condense", config.model_type, "long-context"],
+    )
+    auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
+    rows = [f"| base model | {f'[{base}](https://huggingface.co/{base})' if base else 'not known'} |"]
+    rows += [f"| segment length | {config.segment_length} tokens |", f"| memory | {MEMORIES[config.memory_source]} |"]
+    rows += [f"| depth block | in the place of {config.depth['num_replaced']} layers |"] if config.depth else []
+    table = "\n".join(rows)
+    return f"""---
+{data.to_yaml()}
+---
+
+{OURS}
+
+# A folded {title}
+
+This {title} reads a text segment by segment. Every layer stores its states of a segment, and attends to them in the
+next one: memory does not grow with the text.
+
+| | |
+|---|---|
+{table}
+
+```
+pip install {DISTRIBUTION}
+```
+
+```python
+import {REGISTERED_BY.get(config.model_type, "condense")}  # registers the model with transformers
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("THIS_FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
+```
+"""
+
+
+def base_model(source: str | None) -> str | None:
+    """The hub id of the model that the one of a folder or hub id was made from; None if it is not known."""
+    name = (source or "").partition(" (")[0]
+    if not name:
+        return None
+    if (card := Path(name) / CARD).is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+        return getattr(ModelCard(text).data, "base_model", None) if OURS in text else None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name if "/" in name and not Path(name).exists() else None

@@ -1,0 +1,35 @@
+"""What PEFT has to know of a folded model, and what it can't do with one. Who does not use PEFT does not import it."""
+
+import sys
+from functools import partial
+
+from torch import nn
+from transformers import LlamaConfig
+
+
+def add_default_targets(model_type: str) -> None:
+    """Gives a model type the entries of a Llama, whose modules it has, in PEFT's tables of default targets.
+
+    PEFT finds the type in the dictionary of a model's configuration, so that a configuration calls this when it makes
+    one. That is after PEFT was imported, whichever was imported first.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    for table in list(vars(constants).values()) if constants else ():
+        if isinstance(table, dict) and LlamaConfig.model_type in table:
+            table.setdefault(model_type, table[LlamaConfig.model_type])
+
+
+def check_activated_lora(model: nn.Module) -> None:
+    """Raises `ValueError` for adapters of activated LoRA, which begin at a token.
+
+    PEFT tells the modules of a call how many tokens from the end of the text this is, and they see a segment.
+    """
+    if "peft.tuners.lora" not in sys.modules:
+        return
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, partial) and "alora_offsets" in hook.keywords:
+                raise ValueError(
+                    "alora_invocation_tokens: activated LoRA counts tokens from the end of the text, and the layers of "
+                    "a folded model read it by segments. Use LoRA without them."
+                )

@@ -1,0 +1,269 @@
+"""Adapters merged into weights: the model that PEFT computes, whatever they adapt; what is damaged or runs code."""
+
+import copy
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from condense import CondenseForCausalLM
+from condense.adapters import check_adapters, merge_adapters
+from condense.cli import main
+from condense.loading import load_model
+from condense.training.small_llama import save_small_llama
+
+from .models import random_ids, tiny_model
+
+peft = pytest.importorskip("peft")
+SHAPE = {"hidden_size": 32, "intermediate_size": 64}  # multiples of what each method needs
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save_adapters(model, settings, folder):
+    """Adapters of random weights for a model, as PEFT saves them."""
+    torch.manual_seed(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(copy.deepcopy(model), settings)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        adapted.save_pretrained(folder)
+
+
+@torch.no_grad()
+def assert_merged_as_adapted(model, folder, ids):
+    """The merged model, saved and loaded, has the logits of PEFT's model, which the adapters have changed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+    expected = adapted(input_ids=ids).logits
+    assert (expected - model(ids).logits).abs().max() > 0.1
+    merge_adapters(copy.deepcopy(model), folder).save_pretrained(folder.parent / "merged")
+    merged = CondenseForCausalLM.from_pretrained(folder.parent / "merged", dtype="auto")
+    # The norms of a Llama round to float32.
+    torch.testing.assert_close(merged(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    return merged
+
+
+def change(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def lora(*targets, **settings):
+    return peft.LoraConfig(r=4, target_modules=list(targets) or LINEAR, task_type="CAUSAL_LM", **settings)
+
+
+TIED = {"ensure_weight_tying": True}
+ADAPTED = {  # settings, and whether the head is still tied; None: the same weights up to rounding, tied or not
+    "layers": (lora, True),
+    "head": (lambda: lora("lm_head", "q_proj"), False),
+    "head by a pattern": (lambda: peft.LoraConfig(r=4, target_modules=r".*(head|q_proj)"), False),
+    "embedding": (lambda: lora("embed_tokens", "q_proj"), False),
+    "both": (lambda: lora("embed_tokens", "lm_head"), False),
+    "both, tied": (lambda: lora("embed_tokens", "lm_head", **TIED), None),
+    "embedding, tied": (lambda: lora("embed_tokens", **TIED), None),
+    "saved head": (lambda: lora(modules_to_save=["lm_head"]), False),
+    "saved embedding": (lambda: lora(modules_to_save=["embed_tokens"]), False),
+    "saved embedding, tied": (lambda: lora(modules_to_save=["embed_tokens"], **TIED), True),
+    "tokens": (lambda: lora(trainable_token_indices=[24, 50]), True),
+    "DoRA of the head": (lambda: lora("lm_head", use_dora=True), False),
+    "PiSSA": (lambda: lora(init_lora_weights="pissa"), True),
+    "layers twice": (lambda: lora(layer_replication=[(0, 2), (1, 3)]), True),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_the_merged_model_of_a_tied_one_is_the_adapted_one(name, tmp_path):
+    make, tied = ADAPTED[name]
+    model = tiny_model(torch.float32, tie_word_embeddings=True, **SHAPE)
+    save_adapters(model, make(), tmp_path / "adapters")
+    merged = assert_merged_as_adapted(model, tmp_path / "adapters", random_ids(2, 17))
+    assert merged.config.tie_word_embeddings == tied or tied is None
+    assert merged.config.tie_word_embeddings == (merged.lm_head.weight is merged.model.embed_tokens.weight)
+
+
+METHODS = {  # of PEFT, with settings that suit so small a model
+    "AdaLoraConfig": {"total_step": 10, "target_modules": LINEAR},
+    "BOFTConfig": {"target_modules": LINEAR},
+    "FourierFTConfig": {"n_frequency": 10, "target_modules": LINEAR},
+    "IA3Config": {"feedforward_modules": ["down_proj"], "target_modules": LINEAR},
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "LoHaConfig": {"target_modules": LINEAR},
+    "LoKrConfig": {"target_modules": LINEAR},
+    "OFTConfig": {"target_modules": LINEAR},
+    "TrainableTokensConfig": {"token_indices": [24, 50]},
+    "VBLoRAConfig": {"vector_length": 8, "num_vectors": 16, "target_modules": LINEAR},
+    "VeraConfig": {"target_modules": LINEAR},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_than_lora(name, tmp_path):
+    model = tiny_model(torch.float32, **SHAPE)
+    save_adapters(model, getattr(peft, name)(task_type="CAUSAL_LM", **METHODS[name]), tmp_path / "adapters")
+    assert_merged_as_adapted(model, tmp_path / "adapters", random_ids(2, 17))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"alora_invocation_tokens": [3]}, "adapters of LORA with these settings can't be merged"),
+        ({"lora_bias": True}, "adapters of LORA with these settings can't be merged"),
+    ],
+)
+def test_adapters_that_are_more_than_weights(settings, words, tmp_path):
+    model = tiny_model(torch.float32, **SHAPE)
+    save_adapters(model, lora(**settings), tmp_path)
+    with pytest.raises(ValueError, match=words):
+        merge_adapters(model, tmp_path)
+
+
+def test_virtual_tokens_are_not_weights(tmp_path):
+    model = tiny_model(torch.float32, **SHAPE)
+    save_adapters(model, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), tmp_path)
+    with pytest.raises(ValueError, match="adapters of PROMPT_TUNING with these settings can't be merged"):
+        merge_adapters(model, tmp_path)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_adapters_of_more_or_fewer_layers(layers, tmp_path):
+    save_adapters(tiny_model(torch.float32), lora(), tmp_path)
+    with pytest.raises(ValueError, match="the adapters are those of other layers than the model has"):
+        merge_adapters(tiny_model(torch.float32, num_hidden_layers=layers), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.float32), (1e38, torch.float32), (600.0, torch.float16)]
+)
+def test_weights_are_finite_after_merging(value, dtype, tmp_path):
+    """In the dtype that is written: float16 ends at 65,504, where each matrix of the adapters is finite."""
+    model = tiny_model(dtype)
+    save_adapters(model, lora(), tmp_path)
+    weights = load_file(tmp_path / WEIGHTS)
+    save_file({name: torch.full_like(tensor, value).float() for name, tensor in weights.items()}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=r"q_proj.weight holds values that are not finite. Take adapters"):
+        merge_adapters(model, tmp_path)
+
+
+def test_the_merged_model_has_the_dtype_of_the_model(tmp_path):
+    """PEFT keeps saved modules in float32; the rotary tables are float32 in every model."""
+    model = tiny_model(torch.bfloat16, tie_word_embeddings=True)
+    model.model.rotary_emb.float()
+    save_adapters(model, lora(modules_to_save=["lm_head"]), tmp_path)
+    merged = merge_adapters(model, tmp_path)
+    assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
+    assert merged.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A small Llama, and adapters of it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_small_llama(folder / "llama")
+    model = CondenseForCausalLM.from_pretrained(folder / "llama")
+    save_adapters(model, lora(), folder / "adapters")
+    return folder
+
+
+def refused(folders, tmp_path, monkeypatch, capsys, damage):
+    """The message of `condense convert --merge` for adapters after `damage`; it writes nothing."""
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    for path in (folders / "adapters").iterdir():
+        (adapters / path.name).write_bytes(path.read_bytes())
+    damage(adapters)
+    arguments = [str(folders / "llama"), str(tmp_path / "merged"), "--merge", str(adapters)]
+    monkeypatch.setattr(sys, "argv", ["condense", "convert", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("condense: ")]
+    assert left.value.code == 1 and str(adapters) in line and not (tmp_path / "merged").exists()
+    return line
+
+
+DAMAGES = {
+    "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "adapter_config.json is damaged: it is not JSON"),
+    "a list": (lambda folder: (folder / CONFIG).write_text("[]"), "it holds a JSON list, not an object"),
+    "bytes": (lambda folder: (folder / CONFIG).write_bytes(b"\xff\xfe"), "adapter_config.json is damaged"),
+    "empty": (lambda folder: (folder / CONFIG).write_text("{}"), "peft_type=None is not a method of peft"),
+    "method": (lambda folder: change(folder / CONFIG, peft_type="LORRA"), "peft_type='LORRA' is not a method of peft"),
+    "task": (lambda folder: change(folder / CONFIG, task_type="CHAT"), "Invalid task type: 'CHAT'"),
+    "rank": (lambda folder: change(folder / CONFIG, r="four"), "the adapters do not fit the model"),
+    "rank 3": (lambda folder: change(folder / CONFIG, r=3), "the adapters do not fit the model"),
+    "targets": (lambda folder: change(folder / CONFIG, target_modules=5), "the adapters do not fit the model"),
+    "pattern": (lambda folder: change(folder / CONFIG, target_modules="("), "the adapters do not fit the model"),
+    "newer": (lambda folder: change(folder / CONFIG, use_magic=True), "has use_magic, which peft"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "it holds no adapter_model.safetensors"),
+    "cut": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]), "is damaged"),
+    "empty weights": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "is damaged or incomplete"),
+    "pointer": (
+        lambda folder: (folder / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+        "is a Git LFS pointer",
+    ),
+    "other models": (lambda folder: change(folder / CONFIG, peft_type="XLORA"), "loads the other models that"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_adapters(name, folders, tmp_path, monkeypatch, capsys):
+    damage, words = DAMAGES[name]
+    assert words in refused(folders, tmp_path, monkeypatch, capsys, damage)
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """The name of a module that leaves a file when it is imported, and that file."""
+    (tmp_path / "hostile_module.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "hostile_module", tmp_path / "ran"
+    sys.modules.pop("hostile_module", None)
+
+
+def test_a_module_that_adapters_name_is_not_imported(hostile, folders, tmp_path, monkeypatch, capsys):
+    module, ran = hostile
+
+    def name_it(folder):
+        change(folder / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module)
+
+    line = refused(folders, tmp_path, monkeypatch, capsys, name_it)
+    assert f"megatron_core={module!r}, by which PEFT imports a module: it could run code" in line
+    assert module not in sys.modules and not ran.exists()
+
+
+def test_adapters_without_a_task_name_a_module_that_is_not_imported(hostile, folders, tmp_path):
+    """PEFT's AutoPeftModel imports it; such adapters are merged, since PEFT writes the field into each of them."""
+    module, ran = hostile
+    model, adapters = CondenseForCausalLM.from_pretrained(folders / "llama"), tmp_path / "adapters"
+    save_adapters(model, peft.LoraConfig(r=4, target_modules=LINEAR), adapters)
+    assert json.loads((adapters / CONFIG).read_text())["auto_mapping"]["base_model_class"] == "CondenseForCausalLM"
+    change(adapters / CONFIG, auto_mapping={"base_model_class": "Model", "parent_library": module})
+    check_adapters(adapters, "test")
+    assert_merged_as_adapted(model, adapters, random_ids(1, 30) % 50)
+    assert module not in sys.modules and not ran.exists()
+
+
+def test_adapters_beside_a_model_are_refused(folders, tmp_path):
+    """transformers would load them with the model."""
+    both = tmp_path / "both"
+    both.mkdir()
+    for path in [*(folders / "llama").iterdir(), *(folders / "adapters").iterdir()]:
+        (both / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="holds adapters .* beside a model: move them to a folder of their own"):
+        load_model(CondenseForCausalLM, both)
+
+
+def test_the_harness_checks_the_adapters_that_it_is_given(hostile, folders, tmp_path):
+    harness = pytest.importorskip("condense.eval.harness")
+    module, ran = hostile
+    for path in (folders / "adapters").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    change(tmp_path / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module)
+    with pytest.raises(ValueError, match="it could run code"):
+        harness.CondenseLM(str(folders / "llama"), device="cpu", peft=str(tmp_path))
+    assert not ran.exists()

@@ -1,0 +1,115 @@
+"""The card of a saved model: what it says, how the model is loaded from it, and whose card it leaves as it is."""
+
+import re
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from condense import CondenseForCausalLM, CondenseModel
+from condense.card import CARD
+from condense.cli import app
+from condense.training.small_llama import save_small_llama
+
+from .models import random_ids, tiny_config, tiny_model
+
+HUB_ID = "meta-llama/Llama-3.2-1B"
+
+
+def saved(model, folder, **options):
+    model.save_pretrained(folder, **options)
+    return ModelCard((folder / CARD).read_text())
+
+
+def python_of(card, folder):
+    """The names that the card's lines of Python define, with the folder in its place."""
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
+    assert "import condense" in code and "pip install condense-llama" in card.text
+    names = {}
+    exec(code.replace("THIS_FOLDER", str(folder)), names)
+    return names
+
+
+@torch.no_grad()
+def test_a_saved_model_says_what_it_is_and_how_to_load_it(tmp_path):
+    save_small_llama(tmp_path / "llama")
+    model = CondenseForCausalLM.from_pretrained(tmp_path / "llama", segment_length=24, memory_source="layer_input")
+    card = saved(model, tmp_path / "saved")
+    AutoTokenizer.from_pretrained(tmp_path / "llama").save_pretrained(tmp_path / "saved")
+    assert card.data.library_name == "condense-llama" and card.data.base_model is None
+    assert "condense" in card.data.tags and card.data.pipeline_tag == "text-generation"
+    assert "24 tokens" in card.text and "as in Transformer-XL" in card.text and "# A folded Llama" in card.text
+    loaded, ids = python_of(card, tmp_path / "saved"), random_ids(1, 30) % 50
+    assert torch.equal(loaded["model"](ids).logits, model.eval()(ids).logits)
+    assert loaded["tokenizer"]("The sky").input_ids
+
+
+def test_a_model_without_a_head(tmp_path):
+    card = saved(CondenseModel(tiny_config()), tmp_path)
+    assert "AutoModel.from_pretrained" in card.text and card.data.pipeline_tag is None
+
+
+@pytest.mark.parametrize("name", [HUB_ID, f"{HUB_ID} (folded in memory: save it)"])
+def test_the_base_model_is_passed_on(name, tmp_path):
+    """From a hub id, and from the card of the folder that a model was loaded from."""
+    model = tiny_model()
+    model.config.name_or_path = name
+    assert saved(model, tmp_path / "first").data.base_model == HUB_ID
+    again = CondenseForCausalLM.from_pretrained(tmp_path / "first")
+    assert saved(again, tmp_path / "second").data.base_model == HUB_ID
+
+
+@pytest.mark.parametrize("text", ["", f"---\nbase_model: {HUB_ID}\n---\n# A Llama\n", "---\n: :\n", "\0"])
+def test_a_card_of_somebody_else_is_left_as_it_is_and_not_believed(text, tmp_path):
+    (tmp_path / CARD).write_text(text)
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / CARD).read_text() == text
+    again = CondenseForCausalLM.from_pretrained(tmp_path)
+    assert saved(again, tmp_path / "again").data.base_model is None
+
+
+def test_our_own_card_is_renewed_until_it_is_changed(tmp_path):
+    assert "5 tokens" in saved(tiny_model(), tmp_path).text
+    card = saved(tiny_model(segment_length=7), tmp_path)
+    assert "7 tokens" in card.text
+    kept = "".join(line for line in (tmp_path / CARD).read_text().splitlines(True) if not line.startswith("<!--"))
+    (tmp_path / CARD).write_text(kept)
+    tiny_model(segment_length=9).save_pretrained(tmp_path)
+    assert (tmp_path / CARD).read_text() == kept
+
+
+def test_the_other_processes_of_a_run_write_no_card(tmp_path):
+    tiny_model().save_pretrained(tmp_path, False)
+    tiny_model().save_pretrained(tmp_path, is_main_process=False)
+    assert not (tmp_path / CARD).exists()
+
+
+def test_a_model_without_a_name_does_not_read_the_card_of_the_working_folder(tmp_path, monkeypatch):
+    model = tiny_model()
+    model.config.name_or_path = HUB_ID
+    model.save_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert saved(tiny_model(), tmp_path / "other").data.base_model is None
+
+
+def test_convert_writes_a_card_of_folded_models_only(tmp_path):
+    save_small_llama(tmp_path / "llama")
+    for arguments in (["llama", "folded"], ["folded", "stock", "--to", "stock"]):
+        source, target, *options = arguments
+        done = CliRunner().invoke(app, ["convert", str(tmp_path / source), str(tmp_path / target), *options])
+        assert done.exit_code == 0, done.output
+    assert "512 tokens" in (tmp_path / "folded" / CARD).read_text() and not (tmp_path / "stock" / CARD).exists()
+
+
+def test_adapters_have_the_card_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(task_type="CAUSAL_LM")
+    peft.get_peft_model(tiny_model(), settings).save_pretrained(tmp_path / "peft")
+    assert ModelCard((tmp_path / "peft" / CARD).read_text()).data.library_name == "peft"
+    model = tiny_model()
+    model.add_adapter(settings)  # transformers' own
+    model.save_pretrained(tmp_path / "transformers")
+    assert not (tmp_path / "transformers" / CARD).exists()

@@ -84,7 +84,7 @@ def generate(
     from condense.chat import chat_text, check_chat_template, end_tokens
     from condense.checks import check_attention, check_dtype
     from condense.files import check_output_file
-    from condense.prefill import encode
+    from condense.text import encode
 
     check_dtype(dtype)
     check_attention(attention)
@@ -100,7 +100,7 @@ def generate(
     loaded.fixed_decoding = "compiled" if compiled_decoding else fixed_decoding
 
     if chat:  # the template brings its own first token
-        input_ids = encode(tokenizer, chat_text(tokenizer, text), add_special_tokens=False)
+        input_ids = encode(tokenizer, chat_text(tokenizer, text), with_first=False)
     else:
         input_ids = encode(tokenizer, text)
     given = {} if components is None else {"control": torch.tensor([components], device=loaded.device)}

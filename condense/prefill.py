@@ -49,11 +49,13 @@ def prefill(
     cache: FoldedCache | None = None,
     progress: Callable[[int], object] = lambda num_segments: None,
     control: torch.Tensor | None = None,
+    restart_columns: bool = True,
 ) -> FoldedCache:
     """The cache after `input_ids` [B, N], with memory that does not depend on N.
 
     `progress` is called with the number of segments read since its last call. `control` [B, C] is that of each text, in
-    a model with a depth block. To continue from the state with `generate`, pass the next token and the cache.
+    a model with a depth block. To continue from the state with `generate`, pass the next token and the cache; or, with
+    `restart_columns=False`, the whole text and one token more, which penalties of repeated tokens then count.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length
@@ -65,5 +67,6 @@ def prefill(
     for columns, _ in prefill_calls(on_device, input_ids, length * num_segments, cache):
         progress(-(-input_ids[:, columns].shape[1] // length))
     # `generate` slices its input by the columns that a cache has seen, and copies a mask of that length for each token.
-    cache.restart_columns()
+    if restart_columns:
+        cache.restart_columns()
     return cache

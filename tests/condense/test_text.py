@@ -18,7 +18,7 @@ from condense.training.small_llama import word_tokenizer
 SPECIAL = ["<s>", "</s>", "<unk>"]
 # Runs of spaces, line breaks, other scripts, and a line of words without sentences.
 STORY = (
-    "Once upon a time,  there was a café in Paris.\n\nНе было у неё друзей;\tshe said: 'Don't go!'\n从前有一个女孩。\n"
+    "Once upon a time,  there was a café in Paris.\n\nიდგა ერთი ღარიბი კაცი;\tshe said: 'Don't go!'\n从前有一个女孩。\n"
 )
 TEXT = STORY * 12 + "word after word with no stop " * 12 + STORY
 

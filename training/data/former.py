@@ -15,7 +15,7 @@ from .shards import source_files
 LINE_ENDS = "line_ends"  # in a folder whose text files were read by `decode_text`
 
 
-def changed_frame(tokenizer: Any, task: str) -> list[list[int]]:
+def changed_frame(tokenizer: Any, task: str | None) -> list[list[int]]:
     """The tokens around each text, if former versions put others there; else nothing.
 
     They began documents with `bos_token`, and questions with the tokens of the tokenizer's template; they took a token

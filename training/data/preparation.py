@@ -47,8 +47,8 @@ def prepare(
     """Reads and tokenises documents until enough are kept, or the sources end.
 
     `num_workers` processes read different shards; 0 reads in this one. `make_encode` can be sent to a process. Raises
-    `ValueError` for the first document with a problem if `bad_documents` is "refuse", where no document is left, and for
-    a folder that a former version prepared in another way.
+    `ValueError` for the first document with a problem if `bad_documents` is "refuse", where no document is left, and
+    for a folder that a former version prepared in another way.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):

@@ -112,7 +112,7 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
     def folder(described: dict[str, Any]) -> Path:
         return data.prepared / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
-    if frame := changed_frame(tokenizer, data.task):
+    if frame := changed_frame(tokenizer, settings.get("task")):
         check_no_former(folder(described), "with other tokens around each text")
         return folder(described | {"frame": frame})
     return folder(described)

@@ -20,18 +20,17 @@ BORDER = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=\S)")
 
 def template_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer's template puts before and after a text."""
-    special = set(tokenizer.all_special_ids)  # an unknown word would look like a token of the template
-    trials = ((word, _ids(tokenizer, word)) for word in _words(tokenizer))
-    word, plain = next((word, ids) for word, ids in trials if ids and not special.intersection(ids))
-    framed = tokenizer(word, verbose=False)["input_ids"]
-    count = len(plain)
-    first = next(place for place in range(len(framed)) if framed[place : place + count] == plain)
-    return framed[:first], framed[first + count :]
-
-
-def _words(tokenizer: Any) -> Iterator[str]:
-    yield "one"
-    yield from (word for word in tokenizer.get_vocab() if word not in tokenizer.all_special_tokens)  # a small one
+    special = set(tokenizer.all_special_ids)
+    for token in range(len(tokenizer)):
+        word = "" if token in special else tokenizer.convert_ids_to_tokens(token)
+        if not word or not (plain := _ids(tokenizer, word)):
+            continue
+        framed = tokenizer(word, verbose=False)["input_ids"]
+        count = len(plain)
+        places = [place for place in range(len(framed)) if framed[place : place + count] == plain]
+        if len(places) == 1:  # else a token of the template looks like the word's
+            return framed[: places[0]], framed[places[0] + count :]
+    raise ValueError(f"no token of the tokenizer {tokenizer.name_or_path!r} stands for a text: use another one.")
 
 
 def first_tokens(tokenizer: Any) -> list[int]:

@@ -12,7 +12,7 @@ from condense.text import first_tokens, template_tokens
 from ..recipe import Source
 from .shards import source_files
 
-LINE_ENDS = "line_ends"  # in a folder whose text files were read by `decode_text`
+LINE_ENDS = ".line_ends"  # in a folder whose text files were read by `decode_text`
 
 
 def changed_frame(tokenizer: Any, task: str | None) -> list[list[int]]:
@@ -47,12 +47,13 @@ def check_line_ends(folder: Path, sources: Sequence[Source]) -> None:
     Reads the text files of the sources, and only for a folder of a former version.
     """
     marker = folder / LINE_ENDS
-    if marker.exists():
+    paths = [path for source in sources if source.files is not None for path in source_files(source)]
+    texts = [path for path in paths if path.suffix == ".txt"]
+    if not texts or marker.exists():
         return
     if _holds_documents(folder):
-        files = [path for source in sources if source.files is not None for path in source_files(source)]
-        for path in files:
-            if path.suffix == ".txt" and ((data := path.read_bytes()).startswith(b"\xef\xbb\xbf") or b"\r" in data):
+        for path in texts:
+            if (data := path.read_bytes()).startswith(b"\xef\xbb\xbf") or b"\r" in data:
                 check_no_former(folder, f"with the byte order mark or the carriage returns of {path}")
     marker.touch()
 

@@ -9,21 +9,37 @@ from typing import Any
 
 DATE = "26 Jul 2024"  # the one that templates of Llama 3.2 take where they are given none
 FIXED_DATE = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"  # for templates that ask for today's date
+REMEDY = "correct chat_template.jinja in its folder, take the release's, or leave --chat out."
 MESSAGE = "CONDENSE-MESSAGE"  # found again in a rendered template
 
 
 def check_chat_template(tokenizer: Any, source: str) -> None:
-    """Raises `ValueError` where a tokenizer has no chat template; `source` names it."""
+    """Raises `ValueError` if a tokenizer has no chat template, or one that fails or leaves out the user's message.
+
+    `source` names the tokenizer.
+    """
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {source!r} has no chat template: leave --chat out for it, or put the release's "
             "chat_template.jinja into its folder."
         )
+    try:
+        chat_text(tokenizer, MESSAGE)
+        _end_of_turn(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"the tokenizer of {source!r}: {error}") from error
 
 
 def chat_text(tokenizer: Any, prompt: str) -> str:
-    """The text that is tokenised, without special tokens of the tokenizer's own, before an answer to a prompt."""
-    return _rendered(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    """The text that is tokenised, without special tokens of the tokenizer's own, before an answer to a prompt.
+
+    Raises `ValueError` for a template that fails, or that leaves out a part of the prompt; it may change case and
+    spaces.
+    """
+    text = _rendered(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    if _letters(prompt) not in _letters(text):
+        raise ValueError(f"the chat template leaves out the user's message, or a part of it: {REMEDY}")
+    return text
 
 
 def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -60,13 +76,22 @@ def _end_of_turn(tokenizer: Any) -> int | None:
 
 
 def _rendered(tokenizer: Any, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
-    return tokenizer.apply_chat_template(
-        turns,
-        chat_template=FIXED_DATE + tokenizer.get_chat_template(),
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-        date_string=DATE,
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            turns,
+            chat_template=FIXED_DATE + tokenizer.get_chat_template(),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            date_string=DATE,
+        )
+    except Exception as error:  # a template can fail as any program, and can raise errors of its own
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        roles = " and ".join(turn["role"] for turn in turns)
+        raise ValueError(f"the chat template fails for a message of {roles} ({reason}): {REMEDY}") from error
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split()).casefold()
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -13,15 +13,26 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file. Raises `ValueError` if it is missing, is a folder, or has another encoding."""
+    """The text of a UTF-8 file, as `decode_text` returns it.
+
+    Raises `ValueError` if the file is missing, is a folder, or has another encoding.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return decode_text(path.read_bytes())
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: {error.reason} at byte {error.start}. Convert it, for example with iconv -t UTF-8."
         ) from error
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}. Pass the path of a text file.") from error
+
+
+def decode_text(data: bytes) -> str:
+    """The text of a file's bytes, without a byte order mark; each line ends with a line feed, on every system.
+
+    Raises `UnicodeDecodeError` for bytes that are not UTF-8.
+    """
+    return data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_output_folder(folder: Path) -> None:

@@ -3,7 +3,6 @@
 Axes: B rows of a batch, N tokens of a text, C components of the control.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from .modeling import CondenseForCausalLM
 
 TOKENS_PER_CALL = 4096  # enough to fill a device; the memory of a call does not depend on the length of the text
 SEGMENTS_PER_CALL = 64  # enough for a wave to run most of its diagonals at full width
-CHARACTERS_PER_BLOCK = 2**16  # a tokenizer holds hundreds of bytes for every token of a call
 
 
 def columns_per_call(model: Any, num_tokens: int, num_rows: int = 1) -> int:
@@ -51,11 +49,13 @@ def prefill(
     cache: FoldedCache | None = None,
     progress: Callable[[int], object] = lambda num_segments: None,
     control: torch.Tensor | None = None,
+    restart_columns: bool = True,
 ) -> FoldedCache:
     """The cache after `input_ids` [B, N], with memory that does not depend on N.
 
     `progress` is called with the number of segments read since its last call. `control` [B, C] is that of each text, in
-    a model with a depth block. To continue from the state with `generate`, pass the next token and the cache.
+    a model with a depth block. To continue from the state with `generate`, pass the next token and the cache; or, with
+    `restart_columns=False`, the whole text and one token more, which penalties of repeated tokens then count.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length
@@ -67,34 +67,6 @@ def prefill(
     for columns, _ in prefill_calls(on_device, input_ids, length * num_segments, cache):
         progress(-(-input_ids[:, columns].shape[1] // length))
     # `generate` slices its input by the columns that a cache has seen, and copies a mask of that length for each token.
-    cache.restart_columns()
+    if restart_columns:
+        cache.restart_columns()
     return cache
-
-
-def encode(tokenizer, text: str, add_special_tokens: bool = True) -> torch.Tensor:
-    """The token ids [1, N] of a text. Memory holds the ids and the tokenizer's data for one block of the text.
-
-    Blocks end at single spaces between two words, where tokenizers split the text anyway. A trial shows whether the
-    space belongs to the next word. A tokenizer without either behaviour receives the whole text at once.
-    """
-
-    def without_special_tokens(part: str) -> list[int]:
-        return tokenizer(part, add_special_tokens=False)["input_ids"]
-
-    both = without_special_tokens("one two")
-    if without_special_tokens("one") + without_special_tokens(" two") == both:
-        num_skipped = 0
-    elif without_special_tokens("one") + without_special_tokens("two") == both:
-        num_skipped = 1
-    else:
-        return torch.tensor([tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]])
-    block_end = re.compile(r"(?<=[a-zA-Z]) (?=[a-zA-Z])")
-    blocks: list[torch.Tensor] = []
-    start = 0
-    while start < len(text):
-        found = block_end.search(text, start + CHARACTERS_PER_BLOCK)
-        end = len(text) if found is None else found.start()
-        ids = tokenizer(text[start:end], add_special_tokens=add_special_tokens and not blocks)["input_ids"]
-        blocks.append(torch.tensor(ids, dtype=torch.int32))
-        start = end if found is None else end + num_skipped
-    return torch.cat(blocks).long()[None]

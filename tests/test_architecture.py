@@ -13,6 +13,7 @@ FLOORS = {
     "condense.eval": 2,
     "condense.cli": 3,
     "condense.cli_convert": 3,
+    "condense.cli_generate": 3,
     "condense.__main__": 3,
 }
 LABORATORIES = ("condense.autoregressivity", "condense.continuity", "condense.depth")

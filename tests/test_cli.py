@@ -124,7 +124,9 @@ def test_generate_streams_what_the_model_answers(llama, new_process, tmp_path):
 
     model = CondenseForCausalLM.from_pretrained(llama, segment_length=16).eval()
     tokenizer = AutoTokenizer.from_pretrained(llama)
-    inputs = tokenizer(text + "What is the", return_tensors="pt", return_token_type_ids=False)
+    # The tokenizer has a first token, and no template that would put it before a text.
+    inputs = tokenizer("<s>" + text + "What is the", return_tensors="pt", return_token_type_ids=False)
+    assert inputs["input_ids"][0, :2].tolist() == tokenizer.convert_tokens_to_ids(["<s>", "The"])
     length = inputs["input_ids"].shape[1]
     expected = tokenizer.decode(model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, length:], True)
     assert run.stdout.strip() == report["text"].strip() == expected.strip()

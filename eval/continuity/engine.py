@@ -10,6 +10,7 @@ import torch
 from condense.continuity import ContinuousLM, Sentence, interpolate
 from condense.continuity.adapter import OutsideTable
 from condense.continuity.spans import containing_span, encode_with_offsets, span_between
+from condense.text import template_tokens
 
 from .classes import Classes, class_curves, likely_tokens, watched_classes
 from .items import Item, NotValid, Watched
@@ -48,7 +49,10 @@ class Reader(NamedTuple):
         return [interpolate(plain, other, factor) for factor in item.factors]
 
     def sentence(self, text: str) -> Sentence:
+        """The tokens of a text, without those that the tokenizer's template puts after it: the model continues it."""
         ids, char_spans = encode_with_offsets(self.tokenizer, text)
+        num_tokens = len(ids) - len(template_tokens(self.tokenizer)[1])
+        ids, char_spans = ids[:num_tokens], char_spans[:num_tokens]
         for token, (start, end) in zip(ids, char_spans, strict=True):
             if token == self.tokenizer.unk_token_id and start < end:  # the first one may be the bos token
                 raise NotValid(f"the tokenizer does not know {text[start:end]!r}")

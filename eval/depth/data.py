@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from condense.files import read_text
+from condense.text import encode
 from condense.training.sample_data import ATTRIBUTES, SCENERY, story
 
 from ..texts import HUB, hub_text, train_tokenizer
@@ -52,7 +53,7 @@ def load_corpus(options: DepthOptions, size: Size) -> Corpus:
         texts, names = (hub_text("train", OFFLINE), hub_text("test", OFFLINE)), (f"{HUB[0]} train", f"{HUB[0]} test")
     trained = options.small or options.tokenizer == "text"
     tokenizer = train_tokenizer(texts[0], size.vocab_size) if trained else _hub_tokenizer()
-    train_ids, held_out_ids = (torch.tensor(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
+    train_ids, held_out_ids = (encode(tokenizer, text)[0] for text in texts)
     for name, ids in zip(names, (train_ids, held_out_ids), strict=True):
         if len(ids) < size.batch * size.positions:
             raise ValueError(f"{name} has {len(ids)} tokens and a batch {size.batch * size.positions}: pass more text.")

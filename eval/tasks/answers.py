@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.chat import chat_ids, end_tokens
-from condense.prefill import encode
+from condense.text import encode
 from condense.training.data.documents import good_documents
 from condense.training.data.shards import Problem, open_shards
 from condense.training.recipe import Source

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from condense.prefill import encode
+from condense.text import encode
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Source
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import condense.cli
 from condense import CondenseForCausalLM
-from condense.chat import chat_frame, chat_ids, check_chat_template, end_tokens
-from condense.prefill import encode
+from condense.chat import chat_frame, chat_ids, chat_text, check_chat_template, end_tokens
+from condense.text import encode
 
 from ..chat_models import chat_tokenizer, greedy, save_chat_model
 
@@ -84,10 +84,38 @@ def test_what_has_no_chat_is_refused(tokenizer):
         check_chat_template(tokenizer, "a/b")
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Only tools may speak.') }}", r"message of user \(Only tools may speak.\)"),
+        ("{{ messages[0].author.name }}", r"message of user \('dict object' has no attribute 'author'\)"),
+        ("{% for m in messages %}{{ m['content'] }}", r"message of user \(Unexpected end of template"),
+        ("{{ messages[0]['content'] + 1 }}", r"message of user \(can only concatenate str"),
+        (
+            "{{ messages[0]['content'] }}{% if messages[1] %}{{ raise_exception('') }}{% endif %}",
+            r"message of user and assistant \(TemplateError\)",
+        ),
+        ("{{ bos_token }}Answer:", "leaves out the user's message"),
+    ],
+)
+def test_templates_that_fail_or_drop_the_message(tokenizer, template, reason):
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"the tokenizer of 'a/b': the chat template .*{reason}.*: correct chat_temp"):
+        check_chat_template(tokenizer, "a/b")
+
+
+def test_a_part_of_the_message_is_not_dropped(tokenizer):
+    tokenizer.chat_template = "{{ (messages[0]['content'] | upper).split('\n')[0] }}"
+    check_chat_template(tokenizer, "a/b")
+    assert chat_text(tokenizer, " the cat\n") == " THE CAT"
+    with pytest.raises(ValueError, match="leaves out the user's message, or a part of it: correct"):
+        chat_text(tokenizer, "the cat\nsat")
+
+
 def test_a_text_in_blocks_gets_no_first_token(tokenizer, monkeypatch):
-    monkeypatch.setattr("condense.prefill.CHARACTERS_PER_BLOCK", 7)
+    monkeypatch.setattr("condense.text.CHARACTERS_PER_PIECE", 7)
     whole = ids_of(tokenizer, TEXT)
-    assert encode(tokenizer, TEXT, add_special_tokens=False)[0].tolist() == whole
+    assert encode(tokenizer, TEXT, with_first=False)[0].tolist() == whole
     assert encode(tokenizer, TEXT)[0].tolist() == [tokenizer.bos_token_id, *whole]
 
 

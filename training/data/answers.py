@@ -5,6 +5,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from condense.text import first_tokens
+
 from .documents import Document
 from .epochs import Epochs
 from .examples import IGNORE_INDEX, Example, places_of
@@ -14,23 +16,24 @@ from .store import Store, Tokens
 def question_encoder(tokenizer, total_length: int):
     """Tokenises unchanged prompts, with their answers and an eos, into at most `total_length` tokens.
 
-    Prompt and answer are one text to the tokenizer, which adds its usual first tokens: so a model sees the same tokens
-    in training as when it is asked. A token that contains characters of both belongs to the answer.
+    Prompt and answer are one text to the tokenizer, after the first tokens of every text: so a model sees the same
+    tokens in training as when it is asked. A token that contains characters of both belongs to the answer.
     """
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not report where an answer begins: load a fast tokenizer.")
+    first = first_tokens(tokenizer)
     last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode_one(prompt: str, ids: list[int], offsets: list[tuple[int, int]]) -> Tokens | str:
-        num_given = sum(end <= len(prompt) for _, end in offsets)
-        ids = ids if ids[-1:] == last else ids + last
+        num_given = len(first) + sum(end <= len(prompt) for _, end in offsets)
+        ids = [*first, *ids, *([] if ids[-1:] == last else last)]
         if len(ids) > total_length:
             return f"over {total_length} tokens"
         return Tokens(np.array(ids), num_given) if num_given else "no token before the answer"
 
     def encode(documents: Sequence[Document]) -> list[Tokens | str]:
         texts = [document.text + document.summary for document in documents]
-        encoded = tokenizer(texts, return_offsets_mapping=True, verbose=False)
+        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         columns = zip(documents, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [encode_one(document.text, ids, offsets) for document, ids, offsets in columns]
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from condense.text import first_tokens
+
 from .background import Background, sentences_of
 from .encoding import encode_within
 from .examples import IGNORE_INDEX, Example
@@ -121,7 +123,7 @@ class FactsTask:
         self.early_questions, self.num_distractors = early_questions, distractors
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
         self._check_words()
-        self.start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.start = first_tokens(tokenizer)
         self.background = Background(tokenizer, sentences_of(FILLER) if sentences is None else sentences)
         self.distractors = self.background.naming(ANSWERS, LONGEST_DISTRACTOR) if distractors else []
         if distractors and not self.distractors:

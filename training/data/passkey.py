@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from condense.text import first_tokens
+
 from .encoding import encode_within
 from .examples import IGNORE_INDEX, Example
 
@@ -77,8 +79,7 @@ class PasskeyTask:
             raise ValueError(f"there are no num_keys={num_keys} different keys of num_digits={num_digits}: raise it.")
         self.tokenizer, self.num_keys, self.num_digits = tokenizer, num_keys, num_digits
         self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        before, self.after = (start, []) if frame is None else frame
+        before, self.after = (first_tokens(tokenizer), []) if frame is None else frame
         self.preamble = before + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"]
         self.filler = self._encode(FILLER)
         self.names = self._usable_names() if num_keys > 1 else []

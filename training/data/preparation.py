@@ -21,6 +21,7 @@ from tqdm import tqdm
 from ..recipe import DocumentData, Source
 from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns
+from .former import check_line_ends
 from .needed import Needed
 from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, write_part
@@ -46,10 +47,12 @@ def prepare(
     """Reads and tokenises documents until enough are kept, or the sources end.
 
     `num_workers` processes read different shards; 0 reads in this one. `make_encode` can be sent to a process. Raises
-    `ValueError` for the first document with a problem if `bad_documents` is "refuse", and where no document is left.
+    `ValueError` for the first document with a problem if `bad_documents` is "refuse", where no document is left, and
+    for a folder that a former version prepared in another way.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
+        check_line_ends(folder, sources)
         store = Store(folder)
         preparation = _Preparation(store, data, need, num_workers)
         if not preparation.finished:

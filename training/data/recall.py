@@ -23,6 +23,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from condense.text import first_tokens
+
 from .encoding import encode_within
 from .examples import IGNORE_INDEX, Example
 from .passkey import FILLER, NAMES
@@ -113,8 +115,7 @@ class RecallTask:
             raise ValueError(f"values={values}, and a key can have 1 to {len(self.words)} with this tokenizer.")
         if not 0 <= overwritten <= 1:
             raise ValueError(f"overwritten={overwritten} is no share of the keys: pass 0 to 1.")
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self.preamble = np.array(start + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"])
+        self.preamble = np.array(first_tokens(tokenizer) + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"])
         filler = [self._encode(f" {sentence}.") for sentence in FILLER.strip().rstrip(".").split(". ")]
         self.filler, self.filler_lengths = np.concatenate(filler), [len(sentence) for sentence in filler]
         (place, owner), answer = self.keys[0], self.words[: values if form == "multi_value" else 1]

@@ -11,6 +11,8 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from condense.files import decode_text
+
 from ..recipe import Source
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -117,7 +119,7 @@ def _file_records(paths: Sequence[Path]) -> Iterator[Record]:
 def _text_file(path: Path) -> Iterator[Record]:
     data = path.read_bytes()
     try:
-        yield str(path), {"text": data.decode("utf-8")}
+        yield str(path), {"text": decode_text(data)}
     except UnicodeDecodeError as error:
         where = f"{path}:{data.count(bytes([10]), 0, error.start) + 1}"
         yield where, wrong_encoding(where, error)
@@ -130,7 +132,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
             if not line.strip():
                 continue  # as the format allows
             try:
-                fields = json.loads(line.decode("utf-8"))
+                fields = json.loads(decode_text(line))
             except UnicodeDecodeError as error:
                 yield where, wrong_encoding(where, error)
             except (ValueError, RecursionError) as error:

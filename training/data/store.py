@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from ..recipe import DocumentData, Source
 from .documents import Document
+from .former import changed_frame, check_no_former
 from .shards import source_files
 
 FINGERPRINTED = 16  # documents whose tokens ranks compare
@@ -87,7 +88,10 @@ class Store:
 
 
 def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settings) -> Path:
-    """The folder of prepared documents, named by a hash of everything that their tokens depend on."""
+    """The folder of prepared documents, named by a hash of everything that their tokens depend on.
+
+    Raises `ValueError` where a former version has prepared them with other tokens.
+    """
     files = [
         [str(path), path.stat().st_size, path.stat().st_mtime_ns]
         for source in sources
@@ -104,7 +108,14 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
         "tokenizer": [backend, tokenizer.bos_token_id, tokenizer.eos_token_id],
         **settings,
     }
-    return data.prepared / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+    def folder(described: dict[str, Any]) -> Path:
+        return data.prepared / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+    if frame := changed_frame(tokenizer, settings.get("task")):
+        check_no_former(folder(described), "with other tokens around each text")
+        return folder(described | {"frame": frame})
+    return folder(described)
 
 
 def write_part(sink: Any, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:

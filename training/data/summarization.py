@@ -5,6 +5,8 @@ from typing import Literal
 
 import numpy as np
 
+from condense.text import first_tokens
+
 from .documents import Document
 from .store import Tokens
 
@@ -18,9 +20,8 @@ def _ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def prompt_frame(tokenizer) -> tuple[list[int], list[int]]:
     """The tokens before and after a document's tokens; the summary follows."""
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     before, behind = _ids(tokenizer, [BEFORE, AFTER])
-    return first + before, behind
+    return first_tokens(tokenizer) + before, behind
 
 
 def prompt_text(document: str) -> str:

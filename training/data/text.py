@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from condense.text import first_tokens
+
 from .documents import Document
 from .epochs import Epochs
 from .examples import IGNORE_INDEX, Example, places_of
@@ -20,7 +22,7 @@ from .store import Store, Tokens
 
 def text_encoder(tokenizer, min_tokens: int):
     """Tokenises documents; those of fewer than `min_tokens` tokens are dropped."""
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    first = first_tokens(tokenizer)
     last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(documents: Sequence[Document]) -> list[Tokens | str]:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM, modeling
+from condense.files import read_text
 
 from ...results import Table, hardware
 
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     num_tokens = SEGMENT_LENGTH * max(options.segments)
-    text = options.data.read_text(encoding="utf-8")[: 20 * num_tokens]
+    text = read_text(options.data)[: 20 * num_tokens]
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
     lines = []
     for segments in options.segments:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from condense import reference
 from condense.continuity import ContinuousLM, Sentence
@@ -144,6 +145,15 @@ def test_an_unknown_token_in_front_may_be_the_bos(words):
     tokenizer.unk_token = tokenizer.bos_token
     reader = stock_reader(tokenizer)
     assert reader.tokenizer.unk_token_id == 1 and len(reader.sentence("the cat")) == 3
+
+
+def test_a_last_token_of_the_template_is_left_out():
+    """The model continues a prompt; a text that has ended would be followed by another one."""
+    tokenizer = word_tokenizer([TEXT])
+    special = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    sentence = stock_reader(tokenizer).sentence("the cat sat")
+    assert sentence.ids_N.tolist() == tokenizer.convert_tokens_to_ids(["<s>", "the", "cat", "sat"])
 
 
 def test_positions_that_were_never_learned(words):

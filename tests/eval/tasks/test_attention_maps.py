@@ -298,7 +298,7 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
     ("changed", "words"),
     [
         ({"--segments": "0"}, "segment 0 is the first and has no memory"),
-        ({"--segments": "2,14"}, "the longest of 2 texts has 112 tokens, and the last of the segments ends at 120"),
+        ({"--segments": "2,14"}, "the longest of 2 texts has 113 tokens, and the last of the segments ends at 120"),
         ({"--segments": "1;2"}, "'1;2' is no whole number"),
         ({"--layers": "0,3"}, "folded has no layer 3: it has 3, counted from 0"),
         ({"--heads": "4"}, "folded has no head 4"),

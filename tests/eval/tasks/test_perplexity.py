@@ -238,7 +238,7 @@ def test_records_hold_what_the_numbers_are_made_of(measured, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"--segments": "50"}, r"the longest of 1 texts has 228 tokens; 50 segments of 8 need 401"),
+        ({"--segments": "50"}, r"the longest of 1 texts has 229 tokens; 50 segments of 8 need 401"),
         ({"--tokens": "20"}, "has 20 tokens; 3 segments of 8 need 25"),
         ({"--data": "EMPTY"}, "empty document"),
         ({"--data": "NONE"}, "holds no document"),

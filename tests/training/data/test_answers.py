@@ -25,6 +25,8 @@ def words(bos=True, eos=True):
     tokenizer = word_tokenizer(TEXTS)
     if bos:
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    else:
+        tokenizer.bos_token = None
     if not eos:
         tokenizer.eos_token = None
     return tokenizer

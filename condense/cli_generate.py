@@ -1,0 +1,279 @@
+"""`condense generate`: answers to a prompt of any length, or to each prompt of a file."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from condense.eval.cli import Attention, quiet
+from condense.eval.options import DTYPE_HELP
+
+LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
+
+
+def generate(
+    model: Annotated[str, typer.Option(help="Folder or hub id: a folded model, or a stock one, which is folded.")],
+    prompt: Annotated[str, typer.Option(help="The prompt; it comes after the prompt file where both are given.")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="A text of any length to read first.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    segment_length: Annotated[int | None, typer.Option(help="For a stock model; default 512.")] = None,
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
+    attention: Attention = "auto",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message in the tokenizer's chat template.")
+    ] = False,
+    fixed_decoding: Annotated[
+        bool, typer.Option("--fixed-decoding", help="Decode by a step of fixed shape: on CUDA a replayed graph.")
+    ] = False,
+    compiled_decoding: Annotated[
+        bool,
+        typer.Option(
+            "--compiled-decoding",
+            help="The same, compiled by torch, which takes up to a minute and a C++ compiler.",
+        ),
+    ] = False,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER[,NUMBER]...",
+            help="For a model with a depth block: the components of its control; default 0.",
+        ),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JSONL", help="Prompts, one JSON object on each line; each comes after the prompt file, if given."
+        ),
+    ] = None,
+    prompt_field: Annotated[
+        str, typer.Option(help="The field of --prompts with the prompt; a.b is field b of the object in field a.")
+    ] = "prompt",
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JSONL",
+            help="Append the answer to each of --prompts to this file; started again, the command continues it.",
+        ),
+    ] = None,
+) -> None:
+    """Reads a prompt of any length in constant memory and streams the answer."""
+    quiet()
+    import torch
+
+    from condense.chat import chat_text, check_chat_template, end_tokens
+    from condense.checks import check_attention, check_dtype
+    from condense.files import check_output_file, read_text
+    from condense.prompts import AnswerFile
+
+    check_dtype(dtype)
+    check_attention(attention)
+    sampling = _sampling(temperature)
+    if report is not None:
+        check_output_file(report)
+    before = "" if prompt_file is None else read_text(prompt_file)
+    asked = _asked(before, prompt, prompts, prompt_field, answers, report)
+    fields = {} if segment_length is None else {"segment_length": segment_length}
+    components = None if control is None else _components(control, model)
+    fixed = "compiled" if compiled_decoding else fixed_decoding
+    file = None
+    if answers is not None:
+        check_output_file(answers)
+        settings = {
+            "model": model, "prompt_file": hashlib.sha256(before.encode()).hexdigest() if before else None,
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "dtype": dtype,
+            "attention": attention, "chat": chat, "fixed_decoding": fixed, "control": components, **fields,
+        }  # fmt: skip
+        file = AnswerFile(answers, asked, settings)
+    if chat:
+        template = _load_tokenizer(model)
+        check_chat_template(template, model)
+        for one in asked:
+            chat_text(template, before + one.text)
+    loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
+    loaded.fixed_decoding = fixed
+    options = {"max_new_tokens": max_new_tokens, **sampling}
+    if chat:
+        options["eos_token_id"] = sorted(end_tokens(loaded, tokenizer, chat=True)) or None
+    given = {} if components is None else {"control": torch.tensor([components], device=loaded.device)}
+
+    def answer(text: str, stream: bool) -> dict[str, Any]:
+        figures = _answer(loaded, tokenizer, before + text, chat, seed, options, given, stream)
+        return figures | {"chat": chat, "control": components}
+
+    if file is not None:
+        _answer_all(asked, file, answer)
+        return
+    figures = answer(prompt, stream=True)
+    _print_figures(figures)
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _asked(
+    before: str, prompt: str, prompts: Path | None, prompt_field: str, answers: Path | None, report: Path | None
+) -> list[Any]:
+    """The prompts that come after `before`. Raises `ValueError` for none, and for options that don't fit together."""
+    from condense.prompts import Prompt, read_prompts
+
+    if prompts is None:
+        if answers is not None:
+            raise ValueError(f"--answers {answers} needs --prompts: a single answer is printed, and in --report.")
+        if not before + prompt:
+            raise ValueError("there is no prompt: pass --prompt, --prompt-file or both, or --prompts.")
+        return [Prompt(0, prompt)]
+    if prompt or report is not None:
+        other = "--prompt" if prompt else f"--report {report}"
+        raise ValueError(f"{other} doesn't go with --prompts {prompts}: leave one of them out.")
+    if answers is None:
+        raise ValueError(f"--prompts {prompts} needs --answers, the JSONL file to write.")
+    if answers.exists() and prompts.exists() and answers.samefile(prompts):
+        raise ValueError(f"--answers {answers} is the file of --prompts: pass another one.")
+    return read_prompts(prompts, prompt_field)
+
+
+def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str, Any]]) -> None:
+    """Appends the answers that a file doesn't have yet, each as soon as it is complete."""
+    from tqdm import tqdm
+
+    for prompt in tqdm(asked[file.num_answered :], total=len(asked), initial=file.num_answered, unit="prompt"):
+        file.append(prompt, answer(prompt.text, stream=False))
+    print(f"{file.path}: {len(asked):,} answers, {file.num_answered:,} of them from before", file=sys.stderr)
+
+
+def _answer(
+    model: Any, tokenizer: Any, text: str, chat: bool, seed: int, options: dict[str, Any], given: Any, stream: bool
+) -> dict[str, Any]:
+    """The answer to a text and the figures of reading and writing."""
+    from condense.chat import chat_text
+    from condense.text import encode
+
+    # A chat template brings its own first token.
+    input_ids = encode(tokenizer, chat_text(tokenizer, text), with_first=False) if chat else encode(tokenizer, text)
+    cache, prefill_seconds = _prefill(model, input_ids[:, :-1], stream, **given)
+    output, decoding_seconds = _decode(model, tokenizer, input_ids, cache, seed, stream, **options, **given)
+    num_tokens = input_ids.shape[1]
+    new_ids = output.sequences[0, num_tokens:]
+    return {
+        "prompt_tokens": num_tokens,
+        "prompt_tokens_per_second": (num_tokens - 1) / prefill_seconds if num_tokens > 1 else None,
+        "new_tokens": len(new_ids),
+        "new_tokens_per_second": len(new_ids) / decoding_seconds,
+        "state_bytes": output.past_key_values.num_bytes,
+        "segment_length": model.config.segment_length,
+        "text": tokenizer.decode(new_ids, skip_special_tokens=True),
+    }
+
+
+def _sampling(temperature: float) -> dict[str, Any]:
+    """The arguments of `generate`. Raises `ValueError` for a temperature that divides logits beyond all numbers."""
+    if not temperature:
+        return {"do_sample": False}
+    if temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"--temperature {temperature}: pass 0 for the likeliest token, or {LOWEST_TEMPERATURE} or more."
+        )
+    return {"do_sample": True, "temperature": temperature}
+
+
+def _components(control: str, source: str) -> list[float]:
+    """The components of `--control`. Raises `ValueError` where the model takes no such control."""
+    from math import isfinite
+
+    from condense import CondenseConfig
+    from condense.loading import load_config
+
+    try:
+        found = [float(part) for part in control.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(map(isfinite, found)):
+        raise ValueError(f"--control {control}: write numbers with commas between them, such as 1.0 or 1,-0.5.")
+    size = load_config(CondenseConfig, source).control_size
+    if not size:
+        raise ValueError(
+            f"--control {control}: model {source!r} has no depth block that takes a control; leave it out, or make one "
+            "with condense convert --depth."
+        )
+    if len(found) != size:
+        raise ValueError(f"--control {control}: model {source!r} has a control of {size} components, not {len(found)}.")
+    return found
+
+
+def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
+    """A folded model, on the GPU if there is one, and its tokenizer."""
+    import torch
+
+    from condense import CondenseForCausalLM
+    from condense.loading import load_model, load_tokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(CondenseForCausalLM, source, **options).to(device).eval()
+    return model, load_tokenizer(source, model.config)
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model that is not loaded."""
+    from transformers import AutoConfig
+
+    from condense.loading import load_config, load_tokenizer
+
+    return load_tokenizer(source, load_config(AutoConfig, source))
+
+
+def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> tuple[Any, float]:
+    """The cache after a prompt, None for an empty one, and the seconds."""
+    from tqdm import tqdm
+
+    from condense.prefill import prefill
+
+    start, num_tokens, cache = time.perf_counter(), input_ids.shape[1], None
+    if num_tokens:
+        num_segments = -(-num_tokens // model.config.segment_length)
+        with tqdm(total=num_segments, unit="segment", desc="reading", disable=not with_bar) as bar:
+            cache = prefill(model, input_ids, progress=bar.update, restart_columns=False, **options)
+    return cache, time.perf_counter() - start
+
+
+def _decode(
+    model: Any, tokenizer: Any, input_ids: Any, cache: Any, seed: int, stream: bool, **options: Any
+) -> tuple[Any, float]:
+    """The output of `generate` after a prompt of which the cache has all except the last token, and the seconds.
+
+    `generate` takes the whole prompt, since penalties of repeated tokens count those of the prompt.
+    """
+    import torch
+    from transformers import LogitsProcessorList, TextStreamer
+
+    from condense.generation import RefuseNonFiniteLogits
+
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    with torch.no_grad():
+        output = model.generate(
+            input_ids.to(model.device),
+            attention_mask=torch.ones_like(input_ids, device=model.device),
+            past_key_values=cache,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
+            logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
+            return_dict_in_generate=True,
+            **options,
+        )
+    return output, time.perf_counter() - start
+
+
+def _print_figures(figures: dict[str, Any]) -> None:
+    rate = figures["prompt_tokens_per_second"]
+    read_rate = "" if rate is None else f" at {rate:,.0f} tokens/s"
+    print(
+        f"read {figures['prompt_tokens']:,} tokens{read_rate}, wrote {figures['new_tokens']:,} at "
+        f"{figures['new_tokens_per_second']:,.1f} tokens/s; state held: {figures['state_bytes']:,} bytes",
+        file=sys.stderr,
+    )

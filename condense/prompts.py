@@ -1,0 +1,105 @@
+"""Prompts in a JSONL file, and a JSONL file that each answer is appended to as it comes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .files import decode_text
+
+MISSING = object()
+START = b'{"line": '  # of every record
+
+
+class Prompt(NamedTuple):
+    """`line` is that of the file, from 1 on."""
+
+    line: int
+    text: str
+
+
+def field_of(record: dict[str, Any], name: str) -> Any:
+    """The value of a field, where `a.b` is field `b` of the object in `a`; `MISSING` if there is none."""
+    value: Any = record
+    if name in record:
+        return record[name]
+    for part in name.split("."):
+        value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+    return value
+
+
+def read_prompts(path: Path, field: str) -> list[Prompt]:
+    """The prompts of a JSONL file. Raises `ValueError` for a line without one, and if there is no prompt."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}. Pass a JSONL file.") from error
+    prompts = [
+        Prompt(number, _text(line, field, f"{path}:{number}")) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt: write one JSON object on each line.")
+    return prompts
+
+
+def _text(line: bytes, field: str, where: str) -> str:
+    try:
+        record = json.loads(decode_text(line))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 ({error.reason}). Convert the file, such as with iconv.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: broken JSON ({error}). Write one JSON object on each line.") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: {type(record).__name__}, not a JSON object. Write one on each line.")
+    text = field_of(record, field)
+    if text is MISSING:
+        names = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"{where}: there is no field {field!r}, only {names}: name the right one by --prompt-field.")
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{where}: field {field!r} is {text!r}: write a text that is not empty.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise ValueError(f"{where}: field {field!r} is not Unicode ({error.reason}). Correct it.") from error
+    return text
+
+
+class AnswerFile:
+    """Records of answers, one on each line: `line` and `prompt` of the prompt, the answer, and the settings.
+
+    A file that a run was stopped in is continued by the next run of the same settings.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], settings: dict[str, Any]):
+        """Raises `ValueError` if the file holds anything except answers to the first of these prompts."""
+        self.path, self.prompts, self.settings = path, prompts, settings
+        data = path.read_bytes() if path.exists() else b""
+        complete = data[: data.rfind(b"\n") + 1]
+        lines = complete.splitlines()
+        torn = data[len(complete) :]  # of an answer that was being written when the run was killed
+        known = len(lines) <= len(prompts) and all(map(self._answers, lines, prompts))
+        if not known or not (torn.startswith(START) or START.startswith(torn)):
+            raise ValueError(
+                f"{path} holds something else than answers to these prompts under these options: pass another "
+                "--answers."
+            )
+        if torn:
+            with path.open("r+b") as file:
+                file.truncate(len(complete))
+        self.num_answered = len(lines)
+
+    def append(self, prompt: Prompt, answer: dict[str, Any]) -> None:
+        record = self._described(prompt) | answer | {"settings": self.settings}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _described(self, prompt: Prompt) -> dict[str, Any]:
+        return {"line": prompt.line, "prompt": prompt.text}
+
+    def _answers(self, line: bytes, prompt: Prompt) -> bool:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return False
+        expected = self._described(prompt) | {"settings": self.settings}
+        return isinstance(record, dict) and record == record | expected

@@ -1,0 +1,195 @@
+"""`condense generate` against stock models, and the prompts and answers of JSONL files."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import condense.cli
+import condense.cli_generate
+from condense import CondenseForCausalLM
+from condense.cli import main
+from condense.prompts import Prompt, field_of, read_prompts
+from condense.training.small_llama import save_small_llama
+
+PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4}
+TEXT = "The grass is green. The sky is blue. The sun is yellow. "
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save_small_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def penalized(llama, tmp_path_factory):
+    """The same model, with penalties in its generation_config.json."""
+    folder = tmp_path_factory.mktemp("penalized")
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    GenerationConfig(**PENALTIES).save_pretrained(folder)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(condense.cli.app, ["generate", *map(str, arguments)], catch_exceptions=False)
+
+
+def refusal(*arguments):
+    with pytest.raises(ValueError, match=r".") as error:
+        run(*arguments)
+    return str(error.value)
+
+
+def text_of(tmp_path, *arguments):
+    report = tmp_path / "report.json"
+    assert run(*arguments, "--report", report).exit_code == 0
+    return json.loads(report.read_text())["text"]
+
+
+@pytest.mark.parametrize("options", [[], ["--fixed-decoding"]])
+@pytest.mark.parametrize(("model_class", "segment_length"), [(LlamaForCausalLM, 512), (CondenseForCausalLM, 16)])
+def test_penalties_count_the_prompt(penalized, llama, model_class, segment_length, options, tmp_path):
+    """A prompt within a segment has the stock model's answer, and a longer one that of the model in one call."""
+    command = ["--prompt", TEXT * 3, "--segment-length", segment_length, "--max-new-tokens", 24, *options]
+    given = {"segment_length": segment_length} if model_class is CondenseForCausalLM else {}
+    model, tokenizer = model_class.from_pretrained(penalized, **given).eval(), AutoTokenizer.from_pretrained(penalized)
+    inputs = tokenizer("<s>" + TEXT * 3, return_tensors="pt", return_token_type_ids=False)
+    whole = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    expected = tokenizer.decode(whole[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert text_of(tmp_path, "--model", penalized, *command) == expected
+    assert text_of(tmp_path, "--model", llama, *command) != expected  # the control: penalties do something
+
+
+def write_prompts(path, texts):
+    path.write_text("".join(json.dumps({"chat": {"user": text}}) + "\n" for text in texts))
+    return ["--prompts", path, "--prompt-field", "chat.user", "--max-new-tokens", 6, "--segment-length", 16]
+
+
+def test_each_prompt_has_the_answer_that_it_has_by_itself(llama, tmp_path):
+    texts, book, answers = ["What is the", "The grass", TEXT], tmp_path / "book.txt", tmp_path / "answers.jsonl"
+    book.write_text(TEXT)
+    sampling = ["--temperature", 1, "--seed", 3, "--prompt-file", book]
+    command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", texts), *sampling, "--answers", answers]
+    assert run(*command).exit_code == 0
+    records = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [(record["line"], record["prompt"]) for record in records] == list(enumerate(texts, 1))
+    for record in records:
+        alone = ["--model", llama, "--prompt", record["prompt"], *command[6:10], *sampling]
+        assert record["text"] == text_of(tmp_path, *alone)
+    assert len({record["text"] for record in records}) > 1
+    written = answers.read_text()
+    assert run(*command).exit_code == 0 and answers.read_text() == written  # nothing is left to do
+
+
+def test_a_stopped_run_loses_no_answer(llama, tmp_path, monkeypatch):
+    """The file has each answer as soon as it is written, and the next run goes on after the last complete one."""
+    answers, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
+    command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What", "The sky", "blue"])]
+    assert run(*command, "--answers", whole).exit_code == 0
+    asked, answer = [], condense.cli_generate._answer
+
+    def fails(model, tokenizer, text, *others):
+        asked.append(text)
+        if len(asked) == 3:
+            raise RuntimeError("the machine is switched off")
+        return answer(model, tokenizer, text, *others)
+
+    monkeypatch.setattr("condense.cli_generate._answer", fails)
+    with pytest.raises(RuntimeError, match="switched off"):
+        run(*command, "--answers", answers)
+    assert len(answers.read_text().splitlines()) == 2
+    with answers.open("a") as file:
+        file.write('{"line": 3, "pro')  # torn
+    assert run(*command, "--answers", answers).exit_code == 0
+    assert asked == ["The grass", "What", "The sky", "The sky", "blue"]
+
+    def texts(path):
+        return [(record["line"], record["text"]) for record in map(json.loads, path.read_text().splitlines())]
+
+    assert texts(answers) == texts(whole)
+
+
+def test_a_file_of_other_answers_is_refused_and_kept(llama, tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What"])]
+    assert run(*command, "--answers", answers).exit_code == 0
+    written = answers.read_text()
+    words = "holds something else than answers to these prompts under these options: pass another --answers"
+    assert words in refusal(*command, "--answers", answers, "--temperature", 1)
+    assert words in refusal("--model", llama, *write_prompts(tmp_path / "prompts.jsonl", ["The"]), "--answers", answers)
+    assert answers.read_text() == written
+    for other in ("notes", "notes\n", "[1]\n", '{"line": 1}\n'):
+        answers.write_text(other)
+        assert words in refusal(*command, "--answers", answers)
+        assert answers.read_text() == other
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "holds no prompt: write one JSON object"),
+        (b'{"prompt": "a"}\n{"prompt": ', ":2: broken JSON"),
+        (b'\n["a"]', ":2: list, not a JSON object"),
+        (b'{"text": "a", "id": 1}', ":1: there is no field 'prompt', only 'text', 'id': name the right one by"),
+        (b'{"prompt": ["a"]}', ":1: field 'prompt' is ['a']: write a text"),
+        (b'{"prompt": ""}', ":1: field 'prompt' is '': write a text"),
+        (b'{"prompt": "\\ud800"}', ":1: field 'prompt' is not Unicode"),
+        (b'{"prompt": "\xff"}', ":1: not UTF-8"),
+    ],
+)  # fmt: skip
+def test_lines_without_a_prompt(content, words, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{re.escape(words)}"):
+        read_prompts(path, "prompt")
+
+
+def test_lines_and_fields(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": {"b": "one"}}\r\n\r\n{"a.b": "two\\r\\n", "a": {"b": "no"}}')
+    assert read_prompts(path, "a.b") == [Prompt(1, "one"), Prompt(3, "two\r\n")]
+    assert field_of({"a": {"b": {"c": 1}}}, "a.b.c") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompts", "P"], "needs --answers"),
+        (["--prompts", "P", "--answers", "P"], "is the file of --prompts"),
+        (["--prompts", "P", "--answers", "A", "--prompt", "a"], "--prompt doesn't go with --prompts"),
+        (["--prompts", "P", "--answers", "A", "--report", "R"], "doesn't go with --prompts"),
+        (["--prompts", "nowhere", "--answers", "A"], "nowhere can't be read: No such file"),
+        (["--prompts", "P", "--answers", "nowhere/A"], "there is no folder"),
+        (["--prompt", "a", "--answers", "A"], "needs --prompts"),
+    ],
+)
+def test_options_that_do_not_fit_together(options, words, llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "P").write_text('{"prompt": "a"}')
+    assert words in refusal("--model", llama, *options)
+
+
+def test_a_template_that_drops_the_message(llama, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = "{{ bos_token }}What is the"
+    tokenizer.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path)
+    assert "leaves out the user's message" in refusal("--model", tmp_path, "--prompt", "The grass", "--chat")
+
+
+def test_arguments_that_are_not_utf8(monkeypatch, capsys):
+    command = [sys.executable, "-m", "condense", "generate", "--model", "m", "--prompt", b"caf\xe9"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    expected = "condense: argument caf\\xe9 is not UTF-8: write it in UTF-8"
+    assert done.returncode == 1 and done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1
+    monkeypatch.setattr(sys, "argv", ["condense", "convert", "\udcff", "there"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert "or rename the file or folder that it names." in capsys.readouterr().err

@@ -77,7 +77,9 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
     measured = []
     real = ForkServer.call
     monkeypatch.setattr(ForkServer, "call", lambda self, *given: measured.append(given) or real(self, *given))
-    options = ProfileOptions(config=str(llama), modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2)
+    options = ProfileOptions(
+        configs=[str(llama)], modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2
+    )
     options = replace(options, optimizer=[False, True])
     again = profile(output, options)
     assert len(measured) == 1
@@ -87,7 +89,7 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
 @pytest.mark.usefixtures("without_pictures")
 def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
     options = ProfileOptions(
-        config=str(llama), kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
+        configs=[str(llama)], kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
     )
     measured = profile(tmp_path, options)
     # A window of 128 tokens: it keeps the 127 before the next one.
@@ -105,7 +107,7 @@ def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
         return real(self, case, environment)
 
     monkeypatch.setattr(ForkServer, "call", call)
-    options = ProfileOptions(config=str(llama), modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
+    options = ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
     measured = profile(tmp_path, options)
     folded = measured["points"][::2]
     assert [point["out_of_memory"] for point in measured["points"]] == [False, True, False, True]
@@ -160,12 +162,12 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
-        profile(tmp_path, ProfileOptions(config=str(llama), **{"lengths": [64], **options}))
+        profile(tmp_path, ProfileOptions(configs=[str(llama)], **{"lengths": [64], **options}))
 
 
 def test_a_failing_case_says_why(llama, tmp_path):
     with pytest.raises(RuntimeError, match="segment_length=0"):
-        profile(tmp_path, ProfileOptions(config=str(llama), modes=["prefill"], lengths=[128], segments=[0]))
+        profile(tmp_path, ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[128], segments=[0]))
     done = CliRunner().invoke(condense.cli.app, ["profile", "--output", str(tmp_path)])
     assert isinstance(done.exception, ValueError) and "pass one of the two" in str(done.exception)
 
@@ -187,7 +189,7 @@ def test_ratios_with_an_optimizer_have_their_own_column():
 def test_the_states_of_the_optimizer_are_measured(one_server, llama, tmp_path):
     """Parameters of 64 MiB and more, of which AdamW keeps two moments."""
     options = ProfileOptions(
-        config=str(llama), kinds=["folded"], modes=["training"], lengths=[64], segments=[64], repeats=1,
+        configs=[str(llama)], kinds=["folded"], modes=["training"], lengths=[64], segments=[64], repeats=1,
         vocab_size=2**18, optimizer=[False, True],
     )  # fmt: skip
     without, with_states = profile(tmp_path, options)["points"]

@@ -289,7 +289,8 @@ def train(
         if value is not None and not dry_run:
             raise ValueError(f"{name} {value} needs --dry-run: it changes what is planned, not what is run.")
     from condense.files import check_output_file
-    from condense.training.launch import launch, local_overrides, num_ranks
+    from condense.training.checkpoints.resume import finished
+    from condense.training.launch import how_ranks_ended, launch, local_overrides, num_ranks
     from condense.training.output_lock import check_unlocked
     from condense.training.preflight import check_run
     from condense.training.recipe import load_recipe
@@ -302,15 +303,16 @@ def train(
         quiet()
         resolved = load_recipe(recipe, local_overrides(given))
         check_unlocked(resolved.output)
+        if (said := finished(resolved)) is not None:
+            print(said)
+            return
         check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
         try:
             launch(recipe, given, ranks)
         except subprocess.CalledProcessError as error:
             if error.returncode == STOPPED:
                 raise typer.Exit(STOPPED) from None
-            raise ValueError(
-                f"training ended with exit code {error.returncode}; the ranks' messages are above."
-            ) from None
+            raise ValueError(how_ranks_ended(error.returncode)) from None
         return
     import torch
 

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .families import family_of
 from .modeling import CondenseForCausalLM
+from .source_name import name_as_in_memory
 
 
 def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
@@ -49,4 +50,5 @@ def with_weights_of(
     ):  # a checkpoint may hold both although its config ties them
         made.tie_weights()
     made.generation_config = model.generation_config
+    name_as_in_memory(made, model.config.name_or_path, "converted")
     return made.to(model.device).eval()  # also moves the rotary tables, which are no weights

@@ -13,8 +13,16 @@ import torch
 from torch import nn
 
 from .segmentation import Chunk, UnpaddedBatch
+from .shared_weights import summed_embedding, sums_of
 
 EMBEDDED_TOKENS = 2**13  # at once, padding included: what is embedded exists before it is needed
+
+
+class Embedding(nn.Embedding):
+    def forward(self, ids_x: torch.Tensor) -> torch.Tensor:
+        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+        sums = sums_of(self.weight) if plain else None
+        return super().forward(ids_x) if sums is None else summed_embedding(sums, ids_x, self)
 
 
 class ChunkEmbedder:

@@ -14,7 +14,7 @@ heads, E head dimension, x any size, 1 a broadcast axis.
 """
 
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from .families import family_of
 from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk, on_device
+from .shared_weights import used
 
 # Blocks that a configuration can put into the decoder stack, by the field that holds their settings. A name leads to a
 # class without importing it: the core does not load what is built around it.
@@ -65,10 +66,19 @@ class RMSNorm(LlamaRMSNorm):
     gradients it is one operation on a CPU, too."""
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        return self.fused(hidden_RTD) if is_one_operation(hidden_RTD) else super().forward(hidden_RTD)
+        if is_one_operation(hidden_RTD):
+            return self.fused(hidden_RTD)
+        return LlamaRMSNorm.forward(NormAttributes(used(self.weight), self.variance_epsilon), hidden_RTD)
 
     def fused(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden_RTD, self.weight.shape, self.weight, self.variance_epsilon)
+        return F.rms_norm(hidden_RTD, self.weight.shape, used(self.weight), self.variance_epsilon)
+
+
+class NormAttributes(NamedTuple):
+    """What a Llama's norm reads of itself."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
 
 
 def is_one_operation(hidden_RTD: torch.Tensor) -> bool:

@@ -11,8 +11,10 @@ import platform
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from .shared_weights import product_dtype, summed_linear, sums_of
+from .transforms import is_transformed
 
 ONEDNN_MULTIPLICATIONS = 2**26  # from here on oneDNN is faster: docs/results/products
 HAS_ONEDNN = (
@@ -28,6 +30,9 @@ class Linear(nn.Linear):
 
 
 def linear(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    dtype = product_dtype(input_xI, weight_OI)
+    if (sums := sums_of(weight_OI, dtype=dtype)) is not None:
+        return summed_linear(sums, input_xI, weight_OI, bias_O, dtype)
     if _takes_onednn(input_xI, weight_OI):
         return onednn_linear(input_xI, weight_OI, bias_O)
     return F.linear(input_xI, weight_OI, bias_O)
@@ -39,13 +44,7 @@ def _takes_onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
     if not HAS_ONEDNN or input_xI.numel() * len(weight_OI) < ONEDNN_MULTIPLICATIONS:
         return False
     plain = type(input_xI) is torch.Tensor and type(weight_OI) in (nn.Parameter, torch.Tensor)
-    watched = (
-        torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    watched = torch.is_autocast_enabled("cpu") or is_in_torch_dispatch_mode() or is_transformed()
     on_cpu = input_xI.device.type == "cpu" and input_xI.dtype == weight_OI.dtype == torch.float32
     return plain and on_cpu and not watched and torch._C._get_mkldnn_enabled()
 

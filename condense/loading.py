@@ -23,6 +23,7 @@ from .checks import check_tokenizer
 from .configuration import DEPTH_LLAMA, CondenseConfig, check_llama_fields
 from .families import FAMILIES
 from .files import is_lfs_pointer
+from .generation_settings import check_settings
 
 JSON_FILES = (
     "config.json",
@@ -174,6 +175,8 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
     if model_type in REGISTERED_BY:
         importlib.import_module(REGISTERED_BY[model_type])
+    if (settings := found.get("generation_config.json")) is not None:
+        check_settings(settings, folder / "generation_config.json")
     if model_type in CHECKED:
         check_llama_fields(found["config.json"], f"{folder / 'config.json'}: ")
 

@@ -13,11 +13,14 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from .configuration import IGNORE_INDEX
-from .loss_gradient import HeadGradients, head_gradients
+from .loss_gradient import BlockLoss, HeadGradients, head_gradients
 from .segmentation import Chunk, UnpaddedBatch, on_device
+from .shared_weights import for_recomputation
 
 MAX_LOGITS = 2**26  # per block: 256 MiB in float32
 
@@ -82,12 +85,47 @@ def cross_entropy_sum(
     """
     total = hidden_nD.new_zeros((), dtype=_dtype(hidden_nD))
     recompute = recompute and vocab_size > hidden_nD.shape[-1]
+    block_loss: BlockLoss = partial(_block_loss, dtype=total.dtype)
+    if recompute:
+        block_loss = recomputed(block_loss, head)
     for hidden, target in _blocks(hidden_nD, target_n, vocab_size):
-        arguments = head, hidden, target, total.dtype
-        total = total + (
-            checkpoint(_block_loss, *arguments, use_reentrant=False) if recompute else _block_loss(*arguments)
-        )
+        total = total + block_loss(head, hidden, target)
     return total
+
+
+def recomputed(block_loss: BlockLoss, head: Callable) -> BlockLoss:
+    """The loss of a block, whose logits the backward pass computes again, with the weights of the forward pass.
+
+    torch.func does not support checkpoints: within it, logits are kept.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return block_loss
+    module = head if isinstance(head, nn.Module) else None
+    weights: dict[str, torch.Tensor] = {} if module is None else dict(module.named_parameters())
+
+    def with_weights(hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
+        if module is None or all(one is weights[name] for name, one in module.named_parameters()):
+            return block_loss(head, hidden_nD, target_n)
+        return block_loss(partial(functional_call, module, weights), hidden_nD, target_n)
+
+    def checkpointed(_, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
+        watched_nD = _WithWeights.apply(hidden_nD, *weights.values())
+        return checkpoint(for_recomputation(with_weights), watched_nD, target_n, use_reentrant=False)
+
+    return checkpointed
+
+
+class _WithWeights(torch.autograd.Function):
+    """The hidden states. Autograd then refuses a backward pass after the weights have changed."""
+
+    @staticmethod
+    def forward(ctx, hidden_nD: torch.Tensor, *weights: torch.Tensor):
+        ctx.save_for_backward(*weights)
+        return hidden_nD.view_as(hidden_nD)
+
+    @staticmethod
+    def backward(ctx, gradient_nD):
+        return gradient_nD, *[None] * len(ctx.saved_tensors)
 
 
 def cross_entropy_at_once(

@@ -12,16 +12,17 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from .execution.stacking import has_hooks
 from .linear import Linear, linear
+from .shared_weights import sum_dtype
+from .transforms import is_transformed
 
 BlockLoss = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]  # of a head, hidden states and targets
 
 
 class HeadGradients:
-    """The gradients of a head's weights, summed over the chunks of one call.
+    """The gradients of a head's weights, summed in float32 over the chunks of one call.
 
     `chunk_loss` is called for every chunk, and `total` once, with all of their losses: another use of a chunk's loss
     has wrong gradients. There are no second derivatives: a backward pass with `create_graph=True` is refused.
@@ -54,7 +55,9 @@ class HeadGradients:
             gradients = list(torch.autograd.grad(loss, wanted)) if wanted else []
         of_hidden_nD = gradients.pop() if leaf_nD.requires_grad else None
         if self.sums:
-            torch._foreach_add_(self.sums, gradients)
+            self.sums = [total.to(sum_dtype(total.dtype)) for total in self.sums]
+            for total, gradient in zip(self.sums, gradients, strict=True):
+                total.add_(gradient)
         else:
             self.sums = gradients
         return loss.detach(), of_hidden_nD
@@ -64,12 +67,7 @@ def head_gradients(head: Callable) -> HeadGradients | None:
     """None for a head whose gradients autograd must compute itself: one that is no plain linear map or has hooks of its
     own, in float16, whose loss is scaled before numbers are rounded, under autocast, which would keep a cast weight for
     each call, under torch.compile and within torch.func."""
-    watched = (
-        torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
-    if watched or not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Linear):
+    if is_transformed() or not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Linear):
         return None
     if "forward" in head.__dict__ or has_hooks(head):
         return None
@@ -92,7 +90,12 @@ class _ChunkLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         _check_first_derivative()
-        return None, None, None, *(None if one is None else _scaled(one, factor) for one in ctx.saved_tensors)
+        return (
+            None,
+            None,
+            None,
+            *(None if one is None else _scaled(one, factor, one.dtype) for one in ctx.saved_tensors),
+        )
 
 
 class _Total(torch.autograd.Function):
@@ -100,7 +103,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gradients: HeadGradients, num_losses: int, *tensors):
-        ctx.num_losses = num_losses
+        ctx.num_losses, ctx.dtypes = num_losses, [weight.dtype for weight in gradients.weights]
         ctx.save_for_backward(*gradients.sums)
         gradients.sums = []
         return torch.stack(tensors[:num_losses]).sum()
@@ -108,15 +111,16 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         _check_first_derivative()
-        return None, None, *[factor] * ctx.num_losses, *(_scaled(one, factor) for one in ctx.saved_tensors)
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, *[factor] * ctx.num_losses, *(_scaled(one, factor, dtype) for one, dtype in pairs)
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The product, rounded once and without a copy in the factor's dtype: CUDA rounds a number without a dimension to
-    the dtype of the tensor that it multiplies, and one with a dimension not."""
-    if not gradient.is_cuda:
-        return gradient * factor
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product, rounded once: CUDA rounds a number without a dimension to the dtype of the tensor that it
+    multiplies, and one with a dimension not."""
+    if gradient.is_cuda or gradient.dtype != dtype:
+        return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
+    return gradient * factor
 
 
 def _linear(weights: Mapping[str, torch.Tensor], hidden_nD: torch.Tensor) -> torch.Tensor:

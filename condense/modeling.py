@@ -14,23 +14,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .call import Call
 from .checks import check_attention_name, check_input, check_unused, real_tokens
-from .configuration import OWN_ATTENTION, CondenseConfig
-from .control import check_control_of_prompt, control_of_columns, zero_control
-from .durations import Timeline, durations_for_generation, durations_of_columns
-from .embedding import ChunkEmbedder
+from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
+from .control import zero_control
+from .durations import Timeline
+from .embedding import ChunkEmbedder, Embedding
 from .evaluations import EvaluationCounts
 from .execution import make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction, offload_checkpoint
 from .execution.executor import ChunkOutput, OutputFunction
-from .execution.static_decoding import can_decode, decode
+from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .files import use_default_mode
+from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import HiddenStateAccumulator, LayerOutputs
 from .layers import DecoderBlock, RMSNorm, decoder_stack
 from .linear import Linear
@@ -38,8 +39,9 @@ from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
-from .recording import CROP_TOKENS
 from .segmentation import Chunk, UnpaddedBatch
+from .shared_weights import share_weights
+from .source_name import check_name, name_as_in_memory
 
 
 class CondensePreTrainedModel(PreTrainedModel):
@@ -58,17 +60,21 @@ class CondensePreTrainedModel(PreTrainedModel):
 
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
         of another shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns the
-        report and leaves the judgement to the caller.
+        report and leaves the judgement to the caller. A model that was folded now has a name that other libraries can't
+        load: see `source_name`.
         """
         source = pretrained_model_name_or_path
         if options.pop("output_loading_info", False):
-            return super().from_pretrained(source, *model_args, output_loading_info=True, **options)
+            model, report = super().from_pretrained(source, *model_args, output_loading_info=True, **options)
+            check_name(model, source, options)
+            return model, report
         ignore_shapes = options.pop("ignore_mismatched_sizes", False)
         with without_load_report():
             model, report = super().from_pretrained(
                 source, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
         check_loading_report(source, report, ignore_shapes)
+        check_name(model, source, options)
         return model
 
     def save_pretrained(self, save_directory, *arguments, **options):
@@ -78,12 +84,23 @@ class CondensePreTrainedModel(PreTrainedModel):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """The implementation to use: "auto" if none is requested."""
-        check_attention_name(requested_attention or "auto")
+        if (
+            requested_attention or "auto"
+        ) not in ATTENTION_IMPLEMENTATIONS:  # in transformers' words, which callers know
+            known = ", ".join(ATTENTION_IMPLEMENTATIONS)
+            raise ValueError(
+                f'Specified `attn_implementation="{requested_attention}"` is not supported: choose one of {known}.'
+            )
         if requested_attention is None or requested_attention in OWN_ATTENTION:
             return requested_attention or "auto"
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
+        if (every := kwargs.get("every_n_layers", 1)) != 1:
+            raise ValueError(
+                f"every_n_layers={every}: a folded model checkpoints segments with all of their layers. Leave it out; "
+                "checkpoint_segments=k in the options computes k segments again at once."
+            )
         if isinstance(gradient_checkpointing_func, partial):
             function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
             if keywords.get("use_reentrant"):
@@ -110,12 +127,18 @@ class CondenseModel(CondensePreTrainedModel):
         super().__init__(config)
         config.check()  # fields may have been set one by one since the config was made
         check_attention_name(config._attn_implementation)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing, self.checkpoint_segments = False, 1
         self.post_init()
+
+    @property
+    def layers_in_use(self) -> nn.ModuleList:
+        """All layers, or fewer while drafts of an early exit have set `config.num_hidden_layers`."""
+        number = self.config.num_hidden_layers
+        return self.layers if number == len(self.layers) else self.layers[:number]
 
     def forward(
         self,
@@ -144,7 +167,7 @@ class CondenseModel(CondensePreTrainedModel):
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
-        if (documents := find_documents(given)) is not None:
+        if (documents := find_documents(given | unused)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids)
@@ -186,11 +209,15 @@ class CondenseModel(CondensePreTrainedModel):
         `hidden_RTD` is the output of the final norm. `root` is the model that was called: this one, or one around it.
         """
         inputs, batch, cache = call.inputs, call.batch, call.cache
-        state = TransientState.empty(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
+        state: RecurrentState = TransientState.empty(batch.batch_size, self.config)
+        if cache is not None:
+            cache.check_weights(self.norm.weight.dtype, self.norm.weight.device)
+            state = cache.start(batch.batch_size)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
         segments = call.checkpoint_segments if checkpointing else None
-        schedule = schedule_for(root, self.layers, batch.lengths, state, segments, timeline is not None)
+        layers = self.layers_in_use
+        schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None)
         state.timeline = timeline  # all checks are done: the state may change
 
         def normalize_and_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
@@ -212,13 +239,14 @@ class CondenseModel(CondensePreTrainedModel):
         )
         embed = ChunkEmbedder(self.embed_tokens, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
         executor = make_executor(
-            schedule, self.layers, state, embed, normalize_and_output, call.checkpoint_function,
+            schedule, layers, state, embed, normalize_and_output, call.checkpoint_function,
             call.checkpoint_segments,
         )  # fmt: skip
         outputs: list[ChunkOutput] = []
-        for chunk in state.positions.chunks(batch.lengths):
-            outputs += executor.submit(metadata.build(chunk))
-        return outputs + executor.finish()
+        with share_weights(root if checkpointing else None):
+            for chunk in state.positions.chunks(batch.lengths):
+                outputs += executor.submit(metadata.build(chunk))
+            return outputs + executor.finish()
 
     def _checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
         """The function of gradient checkpointing; None where it is off."""
@@ -234,7 +262,7 @@ class CondenseModel(CondensePreTrainedModel):
         """The timeline of the call, and its durations [B, N] on the host; both None if there are no durations."""
         timeline = state.timeline
         if durations is not None and timeline is None:
-            timeline = Timeline(state.positions, self.config.position_anchor)
+            timeline = Timeline(state.positions, self.config.position_anchor, self.config.scaled_from)
         if timeline is None:
             return None, None
         durations_BN = timeline.known_durations(durations, batch)
@@ -275,9 +303,10 @@ class CondenseModel(CondensePreTrainedModel):
             raise ValueError(f"layers {first} to {end}: choose 0 <= first < end <= {len(self.layers)}.")
         self.layers = nn.ModuleList([*self.layers[:first], block, *self.layers[end:]])
         self.config.num_hidden_layers = len(self.layers)
+        name_as_in_memory(self, self.config.name_or_path, "changed")
 
 
-class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
+class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
     """A Llama in which every layer stores its output for the last segment and attends to it in the next.
 
     Any Llama checkpoint loads as it is:
@@ -291,8 +320,12 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
     _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
+    # True: Trainer's evaluation gets all logits with the loss, for its metrics, as of a Llama. False: it does not, so
+    # that the logits of long texts are never all in memory.
+    logits_in_evaluation = True
     # True: new tokens run with static shapes, on CUDA as a graph; "compiled": as compiled code, too. See
     # execution/static_decoding.py.
     fixed_decoding: bool | str = False
@@ -335,11 +368,12 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
 
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
         labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
-        logits are returned with it only if `logits_to_keep` requests them. The sums of the chunks are in
+        logits are returned with it only if `logits_to_keep` requests them, or in evaluation by Trainer, which passes
+        `num_items_in_batch` without gradients, unless `logits_in_evaluation` is False. The sums of the chunks are in
         `segment_losses`. Its gradients are computed with it, and then it has no second derivatives: not where gradients
         are disabled, under gradient checkpointing, and with a head that has hooks or is no plain linear map.
 
-        logits_to_keep: None for all logits (none with labels), 0 for all, k for the last k columns.
+        logits_to_keep: None for all logits (with labels: see there), 0 for all, k for the last k columns.
 
         use_cache: return the state as `past_key_values`; by default `config.use_cache`, and False in training or with
         labels.
@@ -359,16 +393,19 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
-        if (documents := find_documents(given | more)) is not None:
+        if (documents := find_documents(given | more | unused)) is not None:
             output = self._forward_documents(documents, given, more | unused)
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids)
+        evaluation = labels is not None and not (self.training or torch.is_grad_enabled())
+        if evaluation and num_items_in_batch is not None and self.logits_in_evaluation:
+            logits_to_keep = logits_to_keep or 0
         call = self.model.prepare_call(given, labels, logits_to_keep)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if self.fixed_decoding and labels is None and durations is None and not output_hidden_states:
+        if input_ids is not None and labels is None and durations is None and not output_hidden_states:
             cache = call.cache
-            if cache is not None and input_ids is not None and can_decode(self, cache, call.batch):
+            if cache is not None and fixed_decoding_of(self, cache) and can_decode(self, cache, call.batch):
                 output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
                 return output if return_dict is not False else output.to_tuple()
         previous_BD = call.previous_last_hidden(self.model.norm.weight, self.config.hidden_size)
@@ -394,95 +431,3 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
         output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
         output.function_evaluations = read.function_evaluations
         return output
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids,
-        next_sequence_length=None,
-        past_key_values=None,
-        is_first_iteration=False,
-        new_token_duration: Any = None,
-        **kwargs,
-    ):
-        """As in transformers. The first call of assisted decoding also leaves out the tokens that the cache has.
-
-        `generate` takes `new_token_duration` beside the arguments of `forward`: the duration of each generated token, 1
-        by default, or a function from the generation step, counted from 0, to one duration for all texts or one for
-        each, [B]. It depends on the step alone: drafts of assisted decoding ask for a step several times. `durations`
-        [B, N] are then those of the prompt, 1 by default; with a cache of an earlier call, of the whole text.
-        """
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if is_first_iteration and next_sequence_length is None and 0 < seen < input_ids.shape[1]:
-            next_sequence_length = input_ids.shape[1] - seen
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-        if (control := inputs.get("control")) is not None:
-            inputs["control"] = control_of_columns(control, seen, given.shape[1])
-        if new_token_duration is not None:  # with durations of the prompt: `_prepare_cache_for_generation`
-            inputs["durations"] = durations_of_columns(kwargs["durations"], new_token_duration, seen, given.shape[1])
-        return inputs
-
-    def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
-        """As in transformers. Another model, or one of other tokens, drafts without durations."""
-        if not isinstance(assistant_model, CondenseForCausalLM) or assistant_tokenizer is not None:
-            timed = ("durations", "new_token_duration")
-            model_kwargs = {name: value for name, value in model_kwargs.items() if name not in timed}
-        return super()._get_candidate_generator(
-            model_kwargs=model_kwargs,
-            assistant_model=assistant_model,
-            assistant_tokenizer=assistant_tokenizer,
-            **options,
-        )
-
-    def _assisted_decoding(self, *arguments, **options):
-        try:
-            return super()._assisted_decoding(*arguments, **options)
-        finally:
-            if isinstance(cache := options.get("past_key_values"), FoldedCache):
-                cache.deactivate_past_recording()
-
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
-    ) -> None:
-        if (generation_config.prompt_lookup_num_tokens or 0) > CROP_TOKENS:
-            raise ValueError(
-                f"prompt_lookup_num_tokens={generation_config.prompt_lookup_num_tokens}: a FoldedCache can remove the "
-                f"last {CROP_TOKENS} tokens. Choose a smaller number."
-            )
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}: a folded model always keeps a "
-                "FoldedCache, whose size is constant. Leave the option out."
-            )
-        if generation_config.use_cache is False:
-            raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
-        check_control_of_prompt(model_kwargs)
-        rows_per_text = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        timed = durations_for_generation(model_kwargs, batch_size, rows_per_text, generation_config.is_assistant)
-        if timed:
-            _check_timed_generation(generation_config)
-            model_kwargs.update(timed)
-        if model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = FoldedCache(self.config)
-        if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens
-            model_kwargs["past_key_values"].activate_past_recording()
-
-
-def _check_timed_generation(generation_config) -> None:
-    """Raises `ValueError` for options of `generate` that read other tokens than those that durations are given for."""
-    if generation_config.guidance_scale not in (None, 1):
-        raise ValueError(
-            f"guidance_scale={generation_config.guidance_scale} reads a second text, which has no durations: leave it "
-            "out, or durations and new_token_duration."
-        )
-    if generation_config.token_healing:
-        raise ValueError(
-            "token_healing=True changes the end of the prompt, and its durations would no longer fit: leave it out, or "
-            "durations and new_token_duration."
-        )

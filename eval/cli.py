@@ -4,6 +4,7 @@ The commands of the evaluations and of the experiments get their flags from the 
 """
 
 import inspect
+import os
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -29,6 +30,7 @@ from .options import ATTENTION_HELP, Options, from_command_line, parameters
 from .tasks import find_task
 from .tasks import run_task as measure_task
 from .tasks.options import (
+    AnswersOptions,
     AttentionOptions,
     FactsOptions,
     PasskeyOptions,
@@ -59,8 +61,11 @@ SCORING = ("evaluate", "rouge-score", "sentencex")  # the last two score summari
 
 def quiet() -> None:
     """Hides the notices and progress bars of the libraries, so that those of the command remain."""
+    import torch
     from transformers.utils import logging
 
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns where it finds that out by itself
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
@@ -213,6 +218,7 @@ facts = command(FactsOptions, partial(run_task, "facts"), "eval facts")
 recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization")
+answers = command(AnswersOptions, partial(run_task, "answers"), "eval answers")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite")
 healing = command(HealingOptions, partial(run_study, "condense.eval.healing.study:Healing"), "eval healing")
 ingredients = command(
@@ -226,7 +232,7 @@ profile = command(ProfileOptions, run_profile, "profile")
 probe = command(ProbeOptions, run_probe, "probe", PROBE_NAME)
 depth = command(DepthOptions, run_depth, "depth", DEPTH_NAME)
 ablate = command(AblationOptions, run_ablation, "ablate", ABLATION_NAME)
-for evaluation in (passkey, facts, recall, perplexity, summarization, suite, healing, memory, ingredients):
+for evaluation in (passkey, facts, recall, perplexity, summarization, answers, suite, healing, memory, ingredients):
     evaluations.command()(evaluation)
 
 

@@ -25,7 +25,7 @@ def state_bytes(state: Any) -> int:
     capacity: dict[int, int] = {}
     for tensor in (tensor for tensor in _tensors(state, set()) if tensor.dim()):
         storage = tensor.untyped_storage()
-        held.setdefault(storage.data_ptr(), {})[tensor.storage_offset(), tensor.nbytes] = tensor.nbytes
+        held.setdefault(storage.data_ptr(), {})[int(tensor.storage_offset()), tensor.nbytes] = tensor.nbytes
         capacity[storage.data_ptr()] = storage.nbytes()
     return sum(min(sum(views.values()), capacity[place]) for place, views in held.items())
 

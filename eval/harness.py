@@ -1,9 +1,12 @@
-"""Folded models in lm-evaluation-harness, as its model `condense`; stock models are its own `hf`.
+"""Folded models in lm-evaluation-harness, as its model `condense`; stock models are its own `hf`, or `stock`.
 
     condense eval harness --model condense --model_args pretrained=FOLDER --tasks ruler
 
-is the harness's own command line with one more model. Tokens, prompts, generation and its stopping are those of
-`hf`. The model reads each context once, chunk by chunk, and scores all continuations of the context from the state
+is the harness's own command line with two more models. Tokens, prompts and stopping are those of `hf`; how tokens are
+chosen is what the task says, while `hf` obeys the checkpoint's `generation_config.json` too. `stock` takes any causal
+model of transformers and differs from `hf` in this, and in rows and lengths of models without positions.
+
+A folded model reads each context once, chunk by chunk, and scores all continuations of the context from the state
 that results; it reads a document of any length as one text. Logits are computed for scored tokens alone, and for the
 tokens of one call at a time.
 
@@ -39,6 +42,8 @@ from condense.configuration import IGNORE_INDEX
 from condense.loading import check_source
 from condense.prefill import TOKENS_PER_CALL, columns_per_call, prefill_calls
 
+from .decoding import decodes_together, max_positions, neutral_decoding
+
 # The harness cuts texts to the longest text of its model. A folded model has no longest text; max_position_embeddings
 # in its config belongs to the Llama that was folded. No text is as long as this, and nothing is allocated by it.
 ANY_LENGTH = 2**40
@@ -48,11 +53,48 @@ Tokens = Sequence[int]
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts (none in a rolling window), context, continuation
 
 
+@register_model("stock")
+class StockLM(HFLM):
+    """The harness's `hf` without the wishes of the checkpoint; its texts are as long as the model has positions.
+
+    Takes the arguments of `hf`. `device` is the GPU if there is one.
+    """
+
+    def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
+        super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+
+    @property
+    def max_length(self) -> int:
+        known = max_positions(self.config)
+        return self._max_length or (ANY_LENGTH if known is None else super().max_length)
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        if requests is None and self.max_length == ANY_LENGTH:
+            raise ValueError(
+                "batch_size=auto needs a longest text, and the model has none: pass max_length, or a number."
+            )
+        return super()._detect_batch_size(requests, pos)
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
+        with neutral_decoding(self.model):
+            if len(context) == 1 or decodes_together(self.model):
+                return super()._model_generate(context, max_length, stop, **options)
+            num_new = max_length - context.shape[1]
+            written = list[torch.Tensor]()
+            mask_BN = options.pop("attention_mask")
+            for ids_N, mask_N in zip(context, mask_BN.bool(), strict=True):
+                row_1n = ids_N[mask_N][None]
+                given = options | {"attention_mask": torch.ones_like(row_1n)}
+                output_1n = super()._model_generate(row_1n, row_1n.shape[1] + num_new, stop, **given)
+                written.append(output_1n[0, row_1n.shape[1] :])
+        return torch.cat([context, pad_sequence(written, True, self.tokenizer.pad_token_id)], dim=1)
+
+
 @register_model("condense")
-class CondenseLM(HFLM):
+class CondenseLM(StockLM):
     """Takes the arguments of the harness's `hf`, and a `CondenseForCausalLM` or its folder as `pretrained`.
 
-    `device` is the GPU if there is one. `max_length` cuts texts to their last `max_length` tokens, for comparison with
+    `max_length` cuts texts to their last `max_length` tokens, for comparison with
     models that have a longest text; by default no text is cut. Log-softmaxes are taken in float32 (or `softmax_dtype`)
     also where the model is in half precision.
 
@@ -62,15 +104,15 @@ class CondenseLM(HFLM):
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
         if isinstance(pretrained, str):
             check_source(pretrained)
-        super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+        super().__init__(pretrained, device, **options)
         check_tokenizer(self.model.config, self.tokenizer)
         self.tokenizer.model_max_length = ANY_LENGTH  # that of the Llama would make `truncation` cut questions
 
     def _get_backend(self, config: Any, backend: str = "default", trust_remote_code: bool | None = False) -> None:
         if config.model_type != CondenseConfig.model_type:
             raise ValueError(
-                f"a model of type {config.model_type!r} is not folded: run it as --model hf, or fold it first with "
-                "condense convert."
+                f"a model of type {config.model_type!r} is not folded: run it as --model stock, or fold it first "
+                "with condense convert."
             )
         super()._get_backend(config, "causal", trust_remote_code)
 

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
 import condense.depth  # noqa: F401  registers folded models and those with a depth block with the Auto classes
-from condense.cache import FoldedCache
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
+
+from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts, state_bytes
 
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
 PREFILL_TOKENS = 8192  # columns of a prompt in one call: the memory beside the state does not grow with the prompt
@@ -161,10 +163,33 @@ def load_models(
 
 
 @torch.no_grad()
-def generate(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> tuple[Any, Any]:
-    """The tokens [B, N + new] of the model's own `generate`, and its cache. Long prompts are read in chunks."""
-    if input_ids.shape[1] > PREFILL_TOKENS:
+def generate(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, int]:
+    """The tokens [B, N + new] of the model's own `generate`, and the bytes of the state of all rows at the end.
+
+    Nothing but `options` says how tokens are chosen: see `neutral_decoding`. Long prompts are read in chunks. Rows that
+    have ended are filled up with the padding token.
+    """
+    with neutral_decoding(model):
+        if len(input_ids) == 1 or decodes_together(model):
+            return _generate(model, input_ids, attention_mask, **options)
+        rows = [  # without their padding
+            _generate(model, ids_N[mask_N.bool()][None], mask_N[mask_N.bool()][None], **options)
+            for ids_N, mask_N in zip(input_ids, attention_mask, strict=True)
+        ]
+    pad = options.get("pad_token_id")
+    written = [row_1N[0, int(mask_N.sum()) :] for (row_1N, _), mask_N in zip(rows, attention_mask, strict=True)]
+    new_BN = pad_sequence(written, batch_first=True, padding_value=0 if pad is None else pad)
+    return torch.cat([input_ids.to(new_BN.device), new_BN], dim=1), sum(num_bytes for _, num_bytes in rows)
+
+
+def _generate(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, int]:
+    if input_ids.shape[1] > PREFILL_TOKENS and reads_in_parts(model):
         options["prefill_chunk_size"] = columns_per_call(model, PREFILL_TOKENS)
+    before = held_by_modules(model)
     output = model.generate(
         input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
@@ -172,17 +197,10 @@ def generate(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, 
         logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
         **options,
     )
-    return output.sequences, output.past_key_values
+    return output.sequences, state_bytes(output.past_key_values) + bytes_since(before, model)
 
 
 def rows_per_batch(evaluated: EvaluatedModel, num_tokens: int) -> int:
     """Rows of prompts of this length: a stock model keeps whole prompts, a folded one the columns of one call."""
     columns = num_tokens if evaluated.segment_length is None else min(num_tokens, PREFILL_TOKENS)
     return max(1, TOKENS_PER_BATCH // columns)
-
-
-def state_bytes(cache: Any) -> int:
-    """The bytes of the state that a model has after a text."""
-    if isinstance(cache, FoldedCache):
-        return cache.num_bytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)

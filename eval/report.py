@@ -7,7 +7,6 @@ which needs no other file.
 
 import base64
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -18,8 +17,10 @@ from condense.files import check_not_linked, read_text
 
 from .autoregressivity.experiments import shown_by as shown_by_ablation
 from .depth.experiments import find_experiment
-from .results import Table, picture
+from .overview import Overview, own_figures, own_results, own_tables, read_harness
+from .results import Table, write_results
 from .tasks import TASKS
+from .training_report import read_run, runs_table, write_training
 
 SHOWN_BY = TASKS | {
     "healing": "condense.eval.healing.study:Healing",
@@ -45,6 +46,7 @@ ABOUT = {
     "summarization": "Summaries that the models write, against the references.",
     "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
     "text before.",
+    "answers": "Prompts of your own, answered by the model's own greedy decoding.",
     "suite": "Benchmarks of long text, as lm-evaluation-harness has them. Where a benchmark makes its texts, it makes "
     "them at each length; else a length holds the texts of more than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
@@ -61,7 +63,11 @@ ABOUT = {
     "segment.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
     "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
-    "training": "Logged while training.",
+    "training": "Logged while training; training.csv and training.json beside this page have every logged line. Where "
+    "memory helps, later segments have a smaller loss. The speed is that of all ranks, memory that of the first one.",
+    "harness": "Scores as lm-evaluation-harness wrote them.",
+    "overview": "One figure or a few of each model and task; the sections below have the details. Losses of models "
+    "with different tokenizers can't be compared. overview.csv and overview.json beside this page hold the same.",
 }
 
 
@@ -85,19 +91,22 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: pass one that holds results.")
     path = folder / "report.html"
-    check_not_linked(path, folder / "training.png", folder / "training.svg")
+    check_not_linked(path, *folder.glob("training*.*"), *folder.glob("overview.*"))
     skipped: dict[str, str] = {}
-    sections = []
+    sections, overview = [], Overview()
     for found in (
         found
         for kind in (*SHOWN_BY, "probe_*", "depth_*", "ablation", "ablation_*")
         for found in _files(folder, f"{kind}.json", skipped)
     ):
         try:
-            sections.append(_measured(found, folder, skipped))
+            sections.append(_measured(found, folder, overview, skipped))
         except Exception as error:  # a file of another program can be wrong in any way
             skipped[str(found.relative_to(folder))] = _why(error)
+    sections += _others(folder, overview, skipped)
     sections += _training(folder, skipped)
+    if overview.figures:
+        sections.insert(0, _overview(folder, overview, skipped))
     left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
         wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME", "depth_NAME", "ablation_NAME"))
@@ -135,7 +144,7 @@ def _why(error: Exception) -> str:
     return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
-def _measured(path: Path, folder: Path, skipped: dict[str, str]) -> Section:
+def _measured(path: Path, folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
     """The section of a result of this package."""
     kind = path.stem
     results = json.loads(read_text(path))
@@ -153,9 +162,54 @@ def _measured(path: Path, folder: Path, skipped: dict[str, str]) -> Section:
     else:
         shown_by = resolve_name(SHOWN_BY[kind])
     pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
-    return Section(
-        _title(kind, path, folder), results.get("about") or ABOUT[kind], shown_by.tables(results), pictures, results
-    )
+    about, tables = results.get("about") or ABOUT[kind], shown_by.tables(results)
+    figures = shown_by.overview(results) if hasattr(shown_by, "overview") else []
+    models = results.get("models") if figures else ()
+    overview.add(str(path.relative_to(folder)), figures, models or ())
+    return Section(_title(kind, path, folder), about, tables, pictures, results)
+
+
+def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[Section]:
+    """The sections of evaluations of the user's own, and of results of lm-evaluation-harness."""
+    sections = []
+    for path in own_results(_files(folder, "*.records.jsonl", skipped), SHOWN_BY):
+        result = str(path.relative_to(folder))
+        try:
+            if linked := [file for file in (path, path.with_suffix(".csv")) if file.is_symlink()]:
+                raise ValueError(f"{linked[0].name} is a link")
+            results = json.loads(read_text(path))
+            if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys():
+                raise ValueError("no result of a condense command")
+            figures, tables = own_figures(results), own_tables(path)
+            pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
+            about = results.get("about") or "An evaluation of your own."
+            sections.append(Section(_title(path.stem, path, folder), about, tables, pictures, results))
+            overview.add(result, figures, results.get("models") or ())
+        except Exception as error:
+            skipped[result] = _why(error)
+    tables = []
+    for path in _files(folder, "results_*.json", skipped):  # the newest of a folder comes last
+        result = str(path.relative_to(folder))
+        try:
+            run = read_harness(path)
+            name = overview.names.get(run.source, Path(run.source).name)
+            tables.append(run.table(name))
+            overview.add(result, run.figures(name))
+            if run.grouped:
+                overview.left_out[f"{result}: {', '.join(sorted(run.grouped))}"] = "stand for themselves in the section"
+        except Exception as error:
+            skipped[result] = _why(error)
+    if tables:
+        sections.append(Section("lm-evaluation-harness", ABOUT["harness"], tables, [], {}))
+    return sections
+
+
+def _overview(folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
+    """The first section; its figures are in overview.json and overview.csv too."""
+    overview.left_out |= skipped
+    results = {"kind": "overview", "figures": overview.records(), "left_out": overview.left_out}
+    write_results(folder / "overview", results, overview.records())
+    return Section("overview", ABOUT["overview"], overview.tables(), [], {})
 
 
 def _pictures(path: Path, folder: Path, skipped: dict[str, str]) -> list[Path]:
@@ -174,78 +228,14 @@ def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
     runs = []
     for path in _files(folder, "log.jsonl", skipped):
         try:
-            if run := _read_run(path, folder):
+            if run := read_run(path, folder):
                 runs.append(run)
         except Exception as error:
             skipped[str(path.relative_to(folder))] = _why(error)
     if not runs:
         return []
-    _draw_curves(runs, folder / "training")
-    titles = {
-        "name": "run",
-        "steps": "steps",
-        "segments": "longest text [segments]",
-        "loss": "loss, mean of the last ten lines",
-        "validation": "last validation loss",
-        "reference": "the paper's validation loss",
-        "accuracy": "right answers in validation",
-    }
-    shown = [name for name in titles if any(run[name] != "" for run in runs)]
-    columns, rows = [titles[name] for name in shown], [[run[name] for name in shown] for run in runs]
-    curves = _embed(folder / "training.png")
-    return [Section("training", ABOUT["training"], [Table("runs", columns, rows)], [curves], {})]
-
-
-def _read_run(path: Path, folder: Path) -> dict[str, Any] | None:
-    """The fields of a run for the table and the curves; None where nothing was logged yet."""
-    lines = [json.loads(line) for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
-    losses = [line for line in lines if "loss" in line]
-    if not losses:
-        return None
-    for line in losses:
-        needed = ("step", "loss", "segments" if "segments" in line else "learning_rate")
-        if wrong := [name for name in needed if not isinstance(line.get(name), int | float)]:
-            raise ValueError(f"a line has no number {wrong[0]}")
-    validation: dict[str, float] = next((line for line in reversed(lines) if "eval_loss" in line), {})
-    return {
-        "name": str(path.parent.relative_to(folder)),
-        "lines": losses,
-        "steps": f"{losses[-1]['step']:,}",
-        "loss": f"{sum(line['loss'] for line in losses[-10:]) / len(losses[-10:]):.4f}",
-        "segments": losses[-1].get("segments", ""),
-        "validation": f"{validation['eval_loss']:.4f}" if validation else "",
-        "reference": _reference_loss(path.with_name("recipe.json")),
-        "accuracy": next((f"{share:.1%}" for name, share in validation.items() if name.endswith("_accuracy")), ""),
-    }
-
-
-def _reference_loss(recipe: Path) -> str:
-    """The validation loss that a run's recipe names to compare with; empty where it names none."""
-    if recipe.is_symlink():
-        raise ValueError(f"{recipe.name} beside it is a link")
-    if not recipe.exists():
-        return ""
-    reference = (json.loads(read_text(recipe)).get("evaluation") or {}).get("reference_loss")
-    return "" if reference is None else f"{reference:g}"
-
-
-def _draw_curves(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
-        for run in runs:
-            steps = [line["step"] for line in run["lines"]]
-            left.plot(steps, [line["loss"] for line in run["lines"]], label=run["name"], linewidth=1)
-            if all("segments" in line for line in run["lines"]):
-                right.step(steps, [line["segments"] for line in run["lines"]], label=run["name"], where="post")
-            else:
-                right.plot(steps, [line["learning_rate"] for line in run["lines"]], label=run["name"])
-        left.set_yscale("log")
-        left.set_title("training loss", fontsize=10)
-        grows = any("segments" in run["lines"][0] for run in runs)
-        right.set_title("length of the text [segments]" if grows else "learning rate", fontsize=10)
-        for axes in (left, right):
-            axes.set_xlabel("step")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
+    pictures = [_embed(path) for path in write_training(runs, folder / "training")]
+    return [Section("training", ABOUT["training"], [runs_table(runs)], pictures, {})]
 
 
 def _title(kind: str, path: Path, folder: Path) -> str:

@@ -1,7 +1,8 @@
 """The records of a measurement, written as they are measured: a measurement that was stopped resumes after them.
 
 A file of JSON lines. The first line holds the settings; a start with other settings is refused, so that no result
-mixes two measurements. A line that a kill has cut off is dropped.
+mixes two measurements. Models may be added, since each has records of its own. A line that a kill has cut off is
+dropped.
 """
 
 import json
@@ -35,15 +36,17 @@ class ResultsStore:
     """Records by key: see `open_results_store`. Without a path they are kept in memory alone."""
 
     def __init__(self, path: Path | None, settings: dict[str, Any]):
-        self.path, self.done = path, dict[str, Record]()
+        self.path, self.done, self.num_found = path, dict[str, Record](), 0  # the last: those that the file had
         if path is None:
             return
         settings = json.loads(json.dumps(settings))  # in the form in which the file gives them back
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = _complete_lines(path)
         if lines:
-            _check_same(path, lines[0]["settings"], settings)
+            before = lines[0]["settings"]
+            _check_same(path, before, without_added(before, settings))
             self.done = {_name(line["key"]): line["record"] for line in lines[1:]}
+            self.num_found = len(self.done)
         self.settings = settings
         self._write()
 
@@ -98,6 +101,30 @@ def encode(key: Key, record: Record) -> str:
         ) from error
 
 
+def stored_settings(path: Path) -> dict[str, Any]:
+    """The settings of the records in a file; nothing where there is no file. Raises `ValueError` for a damaged one."""
+    lines = _complete_lines(path)
+    return lines[0]["settings"] if lines else {}
+
+
+def without_added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The settings without what belongs to models that are added to those before: what is compared."""
+    known, given = ([model["name"] for model in found.get("models", ())] for found in (before, now))
+    added = set(given) - set(known)
+    if not added or not set(known) <= set(given):
+        return now
+    found = {
+        field: {name: one for name, one in value.items() if name not in added} if isinstance(value, dict) else value
+        for field, value in now.items()
+    }
+    found["models"] = sorted(
+        (model for model in now["models"] if model["name"] not in added), key=lambda model: known.index(model["name"])
+    )
+    if "chat" in found:
+        found["chat"] = [name for name in found["chat"] if name not in added]
+    return found
+
+
 def _name(key: Key) -> str:
     return json.dumps(key, sort_keys=True)
 
@@ -110,8 +137,11 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
         found = [json.loads(line) for line in lines if line.endswith("\n")]
     except ValueError:
         found = [None]
-    fields = [{"settings"}, *[{"key", "record"}] * len(found)]
-    if not all(isinstance(line, dict) and wanted <= line.keys() for line, wanted in zip(found, fields, strict=False)):
+    fields = [("settings",), *[("key", "record")] * len(found)]
+    if not all(
+        isinstance(line, dict) and all(isinstance(line.get(field), dict) for field in wanted)
+        for line, wanted in zip(found, fields, strict=False)
+    ):
         raise ValueError(f"{path} is damaged, its lines are no records: delete it, or pass another --output.")
     return found
 

@@ -5,7 +5,9 @@ each record when it is there, and in the end the results and their pictures.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -13,6 +15,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tqdm import tqdm
 
+from .overview import Figure
+from .positions import exceeded, positions_exceeded
 from .ranks import Ranks
 from .results import Table, run_metadata, write_results
 from .results_store import Key, Record, ResultsStore, encode, open_results_store
@@ -41,6 +45,23 @@ class Task(ABC, Generic[Item]):
     def key(self, item: Item) -> Key:
         """The name of an item's record: values of JSON, different for each item."""
 
+    def num_tokens(self, item: Item) -> int | None:
+        """The tokens of the longest text that a model reads for an item; None if positions don't matter."""
+        return None
+
+    def model_of(self, item: Any) -> Any:
+        """The `EvaluatedModel` that reads them."""
+        return item.model
+
+    def shown_as(self, item: Any) -> str:
+        """The name under which tables and pictures have what is measured of it."""
+        return self.model_of(item).name
+
+    def positions_exceeded(self, item: Item) -> int | None:
+        """The positions of the model, if its longest text has more tokens."""
+        num_tokens = self.num_tokens(item)
+        return None if num_tokens is None else positions_exceeded(self.model_of(item).config, num_tokens)
+
     @abstractmethod
     def measure(self, item: Item) -> Record:
         """The record: a value of JSON without numbers that are not finite. May run in a process of its own."""
@@ -52,6 +73,11 @@ class Task(ABC, Generic[Item]):
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
         """The fields of KIND.json beside the kind and the metadata of the run."""
         return settings | self.summarise(measured)
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """The figures of each model in the table of models and tasks that a report begins with."""
+        return []
 
     @abstractmethod
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
@@ -76,12 +102,33 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
     where another process measures the same kind in this folder.
     """
     path, settings = output / task.kind, task.settings()
+    marked = exceeded(task)
     with open_results_store(path.with_name(f"{task.kind}.records.jsonl"), settings) as store:
         measured = measure(task, store) if ranks is None else _measure_on_ranks(task, store, settings, ranks)
-        results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
+        with _named_if_damaged(store):
+            results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
+        if marked:
+            results["positions_exceeded"] = marked
+        if figures := task.overview(results):
+            results["overview"] = [asdict(figure) for figure in figures]
         write_results(path, results, task.rows(results))
         task.draw(results, path)
     return results
+
+
+@contextmanager
+def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
+    """Turns what goes wrong with records of a file into one sentence: somebody may have edited them."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if not store.num_found:
+            raise
+        why = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{store.path} holds records of another form ({' '.join(why.split())}): delete it to measure anew, or pass "
+            "another --output."
+        ) from error
 
 
 def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[Item, Record]]:
@@ -92,9 +139,15 @@ def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[I
         for item in bar:
             key = task.key(item)
             bar.set_postfix_str(" ".join(map(str, key.values())))
-            measured.append((item, store.get(key, partial(task.measure, item))))
+            measured.append((item, store.get(key, partial(_record, task, item))))
     store.sort([task.key(item) for item in items])
     return measured
+
+
+def _record(task: Task[Item], item: Item) -> Record:
+    """The record of an item, with the positions of its model if a text is longer."""
+    positions = task.positions_exceeded(item)
+    return task.measure(item) | ({} if positions is None else {"positions_exceeded": positions})
 
 
 def _measure_on_ranks(
@@ -132,7 +185,7 @@ def measure_share(task: Task, ranks: Ranks, pending: Sequence[int], failed: Call
     items = task.items()
     for number in ranks.claims(pending):
         item = items[number]
-        ranks.send(encode(task.key(item), task.measure(item)))
+        ranks.send(encode(task.key(item), _record(task, item)))
         if failed():
             return
     if not ranks.is_first:

@@ -455,7 +455,7 @@ def test_a_checkpoint_with_code_is_not_resumed(models, tmp_path, capsys, no_proc
     torch.save({"module": _RunsCode(tmp_path / "ran")}, checkpoint / "global_step4" / "mp_rank_00_model_states.pt")
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=models["llama"], output=tmp_path / "out"))
     recipe = load_recipe(tmp_path / "recipe.yaml").model_dump(mode="json")
-    marker = {"step": 4, "ranks": 2, "zero_stage": 2, "recipe": recipe, "files": {}}
+    marker = {"step": 3, "ranks": 2, "zero_stage": 2, "recipe": recipe, "files": {}}  # of 3 steps
     (checkpoint / "complete.json").write_text(json.dumps(marker))
     said = refused(capsys, tmp_path, "train", tmp_path / "recipe.yaml", f"resume={checkpoint}")
     assert "could run code" in said and not (tmp_path / "ran").exists()

@@ -7,6 +7,8 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from condense.linear import Linear
+
 if TYPE_CHECKING:
     from .recipe.lora import LoRA
 
@@ -43,7 +45,11 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
         target_modules=list(lora.targets),
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, settings)
+    adapted = get_peft_model(model, settings)
+    for module in adapted.modules():
+        if type(module) is nn.Linear:  # sums the gradients of all segments in float32, as the model's own maps do
+            module.__class__ = Linear
+    return adapted
 
 
 def adapter_shapes(model: nn.Module, lora: "LoRA") -> list[torch.Size]:

@@ -22,6 +22,21 @@ class Evaluations(TrainerCallback):
             control.should_evaluate = True
 
 
+class LearningRate(TrainerCallback):
+    """Lets a resumed run have the learning rate of its recipe; a checkpoint holds the rate of the recipe before."""
+
+    def __init__(self, learning_rate: float):
+        self.learning_rate = learning_rate
+
+    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # accelerate wraps it under DeepSpeed
+        schedule.base_lrs = [self.learning_rate] * len(schedule.base_lrs)
+        rates = [self.learning_rate * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"], group["lr"] = self.learning_rate, rate
+        schedule._last_lr = rates
+
+
 class GrowCurriculum(TrainerCallback):
     """Lets the length of the texts grow with the logged loss, and logs it."""
 

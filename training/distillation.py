@@ -16,6 +16,7 @@ from condense.checks import check_full_attention
 from condense.configuration import IGNORE_INDEX
 from condense.families import FAMILIES
 from condense.loss import MAX_LOGITS
+from condense.shared_weights import for_recomputation, share_weights
 
 from .adapters import own_model
 from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segment, next_token_losses
@@ -180,7 +181,9 @@ def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature
     """`heads` and `hidden_nD` are the student's and the teacher's; logits exist for a bounded number of targets."""
     at_once = max(1, MAX_LOGITS // heads[0].weight.shape[0])
     parts = zip(*(tensor.split(at_once) for tensor in (*hidden_nD, target_n)), strict=True)
-    found = [checkpoint(_block, heads, *part, temperature, use_reentrant=False) for part in parts]
+    with share_weights(None):
+        block = for_recomputation(_block)
+        found = [checkpoint(block, heads, *part, temperature, use_reentrant=False) for part in parts]
     divergences, cross_entropies = zip(*found, strict=True)
     return TokenLosses(torch.cat(divergences), torch.cat(cross_entropies))
 

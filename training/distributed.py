@@ -56,6 +56,11 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+def is_connection_error(error: RuntimeError) -> bool:
+    """Whether a rank failed because another one has ended, or can't be reached."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
 def _guard_builds() -> None:
     """Makes DeepSpeed build each operator under a lock that other runs of this package respect.
 

@@ -1,6 +1,7 @@
 """Starts a training run on this machine through the `deepspeed` launcher."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         print(f"no GPU: on the CPU, ranks={ranks}, with {CPU_CONFIG} unless an override names another", flush=True)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, *_devices(ranks)]
-    command += ["--master_port", str(_free_port())]
+    # The launcher reports a run that a signal has stopped as an error; the ranks' own messages say how they end.
+    command += ["--log_level", "critical", "--master_port", str(_free_port())]
     command += [str(TRAIN), "--recipe", str(recipe), *local_overrides(overrides)]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
@@ -50,6 +52,18 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     # DeepSpeed's runner exits with 0 when its launcher was killed.
     if exit_code or not was_finished(load_recipe(recipe, local_overrides(overrides)).output):
         raise subprocess.CalledProcessError(exit_code or 1, command)
+
+
+def how_ranks_ended(exit_code: int) -> str:
+    """The exit code of a run in words; DeepSpeed's launcher has that of the rank which failed first."""
+    number = 256 - exit_code  # of the signal that has ended the rank, if one has
+    if number not in set(signal.Signals):
+        return f"training ended with exit code {exit_code}; the message of the rank that failed is above."
+    name, often = signal.Signals(number).name, ", which the system sends where memory runs out"
+    return (
+        f"training ended because a rank received {name}{often if number == signal.SIGKILL else ''}; the same command "
+        "resumes it from its last complete checkpoint."
+    )
 
 
 def _devices(ranks: int) -> list[str]:

@@ -12,8 +12,10 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +36,14 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments, se
 from transformers.utils import logging
 
 from condense.files import use_default_mode
+from condense.generation_settings import remove_ineffective
 from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.allocator import record_history, snapshot_when_full
-from condense.training.callbacks import Evaluations, GrowCurriculum, Log, Progress
+from condense.training.callbacks import Evaluations, GrowCurriculum, LearningRate, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import find_checkpoint, make_universal
+from condense.training.checkpoints.resume import changes, find_checkpoint, finished, former_stages, make_universal
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
@@ -52,19 +55,24 @@ from condense.training.planning.checkpoint_groups import with_checkpoint_segment
 from condense.training.planning.operations import uncounted
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
-from condense.training.recipe import GeneratedData, Recipe, load_recipe
+from condense.training.recipe import GeneratedData, Recipe, Stage, load_recipe
 from condense.training.recipe.models import CondenseModel
 from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
 from condense.training.trainer import RecipeTrainer
 from condense.training.wandb_run import wandb_run
 
+LAUNCHER_S = 5.0  # until the launcher has ended the ranks that another one has left: that one says why
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
 
 
 class TrainingData(NamedTuple):
-    """The tokenizer and, unless a curriculum generates its texts, the examples to train on and to validate with."""
+    """The tokenizer and, unless a curriculum generates its texts, the examples to train on and to validate with.
 
+    `former` are the stages that a resumed run has had before those of its recipe, oldest first.
+    """
+
+    former: Sequence[Sequence[Stage]]
     tokenizer: Any
     examples: Examples | None
     held_out: Examples | None
@@ -100,7 +108,7 @@ def run(
     zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
     checkpoint = find_checkpoint(recipe)
     # Data come before the group: ranks that wait there for another rank's preparation would time out.
-    data = prepare_data(recipe)
+    data = prepare_data(recipe, former_stages(checkpoint, recipe) if checkpoint else [])
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
         assert deepspeed is not None
         deepspeed["checkpoint"] = {"load_universal": True}
@@ -111,12 +119,17 @@ def run(
     arguments.eval_on_start = recipe.evaluation is not None and checkpoint is None
     set_seed(recipe.seed)
     base = recipe.model.load(recipe.attention, recipe.attention_dropout)
+    settings = getattr(base, "generation_config", None)
+    without_effect = remove_ineffective(settings) if settings is not None else {}
     model = recipe.objective.prepare_model(base, recipe)
     if recipe.lora:
         model = add_adapters(model, recipe.lora)
     batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
     if process.is_first:
         begin_output(recipe, checkpoint, arguments)
+        if without_effect:
+            named = ", ".join(f"{name}={value}" for name, value in without_effect.items())
+            print(f"the saved model's generation_config.json leaves out what has no effect there: {named}", flush=True)
     if recipe.record_memory_history:
         record_history()
     snapshot = recipe.output / f"oom-rank-{process.rank}.pickle"
@@ -132,8 +145,11 @@ def run(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not stop.stopped:
         save(recipe, trainer, batches, process)
-        if process.is_first and (line := validation_line(recipe, trainer.state.log_history)):
-            print(line, flush=True)
+        if process.is_first:
+            if line := validation_line(recipe, trainer.state.log_history):
+                print(line, flush=True)
+            trained = "adapters are" if recipe.lora else "model is"
+            print(f"all {recipe.steps} steps are done: the {trained} in {recipe.output}", flush=True)
     if process.launched:
         distributed.leave()
     if stop.stopped:
@@ -157,12 +173,12 @@ def check_launch(recipe: Recipe, process: Process) -> None:
     print(f"started without the deepspeed launcher: one process, {unused} not used", flush=True)
 
 
-def prepare_data(recipe: Recipe) -> TrainingData:
+def prepare_data(recipe: Recipe, former: Sequence[Sequence[Stage]]) -> TrainingData:
     """Loads the tokenizer, and reads and tokenises the documents that have not been prepared."""
     tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
     if recipe.curriculum:
-        return TrainingData(tokenizer, None, None)
-    return TrainingData(tokenizer, *make_examples(recipe, tokenizer))
+        return TrainingData(former, tokenizer, None, None)
+    return TrainingData(former, tokenizer, *make_examples(recipe, tokenizer, former=former))
 
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
@@ -197,6 +213,7 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
         report_to=recipe.report_to,
         seed=recipe.seed,
         disable_tqdm=True,  # Progress has the bar
+        log_level_replica="error",  # each rank would repeat the notices of the first one
         remove_unused_columns=False,
     )
 
@@ -215,11 +232,19 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
     if (segments := (arguments.gradient_checkpointing_kwargs or {}).get("checkpoint_segments")) is not None:
         print(f"gradient checkpointing by groups of {segments} segments", flush=True)
     if checkpoint is not None:
-        print(f"resuming from {checkpoint}", flush=True)
+        print(f"resuming from {checkpoint}{followed_changes(checkpoint, recipe)}", flush=True)
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
         print(f"{not_counted}, so that no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
     (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
+
+
+def followed_changes(checkpoint: Path, recipe: Recipe) -> str:
+    """What a resumed run does otherwise from now on; empty where nothing has changed."""
+    if not (followed := changes(checkpoint, recipe).followed):
+        return ""
+    kept = "The optimizer's state is kept, and the learning rate follows the new recipe."
+    return f" with another recipe: {'; '.join(followed)}. {kept}"
 
 
 def smaller_passes(recipe: Recipe) -> str:
@@ -297,7 +322,7 @@ def make_trainer(
         seconds_at_peak=seconds_at_peak(recipe, model.config),
         data_collator=_only_item,
         processing_class=data.tokenizer,
-        callbacks=make_callbacks(recipe, batches.curriculum),
+        callbacks=make_callbacks(recipe, batches.curriculum, data.former),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -310,13 +335,23 @@ def counted_answers(recipe: Recipe) -> GeneratedData | None:
     return None
 
 
-def make_callbacks(recipe: Recipe, curriculum: CurriculumState | None) -> list[TrainerCallback]:
+def make_callbacks(
+    recipe: Recipe, curriculum: CurriculumState | None, former: Sequence[Sequence[Stage]]
+) -> list[TrainerCallback]:
     """In the order in which they run: a curriculum grows before the checkpoint records it, and before the log line."""
     write_state = curriculum.save if curriculum else None
+    complete = CompleteCheckpoints(
+        write_state,
+        recipe.checkpoints.keep,
+        recipe.model_dump(mode="json"),
+        contents=contents(recipe),
+        former_stages=[[stage.model_dump() for stage in stages] for stages in former],
+    )
     return [
+        LearningRate(recipe.optimizer.learning_rate),
         *([GrowCurriculum(curriculum)] if curriculum else []),
         *([Evaluations(recipe)] if recipe.evaluation else []),
-        CompleteCheckpoints(write_state, recipe.checkpoints.keep, recipe.model_dump(mode="json"), contents(recipe)),
+        complete,
         Log(recipe.output / "log.jsonl"),
         Progress(),
     ]
@@ -347,10 +382,17 @@ def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | Non
     return loss if accuracy is None else f"{loss}, {recipe.data.task} accuracy {accuracy:.1%}"
 
 
+def quiet_libraries() -> None:
+    """Hides progress bars beside our own, and a notice that accelerate takes the accumulation from DeepSpeed."""
+    logging.disable_progress_bar()
+    accelerate = getLogger("accelerate.accelerator")
+    accelerate.addFilter(lambda record: "Gradient accumulation steps mismatch" not in record.getMessage())
+
+
 def main() -> None:
     gc.freeze()  # what was imported is left out of each later collection
     gc.enable()
-    logging.disable_progress_bar()
+    quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", required=True, help="a recipe of this package by its name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -362,10 +404,11 @@ def main() -> None:
     # DeepSpeed's launcher ends ranks by SIGTERM, also after one of them has failed.
     by_deepspeed = arguments.local_rank >= 0
     try:
-        train(
-            load_recipe(arguments.recipe, arguments.overrides),
-            stop_on=[PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM],
-        )
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if (said := finished(recipe)) is None:
+            train(recipe, stop_on=[PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM])
+        elif rank in (None, "0"):
+            print(said, flush=True)
     except Stopped as stopped:
         code = STOPPED
         if rank in (None, "0"):
@@ -377,6 +420,14 @@ def main() -> None:
         torch.OutOfMemoryError,
     ) as error:  # for the user: the message is the answer
         sys.exit(f"train{'' if rank in (None, '0') else f', rank {rank}'}: {error}")
+    except RuntimeError as error:
+        if not distributed.is_connection_error(error):
+            raise
+        time.sleep(LAUNCHER_S)
+        said = str(error).splitlines()[0]
+        sys.exit(
+            f"train, rank {rank}: the other ranks can't be reached ({said}). If one has ended, its message says why."
+        )
     if "LOCAL_RANK" in os.environ:
         # Everything is written. DeepSpeed may still hold threads, whose destructors sometimes abort the rank.
         atexit._run_exitfuncs()

@@ -3,9 +3,8 @@
 Importing it registers them with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from .. import depth as depth  # the base of a wrapper may have a depth block
+from ..registration import register
 from .block_diffusion import (
     BlockDiffusionConfig,
     BlockDiffusionForCausalLM,
@@ -18,12 +17,9 @@ from .multi_token import MultiTokenConfig, MultiTokenForCausalLM
 from .position_experts import PositionExpertsConfig, PositionExpertsForCausalLM
 from .wrapper import WrapperConfig, WrapperForCausalLM
 
-AutoConfig.register(BlockDiffusionConfig.model_type, BlockDiffusionConfig)
-AutoModelForCausalLM.register(BlockDiffusionConfig, BlockDiffusionForCausalLM)
-AutoConfig.register(MultiTokenConfig.model_type, MultiTokenConfig)
-AutoModelForCausalLM.register(MultiTokenConfig, MultiTokenForCausalLM)
-AutoConfig.register(PositionExpertsConfig.model_type, PositionExpertsConfig)
-AutoModelForCausalLM.register(PositionExpertsConfig, PositionExpertsForCausalLM)
+register(BlockDiffusionConfig, BlockDiffusionForCausalLM)
+register(MultiTokenConfig, MultiTokenForCausalLM)
+register(PositionExpertsConfig, PositionExpertsForCausalLM)
 
 __all__ = [
     "BlockDiffusionConfig",

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..configuration import IGNORE_INDEX
 from ..files import use_default_mode
-from ..loss import MAX_LOGITS
+from ..generation_mixin import OwnCacheGenerationMixin
+from ..loss import MAX_LOGITS, recomputed
+from ..shared_weights import share_weights
 from .late_cache import LateCache
 
 
@@ -28,6 +29,7 @@ class WrapperConfig(PreTrainedConfig):
     """A configuration with `base`, that of the base model, or its fields."""
 
     sub_configs = {"base": AutoConfig}
+    keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets"]
 
     base: Any = None
 
@@ -62,7 +64,7 @@ class WrapperOutput(CausalLMOutputWithPast):
     segment_targets: torch.Tensor | None = None
 
 
-class WrapperForCausalLM(PreTrainedModel, GenerationMixin):
+class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
     config_class = WrapperConfig
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
@@ -191,13 +193,11 @@ def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) 
     The backward pass computes logits again, unless the vocabulary is smaller than the hidden size.
     """
     vocab_size, size = head.weight.shape
-    block, losses = max(1, MAX_LOGITS // vocab_size), []
-    for part in zip(hidden_nD.split(block), target_n.split(block), strict=True):
-        if vocab_size > size:
-            losses.append(checkpoint(_block_losses, head, *part, use_reentrant=False, preserve_rng_state=False))
-        else:
-            losses.append(_block_losses(head, *part))
-    return torch.cat(losses)
+    block = max(1, MAX_LOGITS // vocab_size)
+    block_losses = recomputed(_block_losses, head) if vocab_size > size else _block_losses
+    with share_weights(None):
+        parts = zip(hidden_nD.split(block), target_n.split(block), strict=True)
+        return torch.cat([block_losses(head, *part) for part in parts])
 
 
 def _block_losses(head, hidden_nD, target_n):

@@ -3,8 +3,7 @@
 Importing it registers the stock hybrid with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
+from ..registration import register
 from .block import DepthBlock, DepthFlow
 from .conversion import convert_to_depth, set_solver
 from .fields import MLPField, VectorField
@@ -12,9 +11,7 @@ from .initialization import fit_field, missed_share
 from .llama import DepthLlamaConfig, DepthLlamaForCausalLM, DepthLlamaModel, to_depth_llama
 from .settings import DepthSettings
 
-AutoConfig.register(DepthLlamaConfig.model_type, DepthLlamaConfig)
-AutoModel.register(DepthLlamaConfig, DepthLlamaModel)
-AutoModelForCausalLM.register(DepthLlamaConfig, DepthLlamaForCausalLM)
+register(DepthLlamaConfig, DepthLlamaForCausalLM, DepthLlamaModel)
 
 __all__ = [
     "DepthBlock",

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from ..modeling import CondenseForCausalLM
+from ..source_name import name_as_in_memory
 from .block import DepthBlock, DepthFlow, LayerField
 from .fields import field_size_for
 from .llama import replace_stock_layers
@@ -60,6 +61,7 @@ def convert_to_depth(
         assert not unexpected and all(name.startswith("control_proj") for name in missing)
     model.model.replace_layers(first, end, block)
     config.depth = chosen.to_dict()
+    name_as_in_memory(model, config.name_or_path, "changed")
     return model
 
 

@@ -29,6 +29,7 @@ class DepthLlamaConfig(LlamaConfig):
     """A `LlamaConfig` with `depth`, the settings of the block; `num_hidden_layers` counts the block."""
 
     model_type = DEPTH_LLAMA
+    keys_to_ignore_at_inference = ["past_key_values", "function_evaluations"]
 
     depth: dict | None = None
 

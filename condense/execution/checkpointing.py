@@ -16,6 +16,7 @@ from torch import nn
 from ..attention import AttentionMetadata
 from ..embedding import ChunkEmbedder
 from ..memory import KeyValueState, Memory, TransientState
+from ..shared_weights import for_recomputation
 from .executor import ChunkOutput, Executor, OutputFunction
 
 CheckpointFunction = Callable[..., Any]  # as torch.utils.checkpoint.checkpoint, non-reentrant
@@ -93,7 +94,9 @@ def run_checkpointed(
     assert all(item is None or isinstance(item, Memory) for item in key_values), "a cache is not checkpointed"
     tensors = [tensor for memory in key_values if isinstance(memory, Memory) for tensor in memory]
     is_there = [memory is not None for memory in key_values]
-    return checkpoint(partial(_run_again, function, is_there), *metadata.rotary, hidden_RTD, *tensors)
+    return checkpoint(
+        partial(_run_again, for_recomputation(function), is_there), *metadata.rotary, hidden_RTD, *tensors
+    )
 
 
 def _run_again(function, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensors):

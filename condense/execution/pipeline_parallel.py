@@ -32,6 +32,7 @@ from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch
+from ..shared_weights import SharedWeights
 from .checkpointing import run_checkpointed
 from .executor import run_layers
 
@@ -149,6 +150,10 @@ class PipelineStage:
         memories,
     ):
         """The output, hidden states [R, T, D] or on the last rank the loss, and the memories of the following chunk."""
+        with batch.weights.active():
+            return self._compute_chunk(batch, metadata, following, hidden_RTD, memories)
+
+    def _compute_chunk(self, batch, metadata, following, hidden_RTD, memories):
         if self.is_first:
             hidden_RTD = self.model.model.embed_tokens(batch.tokens.gather(batch.input_ids_BN, metadata.chunk))
         hidden_RTD, memories = run_layers(self.layers, hidden_RTD, memories, metadata)
@@ -181,6 +186,7 @@ class PipelineStage:
                 self.before.send(_gradient(segment.received_RTD))
         if self.before:
             self.before.finish()
+        batch.weights.deliver()
         if copied is not None:
             copied.grad = self._sum_over_copies(_gradient(copied))
             if earlier is not None:
@@ -223,6 +229,7 @@ class _PipelineBatch:
         self.loss = LossAccumulator(
             model.lm_head, model.config.vocab_size, self.tokens, labels, recompute=not checkpointing
         )
+        self.weights = SharedWeights(every_pass=True)
         self.like = next(model.model.layers.parameters())
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)
         state = TransientState.empty(batch_size, model.config)

@@ -26,6 +26,7 @@ from ..configuration import CondenseConfig
 from ..embedding import ChunkEmbedder
 from ..memory import RecurrentState, TransientState
 from ..segmentation import SegmentPositions
+from ..shared_weights import for_recomputation, sum_dtype
 from .checkpointing import CheckpointedExecutor, CheckpointFunction, offload_checkpoint
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES
 from .executor import ChunkOutput, Executor, OutputFunction
@@ -73,7 +74,7 @@ class GraphExecutor:
         if self.checkpoint is None:
             output = self.output(hidden_RTD, chunk)
         else:  # logits are computed again, as in a checkpointed segment
-            output = self.checkpoint(partial(_output, self.output, chunk), hidden_RTD)
+            output = self.checkpoint(for_recomputation(partial(_output, self.output, chunk)), hidden_RTD)
         return [(chunk, output)]
 
     def finish(self) -> list[ChunkOutput]:
@@ -132,8 +133,11 @@ class _TrainingRun(_Run):
 
 
 class _Sums:
-    """The weights' gradients of a run so far, in one backward pass: a pass that asks for the gradients of a few tensors
-    alone may never reach the run's begin. Autograd keeps this object, and so it must not hold the run's tensors."""
+    """The weights' gradients of a run so far, in float32, in one backward pass.
+
+    A pass that asks for the gradients of other tensors may never reach the run's begin. Autograd keeps this object, so
+    it must not hold the run's tensors.
+    """
 
     def __init__(self, steps: Steps):
         self.steps = steps
@@ -143,7 +147,8 @@ class _Sums:
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
         backward_pass = torch._C._current_graph_task_id()
         if self.gradients is None or self.backward_pass != backward_pass:
-            self.gradients, self.backward_pass = [gradient.clone() for gradient in gradients], backward_pass
+            self.gradients = [gradient.to(sum_dtype(gradient.dtype), copy=True) for gradient in gradients]
+            self.backward_pass = backward_pass
         elif gradients:
             torch._foreach_add_(self.gradients, list(gradients))
 
@@ -158,9 +163,11 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, _):
-        num_parameters = len(ctx.saved_tensors)
+        parameters = ctx.saved_tensors
         gradients, ctx.sums.gradients = ctx.sums.gradients, None
-        return None, None, *(gradients or [None] * num_parameters)
+        if gradients is None:
+            return None, None, *[None] * len(parameters)
+        return None, None, *(one.to(weight.dtype) for one, weight in zip(gradients, parameters, strict=True))
 
 
 class _Segment(torch.autograd.Function):

@@ -10,15 +10,16 @@ of a linear map, D hidden size, x rows and tokens together.
 import copy
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..layers import MLP, CondenseAttention, CondenseDecoderLayer, RMSNorm, is_one_operation
+from ..layers import MLP, CondenseAttention, CondenseDecoderLayer, NormAttributes, RMSNorm, is_one_operation
 from ..linear import Linear
+from ..shared_weights import summed_products, sums_of, used, used_stack
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
 _stacking = threading.Lock()
@@ -30,8 +31,8 @@ class Stack:
 
     def __init__(self, layers: nn.ModuleList):
         self.layers = list(layers)
-        self.parameters_Mx = {
-            name: _common_memory([layer.get_parameter(name) for layer in layers])
+        self.parameters = {
+            name: _StackedParameter([layer.get_parameter(name) for layer in layers])
             for name, _ in layers[0].named_parameters()
         }
         self.arrangement = _arrangement(layers)
@@ -47,9 +48,8 @@ class Stack:
     def _together(self, modules: list[Any], first: int, prefix: str) -> nn.Module:
         """One module for several that are alike: the code of the first, over stacked weights."""
         if (stacked := STACKED.get(type(modules[0]))) is not None:
-            stacks_Mx = {name: self.parameters_Mx[f"{prefix}{name}"] for name, _ in modules[0].named_parameters()}
-            end = first + len(modules)
-            return stacked(modules, {name: x if x is None else x[first:end] for name, x in stacks_Mx.items()})
+            names, members = [name for name, _ in modules[0].named_parameters()], slice(first, first + len(modules))
+            return stacked(modules, {name: self.parameters[f"{prefix}{name}"].of(members) for name in names})
         together = copy.copy(modules[0])
         together._modules = {
             name: self._together([module.get_submodule(name) for module in modules], first, f"{prefix}{name}.")
@@ -205,37 +205,60 @@ def _distance(tensors: Sequence[torch.Tensor]) -> int | None:
     return distance if even and distance >= first.numel() else None
 
 
+class _StackedParameter:
+    """A parameter of M modules; `tensor_mx` are those of some `members` as a stack, None if they are apart."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.all, self.members = list(parameters), slice(0, len(parameters))
+        self.tensor_mx = _common_memory(self.all)
+
+    def of(self, members: slice) -> "_StackedParameter":
+        part = copy.copy(self)
+        part.members, part.tensor_mx = members, None if self.tensor_mx is None else self.tensor_mx[members]
+        return part
+
+    def stack(self) -> torch.Tensor:
+        """The members [m, ...], differentiable with respect to the parameters."""
+        if self.tensor_mx is None:
+            return torch.stack([used(parameter) for parameter in self.all[self.members]])
+        sums = sums_of(*self.all)
+        return self._shared() if sums is None else used_stack(sums, self._shared(), self.all, self.members)
+
+    def products(self, input_mnI: torch.Tensor) -> torch.Tensor:
+        """The products [m, n, O] with weights [O, I]."""
+        if (sums := sums_of(*self.all)) is None:
+            return torch.bmm(input_mnI, self._shared().transpose(1, 2))
+        return summed_products(sums, input_mnI, self._shared(), self.all, self.members)
+
+    def _shared(self) -> torch.Tensor:
+        assert self.tensor_mx is not None
+        if not torch.is_grad_enabled():
+            return self.tensor_mx
+        return _SharedStack.apply(self.tensor_mx, *self.all[self.members])
+
+
 class _SharedStack(torch.autograd.Function):
     """The stack [m, ...] of parameters that it shares memory with: its gradients are theirs."""
 
     @staticmethod
     def forward(ctx, stack, *parameters):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*parameters)  # autograd then notices a parameter that changes before the backward pass
         return stack.view_as(stack)
 
     @staticmethod
     def backward(ctx, gradient):
-        assert len(ctx.saved_tensors) == len(gradient)
-        return None, *gradient.unbind(0)
+        parameters = ctx.saved_tensors
+        return None, *([None] * len(parameters) if gradient is None else gradient.unbind(0))
 
 
 class _Stacked(nn.Module):
-    """m modules as one. `stacks_mx` are their parameters, each as a stack in common memory; None if they are apart."""
+    """m modules as one."""
 
-    def __init__(self, modules: Sequence[Any], stacks_mx: dict[str, torch.Tensor | None]):
+    def __init__(self, modules: Sequence[Any], parameters: dict[str, _StackedParameter]):
         super().__init__()
         self.stacked = list(modules)  # a plain list: these modules are registered elsewhere
-        self.stacks_mx = stacks_mx
-
-    def parameters_of(self, name: str) -> list[torch.Tensor]:
-        return [getattr(module, name) for module in self.stacked]
-
-    def stack(self, name: str) -> torch.Tensor:
-        """A parameter of all modules [m, ...]."""
-        stack_mx = self.stacks_mx[name]
-        if stack_mx is None:
-            return torch.stack(self.parameters_of(name))
-        return _SharedStack.apply(stack_mx, *self.parameters_of(name)) if torch.is_grad_enabled() else stack_mx
+        self.stacked_parameters = parameters
 
 
 class StackedLinear(_Stacked):
@@ -243,38 +266,31 @@ class StackedLinear(_Stacked):
 
     def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
         num_rows, width, _ = input_RTI.shape
-        if self.stacks_mx["weight"] is None:
+        weight, bias = self.stacked_parameters["weight"], self.stacked_parameters.get("bias")
+        if weight.tensor_mx is None:
             parts = input_RTI.unflatten(0, (len(self.stacked), -1))
             return torch.cat([module(part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
-        input_mxI = input_RTI.reshape(len(self.stacked), -1, input_RTI.shape[-1])
-        output_mxO = torch.bmm(input_mxI, self.stack("weight").transpose(1, 2))
-        if "bias" in self.stacks_mx:
-            output_mxO = output_mxO + self.stack("bias")[:, None].to(output_mxO.dtype)  # they differ under autocast
+        output_mxO = weight.products(input_RTI.reshape(len(self.stacked), -1, input_RTI.shape[-1]))
+        if bias is not None:
+            output_mxO = output_mxO + bias.stack()[:, None].to(output_mxO.dtype)  # they differ under autocast
         return output_mxO.view(num_rows, width, -1)
-
-
-class _Norm(NamedTuple):
-    """The attributes that a Llama's norm reads of itself."""
-
-    weight: torch.Tensor
-    variance_epsilon: float
 
 
 class StackedNorm(_Stacked):
     """m norms over [m * R, ..., D], as one with a weight [m, 1, ..., D]."""
 
     def forward(self, hidden_RxD: torch.Tensor) -> torch.Tensor:
-        weight_mD = self.stack("weight")
+        weight_mD = self.stacked_parameters["weight"].stack()
         weight_m1D = weight_mD.view(len(weight_mD), *[1] * (hidden_RxD.dim() - 1), -1)
-        norm = _Norm(weight_m1D, self.stacked[0].variance_epsilon)
+        norm = NormAttributes(weight_m1D, self.stacked[0].variance_epsilon)
         return self.normalize(hidden_RxD.unflatten(0, (len(weight_mD), -1)), norm).flatten(0, 1)
 
-    def normalize(self, hidden_mRxD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+    def normalize(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
         return (
             self.fused(hidden_mRxD, norm) if is_one_operation(hidden_mRxD) else LlamaRMSNorm.forward(norm, hidden_mRxD)
         )
 
-    def fused(self, hidden_mRxD: torch.Tensor, norm: _Norm) -> torch.Tensor:
+    def fused(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
         return norm.weight * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, norm.variance_epsilon)
 
 

@@ -19,7 +19,7 @@ dimension, D hidden size, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -94,7 +94,7 @@ def static_step(
         detach_R=(False,),
     )
     key_values = [StaticKeyValues(layer, own_key_B) for layer in layers]
-    hidden_B1D, memories = run_layers(llama.layers, llama.embed_tokens(ids_B1), key_values, metadata)
+    hidden_B1D, memories = run_layers(llama.layers_in_use, llama.embed_tokens(ids_B1), key_values, metadata)
     for layer, memory in zip(layers, memories, strict=True):
         if memory is not None:
             _scatter(layer.next_keys, memory.key_RGKE, offset_B)
@@ -106,6 +106,11 @@ def static_step(
     return normed_B1D[:, 0], model.lm_head(normed_B1D)
 
 
+def fixed_decoding_of(model: Any, cache: FoldedCache) -> bool | str:
+    """The setting for calls with this cache: the cache's own, or the model's."""
+    return model.fixed_decoding if cache.fixed_decoding is None else cache.fixed_decoding
+
+
 def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch) -> bool:
     """Whether a call is one new token for every row of a text that has begun, without anything else.
 
@@ -115,30 +120,33 @@ def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch)
         return False
     if cache.timeline is not None or cache.batch_size != batch.batch_size or cache.last_hidden_BD is None:
         return False
-    if model.fixed_decoding not in FIXED_DECODING:
-        raise ValueError(
-            f"fixed_decoding={model.fixed_decoding!r}: choose one of {', '.join(map(repr, FIXED_DECODING))}."
-        )
+    if (kind := fixed_decoding_of(model, cache)) not in FIXED_DECODING:
+        raise ValueError(f"fixed_decoding={kind!r}: choose one of {', '.join(map(repr, FIXED_DECODING))}.")
     device, inference = model.device, torch.is_inference_mode_enabled()
     for buffer in _buffers(cache):  # they are written in place
         if buffer.device != device or buffer.requires_grad or (buffer.is_inference() and not inference):
             return False
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return False  # autocast keeps its casts of weights outside of a graph, and not for long
+    check_static_step(model, "fixed_decoding", "set model.fixed_decoding = False")
+    return True
+
+
+def check_static_step(model: Any, asked: str, remedy: str) -> None:
+    """Raises `ValueError` for a model that has no static step; the message names what `asked` for it."""
     if model.config.depth is not None:
-        raise ValueError("fixed_decoding has no step for a depth block: set model.fixed_decoding = False.")
+        raise ValueError(f"{asked} has no step for a depth block: {remedy}.")
     implementation, rope_type = model.config._attn_implementation, model.model.rotary_emb.rope_type
     if implementation not in STATIC_IMPLEMENTATIONS:
         raise ValueError(
-            f"fixed_decoding has no step for attn_implementation={implementation!r}: call "
-            "model.set_attn_implementation('sdpa'), or set model.fixed_decoding = False."
+            f"{asked} has no step for attn_implementation={implementation!r}: call "
+            f"model.set_attn_implementation('sdpa'), or {remedy}."
         )
     if rope_type in UNFIT_ROPE_TYPES:
         raise ValueError(
-            f"fixed_decoding needs rotary tables that do not change, and those of rope_type={rope_type!r} depend on "
-            "the length: set model.fixed_decoding = False."
+            f"{asked} needs rotary tables that do not change, and those of rope_type={rope_type!r} depend on the "
+            f"length: {remedy}."
         )
-    return True
 
 
 def decode(model: PreTrainedModel, cache: FoldedCache, input_ids: torch.Tensor) -> torch.Tensor:
@@ -165,7 +173,7 @@ class StaticDecoding:
     def __init__(self, model: PreTrainedModel, cache: FoldedCache):
         self.layers, self.buffers = cache.layers, _buffers(cache)
         self.arrangement, hooked = _arrangement(model)
-        self.kind = model.fixed_decoding
+        self.kind = fixed_decoding_of(model, cache)
         self.device = model.device
         self.graphs = None if hooked else GRAPHS.get(self.device.type)  # a replay calls no hooks
         with torch.inference_mode(False):  # the tensors may outlive it
@@ -180,7 +188,7 @@ class StaticDecoding:
 
     def fits(self, model: PreTrainedModel, cache: FoldedCache) -> bool:
         buffers = _buffers(cache)
-        if len(buffers) != len(self.buffers) or self.kind != model.fixed_decoding:
+        if len(buffers) != len(self.buffers) or self.kind != fixed_decoding_of(model, cache):
             return False
         if any(own is not other for own, other in zip(self.buffers, buffers, strict=True)):
             return False

@@ -13,15 +13,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..decoding import neutral_decoding
+
 
 @torch.no_grad()
 def generate(model: Any, prompt_BP: torch.Tensor, num_tokens: int, seed: int, **options: Any) -> torch.Tensor:
     """The prompts and `num_tokens` sampled tokens after each, at temperature 1 over the whole vocabulary."""
     torch.manual_seed(seed)
-    model.generation_config.eos_token_id = None  # all texts are to have the same length
-    return model.eval().generate(
-        prompt_BP, max_new_tokens=num_tokens, do_sample=True, temperature=1.0, top_k=0, **options
-    )
+    with neutral_decoding(model):
+        model.generation_config.eos_token_id = None  # all texts are to have the same length
+        return model.eval().generate(
+            prompt_BP, max_new_tokens=num_tokens, do_sample=True, temperature=1.0, top_k=0, **options
+        )
 
 
 @torch.no_grad()

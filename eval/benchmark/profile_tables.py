@@ -86,7 +86,7 @@ def _paper_table(results: dict[str, Any]) -> list[Table]:
     The paper trained, with an optimizer whose states are equally large on both sides; it does not say whether its
     figures count them.
     """
-    if not any(point["parameters"] == TABLE_1_PARAMETERS for point in results["points"]):
+    if not any(point.get("parameters") == TABLE_1_PARAMETERS for point in results["points"]):
         return []
     rows = []
     for ratio in RATIOS:

@@ -35,7 +35,7 @@ def model_table(results: dict[str, Any]) -> list[Table]:
     rows = []
     for model in models:
         points = [point for point in results["points"] if point.get("model") in (None, model["name"])]
-        known: dict[str, Any] = next((point for point in points if point["parameters"]), {})
+        known: dict[str, Any] = next((point for point in points if point.get("parameters")), {})
         row = [model["name"], model["model_type"], model.get("checkpoint") or "random"]
         row += [_whole(known.get("parameters")), *(_whole(model["shape"].get(field)) for field in SHAPE.values())]
         sizes = [point["weight_bytes"] for point in points if "weight_bytes" in point]

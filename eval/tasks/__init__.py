@@ -6,12 +6,15 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from ..results_store import stored_settings
+
 TASKS = {
     "passkey": "condense.eval.tasks.passkey:Passkey",
     "facts": "condense.eval.tasks.facts:Facts",
     "recall": "condense.eval.tasks.recall:Recall",
     "summarization": "condense.eval.tasks.summarization:Summarization",
     "perplexity": "condense.eval.tasks.perplexity:Perplexity",
+    "answers": "condense.eval.tasks.answers:Answers",
     "suite": "condense.eval.tasks.suite:Suite",
     "attention": "condense.eval.tasks.attention_maps:AttentionMaps",
 }
@@ -31,6 +34,28 @@ def evaluate(kind: str, output: str | Path, **options: Any) -> dict[str, Any]:
     return results
 
 
+def with_former_models(options: Any, records: Path) -> Any:
+    """The options with the models whose records are there already: those stay, and only new ones are measured.
+
+    Raises `ValueError` where such a model is no longer in its folder.
+    """
+    from ..models import split_name
+
+    settings, given = stored_settings(records), {split_name(named)[0]: named for named in options.models}
+    sources = {model["name"]: model["source"] for model in settings.get("models", ())}
+    for name, source in sources.items():
+        if name not in given and Path(source).is_absolute() and not Path(source).is_dir():
+            raise ValueError(
+                f"{records.parent} holds records of {name}, and its folder {source} is gone: put it back, or pass "
+                "another --output."
+            )
+    former = {name: source if split_name(source)[0] == name else f"{name}={source}" for name, source in sources.items()}
+    changed: dict[str, Any] = {"models": list({**former, **given}.values())}
+    if chat := [name for name in settings.get("chat", ()) if name not in given]:
+        changed["chat"] = [*chat, *options.chat]
+    return replace(options, **changed)
+
+
 def run_task(kind: str, options: Any, output: Path) -> dict[str, Any] | None:
     """Runs one evaluation on `options.ranks` processes, or as one of those that a launcher has started.
 
@@ -40,6 +65,7 @@ def run_task(kind: str, options: Any, output: Path) -> dict[str, Any] | None:
     from ..runner import measure_share, run
 
     check_ranks(options.ranks, options.device_map)
+    options = with_former_models(options, output / f"{kind}.records.jsonl")
     if options.ranks > 1:
         call_on_ranks(options.ranks, run_task, kind, replace(options, ranks=1), output)
         return json.loads((output / f"{kind}.json").read_text(encoding="utf-8"))

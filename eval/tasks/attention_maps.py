@@ -26,6 +26,7 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from .attention_scores import mass, queries_and_keys, scaled_map, scores
+from .chat import shown_name
 from .corpus import NAMES, find_source
 from .options import AttentionOptions
 from .windows import read_texts
@@ -77,6 +78,12 @@ class AttentionMaps(Task[EvaluatedModel]):
 
     def items(self) -> Sequence[EvaluatedModel]:
         return self.models
+
+    def num_tokens(self, item: EvaluatedModel) -> int:
+        return len(self.texts[item.name])
+
+    def model_of(self, item: EvaluatedModel) -> EvaluatedModel:
+        return item
 
     def key(self, item: EvaluatedModel) -> Key:
         return {"model": item.name}
@@ -138,7 +145,8 @@ class AttentionMaps(Task[EvaluatedModel]):
                 ("on_previous", s): f"{100 * np.mean(by_layer[0, s]['uniform']):.1f}" for s in results["segments"]
             }
             rows.append(["even", *(evenly.get((kind, s), "") for s in results["segments"] for kind in kinds)])
-            title = f"{model['name']}: attention of segments of {length} tokens ('even': if all keys weighed the same)"
+            shown = shown_name(model["name"], results)
+            title = f"{shown}: attention of segments of {length} tokens ('even': if all keys weighed the same)"
             found.append(Table(title, columns, rows))
         return found
 
@@ -207,7 +215,7 @@ def draw_maps(results: Results, path: Path) -> None:
                     continue
                 image = _draw_map(axes, one, results["segment_lengths"][model["name"]])
                 which = "mean of heads" if head is None else f"head {head}"
-                axes.set_title(f"{model['name']}: layer {layer}, {which}", fontsize=9)
+                axes.set_title(f"{shown_name(model['name'], results)}: layer {layer}, {which}", fontsize=9)
                 before = "memory" if model["segment_length"] else "before"
                 axes.set_xlabel(f"segment {segment - 1} ({before})  |  segment {segment} (current)", fontsize=8)
             row[0].set_ylabel(f"queries of segment {segment}", fontsize=8)
@@ -242,6 +250,7 @@ def draw_mass(results: Results, path: Path) -> None:
                 axes.set_ylim(0, 100)
                 axes.grid(alpha=0.3)
                 axes.legend(fontsize=8)
+            name = shown_name(name, results)
             left.set_title(f"{name}: by layer", fontsize=10)
             right.set_title(f"{name}: by position, mean of the segments", fontsize=10)
 

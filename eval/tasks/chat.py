@@ -9,6 +9,7 @@ from condense.chat import check_chat_template
 from condense.loading import load_config, load_tokenizer
 
 from ..models import split_name
+from ..positions import mark
 
 
 def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
@@ -25,4 +26,5 @@ def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
 
 def shown_name(name: str, results: dict[str, Any]) -> str:
     """The name of a model in tables and pictures of results."""
-    return f"{name} (chat)" if name in results.get("chat", ()) else name
+    remarks = ["chat"] if name in results.get("chat", ()) else []
+    return mark(name, results.get("positions_exceeded", {}), remarks)

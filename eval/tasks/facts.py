@@ -16,7 +16,7 @@ from condense.training.data.facts import FactsTask
 from condense.training.data.generated import read_sentences
 from condense.training.recipe import Source
 
-from ..models import EvaluatedModel, generate, load_models, state_bytes
+from ..models import EvaluatedModel, generate, load_models
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
@@ -74,7 +74,7 @@ class Facts(Grid):
             for n in range(item.first, item.first + item.size)
         ]
         prompt_ids_BN = torch.from_numpy(np.stack([prompt.input_ids for prompt in prompts]))
-        sequences, cache = generate(
+        sequences, num_bytes = generate(
             item.model.model,
             prompt_ids_BN,
             torch.ones_like(prompt_ids_BN),
@@ -96,7 +96,7 @@ class Facts(Grid):
             "correct": sum(is_right),
             "total": item.size,
             **dict(zip(GUESSED, counts, strict=True)),
-            "state_bytes": state_bytes(cache) // item.size,
+            "state_bytes": num_bytes // item.size,
         }
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
@@ -140,11 +140,12 @@ class Facts(Grid):
             rows.append(["all", f"{100 * fmean(guesses):.1f}", *(_shown(pooled(column)) for column in every)])
             held = (max(cell["state_bytes"] for cell in column) / 1024 for column in every)
             rows.append(["state [KiB]", "-", *(f"{kibibytes:,.1f}" for kibibytes in held)])
-            title = f"{name}: % of right answers (95 % interval)"
+            shown = cls.title(name, results)
+            title = f"{shown}: % of right answers (95 % interval)"
             tables.append(Table(title, ["kind", "the last such word", *columns], rows))
             if shares:
                 rows = [[cls.label(kind), *(_shown(shares.get((kind, n))) for n in lengths)] for kind in kinds]
-                title = f"{name}: % of texts whose facts are tracked (95 % interval)"
+                title = f"{shown}: % of texts whose facts are tracked (95 % interval)"
                 tables.append(Table(title, ["kind", *columns], rows))
         return tables
 

@@ -11,10 +11,12 @@ import numpy as np
 
 from ..models import EvaluatedModel, rows_per_batch
 from ..options import stored
+from ..overview import Figure, lengths_of, remark_of
 from ..results import picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
+from .chat import shown_name
 
 LINE_STYLES = ("-", "--", "-.")  # in turn: lines that cover each other remain visible
 PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
@@ -44,6 +46,8 @@ class Grid(Task[Batch]):
 
     def __init__(self, options: Any, models: Sequence[EvaluatedModel]):
         self.options, self.models = options, models
+        given = options.longest_trained
+        self.longest_trained = {model.name: given or trained_length(model.source) for model in models}
 
     @staticmethod
     @abstractmethod
@@ -76,6 +80,9 @@ class Grid(Task[Batch]):
         """Further fields of a cell, from any of its records."""
         return {}
 
+    def num_tokens(self, item: Batch) -> int:
+        return item.length
+
     def key(self, item: Batch) -> Key:
         return {**self._cell(item), "first_prompt": item.first}
 
@@ -84,12 +91,21 @@ class Grid(Task[Batch]):
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %)."""
-        given = self.options.longest_trained
         return {
             "lengths": list(self.options.lengths),
-            "longest_trained": {model.name: given or trained_length(model.source) for model in self.models},
+            "longest_trained": self.longest_trained,
             "cells": count_cells(measured, lambda item, record: self._cell(item) | self._of_cell(record)),
         }
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """Of all cells together."""
+        measure, found = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]", []
+        for name in (model["name"] for model in results["models"]):
+            share = pooled([cell for cell in results["cells"] if cell["model"] == name])
+            bounds = (100 * share[field] for field in ("accuracy", "low", "high"))
+            found.append(Figure(name, measure, *bounds, remark=remark_of(name, results)))
+        return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]
@@ -97,7 +113,7 @@ class Grid(Task[Batch]):
     @classmethod
     def title(cls, name: str, results: Results) -> str:
         """The name of a model in tables and pictures."""
-        return name
+        return shown_name(name, results)
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
@@ -199,12 +215,14 @@ def count_cells(
 ) -> list[dict[str, Any]]:
     """The cells of batches of prompts, those of a cell one after another; a record counts the `correct` of `total`.
 
-    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %), and the `state_bytes` of a prompt.
+    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %), the `state_bytes` of a prompt, and the
+    positions of a model whose text has more tokens.
     """
     cells = []
     for cell, batches in groupby(measured, lambda pair: cell_of(*pair)):
         records = [record for _, record in batches]
-        cells.append({**cell, **pooled(records), "state_bytes": records[0]["state_bytes"]})
+        further = {name: records[0][name] for name in ("state_bytes", "positions_exceeded") if name in records[0]}
+        cells.append({**cell, **pooled(records), **further})
     return cells
 
 
@@ -221,12 +239,22 @@ def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence
 
 
 def trained_length(source: str) -> int | None:
-    """The longest text of the recipe beside the model; None where there is no recipe."""
+    """The longest text of the recipe beside the model; None if there is no recipe.
+
+    Raises `ValueError` for a damaged one.
+    """
     recipe, curriculum = Path(source) / "recipe.json", Path(source) / "curriculum.json"
-    if curriculum.is_file():
-        segments = json.loads(curriculum.read_text(encoding="utf-8"))["milestones"][-1][1]
-        return segments * json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))["segment_length"]
-    if not recipe.is_file():
+    found = next((path for path in (curriculum, recipe) if path.is_file()), None)
+    if found is None:
         return None
-    stages = json.loads(recipe.read_text(encoding="utf-8")).get("stages") or []
-    return max((stage["total_length"] for stage in stages), default=None)
+    try:
+        fields = json.loads(found.read_text(encoding="utf-8"))
+        if found == recipe:
+            return max((int(stage["total_length"]) for stage in fields.get("stages") or []), default=None)
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+        return int(fields["milestones"][-1][1]) * int(config["segment_length"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{found} is damaged, the longest text in training can't be read from it ({type(error).__name__}: {error}):"
+            " copy it again, or delete it and pass --longest-trained."
+        ) from error

@@ -229,6 +229,33 @@ class SummarizationOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswersOptions(Options):
+    """Answers to prompts of your own: a file with a prompt and the right answer in each line."""
+
+    models: Models
+    chat: Chat = ()
+    data: Annotated[Sequence[str], Option("Prompts and answers: a .jsonl or .parquet file or glob pattern.")]
+    prompt_field: Annotated[str, Option("Field of the prompt; a.b is the field b of the object a.")] = "prompt"
+    answer_field: Annotated[str, Option("Field of the right answer, or of a list of right ones.")] = "answer"
+    match: Annotated[
+        Literal["contains", "begins", "exact"],
+        Option("What an answer must do with the right one: contain it, begin with it, or be it; case does not matter."),
+    ] = "contains"
+    num_prompts: Annotated[
+        int | None, Option("Take this many prompts from the start; default all.", flags=("--prompts",), min=1)
+    ] = None
+    bad_documents: Annotated[
+        BadDocuments, Option("Broken lines and missing fields: end with an error, or skip and count them.")
+    ] = "refuse"
+    new_tokens: Annotated[int, Option("Tokens of an answer, at most.", min=1)] = 32
+    batch_size: Annotated[int, Option("Prompts in a batch.", flags=("--batch",), min=1)] = 8
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SuiteOptions(Options):
     """RULER, BABILong, LongBench v2, InfiniteBench and GraphWalks of lm-evaluation-harness, by task and length."""
 

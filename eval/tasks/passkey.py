@@ -11,7 +11,7 @@ from condense.chat import chat_frame, end_tokens
 from condense.training.data.passkey import PasskeyTask
 
 from .. import paper
-from ..models import EvaluatedModel, generate, load_models, state_bytes
+from ..models import EvaluatedModel, generate, load_models
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
@@ -69,7 +69,7 @@ class Passkey(Grid):
         if chat:
             find_number = stated_number
             ending = {"max_new_tokens": CHAT_TOKENS, "eos_token_id": sorted(end_tokens(model, tokenizer, chat)) or None}
-        sequences, cache = generate(
+        sequences, num_bytes = generate(
             model,
             passkeys.prompt_ids_BN,
             torch.ones_like(passkeys.prompt_ids_BN),
@@ -79,14 +79,10 @@ class Passkey(Grid):
         )
         answers = tokenizer.batch_decode(sequences[:, passkeys.prompt_ids_BN.shape[1] :])
         correct = sum(find_number(answer) == key for answer, key in zip(answers, passkeys.keys, strict=True))
-        return {"chat": chat, "correct": correct, "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+        return {"chat": chat, "correct": correct, "total": item.size, "state_bytes": num_bytes // item.size}
 
     def _of_cell(self, record: Record) -> dict[str, Any]:
         return {"chat": record["chat"]}
-
-    @classmethod
-    def title(cls, name: str, results: Results) -> str:
-        return shown_name(name, results)
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:

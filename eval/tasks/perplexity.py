@@ -7,7 +7,8 @@ With none before it, a segment is read without any memory: the curve `cut_off`, 
 A folded model gives three more curves: `folded` (a layer's output is remembered), `layer_input`
 (Transformer-XL's memory) and `full_attention` (the stock Llama). All use the same weights and the same code.
 Only the curve that the weights were trained for is a model in its own right; the others are ablations, and say
-nothing of a model that is trained in their way. A stock model gives `full_attention`.
+nothing of a model that is trained in their way. Any other model gives `full_attention`, which stands for the state of
+one that is stateful.
 
 Axes: W windows, S segments of a window, L tokens of a segment, n segments that are predicted with every number before.
 """
@@ -23,8 +24,10 @@ import torch
 
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
 
+from ..decoding import max_positions, reads_in_parts
 from ..models import EvaluatedModel, load_models
 from ..options import stored
+from ..overview import Figure, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -38,6 +41,7 @@ LABELS = {
     "layer_input": "Transformer-XL: the layer's input",
     "full_attention": "full attention",
 }
+STATEFUL = "the model's own state"  # of a model without attention, or not with it alone
 COLORS = {"cut_off": "0.35", "folded": "tab:blue", "layer_input": "tab:orange", "full_attention": "tab:green"}
 OWN_CURVES = {"layer_output": "folded", "layer_input": "layer_input"}  # by memory_source
 BINS = 32  # of the position in the segment, in the picture
@@ -103,11 +107,29 @@ class Perplexity(Task[Batch]):
             for first in range(0, len(windows), size)
         ]
 
+    def num_tokens(self, item: Batch) -> int:
+        return max(window.size for window in item.windows) * self.lengths[item.name]
+
+    def model_of(self, item: Batch) -> EvaluatedModel:
+        return next(model for model in self.models if model.name == item.name)
+
+    def shown_as(self, item: Batch) -> str:
+        return f"{item.name}, {LABELS[item.curve]}"
+
+    def positions_exceeded(self, item: Batch) -> int | None:
+        known = max_positions(self.model_of(item).config)
+        if item.curve != "full_attention":
+            return super().positions_exceeded(item)
+        return known if known is not None and self.num_tokens(item) > known else None
+
     def key(self, item: Batch) -> Key:
         return {"model": item.name, "curve": item.curve, "first_window": item.first}
 
     def measure(self, item: Batch) -> Record:
-        """`losses` [W][S] of the segments, and `sums` [S][L] over the segments that every column counts."""
+        """`losses` [W][S] of the segments, and `sums` [S][L] over the segments that every column counts.
+
+        `stateful` is there if the model reads a text in one call, as Mamba does.
+        """
         num_segments, length = self.options.num_segments, self.lengths[item.name]
         if item.name not in self._variants:
             self._variants = {}  # before the next model is loaded
@@ -119,7 +141,8 @@ class Perplexity(Task[Batch]):
         if not np.isfinite(loss_WSL).all():
             raise ValueError(f"{item.name}: losses are not finite; take another dtype or checkpoint.")
         counted_WS1 = paired(item.windows, num_segments)[:, :, None]
-        return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist()}
+        stateful = {} if reads_in_parts(self._variants[item.name][item.curve]) else {"stateful": True}
+        return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist(), **stateful}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """`curves`, each with its `points` and its mean `loss` [S][L] by segments before and position in the segment.
@@ -143,9 +166,25 @@ class Perplexity(Task[Batch]):
         losses_nS = losses_WS.T[paired(self.windows[name], num_segments).T].reshape(num_segments, -1).T
         points, loss_SL = _points(losses_nS), (sums_SL / len(losses_nS)).tolist()
         about = {"model": name, "curve": curve, "segment_length": self.lengths[name]}
+        about |= {"stateful": True} if records[0].get("stateful") else {}
         if with_cut_off:
             yield {**about, "curve": "cut_off", "points": points[:1], "loss": loss_SL[:1]}
         yield {**about, "points": points, "loss": loss_SL}
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """The loss of each model itself, without ablations of its memory, with the most text before."""
+        own = {model["name"]: OWN_CURVES.get(model["memory_source"], "full_attention") for model in results["models"]}
+        found = []
+        for curve in results["curves"]:
+            if curve["curve"] == own[curve["model"]]:
+                point, length = curve["points"][-1], curve["segment_length"]
+                before = f"{point['segments_before']} segments of {length} tokens"
+                figures = (point[field] for field in ("loss", "low", "high"))
+                remark = remark_of(f"{curve['model']}, {LABELS[curve['curve']]}", results)
+                measure = f"loss with {before} before [nats per own token]"
+                found.append(Figure(curve["model"], measure, *figures, digits=4, remark=remark))
+        return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return [
@@ -165,7 +204,13 @@ class Perplexity(Task[Batch]):
                 before, is_cut_off = point["segments_before"], curve["curve"] == "cut_off"
                 if not is_cut_off and (before == 0 or (before & (before - 1) and before != last)):
                     continue
-                row = [curve["model"], LABELS[curve["curve"]], curve["segment_length"], before, f"{point['loss']:.4f}"]
+                row = [
+                    curve["model"],
+                    _label_of(curve, results, before),
+                    curve["segment_length"],
+                    before,
+                    f"{point['loss']:.4f}",
+                ]
                 row += [f"{point['low']:.4f} to {point['high']:.4f}", f"{np.exp(point['loss']):,.2f}"]
                 if not is_cut_off:
                     row += [f"{point['gained']:+.4f}", f"{point['gained_low']:+.4f} to {point['gained_high']:+.4f}"]
@@ -182,7 +227,7 @@ class Perplexity(Task[Batch]):
             for (left, right), name in zip(panels, names, strict=True):
                 for curve in results["curves"]:
                     if curve["model"] == name:
-                        _draw_curve(left, right, curve)
+                        _draw_curve(left, right, curve, _label_of(curve, results))
                 _label(left, right, name, results["segment_lengths"][name], results["num_segments"])
 
 
@@ -256,9 +301,20 @@ def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:
     return points
 
 
-def _draw_curve(left: Any, right: Any, curve: dict[str, Any]) -> None:
+def _label_of(curve: dict[str, Any], results: Results, before: int | None = None) -> str:
+    """The name of a curve, with the positions of a model that reads longer texts; `before` is that of one point."""
+    label = LABELS[curve["curve"]]
+    positions = results.get("positions_exceeded", {}).get(f"{curve['model']}, {label}")
+    if curve.get("stateful") and curve["curve"] == "full_attention":
+        label = STATEFUL
+    if positions is None or (before is not None and (before + 1) * curve["segment_length"] <= positions):
+        return label
+    return f"{label} (past its {positions:,} positions)"
+
+
+def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> None:
     name, points, length = curve["curve"], curve["points"], curve["segment_length"]
-    style: dict[str, Any] = {"color": COLORS[name], "label": LABELS[name]}
+    style: dict[str, Any] = {"color": COLORS[name], "label": label}
     size = -(-length // BINS)
     starts = np.arange(0, length, size)
     by_position = [np.mean(curve["loss"][-1][start : start + size]) for start in starts]

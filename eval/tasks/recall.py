@@ -13,11 +13,13 @@ import torch
 
 from condense.training.data.recall import FORMS, RecallTask
 
-from ..models import EvaluatedModel, generate, load_models, state_bytes
+from ..models import EvaluatedModel, generate, load_models
 from ..options import stored
+from ..overview import Figure, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
+from .chat import shown_name
 from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
@@ -83,6 +85,9 @@ class Recall(Task[Batch]):
             for first in range(0, options.num_prompts, size)
         ]
 
+    def num_tokens(self, item: Batch) -> int:
+        return item.num_tokens
+
     def key(self, item: Batch) -> Key:
         return {**_cell(item), "first_prompt": item.first}
 
@@ -95,7 +100,7 @@ class Recall(Task[Batch]):
             for number in range(item.first, item.first + item.size)
         ]
         prompt_ids_BN = torch.cat([questions.prompt_ids_BN for questions in drawn])
-        sequences, cache = generate(
+        sequences, num_bytes = generate(
             item.model.model,
             prompt_ids_BN,
             torch.ones_like(prompt_ids_BN),
@@ -109,7 +114,7 @@ class Recall(Task[Batch]):
             for answer, questions in zip(answers, drawn, strict=True)
             for words in questions.answers
         ]
-        record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": state_bytes(cache) // item.size}
+        record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": num_bytes // item.size}
         if segment_length := item.model.segment_length:
             last = (prompt_ids_BN.shape[1] - 1) // segment_length
             back = [last - at // segment_length for questions in drawn for at in questions.said_at]
@@ -141,6 +146,20 @@ class Recall(Task[Batch]):
             "memories": {model.name: _memory(model) for model in self.models},
         }
 
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """The capacities."""
+        return [
+            Figure(
+                line["model"],
+                f"recall, {line['form']}, {_tokens(line['length'])} [pairs]",
+                line["pairs"],
+                sign=line["bound"],
+                remark=remark_of(line["model"], results),
+            )
+            for line in results["capacities"]
+        ]
+
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]
 
@@ -154,7 +173,7 @@ class Recall(Task[Batch]):
             memory = results["memories"][line["model"]]
             size = "-" if memory is None else f"{' x '.join(map(str, memory))} = {math.prod(memory):,}"
             pairs, state = f"{line['bound']} {line['pairs']:.4g}".strip(), f"{line['state_bytes'] / 1024:,.1f}"
-            rows.append([line["model"], line["form"], _shown(line["length"]), pairs, state, size])
+            rows.append([shown_name(line["model"], results), line["form"], _shown(line["length"]), pairs, state, size])
         tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
         for model, form in product(results["models"], results["forms"]):
             cells = _by_place(results, model["name"], form)
@@ -163,7 +182,8 @@ class Recall(Task[Batch]):
                 for pairs in results["pairs"]
             ]
             columns = ["pairs", *map(_shown, results["lengths"])]
-            tables.append(Table(f"{model['name']}, {form}: % correct (95 % interval) by tokens", columns, rows))
+            shown = shown_name(model["name"], results)
+            tables.append(Table(f"{shown}, {form}: % correct (95 % interval) by tokens", columns, rows))
             if results["memories"][model["name"]] is not None and "by_segments" in results:  # older results have none
                 tables.append(_segments_table(results, model["name"], form))
         return tables
@@ -188,7 +208,7 @@ class Recall(Task[Batch]):
                 heat_map(axes, shares, [f"{number:,}" for number in pairs], [_shown(length) for length in lengths])
                 axes.set_xlabel("tokens")
                 axes.set_ylabel("pairs")
-                axes.set_title(f"{model['name']}, {form}", fontsize=10)
+                axes.set_title(f"{shown_name(model['name'], results)}, {form}", fontsize=10)
 
 
 def _cell(item: Batch) -> dict[str, Any]:
@@ -296,6 +316,10 @@ def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], 
 
 def _shown(length: int) -> str:
     return f"{length:,}" if length else "no filler"
+
+
+def _tokens(length: int) -> str:
+    return f"{length:,} tokens" if length else "no filler"
 
 
 def _percent(cell: dict[str, Any]) -> str:

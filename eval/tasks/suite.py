@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lm_eval
-from lm_eval.models.huggingface import HFLM
 
-from ..harness import CondenseLM
+from ..harness import CondenseLM, StockLM
 from ..harness_tasks import BENCHMARKS, FILLED, default_folder, load_task, longest_sample, requests_of, tasks_of
 from ..models import EvaluatedModel, load_models
 from ..options import stored
+from ..overview import Figure, lengths_of, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -82,6 +82,9 @@ class Suite(Task[Cell]):
             if BENCHMARKS[benchmark].made_at(length)
         ]
 
+    def num_tokens(self, item: Cell) -> int:
+        return item.length
+
     def key(self, item: Cell) -> Key:
         return {"model": item.model.name, "task": item.task, "length": item.length}
 
@@ -120,7 +123,7 @@ class Suite(Task[Cell]):
         """The model as the harness knows it."""
         if evaluated.name != self._reader[0]:
             self._reader = ("", None)  # before the next model is loaded
-            reader = HFLM if evaluated.segment_length is None else CondenseLM
+            reader = StockLM if evaluated.segment_length is None else CondenseLM
             made = reader(evaluated.model, tokenizer=evaluated.tokenizer, batch_size=self.options.batch_size)
             self._reader = (evaluated.name, made)
         return self._reader[1]
@@ -218,6 +221,17 @@ class Suite(Task[Cell]):
             if others := total - sum(cell["of_this_length"] for cell in mine):
                 why = f"{others:,} of {total:,} texts have other lengths: {shortest:,} to {longest:,} tokens"
                 found.append({"model": model, "task": task, "length": None, "why": why})
+        return found
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """Of each benchmark the mean of its lengths."""
+        found = []
+        for model, name in dict.fromkeys((mean["model"], mean["benchmark"]) for mean in results["means"]):
+            means = [mean for mean in results["means"] if (mean["model"], mean["benchmark"]) == (model, name)]
+            value = 100 * sum(mean["score"] for mean in means) / len(means)
+            lengths = lengths_of([mean["length"] for mean in means])
+            found.append(Figure(model, f"{name}, {lengths} [score of 100]", value, remark=remark_of(model, results)))
         return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:

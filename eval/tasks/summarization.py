@@ -27,8 +27,10 @@ from condense.training.data.documents import Document
 from condense.training.data.summarization import prompt_ids, prompt_text
 
 from .. import paper
+from ..decoding import max_positions
 from ..models import EvaluatedModel, generate, load_models
 from ..options import stored
+from ..overview import Figure, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
@@ -88,6 +90,13 @@ class Summarization(Task[Batch]):
             for number, first in enumerate(range(0, len(documents), size))
         ]
 
+    def num_tokens(self, item: Batch) -> int | None:
+        if item.model.segment_length is not None or max_positions(item.model.config) is None:
+            return None
+        chat = item.model.name in self.options.chat
+        prompts = (prompt_of(item.model.tokenizer, document.text, chat) for document in item.documents)
+        return max(map(len, prompts)) + self.options.new_tokens
+
     def key(self, item: Batch) -> Key:
         return {"model": item.model.name, "batch": item.number}
 
@@ -107,6 +116,22 @@ class Summarization(Task[Batch]):
             "cells": average(documents),
             "documents": documents,
         }
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        """ROUGE of all documents together."""
+        return [
+            Figure(
+                cell["model"],
+                f"summaries of {Path(results['data']).name}, {title} [F1]",
+                *(cell[f"{metric}{bound}"] for bound in ("", "_low", "_high")),
+                digits=4,
+                remark=remark_of(cell["model"], results),
+            )
+            for cell in results["cells"]
+            if cell["bucket"] == "overall" and cell["documents"]
+            for metric, title in METRICS.items()
+        ]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]
@@ -183,7 +208,7 @@ def summarize(
     if not ends:
         raise ValueError(f"{evaluated.source} has no token that ends a text: set its tokenizer's eos token.")
     pad = min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    prompts = [chat_ids(tokenizer, prompt_text(text)) if chat else prompt_ids(tokenizer, text) for text in texts]
+    prompts = [prompt_of(tokenizer, text, chat) for text in texts]
     num_columns = max(map(len, prompts))
     ids_BN = torch.tensor([[pad] * (num_columns - len(prompt)) + prompt for prompt in prompts])
     mask_BN = torch.tensor([[0] * (num_columns - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -196,9 +221,6 @@ def summarize(
         do_sample=options.temperature > 0,
         temperature=options.temperature or None,
         top_k=None,
-        top_p=None,
-        repetition_penalty=None,
-        num_beams=1,
         eos_token_id=sorted(ends),
         pad_token_id=pad,
     )
@@ -207,6 +229,11 @@ def summarize(
         summary = list(takewhile(lambda token: token not in ends, row))
         answers.append((tokenizer.decode(summary, skip_special_tokens=True).strip(), len(summary)))
     return answers
+
+
+def prompt_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
+    """The tokens of the prompt for a summary of a text."""
+    return chat_ids(tokenizer, prompt_text(text)) if chat else prompt_ids(tokenizer, text)
 
 
 def bucket_of(num_tokens: int) -> str:

@@ -15,7 +15,10 @@ from condense.prefill import encode
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Source
 
+from ..decoding import reads_in_parts
+
 TOKENS_AT_ONCE = 2**16  # of the windows that are read together
+TOKENS_IN_FLOAT32 = 1024  # whose logits are copied at once
 
 
 class Window(NamedTuple):
@@ -114,8 +117,13 @@ def window_losses(
 def segment_losses(model: Any, ids_WN: torch.Tensor, segment_length: int) -> np.ndarray:
     """Cross-entropies [W, S, L] in nats of tokens 1 to S * L of texts [W, S * L + 1].
 
-    The model reads the texts segment by segment, so that the logits of one segment are in memory at once.
+    The model reads the texts segment by segment, so that the logits of one segment are in memory at once. One that
+    does not read in parts reads each text in one call.
     """
+    if not reads_in_parts(model):
+        return np.stack([_text_losses(model, ids_N.to(model.device)) for ids_N in ids_WN]).reshape(
+            len(ids_WN), -1, segment_length
+        )
     cache, losses = None, []
     for first in range(0, ids_WN.shape[1] - 1, segment_length):
         part_WL1 = ids_WN[:, first : first + segment_length + 1].to(model.device)
@@ -126,7 +134,18 @@ def segment_losses(model: Any, ids_WN: torch.Tensor, segment_length: int) -> np.
 
 def _read_segment(model: Any, part_WL1: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
     output = model(part_WL1[:, :-1], past_key_values=cache, use_cache=True)
-    accurate = torch.promote_types(output.logits.dtype, torch.float32)
     rows = zip(output.logits, part_WL1[:, 1:], strict=True)
-    losses = [F.cross_entropy(logits_LV.to(accurate), target_L, reduction="none") for logits_LV, target_L in rows]
-    return torch.stack(losses), output.past_key_values
+    return torch.stack([_losses(logits_LV, target_L) for logits_LV, target_L in rows]), output.past_key_values
+
+
+def _text_losses(model: Any, ids_N: torch.Tensor) -> np.ndarray:
+    """The losses [N - 1] of one text."""
+    logits_NV = model(ids_N[None, :-1], use_cache=False).logits[0]
+    losses = zip(logits_NV.split(TOKENS_IN_FLOAT32), ids_N[1:].split(TOKENS_IN_FLOAT32), strict=True)
+    return torch.cat([_losses(logits_LV, target_L) for logits_LV, target_L in losses]).cpu().numpy()
+
+
+def _losses(logits_LV: torch.Tensor, target_L: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(
+        logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32)), target_L, reduction="none"
+    )

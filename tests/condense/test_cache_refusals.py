@@ -225,3 +225,61 @@ def test_long_durations_within_the_precision_of_positions():
     model = tiny_model()
     output = model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64))
     assert output.logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_cache_of_another_dtype_is_refused_and_stays():
+    model, ids = tiny_model(), random_ids(2, 12)
+    cache = FoldedCache(model.config)
+    model(ids[:, :7], past_key_values=cache)
+    before = copy.deepcopy(cache)
+    model.float()
+    message = "written by weights in torch.float64 on cpu and the model's are in torch.float32 on cpu"
+    with pytest.raises(ValueError, match=message):
+        model(ids[:, 7:], past_key_values=cache)
+    model.double()  # its weights are rounded now
+    torch.testing.assert_close(
+        model(ids[:, 7:], past_key_values=cache).logits,
+        model(ids[:, 7:], past_key_values=before).logits,
+        atol=0,
+        rtol=0,
+    )
+    cache.reset()
+    model.float()(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([0, 2], "rows \\[0, 2\\]: the cache holds 2 texts"),
+        ([-3], "rows \\[-3\\]"),
+        ([0.5], "torch.float32"),
+        ([[0]], "shape \\(1, 1\\)"),
+        ([True], "2 booleans"),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_rows_that_a_cache_does_not_have_are_refused_and_it_stays(rows, message):
+    model, ids = tiny_model(), random_ids(2, 12)
+    cache = FoldedCache(model.config)
+    model(ids[:, :7], past_key_values=cache, durations=random_durations(2, 7))
+    before = copy.deepcopy(cache)
+    for select in (cache.batch_select_indices, cache.reorder_cache):
+        with pytest.raises(ValueError, match=message):
+            select(torch.tensor(rows))
+    for repeats in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="repeats="):
+            cache.batch_repeat_interleave(repeats)
+    found, expected = (model(ids[:, 7:], past_key_values=one).logits for one in (cache, before))
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_rows_counted_from_the_end():
+    model, ids = tiny_model(), random_ids(2, 12)
+    cache = FoldedCache(model.config)
+    model(ids[:, :7], past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([-1, 0]))
+    found = model(ids[[1, 0], 7:], past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits[[1, 0], 7:], atol=1e-9, rtol=0)

@@ -6,12 +6,14 @@ import functools
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, TextStreamer
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from condense import CondenseForCausalLM, FoldedCache, to_stock
+from condense import CondenseForCausalLM, FoldedCache, modeling, to_stock
+from condense.execution.static_decoding import decode
 from condense.generation import RefuseNonFiniteLogits
 from condense.recording import CROP_TOKENS
 
-from .models import padded_batch, random_ids, tiny_model
+from .models import padded_batch, random_durations, random_ids, tiny_model
 
 NUM_NEW = 13  # two segment borders or three, with segments of 5
 
@@ -166,10 +168,107 @@ def test_an_ended_row_does_not_change_other_rows():
         assert output[row, :stop].tolist() == answer[:stop]
 
 
-@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"use_cache": False}])
-def test_other_caches_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        tiny_model().generate(random_ids(1, 4), max_new_tokens=2, **options)
+def test_other_caches_are_refused():
+    with pytest.raises(ValueError, match="cache_implementation='offloaded'.*'static'.*'dynamic'"):
+        tiny_model().generate(random_ids(1, 4), max_new_tokens=2, cache_implementation="offloaded")
+    model = tiny_model()
+    cache = FoldedCache(model.config)
+    with pytest.raises(ValueError, match="cache_implementation='static' makes a cache, and past_key_values is one"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, past_key_values=cache, cache_implementation="static")
+    model = tiny_model(attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="cache_implementation='static' has no step for attn.*or leave it out"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_generation_without_a_cache(side):
+    """`use_cache=False` gives the same tokens, and reads the whole text for each."""
+    model, (_, ids, mask) = tiny_model(), padded_batch([3, 13, 7], side)
+    options = {"attention_mask": mask, "max_new_tokens": NUM_NEW, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(ids, use_cache=False, **options)
+    assert output.past_key_values is None
+    assert torch.equal(output.sequences, model.generate(ids, **options).sequences)
+    beams = {"max_new_tokens": NUM_NEW, "do_sample": False, "num_beams": 3}
+    assert torch.equal(model.generate(ids[:1], use_cache=False, **beams), model.generate(ids[:1], **beams))
+    timed = {"max_new_tokens": NUM_NEW, "do_sample": False, "new_token_duration": 0.5}
+    assert torch.equal(model.generate(ids[1:2], use_cache=False, **timed), model.generate(ids[1:2], **timed))
+
+
+@pytest.mark.parametrize("stored", [{"use_cache": False}, {"cache_implementation": "offloaded"}])
+@pytest.mark.parametrize("given", ["nothing", "a copy", "a cache"])
+def test_a_stored_setting_of_other_caches_has_no_effect(stored, given, tmp_path):
+    """Of a config.json or a generation_config.json; pipelines pass a copy of the latter."""
+    model, ids = tiny_model(), random_ids(1, 7)
+    expected = greedy(model, ids)
+    for name, value in stored.items():
+        setattr(model.generation_config, name, value)
+        setattr(model.config, name, value) if name == "use_cache" else None
+    model.save_pretrained(tmp_path)
+    loaded = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="sdpa")
+    assert vars(loaded.generation_config).items() >= stored.items()
+    options = {
+        "nothing": {},
+        "a copy": {"generation_config": copy.deepcopy(loaded.generation_config)},
+        "a cache": {"past_key_values": FoldedCache(loaded.config)},
+    }[given]
+    output = loaded.generate(ids, max_new_tokens=NUM_NEW, do_sample=False, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences, expected) and isinstance(output.past_key_values, FoldedCache)
+
+
+@pytest.mark.parametrize(("name", "fixed", "steps"), [("static", False, NUM_NEW - 1), ("dynamic", True, 0)])
+def test_cache_implementations_are_those_of_steps(name, fixed, steps, monkeypatch):
+    """ "static" is fixed decoding, "dynamic" is none, for the call; other calls have the model's setting."""
+    model, ids, counts = tiny_model(), random_ids(2, 7), []
+    model.fixed_decoding = fixed
+    monkeypatch.setattr(modeling, "decode", lambda *arguments: (counts.append(1), decode(*arguments))[1])
+    with torch.no_grad():
+        expected = greedy(model, ids)
+    output = model.generate(ids, cache_implementation=name, max_new_tokens=NUM_NEW, do_sample=False)
+    assert torch.equal(output, expected) and len(counts) == steps and model.fixed_decoding is fixed
+    assert torch.equal(model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False), expected)
+    assert len(counts) == (NUM_NEW - 1 if fixed else steps)
+
+
+def test_generation_from_embeddings():
+    """Alone, with their ids, with padding, durations and beams: the new tokens are those of the ids."""
+    model, (_, ids, mask) = tiny_model(), padded_batch([3, 13, 7], "left")
+    embeds = model.get_input_embeddings()(ids).detach()
+    for options in (
+        {}, {"num_beams": 3}, {"durations": random_durations(3, 13)}, {"new_token_duration": 0.5}, {"do_sample": False},
+    ):  # fmt: skip
+        options = {"attention_mask": mask, "max_new_tokens": NUM_NEW, "do_sample": False, **options}
+        expected = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
+        assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected[:, 13:])
+    other = model.generate(inputs_embeds=embeds.flip(1), attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False)
+    assert not torch.equal(other, expected[:, 13:])
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 4}):
+        with pytest.raises(ValueError, match="inputs_embeds.*leave out one of the two"):
+            model.generate(ids[1:2], inputs_embeds=embeds[1:2], max_new_tokens=2, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@torch.no_grad()
+def test_drafts_of_an_early_exit_do_not_change_tokens(layers, monkeypatch):
+    """The drafts come from the first layers: their logits are those of a model that has no more."""
+    model, ids = tiny_model(), repeating_ids(13)
+    drafts, get_candidates = [], EarlyExitCandidateGenerator.get_candidates
+    monkeypatch.setattr(
+        EarlyExitCandidateGenerator,
+        "get_candidates",
+        lambda *arguments, **options: (drafts.append(get_candidates(*arguments, **options)), drafts[-1])[1],
+    )
+    drafted = model.generate(ids, assistant_early_exit=layers, max_new_tokens=NUM_NEW, do_sample=False)
+    assert torch.equal(drafted, greedy(model, ids)) and model.config.num_hidden_layers == 3
+    shallow = copy.deepcopy(model)
+    shallow.model.layers, shallow.config.num_hidden_layers = shallow.model.layers[:layers], layers
+    text, logits = drafts[0]
+    expected = shallow(text[:, :-1]).logits[:, ids.shape[1] - 1 :]
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+    for wrong in (0, 4):
+        with pytest.raises(ValueError, match=f"assistant_early_exit={wrong}: choose 1 to 3"):
+            model.generate(ids, assistant_early_exit=wrong, max_new_tokens=2, do_sample=False)
 
 
 def repeating_ids(num_tokens):

@@ -360,6 +360,27 @@ def test_logits_come_with_labels_on_request():
     torch.testing.assert_close(model(ids, logits_to_keep=1).logits, all_logits[:, -1:])
 
 
+def test_checkpointing_is_enabled_and_disabled():
+    """The rest of transformers' test of it, which looks for layers that are checkpointed; here segments are."""
+    model, ids = tiny_model().train(), random_ids(2, LENGTH)
+
+    def saved_tensors() -> int:
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
+            model(ids, labels=ids)
+        return len(saved)
+
+    assert not model.is_gradient_checkpointing
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing and model.model.gradient_checkpointing
+    few = saved_tensors()
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing and not model.model.gradient_checkpointing
+    assert few < saved_tensors() / 2
+    with pytest.raises(ValueError, match="every_n_layers=2.*checkpoint_segments=k"):
+        model._set_gradient_checkpointing(True, torch_checkpoint(), every_n_layers=2)
+
+
 @pytest.mark.parametrize(("schedule", "segments"), [("sequential", 1), ("sequential", 2), ("wavefront", 2)])
 def test_checkpoints_do_not_keep_the_state(schedule, segments, monkeypatch):
     """Each group stores the memories that it reads; the state, which holds the last ones, is freed after the call."""

@@ -133,7 +133,7 @@ def test_gradients_in_bfloat16_are_rounded_once(kind):
         (gradient.double(), torch.tensor(0.1).double()),
     ):
         exact = (given.double() * factor.double()).to(given.dtype)
-        assert torch.equal(loss_gradient._scaled(given, factor), exact)
+        assert torch.equal(loss_gradient._scaled(given, factor, given.dtype), exact)
 
 
 def test_without_targets_gradients_are_zero():
@@ -208,10 +208,46 @@ def test_a_hook_on_the_head_is_called_and_changes_nothing():
     assert calls
 
 
-def test_within_torch_func():
-    """Of a vocabulary as small as this: a larger one needs checkpoints, which torch.func does not support."""
-    model, batch = tiny_model(hidden_size=64), labelled()
+@pytest.mark.parametrize("hidden_size", [24, 64], ids=["large vocabulary", "small vocabulary"])
+def test_within_torch_func(hidden_size):
+    model, batch = tiny_model(hidden_size=hidden_size), labelled()
     plain = gradients_of(model, model(**batch).loss)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     found = torch.func.grad(lambda given: functional_call(model, given, kwargs=batch).loss)(weights)
     assert_equal(found, plain)
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+
+def scaled(model):
+    head = ScaledHead(24, VOCAB, bias=False, dtype=torch.float64)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+
+
+@pytest.mark.parametrize("change", [None, hooked, scaled])
+def test_a_functional_call(change):
+    """Its backward pass runs when the module has its own weights again."""
+    model, batch = tiny_model(), labelled()
+    if change is not None:
+        change(model)
+    weights = {name: (1.5 * weight).detach().requires_grad_() for name, weight in model.named_parameters()}
+    functional_call(model, weights, kwargs=batch).loss.backward()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(weights[name])
+    assert_equal({name: weight.grad for name, weight in weights.items()}, gradients_of(model, expected(model, batch)))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_that_changes_before_the_backward_pass_is_refused(autocast):
+    model, batch = tiny_model(torch.float32 if autocast else torch.float64), labelled()
+    hooked(model)  # its logits are computed again
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value = model(**batch).loss
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()

@@ -216,7 +216,7 @@ def test_half_precision_is_not_added_up_in_half_precision(own, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused(folders, monkeypatch):
-    with pytest.raises(ValueError, match=re.escape("'llama' is not folded: run it as --model hf")):
+    with pytest.raises(ValueError, match=re.escape("'llama' is not folded: run it as --model stock")):
         load(folders / "llama")
     small = load(folders / "folded", max_length=3)
     with pytest.raises(ValueError, match="4 tokens are to be scored and max_length=3"):

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 def test_the_page_stands_alone(folder):
     page = write_report(folder, title="a <test>").read_text()
-    assert "a &lt;test&gt;" in page and "a &lt;b&gt;: % correct" in page and page.count("data:image/png;base64,") == 3
+    assert "a &lt;test&gt;" in page and "a &lt;b&gt;: % correct" in page and page.count("data:image/png;base64,") == 4
     assert "src=" in page and 'src="http' not in page and re.findall('href="([^#][^"]*)"', page) == []
     cells = re.findall("<td>([^<]*)", page)
     assert cells[cells.index("staged") :][:7] == ["staged", "5,000", "", "2.0000", "2.5000", "2.323", "87.5%"]
@@ -91,7 +91,7 @@ def test_links_are_not_read_into_the_page(folder, tmp_path, linked):
     for name in names:
         named = name.replace("recipe.json", "log.jsonl")  # the run that it belongs to is left out
         assert named in str(refused.value) and f"<code>{named}</code>" in page
-    assert page.count("data:image/png;base64,") == {"passkey.png": 2, "passkey.json": 1, "log.jsonl": 2}.get(linked, 3)
+    assert page.count("data:image/png;base64,") == {"passkey.png": 3, "passkey.json": 2, "log.jsonl": 2}.get(linked, 4)
     assert ("87.5%" in page) is (linked not in ("log.jsonl", "recipe.json"))
     assert ("75.0" in page) is (linked != "passkey.json")
 

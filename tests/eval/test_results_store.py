@@ -61,3 +61,33 @@ def test_a_refusal_names_the_fields_that_differ_alone(tmp_path):
     ResultsStore(tmp_path / "a.jsonl", models("float32"))
     with pytest.raises(ValueError, match=r"measurement: models\.0\.dtype was 'float32' and is 'float16'\. Pass"):
         ResultsStore(tmp_path / "a.jsonl", models("float16"))
+
+
+def test_models_may_be_added_and_not_taken_away(tmp_path):
+    def settings(*names, dtype="float32"):
+        models = [{"name": name, "dtype": dtype} for name in names]
+        return {"models": models, "sha256": {name: f"of {name}" for name in names}, "chat": list(names), "seed": 0}
+
+    path = tmp_path / "a.jsonl"
+    ResultsStore(path, settings("b")).get({"model": "b"}, lambda: {"value": 1})
+    assert {"model": "b"} in ResultsStore(path, settings("a", "b"))
+    assert json.loads(path.read_text().splitlines()[0])["settings"] == settings("a", "b")
+    with pytest.raises(ValueError, match="the length of models was 2 and is 1"):
+        ResultsStore(path, settings("b"))
+    with pytest.raises(ValueError, match=r"models\.0\.dtype was 'float32' and is 'float16'"):
+        ResultsStore(path, settings("a", "b", "c", dtype="float16"))
+    changed = settings("a", "b", "c")
+    changed["sha256"]["b"] = "another"
+    with pytest.raises(ValueError, match=r"measurement: sha256\.b was 'of b' and is 'another'\. Pass"):
+        ResultsStore(path, changed)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"key": {"a": 1}, "record": 5}', '{"key": "a", "record": {}}', '{"key": {"a": 1}}', "[]", '"x"']
+)
+def test_lines_that_are_no_records_are_named(tmp_path, line):
+    ResultsStore(tmp_path / "x.jsonl", SETTINGS)
+    with (tmp_path / "x.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl is damaged, its lines are no records: delete it, or pass"):
+        ResultsStore(tmp_path / "x.jsonl", SETTINGS)

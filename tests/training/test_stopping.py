@@ -159,7 +159,7 @@ def has_begun(output: Path) -> bool:
 def ends_stopped(process: subprocess.Popen, output: Path, exit_code: int) -> None:
     """The run has a checkpoint of the step that it printed, and no step after it was lost."""
     printed, _ = process.communicate(timeout=120)
-    assert process.returncode == exit_code, printed[-3000:]
+    assert process.returncode == exit_code and "ERROR" not in printed, printed[-3000:]
     kept = newest_checkpoint(output)
     assert kept is not None and printed.count(f"resumes it from {kept}") == 1, printed[-3000:]
     assert f"checkpoint-{log_lines(output)[-1]['step']}" == kept.name

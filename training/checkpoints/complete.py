@@ -71,11 +71,10 @@ def _step(path: Path) -> int:
 class CompleteCheckpoints(TrainerCallback):
     """Completes each checkpoint: calls `write` with its folder, writes the marker, then deletes older checkpoints."""
 
-    def __init__(
-        self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any], contents: dict[str, Any]
-    ):
+    def __init__(self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any], **described: Any):
+        """`described` goes into the marker."""
         self.write, self.keep = write, keep
-        self.described = {"recipe": recipe, "contents": contents}
+        self.described = {"recipe": recipe, **described}
 
     def on_save(self, args, state, control, **kwargs):
         if dist.is_initialized():

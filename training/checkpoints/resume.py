@@ -4,11 +4,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from ..recipe import DigitsData, Evaluation, GeneratedData, Recipe
+from ..output_lock import was_finished
+from ..recipe import MAY_CHANGE_FROM_HERE, DigitsData, Evaluation, GeneratedData, Recipe, Stage
 from ..recipe.section import Section, may_change
 from .complete import check, newest_checkpoint
 from .contents import contents
@@ -18,43 +19,90 @@ from .pickles import check_pickles
 def find_checkpoint(recipe: Recipe) -> Path | None:
     """The checkpoint to resume from: the output's newest complete one, or else `resume`.
 
-    Raises `ValueError` for a damaged one, for one that could run code when it is loaded, and for one that another
-    recipe has written: the restored state of the optimizer and the learning rate would override the new values. Files
-    that were moved are the same recipe, those whose content has changed are another one.
+    Raises `ValueError` for a damaged one, for one that could run code when it is loaded, and for one of another recipe
+    whose differences a resumed run can't follow. Files that were moved are the same recipe, those whose content has
+    changed are another one.
     """
     checkpoint = newest_checkpoint(recipe.output) or recipe.resume
     if checkpoint is not None:
-        changes = _changes(check(checkpoint), recipe)
-        if changes:
+        refused = changes(checkpoint, recipe).refused
+        if refused:
             raise ValueError(
-                f"checkpoint {checkpoint} comes from another recipe: {'; '.join(changes)}. A run resumes under the "
-                f"recipe it began with: undo the change, or start another run from these weights with "
-                f"model={checkpoint} output=FOLDER."
+                f"checkpoint {checkpoint} comes from another recipe: {'; '.join(refused)}. A run resumes under the "
+                f"recipe it began with, except for its steps and its learning rate: undo the change, or start another "
+                f"run from these weights with model={checkpoint} output=FOLDER."
             )
         check_pickles(checkpoint)
     return checkpoint
 
 
-def _changes(marker: dict[str, Any], recipe: Recipe) -> list[str]:
-    """What has changed since the checkpoint was written, and may not, each in words."""
-    before, now = with_defaults(migrate(marker["recipe"]), recipe), recipe.model_dump(mode="json")
+def finished(recipe: Recipe) -> str | None:
+    """Where the model of a finished run is, and how to go on, in words; None for a run that has steps left."""
+    checkpoint = newest_checkpoint(recipe.output)
+    if checkpoint is None or not was_finished(recipe.output) or not any(recipe.output.glob("*.safetensors")):
+        return None
+    if check(checkpoint)["step"] != recipe.steps or changes(checkpoint, recipe).refused:
+        return None
+    return (
+        f"this run is finished: all of its {recipe.steps} steps are done, and the model is in {recipe.output}. To go "
+        f"on from {checkpoint} with the optimizer's state, give more steps, such as steps={2 * recipe.steps}; to start "
+        f"another run from these weights, give model={recipe.output} output=FOLDER."
+    )
+
+
+class Changes(NamedTuple):
+    """What has changed since a checkpoint was written, each in words."""
+
+    refused: list[str]
+    followed: list[str]  # from the checkpoint on
+
+
+def changes(checkpoint: Path, recipe: Recipe) -> Changes:
+    """The differences of a recipe from the one of a checkpoint, except those that affect nothing."""
+    marker = check(checkpoint)
+    before, now = _stored_recipe(marker, recipe), recipe.model_dump(mode="json")
     free = _may_change(before, now, has_documents=not isinstance(recipe.data, GeneratedData | DigitsData))
+    follows = may_change(Recipe, MAY_CHANGE_FROM_HERE)
+    if _same_until(marker["step"], before["stages"], now["stages"]):
+        follows.add("stages")
     before, now = _flat(before), _flat(now)
     # Checkpoints of former versions have no contents: there the paths must be the same.
     held = marker.get("contents", {})
     holds = contents(recipe) if held else {}
-    changes = []
+    found = Changes([], [])
+    if recipe.steps < marker["step"]:
+        found.refused.append(f"{marker['step']} steps are done, and the recipe has {recipe.steps}")
     for name in before | now:
         was, is_now = before.get(name), now.get(name)
         if name in holds and name in held:
             if _without_paths(was, held[name]) == _without_paths(is_now, holds[name]):
                 continue
             if was == is_now:
-                changes.append(f"the files of {name} ({is_now!r}) hold something else than when the run began")
+                found.refused.append(f"the files of {name} ({is_now!r}) hold something else than when the run began")
                 continue
         if name not in free and was != is_now:
-            changes.append(f"{name} was {was!r} and is {is_now!r}")
-    return changes
+            (found.followed if name in follows else found.refused).append(f"{name} was {was!r} and is {is_now!r}")
+    return found
+
+
+def former_stages(checkpoint: Path, recipe: Recipe) -> list[list[Stage]]:
+    """The stages that the run of a checkpoint has had before those of the recipe, oldest first."""
+    marker = check(checkpoint)
+    stages = [*marker.get("former_stages", []), _stored_recipe(marker, recipe)["stages"]]
+    found = [[Stage(**stage) for stage in one] for one in stages if one]
+    return found[:-1] if found and found[-1] == recipe.stages else found
+
+
+def _stored_recipe(marker: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    return with_defaults(migrate(marker["recipe"]), recipe)
+
+
+def _same_until(step: int, before: list[dict] | None, now: list[dict] | None) -> bool:
+    """Whether the first `step` steps have texts of the same lengths, and the longest texts are as long as before."""
+    if not before or not now:
+        return False
+    lengths = [[stage["total_length"] for stage in stages for _ in range(stage["steps"])] for stages in (before, now)]
+    return len(lengths[1]) >= step and lengths[0][:step] == lengths[1][:step] and max(lengths[0]) == max(lengths[1])
 
 
 def _may_change(before: dict[str, Any], now: dict[str, Any], has_documents: bool) -> set[str]:

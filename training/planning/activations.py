@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from transformers import LlamaConfig
 
+from condense.embedding import EMBEDDED_TOKENS
 from condense.families import family_of
 from condense.loss import MAX_LOGITS
 
@@ -200,32 +201,35 @@ def summed_gradients(
 ) -> int:
     """Gradients that autograd holds at the end of the backward pass, less the activations that are freed by then.
 
-    A weight's gradients are summed over all its uses before DeepSpeed receives them: over all segments, down to the
-    first, so that no ZeRO stage divides them before. The gradient of a weight with a single use is freed at once,
-    where `freed_at_once` is true.
+    A weight's gradients are summed over all its uses before DeepSpeed receives them: in float32
+    (`condense/shared_weights.py`), and over all segments, down to the first, so that no ZeRO stage divides them before.
+    The gradient of a weight with a single use is freed at once, where `freed_at_once` is true.
     """
     numels, size = [shape.numel() for shape in weights.trained], element_size(recipe)
-    whole = size * sum(numels)
+    largest, tied = max(numels), config.tie_word_embeddings
     if len(a_pass.segments) > 1 and _has_loss_gradients(recipe, zero_stage):
         # In the forward pass the head's exist twice, their sum and those of a block, with most of its logits: all but a
         # third in float32, a quarter in others, which have a copy (measured). The backward pass begins with the sum and
-        # its product with the gradient of the loss. After its last segment all exist, and at the end those of a tied
-        # embedding, and its sum with the head's.
-        head, logits = size * max(numels), max(0, kept["loss"] - reduce_buckets)
+        # its product with the gradient of the loss. In its last segment the sums of all layers exist. At the end their
+        # gradients do, with the head's and the embedding's, and with the sum of the last two or the embedding's own.
+        head, layers = size * largest, sum(numels) - largest * (1 if tied else 2)
+        begin, embedded = FLOAT32 * largest + head, a_pass.tokens > EMBEDDED_TOKENS
         layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
         last_segment = kept["activations"] * a_pass.segments[-1] // sum(a_pass.segments)
-        at_end = whole + 2 * head * config.tie_word_embeddings - kept["activations"]
-        gone = kept["loss"] // (3 if size == FLOAT32 else 4)
-        return max(2 * head - gone, max(2 * head + layer, whole + layer - last_segment, at_end) - logits)
+        summed = FLOAT32 * (layers + largest * embedded) + head
+        at_end = size * layers + 2 * head + (FLOAT32 * largest if size < FLOAT32 else head * tied)
+        gone, logits = kept["loss"] // (3 if size == FLOAT32 else 4), max(0, kept["loss"] - reduce_buckets)
+        later = max(begin + layer, summed + layer - last_segment, at_end - kept["activations"])
+        return max(begin - gone, later - logits)
     if len(a_pass.segments) > 1:
-        # Another gradient of the head, and the sum with it, exist after the logits are freed.
-        another = max(0, 2 * size * max(numels) - kept["loss"])
+        # Another gradient of the head, and in float32 the sum with it, exist after the logits are freed.
+        another = max(0, (2 if size == FLOAT32 else 1) * size * largest - kept["loss"])
         freed = 0 if recipe.gradient_checkpointing else kept["activations"] // len(a_pass.segments)
-        return max(0, whole + another - freed)
-    length, tied = a_pass.segments[0], size * max(numels) * (config.tie_word_embeddings and recipe.lora is None)
+        return max(0, FLOAT32 * sum(numels) + another - freed)
+    length, tied_bytes = a_pass.segments[0], size * largest * (tied and recipe.lora is None)
     first_layer = a_pass.rows * sum(part(config, recipe, length, 0) for part in (_layer, _layer_gradients))
     # The head's gradient waits for the embedding's; at the end both exist, and their sum.
-    summed = (tied if freed_at_once else whole) + max(2 * tied, first_layer)
+    summed = (tied_bytes if freed_at_once else size * sum(numels)) + max(2 * tied_bytes, first_layer)
     return max(0, summed - kept["activations"] - kept["loss"])
 
 

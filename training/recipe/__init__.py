@@ -20,10 +20,11 @@ from .lora import LoRA
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, Losses, ObjectiveKind
 from .schema import Checkpoints, Curriculum, Evaluation, Optimizer, Recipe, Stage
-from .section import MAY_CHANGE, Section
+from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section
 
 __all__ = [
     "MAY_CHANGE",
+    "MAY_CHANGE_FROM_HERE",
     "MODELS",
     "OBJECTIVES",
     "BadDocuments",

@@ -17,6 +17,7 @@ from .schema import Recipe
 def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe, a YAML file or one of this package by name, and applies overrides such as `stages.0.steps=10`.
 
+    `steps=10` changes the last stage, or the curriculum, so that there are 10 steps in all.
     A DeepSpeed configuration beside the recipe is found from any folder. Raises `ValueError` naming every unknown or
     impossible key, and the nearest key that exists.
     """
@@ -48,6 +49,8 @@ def _apply(fields: dict[str, Any], override: str) -> None:
     value = _parse(text)
     if name == "model" and isinstance(value, str):  # the other keys of the model stay
         name = "model.source"
+    if name == "steps":
+        name, value = _last_steps(fields, value)
     *sections, last = name.split(".")
     section: Any = fields
     for key in sections:
@@ -63,6 +66,17 @@ def _apply(fields: dict[str, Any], override: str) -> None:
         section[last] = value
     else:
         raise ValueError(f"{override!r}: {'.'.join(sections) or 'the recipe'} holds no keys.")
+
+
+def _last_steps(fields: dict[str, Any], steps: Any) -> tuple[str, Any]:
+    """The key, and its value, that gives a recipe `steps` steps: those of the curriculum or of the last stage."""
+    stages = fields.get("stages")
+    if not stages:
+        return "curriculum.steps", steps
+    before = sum(stage["steps"] for stage in stages[:-1])
+    if not isinstance(steps, int) or steps <= before:
+        raise ValueError(f"steps={steps}: the stages before the last one have {before} steps; give a larger number.")
+    return f"stages.{len(stages) - 1}.steps", steps - before
 
 
 def _item(section: Any, key: str) -> Any:

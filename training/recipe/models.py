@@ -132,7 +132,7 @@ class CondenseModel(ModelKind):
         return loading.load_config(CondenseConfig, self.source, **self._given())
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> CondenseForCausalLM:
-        return loading.load_model(
+        model = loading.load_model(
             CondenseForCausalLM,
             self.source,
             dtype=torch.float32,
@@ -141,6 +141,8 @@ class CondenseModel(ModelKind):
             **self._given(),
             **options,
         )
+        model.logits_in_evaluation = False  # validation reads losses only
+        return model
 
     def _given(self) -> dict[str, int]:
         given = {"segment_length": self.segment_length, "bptt_segments": self.bptt_segments}

@@ -29,7 +29,7 @@ from .data import Data, GeneratedData, SampleData, Source
 from .lora import LoRA
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
-from .section import MAY_CHANGE, Section, one_of
+from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section, one_of
 
 
 class Stage(Section):
@@ -42,7 +42,7 @@ class Stage(Section):
 class Curriculum(Section):
     """Instead of stages: texts grow as the loss falls, and every batch holds the same number of tokens."""
 
-    steps: int = Field(ge=1)
+    steps: Annotated[int, MAY_CHANGE_FROM_HERE] = Field(ge=1)
     tokens_per_step: int = Field(ge=1, description="over all ranks")
     first_segments: int = Field(2, ge=1)
     last_segments: int = Field(16, ge=1)
@@ -72,10 +72,12 @@ class Optimizer(Section):
     """The learning rate rises over the warm-up, stays, and falls over the decay as a cosine."""
 
     name: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(1e-3, gt=0)
-    final_learning_rate: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(50, ge=1)
-    decay_steps: int | None = Field(None, ge=1, description="None: all steps after the warm-up")
+    learning_rate: Annotated[float, MAY_CHANGE_FROM_HERE] = Field(1e-3, gt=0)
+    final_learning_rate: Annotated[float, MAY_CHANGE_FROM_HERE] = Field(0.0, ge=0)
+    warmup_steps: Annotated[int, MAY_CHANGE_FROM_HERE] = Field(50, ge=1)
+    decay_steps: Annotated[int | None, MAY_CHANGE_FROM_HERE] = Field(
+        None, ge=1, description="None: all steps after the warm-up"
+    )
     weight_decay: float = Field(0.01, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, gt=0, lt=1)

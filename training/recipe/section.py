@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
@@ -54,21 +55,25 @@ class Registry(Generic[S]):
         return core_schema.no_info_before_validator_function(self.parse, handler(source))
 
 
+@dataclass(frozen=True)
 class MayChange:
-    """Marks a field that a resumed run may change: it affects neither the batches nor what is learned from them."""
+    """Marks a field that a resumed run may change."""
+
+    affects_training: bool
 
 
-MAY_CHANGE = MayChange()
+MAY_CHANGE = MayChange(affects_training=False)  # neither the batches nor what is learned from them
+MAY_CHANGE_FROM_HERE = MayChange(affects_training=True)  # the steps from the checkpoint on
 
 
-def may_change(section: type[Section], prefix: str = "") -> set[str]:
-    """The names of all fields marked `MAY_CHANGE`, those of nested sections with their path, as `checkpoints.keep`."""
+def may_change(section: type[Section], mark: MayChange = MAY_CHANGE, prefix: str = "") -> set[str]:
+    """The names of all fields with a mark, those of nested sections with their path, as `checkpoints.keep`."""
     found = set()
     for name, field in section.model_fields.items():
-        if any(isinstance(mark, MayChange) for mark in field.metadata):
+        if mark in field.metadata:
             found.add(prefix + name)
         for nested in sections_of(field):
-            found |= may_change(nested, f"{prefix}{name}.")
+            found |= may_change(nested, mark, f"{prefix}{name}.")
     return found
 
 

@@ -79,7 +79,10 @@ def memory_table() -> Table:
         sizes = [f"{size / 2**20:,.0f}" for size in (estimated, logits, measured)]
         shape = "1.2B" if is_large(point) else "Table I"
         rows.append([shape, f"{point['length']:,}", variant_name(point), *sizes, f"{ratios[-1]:.3f}"])
-    title = f"estimated / measured: {min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} training steps"
+    title = (
+        f"estimated / measured: {min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} training steps; the estimate "
+        "counts float32 sums of gradients, which the measured steps of folded models did not have"
+    )
     return Table(title, COLUMNS, rows)
 
 

@@ -197,7 +197,7 @@ def test_auto_is_the_default_of_models(tmp_path, monkeypatch):
     loaded = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert loaded.config._attn_implementation == "auto"
     assert to_stock(loaded).config._attn_implementation == "sdpa"
-    with pytest.raises(ValueError, match="'nonsense' is not known: choose one of auto, blocked"):
+    with pytest.raises(ValueError, match='"nonsense"` is not supported: choose one of auto, blocked'):
         CondenseForCausalLM.from_pretrained(tmp_path, attn_implementation="nonsense")
 
     calls = []

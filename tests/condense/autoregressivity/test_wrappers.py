@@ -99,6 +99,14 @@ def test_generate_writes_as_a_loop_without_cache(models, base, kind):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stored_setting_of_other_caches_has_no_effect(kind):
+    model, ids = make_model("folded", kind), random_ids(1, 4)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    model.generation_config.use_cache, model.generation_config.cache_implementation = False, "static"
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+
+
 def test_a_text_ends_at_its_end_token_and_the_others_go_on(models):
     model = models["folded", "heads"]
     rows, ids, mask = padded_batch([3, 7], "left")

@@ -96,7 +96,7 @@ def test_parameters_in_a_shared_storage_stay_there(even):
     start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
     assert all(start <= parameter.data_ptr() < end for parameter in model.parameters())
     stack = stacking.stack_of(model.model.layers)
-    assert (stack.parameters_Mx["mlp.gate_proj.weight"] is not None) == even
+    assert (stack.parameters["mlp.gate_proj.weight"].tensor_mx is not None) == even
 
 
 def with_other_scale(layer):

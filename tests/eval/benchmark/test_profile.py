@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, MambaConfig
 from typer.testing import CliRunner
 
 import condense.cli
+from condense import CondenseConfig, CondenseForCausalLM
 from condense.eval.benchmark.cases import BenchmarkCase
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS
 from condense.eval.benchmark.options import ProfileOptions
@@ -112,7 +114,7 @@ def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
     folded = measured["points"][::2]
     assert [point["out_of_memory"] for point in measured["points"]] == [False, True, False, True]
     assert folded[0]["state_bytes"] == folded[1]["state_bytes"]
-    (table,) = tables(measured)[:1]
+    _, table, *_ = tables(measured)
     assert [row[2] for row in table.rows if row[1] == "stock"] == ["OOM", "OOM"] and table.rows[0][-1] == "OOM"
 
 
@@ -218,9 +220,38 @@ def test_figures_of_a_gpu_have_columns():
     point |= {"checkpointing": False, "out_of_memory": False, "peak_bytes": 2**20, "before_bytes": 0}
     point |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
     on_gpu = {**point, "reserved_bytes": 3 * 2**20, "allocation_retries": 2, "mfu": 0.415}
-    (table,) = tables({"points": [on_gpu, {**point, "length": 128}]})
+    _, table = tables({"points": [on_gpu, {**point, "length": 128}]})
     first, second = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     names = ("reserved [MiB]", "retries", "MFU [%]")
     assert [first[name] for name in names] == ["3", "2", "42"] and [second[name] for name in names] == ["-"] * 3
-    (table,) = tables({"points": [point]})
+    _, table = tables({"points": [point]})
     assert not set(names) & set(table.columns)
+
+
+NEOX = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+MAMBA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "expand": 2, "conv_kernel": 4}
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_any_causal_language_model_in_one_table(llama, tmp_path):
+    """Shapes of three families and a folded checkpoint; their states are counted by hand."""
+    for name, config in (("neox", GPTNeoXConfig(**NEOX)), ("mamba", MambaConfig(**MAMBA))):
+        config.save_pretrained(tmp_path / name)
+    torch.manual_seed(0)
+    CondenseForCausalLM(CondenseConfig.from_pretrained(llama, segment_length=32)).save_pretrained(tmp_path / "folded")
+    options = ProfileOptions(
+        configs=[f"{name}={tmp_path / name}" for name in ("neox", "mamba")], models=[f"mine={tmp_path / 'folded'}"],
+        modes=["decoding"], lengths=[64, 128], repeats=1,
+    )  # fmt: skip
+    measured = profile(tmp_path / "out", options)
+    states = {(point["model"], point["length"]): point["state_bytes"] for point in measured["points"]}
+    convolutions_and_states = 2 * (64 * 4 + 64 * 4) * 4
+    for length in (64, 128):
+        tokens = states["neox", length] / (2 * 2 * 32 * 4)  # keys and values of two layers
+        assert tokens == length + WARM_UP_TOKENS + NEW_TOKENS
+        assert states["mamba", length] == convolutions_and_states
+    assert states["mine", 64] == states["mine", 128]
+    models, table, *_ = tables(measured)
+    assert [row[:2] for row in models.rows] == [["neox", "gpt_neox"], ["mamba", "mamba"], ["mine", "condense_llama"]]
+    assert [row[2] for row in models.rows] == ["random", "random", str(tmp_path / "folded")]
+    assert len(table.rows) == 6

@@ -18,6 +18,7 @@ from condense.eval.benchmark.studies import (
     gpu_launches,
     gpu_memory,
     gpu_trace,
+    gradient_sums,
     products,
     schedule_rule,
     short_texts,
@@ -222,3 +223,13 @@ def test_steps_of_decoding_are_timed(monkeypatch):
     monkeypatch.setattr(static_decoding, "_compiled_step", lambda: static_decoding.static_step)
     name, rows, *rates, ratio = decoding.line("5 layers of width 64", 1, repeats=1)
     assert (name, rows) == ("5 layers of width 64", "1") and len(rates) == 2 and float(ratio) > 0
+
+
+def test_errors_of_gradients(stories, tmp_path, capsys, monkeypatch):
+    """Sums over 128 segments in bfloat16 add to the rounding of products."""
+    monkeypatch.setattr(gradient_sums, "ORDERS", {"in order": {}})
+    (tmp_path / "text").write_text("Once upon a time there was a little girl. " * 200)
+    gradient_sums.main(["--model", str(stories), "--data", str(tmp_path / "text"), "--segments", "128"])
+    lines = [line.split()[-2:] for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["128"]]
+    (by_autograd, in_float32) = map(float, *lines)
+    assert 0 < in_float32 < 2 < by_autograd

@@ -25,6 +25,8 @@ from condense.eval.tasks.options import SuiteOptions
 from condense.eval.tasks.suite import Suite
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from ..rivals import save_rival
+
 TEXT = "The grass is green . The sky is blue . The sun is yellow . Here we go . One of the special magic numbers for"
 TASK, LENGTH, PROMPTS = "niah_single_1", 1024, 2
 NODES = "a node and an edge "
@@ -155,6 +157,18 @@ def test_a_prompt_is_never_cut(root, measured, monkeypatch):
         ValueError, match=r"graphwalks_128k at 1,024 tokens: a prompt of 700 tokens and an answer of up"
     ):  # before anything is measured
         Suite.load(options(root, models=[str(root / "llama")], benchmarks=["graphwalks_128k"]))
+
+
+def test_a_model_without_positions_reads_texts_of_any_length(root, measured, tmp_path):
+    """The harness itself would cut them to 2,048 tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(root / "llama")
+    save_rival(tmp_path / "mamba", "mamba", tokenizer, hidden_size=16, num_hidden_layers=1)
+    suite = Suite.load(options(root, models=[str(tmp_path / "mamba")], num_prompts=1))
+    assert suite.reader_of(suite.models[0]).max_length > 2**30
+    (cell,) = suite.items()
+    (sample,) = suite.measure(cell)["samples"]
+    ours = next(one for one in measured[0]["cells"] if (one["model"], one["task"]) == ("llama", TASK))["samples"][0]
+    assert (sample["prompt"], sample["tokens"]) == (ours["prompt"], ours["tokens"])
 
 
 def texts(path, name=None, data_files=None, split=None, **more):

@@ -17,7 +17,7 @@ from condense.training.recipe import Recipe, load_recipe
 
 from .shapes import LLAMA_1B, LLAMA_3B, PLAIN, SMALL, recipe
 
-LARGE = {"passkey_pretrain_1b": 8, "passkey_finetune_1b": 2, "summarize_pretrain_3b": 2, "summarize_finetune_a": 4}
+LARGE = {"passkey_pretrain_1b": 8, "passkey_finetune_1b": 1, "summarize_pretrain_3b": 2, "summarize_finetune_a": 4}
 LARGE |= {"summarize_finetune_b": 2, "summarize_llama_baseline": 4}
 
 

@@ -1,5 +1,8 @@
 """Overrides of the command line."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from condense.training.recipe import load_recipe
@@ -35,3 +38,12 @@ def test_a_text_stands_for_the_source(path):
     assert load_recipe(path).model.source == "m"
     assert load_recipe(path, ["model.segment_length=32"]).model.segment_length == 32
     assert load_recipe(path, ["model.kind=stock"]).model.kind == "stock"
+
+
+def test_the_example_for_own_documents(tmp_path):
+    """As docs/training.md has it."""
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(example)
+    recipe = load_recipe(tmp_path / "mine.yaml", ["steps=1500"])
+    assert recipe.steps == 1500 and recipe.data.sources[0].files == "train.jsonl"

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from condense.training.recipe import MAY_CHANGE, MODELS, Recipe, Section
+from condense.training.recipe import MAY_CHANGE, MAY_CHANGE_FROM_HERE, MODELS, Recipe, Section
 from condense.training.recipe.section import Registry, may_change
 
 
@@ -15,6 +15,10 @@ def test_fields_that_may_change_on_resume():
         "max_skipped_steps", "record_memory_history", "checkpoints.keep", "data.prepared", "model.schedule",
         "model.offload_memories", "model.checkpoint_segments", "evaluation.reference_loss", "evaluation.every",
         "log_every",
+    }  # fmt: skip
+    assert may_change(Recipe, MAY_CHANGE_FROM_HERE) == {
+        "curriculum.steps", "optimizer.learning_rate", "optimizer.final_learning_rate", "optimizer.warmup_steps",
+        "optimizer.decay_steps",
     }  # fmt: skip
 
 

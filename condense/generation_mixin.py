@@ -1,0 +1,157 @@
+"""`generate` of a folded model: transformers' own, with a `FoldedCache`, durations, a control, and drafts."""
+
+from typing import Any
+
+from transformers import GenerationMixin
+
+from .cache import FoldedCache
+from .control import check_control_of_prompt, control_of_columns
+from .durations import durations_for_generation, durations_of_columns
+from .execution.static_decoding import check_static_step
+from .recording import CROP_TOKENS
+
+
+class OwnCacheGenerationMixin(GenerationMixin):
+    """Generation that always uses the model's own kind of cache."""
+
+    cache_implementations: tuple[str, ...] = ()  # those of transformers that have a meaning for this cache
+
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        """As in transformers; what a checkpoint stores about other caches, or about none, is not an argument of the
+        user and has no effect.
+        """
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+
+        def is_stored(name: str) -> bool:
+            given = [kwargs.get(name), getattr(generation_config, name, None)]
+            stored = getattr(self.generation_config, name)  # pipelines pass a copy of these settings
+            return all(value is None or value == stored for value in given) and kwargs.get(name) is None
+
+        if prepared.use_cache is False and is_stored("use_cache"):
+            prepared.use_cache = True
+        unknown = prepared.cache_implementation not in self.cache_implementations
+        if (unknown or model_kwargs.get("past_key_values") is not None) and is_stored("cache_implementation"):
+            prepared.cache_implementation = None
+        return prepared, model_kwargs
+
+
+class FoldedGenerationMixin(OwnCacheGenerationMixin):
+    cache_implementations = ("static", "dynamic")
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        inputs_embeds=None,  # transformers looks for this name
+        is_first_iteration=False,
+        new_token_duration: Any = None,
+        **kwargs,
+    ):
+        """As in transformers. The first call of assisted decoding also leaves out the tokens that the cache has.
+
+        `generate` takes `new_token_duration` beside the arguments of `forward`: the duration of each generated token, 1
+        by default, or a function from the generation step, counted from 0, to one duration for all texts or one for
+        each, [B]. It depends on the step alone: drafts of assisted decoding ask for a step several times. `durations`
+        [B, N] are then those of the prompt, 1 by default; with a cache of an earlier call, of the whole text.
+        """
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if is_first_iteration and next_sequence_length is None and 0 < seen < input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - seen
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if past_key_values is None and not is_first_iteration:
+            inputs.pop(
+                "position_ids", None
+            )  # transformers counts on from a row's padding: those of the prompt were right
+        given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        if (control := inputs.get("control")) is not None:
+            inputs["control"] = control_of_columns(control, seen, given.shape[1])
+        if new_token_duration is not None:  # with durations of the prompt: `_prepare_cache_for_generation`
+            inputs["durations"] = durations_of_columns(kwargs["durations"], new_token_duration, seen, given.shape[1])
+        return inputs
+
+    def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
+        """As in transformers. Another model, or one of other tokens, drafts without durations."""
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("drafts begin with token ids, which inputs_embeds do not have: leave out one of the two.")
+        if not isinstance(assistant_model, FoldedGenerationMixin) or assistant_tokenizer is not None:
+            timed = ("durations", "new_token_duration")
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name not in timed}
+        return super()._get_candidate_generator(
+            model_kwargs=model_kwargs,
+            assistant_model=assistant_model,
+            assistant_tokenizer=assistant_tokenizer,
+            **options,
+        )
+
+    def _assisted_decoding(self, *arguments, **options):
+        try:
+            return super()._assisted_decoding(*arguments, **options)
+        finally:
+            if isinstance(cache := options.get("past_key_values"), FoldedCache):
+                cache.deactivate_past_recording()
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
+    ) -> None:
+        if (generation_config.prompt_lookup_num_tokens or 0) > CROP_TOKENS:
+            raise ValueError(
+                f"prompt_lookup_num_tokens={generation_config.prompt_lookup_num_tokens}: a FoldedCache can remove the "
+                f"last {CROP_TOKENS} tokens. Choose a smaller number."
+            )
+        early_exit, num_layers = generation_config.assistant_early_exit, self.config.num_hidden_layers
+        if early_exit is not None and not 1 <= early_exit <= num_layers:
+            raise ValueError(f"assistant_early_exit={early_exit}: choose 1 to {num_layers}, the layers that draft.")
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "prefill_chunk_size cuts token ids, and inputs_embeds are given: leave out one of the two."
+            )
+        implementation = generation_config.cache_implementation
+        if implementation is not None:
+            self._check_cache_implementation(implementation, model_kwargs)
+        check_control_of_prompt(model_kwargs)
+        rows_per_text = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        timed = durations_for_generation(model_kwargs, batch_size, rows_per_text, generation_config.is_assistant)
+        if timed:
+            _check_timed_generation(generation_config)
+            model_kwargs.update(timed)
+        if model_kwargs.get("past_key_values") is None:
+            if generation_config.use_cache is False:  # the whole text is read again for every token, as asked for
+                return
+            model_kwargs["past_key_values"] = cache = FoldedCache(self.config)
+            if implementation is not None:
+                cache.fixed_decoding = implementation == "static" and (self.fixed_decoding or True)
+        if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens
+            model_kwargs["past_key_values"].activate_past_recording()
+
+    def _check_cache_implementation(self, name: str, model_kwargs) -> None:
+        if name not in self.cache_implementations:
+            raise ValueError(
+                f"cache_implementation={name!r}: a folded model always keeps a FoldedCache, whose size is constant. "
+                "Leave the option out, or choose 'static' for static steps (fixed_decoding) or 'dynamic'."
+            )
+        if model_kwargs.get("past_key_values") is not None:
+            raise ValueError(f"cache_implementation={name!r} makes a cache, and past_key_values is one: pass either.")
+        if name == "static":
+            check_static_step(self, "cache_implementation='static'", "leave it out")
+
+
+def _check_timed_generation(generation_config) -> None:
+    """Raises `ValueError` for options of `generate` that read other tokens than those that durations are given for."""
+    if generation_config.guidance_scale not in (None, 1):
+        raise ValueError(
+            f"guidance_scale={generation_config.guidance_scale} reads a second text, which has no durations: leave it "
+            "out, or durations and new_token_duration."
+        )
+    if generation_config.token_healing:
+        raise ValueError(
+            "token_healing=True changes the end of the prompt, and its durations would no longer fit: leave it out, or "
+            "durations and new_token_duration."
+        )

@@ -1,0 +1,320 @@
+"""Weights that the segments of a call share: their gradients are summed in float32.
+
+Autograd adds the gradients of a tensor's uses in the tensor's dtype. A sum in bfloat16 has 8 significant bits: after
+some hundred segments it absorbs most of what is still added. So every use of a weight adds its gradient to a sum in
+float32, and the weight receives the sum once.
+
+    token = begin(weight)             once for each weight and call
+    y = linear(x, weight, token)      for each segment; its backward pass adds to the sum, and returns no gradient
+
+The token leads from each use to the weight. Autograd runs a node after all nodes that depend on it: that of `begin`
+runs after all uses, and hands the sum to the weight.
+
+Axes: x any size, n rows and tokens together, I and O input and output widths, M layers, m consecutive ones of them, D
+hidden size.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .transforms import is_transformed
+
+_of_thread = threading.local()  # backward passes run in threads of their own
+
+
+class WeightSum:
+    """The sum of the gradients of the uses of some weights, as one tensor, in one backward pass.
+
+    A pass that asks for the gradients of other tensors never reaches the weights: the next pass begins a new sum.
+    Autograd keeps this object, so it must not hold tensors of a graph.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], is_stack: bool, every_pass: bool):
+        self.weights, self.is_stack, self.every_pass = weights, is_stack, every_pass
+        self._total: torch.Tensor | None = None
+        self._backward_pass: int | None = None
+
+    def add(self, gradient: torch.Tensor, members: slice | None = None) -> None:
+        """Adds the gradient of a weight, or of some `members` [m, ...] of a stack."""
+        if members is None and self.total() is None:
+            self._total = gradient.to(sum_dtype(gradient.dtype), copy=True)
+        else:
+            total = self._total_or_zeros(gradient)
+            (total if members is None else total[members]).add_(gradient)
+
+    def add_rows(self, index_n: torch.Tensor, gradient_nD: torch.Tensor) -> None:
+        """Adds to rows of a matrix; an index may occur several times."""
+        total = self._total_or_zeros(gradient_nD)
+        total.index_add_(0, index_n, gradient_nD.to(total.dtype))
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Returns the gradient of each weight in its dtype, None if there is none, and forgets the sum."""
+        total, self._total = self.total(), None
+        if total is None:
+            return [None] * len(self.weights)
+        parts = total.unbind(0) if self.is_stack else [total]
+        return [part.to(weight.dtype) for part, weight in zip(parts, self.weights, strict=True)]
+
+    def total(self) -> torch.Tensor | None:
+        backward_pass = None if self.every_pass else torch._C._current_graph_task_id()
+        if self._backward_pass != backward_pass:
+            self._total, self._backward_pass = None, backward_pass
+        return self._total
+
+    def _total_or_zeros(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.total() is None:
+            first, stacked = self.weights[0], (len(self.weights),) if self.is_stack else ()
+            self._total = gradient.new_zeros((*stacked, *first.shape), dtype=sum_dtype(gradient.dtype))
+        assert self._total is not None
+        return self._total
+
+
+class SharedWeights:
+    """The weights of one call. Sums are kept of weights below float32, and under autocast of products of all weights.
+
+    `recomputed` is a module whose segments are computed again in the backward pass. `every_pass`: the call has several
+    backward passes, and `deliver` ends them.
+    """
+
+    def __init__(self, recomputed: nn.Module | None = None, every_pass: bool = False):
+        self.every_pass, self.recomputed = every_pass, recomputed
+        self.versions = _versions(recomputed)
+        self._checked_pass: int | None = None
+        self._begun: dict[tuple[int, bool], tuple[WeightSum, torch.Tensor]] = {}  # by id: sums keep their weights
+        self._casts: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Uses of weights within add to these sums."""
+        before, _of_thread.weights = active_weights(), self
+        try:
+            yield
+        finally:
+            _of_thread.weights = before
+
+    def begin(self, weights: Sequence[torch.Tensor], is_stack: bool = False) -> tuple[WeightSum, torch.Tensor]:
+        """The sum of a weight, or of weights that a stack [M, ...] shares memory with, and its token."""
+        key = id(weights[0]), is_stack
+        if key not in self._begun:
+            one = WeightSum(weights, is_stack, self.every_pass)
+            token = weights[0].new_empty(()).requires_grad_() if self.every_pass else _Begin.apply(one, *weights)
+            self._begun[key] = one, token
+        return self._begun[key]
+
+    def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in a dtype; cast once for all uses, as autocast does."""
+        if weight.dtype == dtype:
+            return weight
+        if id(weight) not in self._casts:
+            self._casts[id(weight)] = weight.detach().to(dtype)
+        return self._casts[id(weight)]
+
+    def deliver(self) -> None:
+        """Adds the sums of all backward passes to the gradients of the weights."""
+        for one, _ in self._begun.values():
+            pairs = zip(one.weights, one.take(), strict=True)
+            found = [(weight, gradient) for weight, gradient in pairs if weight.requires_grad and gradient is not None]
+            if found:
+                torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
+
+    def check_unchanged(self) -> None:
+        """Raises `ValueError` in a backward pass that would compute segments again with other weights."""
+        backward_pass = torch._C._current_graph_task_id()
+        if self.versions is None or backward_pass in (-1, self._checked_pass):
+            return
+        if _versions(self.recomputed) not in (None, self.versions):
+            raise ValueError(
+                "gradient checkpointing computes segments again in the backward pass, and the model's weights have "
+                "changed since the forward pass: call backward() before weights change, and within functional_call."
+            )
+        self._checked_pass = backward_pass
+
+
+def _versions(module: nn.Module | None) -> list[tuple[int, int]] | None:
+    """Identity and version of each weight; None if ZeRO-3, FSDP or offloading replaces weights between their uses."""
+    weights = [] if module is None else list(module.parameters())
+    for one in weights:
+        if type(one) not in (nn.Parameter, torch.Tensor) or hasattr(one, "ds_id") or one.is_meta or one.is_inference():
+            return None
+    return [(id(one), one._version) for one in weights]
+
+
+def share_weights(recomputed: nn.Module | None) -> AbstractContextManager[None]:
+    """The weights of a call within; nothing if there is no backward pass, or if torch transforms the computation."""
+    if is_transformed() or not torch.is_grad_enabled():
+        return nullcontext()
+    return SharedWeights(recomputed).active()
+
+
+def active_weights() -> SharedWeights | None:
+    return None if torch.compiler.is_compiling() else getattr(_of_thread, "weights", None)
+
+
+def for_recomputation(function: Callable) -> Callable:
+    """The function as a checkpoint runs it again: with the sums that are active now, and with unchanged weights."""
+    if (weights := active_weights()) is None:
+        return function
+
+    def run(*arguments):
+        weights.check_unchanged()
+        with weights.active():
+            return function(*arguments)
+
+    return run
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedWeights | None:
+    """The active sums, if uses of these weights in this dtype (by default their own) are to be summed there.
+
+    Sharded weights are not: what gathers them for each use also reduces their gradients for each use.
+    """
+    sums, first = active_weights(), weights[0]
+    if sums is None or not torch.is_grad_enabled() or (dtype or first.dtype).itemsize >= torch.float32.itemsize:
+        return None
+    plain = all(type(weight) is nn.Parameter for weight in weights)
+    return sums if plain and any(weight.requires_grad for weight in weights) else None
+
+
+def used(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, for a use whose gradient is to be summed."""
+    sums = sums_of(weight)
+    if sums is None or hasattr(weight, "ds_id"):  # a view of a weight that ZeRO-3 gathers would outlive it
+        return weight
+    one, token = sums.begin([weight])
+    return _Use.apply(weight, token, one, None)
+
+
+def used_stack(
+    sums: SharedWeights, stack_mx: torch.Tensor, weights: Sequence[torch.Tensor], members: slice
+) -> torch.Tensor:
+    """A part [m, ...] of a stack that is differentiable with respect to the weights, for such a use."""
+    one, token = sums.begin(weights, is_stack=True)
+    return _Use.apply(stack_mx, token, one, members)
+
+
+def product_dtype(input_xI: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype of a product with a weight: autocast's, except for float64."""
+    device = input_xI.device.type
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts and weight.dtype != torch.float64 else weight.dtype
+
+
+def summed_linear(
+    sums: SharedWeights,
+    input_xI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """As `F.linear`, in this dtype."""
+    one, token = sums.begin([weight_OI])
+    bias_O = None if bias_O is None else used(bias_O).to(dtype)
+    return _Product.apply(input_xI.to(dtype), sums.cast(weight_OI, dtype), weight_OI, bias_O, token, one, None)
+
+
+def summed_products(
+    sums: SharedWeights,
+    input_mnI: torch.Tensor,
+    weight_mOI: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    members: slice,
+) -> torch.Tensor:
+    """m products [m, n, O] with a part of a stack of weights, which is differentiable with respect to them."""
+    one, token = sums.begin(weights, is_stack=True)
+    return _Product.apply(input_mnI, weight_mOI, weight_mOI, None, token, one, members)
+
+
+def summed_embedding(sums: SharedWeights, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
+    """As `embedding(ids)`; no gradient of a use is as large as the weight."""
+    one, token = sums.begin([embedding.weight])
+    return _Embedding.apply(ids, embedding.weight, token, one, embedding.padding_idx)
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight_sum: WeightSum, *weights: torch.Tensor):
+        ctx.set_materialize_grads(False)
+        ctx.weight_sum = weight_sum
+        return weights[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, *ctx.weight_sum.take()
+
+
+class _Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, token, weight_sum: WeightSum, members: slice | None):
+        ctx.set_materialize_grads(False)
+        ctx.weight_sum, ctx.members = weight_sum, members
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient is None or torch.is_grad_enabled():
+            return gradient, None, None, None
+        ctx.weight_sum.add(gradient, ctx.members)
+        return None, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """A product with a weight [O, I], or m products with [m, O, I]. `given` is the weight, or its cast."""
+
+    @staticmethod
+    def forward(ctx, input_xI, given, weight, bias_O, token, weight_sum: WeightSum, members: slice | None):
+        ctx.set_materialize_grads(False)
+        ctx.weight_sum, ctx.members, ctx.dtype = weight_sum, members, weight.dtype
+        ctx.save_for_backward(input_xI, given)
+        return F.linear(input_xI, given, bias_O) if given.dim() == 2 else torch.bmm(input_xI, given.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx, gradient_xO):
+        of_input = of_weight = of_bias = None
+        if gradient_xO is not None:
+            input_xI, given = ctx.saved_tensors
+            if ctx.needs_input_grad[0]:
+                of_input = gradient_xO @ given
+            rows_O, rows_I = (x.flatten(0, -2) if given.dim() == 2 else x for x in (gradient_xO, input_xI))
+            if ctx.needs_input_grad[2]:
+                of_weight = rows_O.transpose(-1, -2) @ rows_I
+            if ctx.needs_input_grad[3]:
+                of_bias = rows_O.sum(0)
+        if torch.is_grad_enabled():  # second derivatives need the graph of the gradient itself
+            of_weight = None if of_weight is None else of_weight.to(ctx.dtype)
+        elif of_weight is not None:
+            ctx.weight_sum.add(of_weight, ctx.members)
+            of_weight = None
+        return of_input, None, of_weight, of_bias, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, weight, token, weight_sum: WeightSum, padding_idx: int | None):
+        ctx.set_materialize_grads(False)
+        ctx.weight_sum, ctx.padding_idx, ctx.num_rows = weight_sum, padding_idx, len(weight)
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient is None:
+            return None, None, None, None, None
+        (ids,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
+            of_weight = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.num_rows, padding_idx, False)
+            return None, of_weight, None, None, None
+        gradient_nD, ids_n = gradient.reshape(-1, gradient.shape[-1]), ids.flatten()
+        if ctx.padding_idx is not None:
+            gradient_nD = gradient_nD.masked_fill((ids_n == ctx.padding_idx)[:, None], 0)
+        ctx.weight_sum.add_rows(ids_n, gradient_nD)
+        return None, None, None, None, None

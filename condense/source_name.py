@@ -1,0 +1,47 @@
+"""The name of a model, by which other libraries load it again.
+
+TRL loads the reference model of preference training from `config._name_or_path`, PEFT writes it into the configuration
+of an adapter, whose base is then loaded from there. A model that was folded or changed in memory is in no folder: a
+stock model or one of other segments would take its place, silently. Its name is therefore one that can't be loaded, and
+errors about it say what to do.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+REMEDY = "save_pretrained() it and load that folder)"
+HUB_OPTIONS = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder", "token")
+FIELDS = ("segment_length", "memory_source", "position_anchor")  # a model with others has other outputs
+
+
+def name_as_in_memory(model: Any, source: Any, change: str) -> None:
+    """Gives the model a name that can't be loaded; `change` says what was done to the model of `source`.
+
+    A model without a name, and one that was already changed in memory, have such a name.
+    """
+    name = str(source or "")
+    if name and not name.endswith(REMEDY):
+        name = f"{name} ({change} in memory: {REMEDY}"
+    model.config.name_or_path = name
+    for module in (model, model.base_model):
+        module.name_or_path = name
+
+
+def check_name(model: Any, source: Any, options: dict[str, Any]) -> None:
+    """Renames a model if its configuration is not that of the checkpoint `source` that it was loaded from with
+    `options`: the checkpoint of a stock model, or one with other segments.
+    """
+    if source is None:  # weights that the caller has
+        return
+    hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
+    try:
+        stored, _ = PreTrainedConfig.get_config_dict(source, **hub_options)
+    except OSError:  # weights only: the caller has the configuration
+        stored = {}
+    if stored.get("model_type") != model.config.model_type:
+        name_as_in_memory(model, source, "folded")
+        return
+    defaults = type(model.config)
+    if any(stored.get(name, getattr(defaults, name)) != getattr(model.config, name) for name in FIELDS):
+        name_as_in_memory(model, source, "changed")

@@ -1,0 +1,146 @@
+"""How any causal language model of transformers is read and decoded in a measurement.
+
+Models with key-value caches, folded ones among them, read a text in parts, and rows of a batch with padding. Stateful
+ones (`_is_stateful`: Mamba, RWKV, hybrids, ...) may do neither: some of transformers forget their state between two
+calls of several tokens, or mix up the rows of a batch, without an error. So they read a text in one call, and rows
+together only if a trial has shown that this changes nothing.
+
+Axes: B rows, N tokens of a text, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from condense.cache import FoldedCache
+
+FACTS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the fields of a GenerationConfig that describe the model
+TRIAL_TOKENS, PADDING, NEW = 24, 5, 3
+_together: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # what the trials have shown
+
+
+@contextmanager
+def neutral_decoding(model: Any) -> Iterator[None]:
+    """Replaces the model's `generation_config` by one that holds its special tokens and nothing else.
+
+    A measurement says itself how it decodes. transformers fills in from the checkpoint's file what is not passed to
+    `generate`, even if another `GenerationConfig` is passed.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    own = model.generation_config
+    model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in FACTS})
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def reads_in_parts(model: Any) -> bool:
+    """Whether a model continues a text with several tokens in one call, from the state (`past_key_values`) before."""
+    return not getattr(model, "_is_stateful", False)
+
+
+@torch.no_grad()
+def decodes_together(model: Any) -> bool:
+    """Whether `generate` gives the rows of a padded batch what it gives each of them alone."""
+    if reads_in_parts(model):
+        return True
+    if model not in _together:
+        _together[model] = _try_together(model)
+    return _together[model]
+
+
+def _try_together(model: Any) -> bool:
+    ids_N = _trial_ids(model)
+    texts = [ids_N[PADDING:], ids_N.flip(0)]
+    ids_BN = torch.stack([ids_N, texts[1]])
+    mask_BN = torch.ones_like(ids_BN)
+    mask_BN[0, :PADDING] = 0
+    with neutral_decoding(model):
+        output = model.generate(
+            ids_BN, attention_mask=mask_BN, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    for row, text_N in enumerate(texts):
+        written_N = output.sequences[row, ids_BN.shape[1] :]
+        alone_NV = model(torch.cat([text_N, written_N])[None], use_cache=False).logits[0, len(text_N) - 1 : -1]
+        together_NV = torch.stack([logits_BV[row] for logits_BV in output.logits])
+        if not _are_close(together_NV, alone_NV, torch.finfo(model.dtype).eps ** 0.5):  # 0.0003 in float32
+            return False
+    return True
+
+
+def _trial_ids(model: Any) -> torch.Tensor:
+    """Random tokens [N], fewer than a model has positions for."""
+    generator = torch.Generator().manual_seed(0)
+    most = min(TRIAL_TOKENS, (max_positions(model.config) or TRIAL_TOKENS) - NEW)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    return torch.randint(vocab_size, (max(most, PADDING + 2),), generator=generator).to(model.device)
+
+
+def _are_close(found_NV: torch.Tensor, expected_NV: torch.Tensor, bound: float) -> bool:
+    """Whether logits differ by at most a share `bound` of their own spread."""
+    found_NV, expected_NV = found_NV.double(), expected_NV.double()
+    spread = (expected_NV - expected_NV.mean(-1, keepdim=True)).norm()
+    return bool((found_NV - expected_NV).norm() <= bound * spread)
+
+
+def max_positions(config: Any) -> int | None:
+    """The tokens that a config says its model has positions for; None if it names no number, as for Mamba."""
+    if config is None:
+        return None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def state_bytes(cache: Any) -> int:
+    """The bytes of the state that a model has after a text.
+
+    They are those of all tensors that a cache holds, however it is built, except single numbers, which count tokens.
+    """
+    if isinstance(cache, FoldedCache):
+        return cache.num_bytes
+    found: dict[int, torch.Tensor] = {}
+    _collect(cache, found, set())
+    return sum(tensor.nbytes for tensor in found.values())
+
+
+def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    """Adds the tensors within a value by their identity."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            found[id(value)] = value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found, seen)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            _collect(item, found, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        _collect(vars(value), found, seen)
+
+
+def held_by_modules(model: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """The tensors that modules hold beside their weights and buffers, as RecurrentGemma does with its state."""
+    if reads_in_parts(model):
+        return {}
+    return {
+        (name, field): value
+        for name, module in model.named_modules()
+        for field, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def bytes_since(before: dict[tuple[str, str], torch.Tensor], model: Any) -> int:
+    """The bytes of those of `held_by_modules` that are others than before."""
+    return sum(value.nbytes for key, value in held_by_modules(model).items() if before.get(key) is not value)

@@ -1,0 +1,194 @@
+"""The models of all results in a folder against their tasks: what stands first in a report.
+
+A task gives one figure or a few of each model (`Task.overview`); results of lm-evaluation-harness, and of evaluations
+of the user's own, are read here. What has no figure by model is named.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from condense.files import read_text
+
+from .results import Table
+
+NO_FIGURE = "has no figure by model"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a model. Numbers with one `measure`, which says its unit, are compared with each other.
+
+    `low` and `high` are the bounds of its 95 % interval, `digits` those after the point; `sign` stands before a bound.
+    """
+
+    model: str
+    measure: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    digits: int = 1
+    sign: str = ""
+    remark: str = ""
+
+    def __str__(self) -> str:
+        shown = f"{self.sign} {self.value:,.{self.digits}f}".strip()
+        if self.low is not None and self.high is not None:
+            shown += f" ({self.low:,.{self.digits}f} to {self.high:,.{self.digits}f})"
+        return f"{shown}, {self.remark}" if self.remark else shown
+
+
+def lengths_of(lengths: Sequence[int]) -> str:
+    """The lengths of texts that are measured together."""
+    return f"{min(lengths):,} to {max(lengths):,} tokens" if len(set(lengths)) > 1 else f"{lengths[0]:,} tokens"
+
+
+def remark_of(name: str, results: dict[str, Any]) -> str:
+    """What is said of a model beside its figures."""
+    found = ["in a chat"] if name in results.get("chat", ()) else []
+    if (positions := results.get("positions_exceeded", {}).get(name)) is not None:
+        found.append(f"past its {positions:,} positions")
+    return ", ".join(found)
+
+
+@dataclass
+class Overview:
+    """The figures of all results that are added, and the results without one."""
+
+    figures: list[tuple[Figure, str]] = field(default_factory=list)  # with the result, a path in the folder
+    weights: dict[tuple[str, str], str] = field(default_factory=dict)  # by model and result
+    names: dict[str, str] = field(default_factory=dict)  # of models, by their folder or hub id
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def add(self, result: str, figures: Sequence[Figure], models: Iterable[dict[str, Any]] = ()) -> None:
+        """Adds the figures of a result, whose `models` have names and maybe the hash of their weights."""
+        for model in models:
+            if weights := model.get("weights"):
+                self.weights[model["name"], result] = weights
+            if source := model.get("source"):
+                self.names.setdefault(source, model["name"])
+        self.figures += [(figure, result) for figure in figures]
+        if not figures:
+            self.left_out[result] = NO_FIGURE
+
+    def rows(self) -> dict[str, dict[str, Figure]]:
+        """By model and measure.
+
+        Models of one name and different weights have rows with the name of the first result of each of them, and so has
+        a second figure of a model.
+        """
+        found, first = dict[str, dict[str, Figure]](), dict[str, dict[str, str]]()
+        for (name, result), weights in self.weights.items():
+            first.setdefault(name, {}).setdefault(weights, result)
+        for figure, result in self.figures:
+            name, own = figure.model, self.weights.get((figure.model, result))
+            if own is not None and len(first[name]) > 1:
+                name = f"{name} ({first[name][own]})"
+            if figure.measure in found.get(name, {}):
+                name = f"{figure.model} ({result})"
+            found.setdefault(name, {})[figure.measure] = figure
+        return found
+
+    def tables(self) -> list[Table]:
+        rows, measures = self.rows(), list(dict.fromkeys(figure.measure for figure, _ in self.figures))
+        shown = [[measure, *(str(found.get(measure, "-")) for found in rows.values())] for measure in measures]
+        left_out = [[result, why] for result, why in self.left_out.items()]
+        return [
+            Table("models and tasks (95 % interval)", ["task", *rows], shown),
+            *([Table("not in the overview", ["result", "why"], left_out)] if left_out else []),
+        ]
+
+    def records(self) -> list[dict[str, Any]]:
+        """A line for each figure."""
+        return [
+            {"model": name, "measure": measure, **asdict(figure) | {"model": name}}
+            for name, found in self.rows().items()
+            for measure, figure in found.items()
+        ]
+
+
+def own_results(records: Iterable[Path], known: Iterable[str]) -> list[Path]:
+    """The results of evaluations of the user's own: KIND.json beside the KIND.records.jsonl that the runner writes."""
+    kinds = {path: path.name.removesuffix(".records.jsonl") for path in records}
+    families = ("probe_", "depth_", "ablation")
+    return [
+        found
+        for path, kind in kinds.items()
+        if kind not in set(known) and not kind.startswith(families)
+        if (found := path.with_name(f"{kind}.json")).is_file()
+    ]
+
+
+def own_tables(path: Path) -> list[Table]:
+    """The lines of KIND.csv."""
+    beside = path.with_suffix(".csv")
+    if not beside.is_file():
+        return []
+    columns, *rows = csv.reader(read_text(beside).splitlines())
+    return [Table(path.stem, columns, rows)]
+
+
+def own_figures(results: dict[str, Any]) -> list[Figure]:
+    """Those that the runner has stored."""
+    return [Figure(**one) for one in results.get("overview", [])]
+
+
+@dataclass(frozen=True)
+class HarnessRun:
+    """A run of lm-evaluation-harness: its tasks with their metrics, each with its standard error where there is one.
+
+    `source` is the folder or hub id of the model.
+    """
+
+    source: str
+    scores: list[tuple[str, str, float, float | None]]
+    grouped: set[str]  # tasks that are part of a group
+
+    def figures(self, model: str) -> list[Figure]:
+        """Those of its groups, and of the tasks that belong to none."""
+        return [
+            Figure(
+                model,
+                f"{task}, {metric} (lm-eval)",
+                value,
+                digits=3,
+                remark="" if error is None else f"standard error {error:.3f}",
+            )
+            for task, metric, value, error in self.scores
+            if task not in self.grouped
+        ]
+
+    def table(self, model: str) -> Table:
+        rows = [
+            [task, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}"]
+            for task, metric, value, error in self.scores
+        ]
+        return Table(f"{model}: scores", ["task", "metric", "value", "standard error"], rows)
+
+
+def read_harness(path: Path) -> HarnessRun:
+    """Raises `ValueError` for a file that lm-evaluation-harness has not written."""
+    found = json.loads(read_text(path))
+    if not isinstance(found, dict) or not {"results", "configs", "config"} <= found.keys():
+        raise ValueError("no result of lm-evaluation-harness")
+    given = found["config"].get("model_args") or {}
+    if isinstance(given, str):
+        given = dict(part.partition("=")[::2] for part in given.split(","))
+    source = given.get("pretrained") or found.get("model_name") or found["config"].get("model") or path.parent.name
+    scores = []
+    for task, metrics in found["results"].items():
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            # RULER's groups say -1 of lengths that were not measured.
+            if not isinstance(value, int | float) or metric.endswith("_stderr") or (metric.isdigit() and value < 0):
+                continue
+            if not kind:  # sample_len and other counts
+                continue
+            error = metrics.get(f"{metric}_stderr,{kind}")
+            shown = metric if kind == "none" else f"{metric} ({kind})"
+            scores.append((task, shown, float(value), float(error) if isinstance(error, int | float) else None))
+    grouped = {task for tasks in (found.get("group_subtasks") or {}).values() for task in tasks}
+    return HarnessRun(str(source), scores, grouped)

@@ -1,0 +1,64 @@
+"""Texts with more tokens than a model has positions for: they are measured, and marked wherever their figures stand.
+
+A folded model needs positions for two segments at most. Of a model without positions nothing is marked.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .decoding import max_positions
+
+
+def positions_exceeded(config: Any, num_tokens: int) -> int | None:
+    """The positions that a model has, if a text has more tokens than it has positions for; else None."""
+    known, segment_length = max_positions(config), getattr(config, "segment_length", None)
+    needed = num_tokens if segment_length is None else min(num_tokens, 2 * segment_length)
+    return known if known is not None and needed > known else None
+
+
+def has_position_table(model: Any) -> bool:
+    """Whether positions are looked up in a table, as GPT-2's and OPT's: there are none beyond its end."""
+    known = max_positions(model.config)
+    if known is None or not isinstance(model, PreTrainedModel):
+        return False
+    tokens = model.get_input_embeddings()
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]
+    return any(known <= table.num_embeddings <= known + 2 for table in tables)  # OPT's has two more
+
+
+def exceeded(task: Any) -> dict[str, int]:
+    """The positions of each model that reads longer texts in a task, by its name in the tables.
+
+    Raises `ValueError` for a model whose table of positions ends within a text.
+    """
+    found, longest = dict[str, int](), dict[str, int]()
+    for item in task.items():
+        if (positions := task.positions_exceeded(item)) is not None:
+            model, num_tokens = task.model_of(item), task.num_tokens(item)
+            if has_position_table(model.model):
+                raise ValueError(
+                    f"{model.name} has a table of {positions:,} positions and can't read texts of {num_tokens:,} "
+                    "tokens: measure it up to there, in an --output of its own; a report shows both."
+                )
+            name = task.shown_as(item)
+            found[name], longest[name] = positions, max(num_tokens, longest.get(name, 0))
+    for name, positions in found.items():
+        print(warning(name, positions, longest[name]), file=sys.stderr)
+    return found
+
+
+def warning(name: str, positions: int, longest: int) -> str:
+    return (
+        f"note: {name} reads texts of up to {longest:,} tokens here, and has max_position_embeddings={positions:,} in "
+        "its config.json: what is measured beyond is marked."
+    )
+
+
+def mark(name: str, exceeded: dict[str, int], other: Iterable[str] = ()) -> str:
+    """A name as tables and pictures show it, with other remarks and the positions that its texts exceed."""
+    remarks = [*other, *([f"past its {exceeded[name]:,} positions"] if name in exceeded else [])]
+    return f"{name} ({', '.join(remarks)})" if remarks else name

@@ -1,0 +1,246 @@
+"""Answers to the user's own prompts, by the model's own decoding: the lines of a file with prompts and right answers.
+
+An answer is read without regard to case and to the kind of white space. What is looked for stands by itself in it, not
+within a longer word or number.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from condense.chat import chat_ids, end_tokens
+from condense.prefill import encode
+from condense.training.data.documents import good_documents
+from condense.training.data.shards import Problem, open_shards
+from condense.training.recipe import Source
+
+from ..models import EvaluatedModel, generate, load_models
+from ..options import stored
+from ..overview import Figure, remark_of
+from ..results import Table, picture
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from .chat import check_chat, shown_name
+from .grids import pooled
+from .options import AnswersOptions
+
+PATTERNS = {"exact": r"{}\W*", "begins": r"{}(?!\w).*", "contains": r"(?:.*(?<!\w))?{}(?!\w).*"}
+
+SAID_OF = {"exact": "is", "begins": "begins with", "contains": "contains"}
+
+
+class Question(NamedTuple):
+    """`where` names file and line; any of `answers` is right."""
+
+    where: str
+    prompt: str
+    answers: list[str]
+
+
+class Batch(NamedTuple):
+    """The questions from number `first` on, for one model."""
+
+    model: EvaluatedModel
+    first: int
+    questions: list[Question]
+
+
+class Answers(Task[Batch]):
+    """A record holds of each of its `prompts` the answer, whether it is right, and the tokens of the prompt."""
+
+    kind = "answers"
+    unit = "batch"
+    Options = AnswersOptions
+
+    def __init__(self, options: AnswersOptions, models: Sequence[EvaluatedModel]):
+        self.options, self.models, self.left_out = options, models, Counter[str]()
+        records = good_documents(
+            read_questions(options),
+            options.bad_documents,
+            lambda problem: self.left_out.update([problem.kind]),
+            "--bad-documents skip",
+        )
+        found = list(islice(records, options.num_prompts))
+        if not found:
+            raise ValueError(
+                f"data {', '.join(options.data)} holds no prompt: pass a .jsonl or .parquet file with some."
+            )
+        self.questions = sorted(found, key=lambda question: len(question.prompt))  # batches need little padding
+
+    @classmethod
+    def load(cls, options: AnswersOptions) -> "Answers":
+        check_chat(options.chat, options.models)
+        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
+
+    def settings(self) -> dict[str, Any]:
+        texts = [[question.prompt, question.answers] for question in self.questions]
+        return stored(self.options) | {
+            "models": [model.describe() for model in self.models],
+            "fingerprint": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
+        }
+
+    def items(self) -> list[Batch]:
+        size = self.options.batch_size
+        return [
+            Batch(model, first, self.questions[first : first + size])
+            for model in self.models
+            for first in range(0, len(self.questions), size)
+        ]
+
+    def num_tokens(self, item: Batch) -> int:
+        return max(map(len, self._prompts(item))) + self.options.new_tokens
+
+    def key(self, item: Batch) -> Key:
+        return {"model": item.model.name, "first_prompt": item.first}
+
+    def _prompts(self, item: Batch) -> list[list[int]]:
+        tokenizer, chat = item.model.tokenizer, item.model.name in self.options.chat
+        texts = [question.prompt for question in item.questions]
+        return [chat_ids(tokenizer, text) if chat else encode(tokenizer, text)[0].tolist() for text in texts]
+
+    def measure(self, item: Batch) -> Record:
+        evaluated, prompts = item.model, self._prompts(item)
+        model, tokenizer = evaluated.model, evaluated.tokenizer
+        ends = end_tokens(model, tokenizer, evaluated.name in self.options.chat)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
+        num_columns = max(map(len, prompts))
+        sequences, num_bytes = generate(
+            model,
+            torch.tensor([[pad] * (num_columns - len(prompt)) + prompt for prompt in prompts]),
+            torch.tensor([[0] * (num_columns - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+            do_sample=False,
+            max_new_tokens=self.options.new_tokens,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=pad,
+        )
+        found = []
+        for prompt, question, row in zip(prompts, item.questions, sequences[:, num_columns:].tolist(), strict=True):
+            written = takewhile(lambda token: token not in ends, row)
+            answer = tokenizer.decode(list(written), skip_special_tokens=True).strip()
+            right = is_right(answer, question.answers, self.options.match)
+            found.append({"where": question.where, "tokens": len(prompt), "right": right, "answer": answer})
+        return {"prompts": found, "state_bytes": num_bytes // len(prompts)}
+
+    def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
+        """`cells` by model: the share of right answers, `accuracy`, with its bounds `low` and `high` (Wilson, 95 %)."""
+        cells, prompts = [], []
+        for name in (model.name for model in self.models):
+            records = [record for item, record in measured if item.model.name == name]
+            own = [prompt for record in records for prompt in record["prompts"]]
+            prompts += [{"model": name, **prompt} for prompt in own]
+            share = pooled([{"correct": sum(prompt["right"] for prompt in own), "total": len(own)}])
+            longest = max(prompt["tokens"] for prompt in own)
+            state = max(record["state_bytes"] for record in records)
+            cells.append({"model": name, **share, "longest_prompt": longest, "state_bytes": state})
+        return {"cells": cells, "prompts": prompts, "left_out": dict(self.left_out)}
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return results["prompts"]
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        return [
+            Figure(
+                cell["model"],
+                f"answers to {_files(results)} [% right]",
+                *(100 * cell[field] for field in ("accuracy", "low", "high")),
+                remark=remark_of(cell["model"], results),
+            )
+            for cell in results["cells"]
+        ]
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        """A line per model; then the prompts that were left out, if there are any."""
+        columns = ["model", "% right", "95 % interval", "prompts", "longest prompt [tokens]", "state [KiB]"]
+        rows = []
+        for cell in results["cells"]:
+            share, low, high = (100 * cell[field] for field in ("accuracy", "low", "high"))
+            row = [shown_name(cell["model"], results), f"{share:.1f}", f"{low:.1f} to {high:.1f}", f"{cell['total']:,}"]
+            rows.append([*row, f"{cell['longest_prompt']:,}", f"{cell['state_bytes'] / 1024:,.1f}"])
+        left_out = [[reason, f"{count:,}"] for reason, count in results["left_out"].items()]
+        title = f"answers to {_files(results)}; right is what {SAID_OF[results['match']]} the expected answer"
+        return [
+            Table(title, columns, rows),
+            *([Table("left out", ["reason", "prompts"], left_out)] if left_out else []),
+        ]
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """Bars of the right answers, with their intervals."""
+        cells = results["cells"]
+        with picture(path, figsize=(7, 1 + 0.45 * len(cells))) as axes:
+            names = [shown_name(cell["model"], results) for cell in cells]
+            axes.barh(names, [100 * cell["accuracy"] for cell in cells], height=0.6, alpha=0.85)
+            axes.hlines(
+                names, [100 * cell["low"] for cell in cells], [100 * cell["high"] for cell in cells], color="black"
+            )
+            axes.invert_yaxis()
+            axes.set_xlim(0, 100)
+            axes.set_xlabel(f"% right of {cells[0]['total']:,} prompts; lines: 95 % interval")
+            axes.spines[["top", "right"]].set_visible(False)
+
+
+def _files(results: Results) -> str:
+    return ", ".join(Path(name).name for name in results["data"])
+
+
+def is_right(answer: str, expected: Sequence[str], match: str) -> bool:
+    """Whether an answer matches one of those expected."""
+    text = _plain(answer)
+    patterns = (PATTERNS[match].replace("{}", re.escape(_plain(one))) for one in expected)
+    return any(re.fullmatch(pattern, text) for pattern in patterns)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def read_questions(options: AnswersOptions) -> Iterator[Question | Problem]:
+    """The questions of all files, and the lines that hold none. Raises `ValueError` where there is no file."""
+    for files in options.data:
+        for shard in open_shards(Source(files=files)):
+            for records, _ in shard.chunks():
+                for where, fields in records:
+                    yield _question(where, fields, options)
+
+
+def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Problem:
+    if isinstance(fields, Problem):
+        return fields
+    found = []
+    for name in (options.prompt_field, options.answer_field):
+        value = field_of(fields, name)
+        if value is None:
+            there = ", ".join(map(repr, fields))
+            remedy = "name the right ones with --prompt-field and --answer-field, also within objects as a.b"
+            return Problem(where, "missing field", f"{name!r}; there are {there}: {remedy}")
+        found.append(value)
+    prompt, answers = found[0], found[1] if isinstance(found[1], list) else [found[1]]
+    if not isinstance(prompt, str):
+        return Problem(where, "wrong type", f"{options.prompt_field!r} is {type(prompt).__name__}, not text")
+    if not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in answers):
+        return Problem(
+            where, "wrong type", f"{options.answer_field!r} is neither text, nor a number, nor a list of these"
+        )
+    texts = [one if isinstance(one, str) else json.dumps(one) for one in answers]
+    if not prompt.strip() or not texts or not all(text.strip() for text in texts):
+        return Problem(where, "empty prompt or answer")
+    return Question(where, prompt, texts)
+
+
+def field_of(fields: Any, name: str) -> Any:
+    """The value of a field, which `a.b` names within the object of another; None if there is none."""
+    if not isinstance(fields, dict):
+        return None
+    if name in fields:
+        return fields[name]
+    first, dot, rest = name.partition(".")
+    return field_of(fields.get(first), rest) if dot else None

@@ -1,0 +1,200 @@
+"""Training runs in a report: their curves, and everything that they have logged.
+
+`training.json` and `training.csv` hold every logged line; the pictures beside them begin with `training`.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from condense.files import read_text
+
+from .results import Table, picture, write_results
+
+GIB = 2**30
+SEGMENT = "loss_segment_"
+MEMORY = {
+    "peak_cuda_bytes": "GPU memory in tensors",
+    "reserved_cuda_bytes": "GPU memory held by the allocator",
+    "peak_resident_bytes": "resident memory of the process (CPU)",
+}  # the most so far, of the first rank
+COLUMNS = {
+    "name": "run",
+    "steps": "steps",
+    "segments": "longest text [segments]",
+    "loss": "loss, mean of the last ten lines",
+    "validation": "last validation loss",
+    "reference": "the paper's validation loss",
+    "accuracy": "right answers in validation",
+    "speed": "tokens per second, median",
+    "memory": "most memory of the first rank",
+}
+
+Line = dict[str, float]
+Run = dict[str, Any]
+
+
+def read_run(path: Path, folder: Path) -> Run | None:
+    """The cells of a run for the table, and its logged lines; None where nothing was logged yet."""
+    lines = [json.loads(line) for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
+    losses = [line for line in lines if "loss" in line]
+    if not losses:
+        return None
+    for line in losses:
+        needed = ("step", "loss", "segments" if "segments" in line else "learning_rate")
+        if wrong := [name for name in needed if not isinstance(line.get(name), int | float)]:
+            raise ValueError(f"a line has no number {wrong[0]}")
+    validations = [line for line in lines if "eval_loss" in line]
+    validation: Line = validations[-1] if validations else {}
+    speeds = [line["tokens_per_second"] for line in losses if "tokens_per_second" in line]
+    return {
+        "name": str(path.parent.relative_to(folder)) if path.parent != folder else folder.resolve().name,
+        "lines": losses,
+        "validations": validations,
+        "steps": f"{losses[-1]['step']:,}",
+        "loss": f"{sum(line['loss'] for line in losses[-10:]) / len(losses[-10:]):.4f}",
+        "segments": losses[-1].get("segments", ""),
+        "validation": f"{validation['eval_loss']:.4f}" if validation else "",
+        "reference": _reference_loss(path.with_name("recipe.json")),
+        "accuracy": next((f"{share:.1%}" for name, share in validation.items() if name.endswith("_accuracy")), ""),
+        "speed": f"{median(speeds):,.0f}" if speeds else "",
+        "memory": _most_memory(losses),
+    }
+
+
+def _reference_loss(recipe: Path) -> str:
+    """The validation loss that a run's recipe names to compare with; empty where it names none."""
+    if recipe.is_symlink():
+        raise ValueError(f"{recipe.name} beside it is a link")
+    if not recipe.exists():
+        return ""
+    reference = (json.loads(read_text(recipe)).get("evaluation") or {}).get("reference_loss")
+    return "" if reference is None else f"{reference:g}"
+
+
+def _most_memory(lines: Sequence[Line]) -> str:
+    for name, what in MEMORY.items():
+        if found := [line[name] for line in lines if name in line]:
+            return f"{max(found) / GIB:.2f} GiB, {what}"
+    return ""
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    shown = [name for name in COLUMNS if any(run[name] != "" for run in runs)]
+    return Table("runs", [COLUMNS[name] for name in shown], [[run[name] for name in shown] for run in runs])
+
+
+def write_training(runs: Sequence[Run], path: Path) -> list[Path]:
+    """Writes `path`.json, `path`.csv and the pictures, whose paths it returns."""
+    records = [
+        {"run": run["name"], **{name: _finite(value) for name, value in line.items()}}
+        for run in runs
+        for line in sorted([*run["lines"], *run["validations"]], key=lambda line: line["step"])
+    ]
+    write_results(path, {"kind": "training", "memory": MEMORY, "lines": records}, records)
+    drawn = [_draw_losses(runs, path)]
+    if any(run["validations"] for run in runs):
+        drawn.append(_draw_validation(runs, path.with_name(f"{path.name}-validation")))
+    if by_segment := [run for run in runs if any(_segments(run["lines"]))]:
+        drawn.append(_draw_segments(by_segment, path.with_name(f"{path.name}-segments")))
+    if any("tokens_per_second" in line for run in runs for line in run["lines"]):
+        drawn.append(_draw_speed(runs, path.with_name(f"{path.name}-speed")))
+    return drawn
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity, and DeepSpeed logs one as the norm of a gradient whose step it has skipped."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _draw_losses(runs: Sequence[Run], path: Path) -> Path:
+    with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
+        for run in runs:
+            _plot(left, run["lines"], "loss", run["name"])
+            if all("segments" in line for line in run["lines"]):
+                steps = [line["step"] for line in run["lines"]]
+                right.step(steps, [line["segments"] for line in run["lines"]], label=run["name"], where="post")
+            else:
+                _plot(right, run["lines"], "learning_rate", run["name"])
+        _use_plain_log(left)
+        grows = any("segments" in run["lines"][0] for run in runs)
+        _finish(left, "training loss")
+        _finish(right, "length of the text [segments]" if grows else "learning rate")
+    return path.with_suffix(".png")
+
+
+def _draw_validation(runs: Sequence[Run], path: Path) -> Path:
+    """The losses, of each source and further ones too, and beside them the accuracies where there are any."""
+    names = list(dict.fromkeys(name for run in runs for line in run["validations"] for name in line))
+    losses = [name for name in names if name.startswith("eval_loss") and SEGMENT not in name]
+    accuracies = [name for name in names if name.endswith("_accuracy")]
+    with picture(path, columns=1 + bool(accuracies), figsize=(10, 3.2), squeeze=False) as axes:
+        for run in runs:
+            for shown, drawn in zip(axes[0], (losses, accuracies), strict=False):
+                for name in drawn:
+                    detail = name.removeprefix("eval_").removeprefix("loss").strip("_")
+                    label = f"{run['name']}: {detail}" if detail and len(drawn) > 1 else run["name"]
+                    _plot(shown, run["validations"], name, label, marker="o", markersize=3)
+        for shown, title in zip(axes[0], ("validation loss", "right answers in validation"), strict=False):
+            _finish(shown, title)
+    return path.with_suffix(".png")
+
+
+def _segments(lines: Sequence[Line], prefix: str = "") -> list[str]:
+    return list(dict.fromkeys(name for line in lines for name in line if name.startswith(f"{prefix}{SEGMENT}")))
+
+
+def _draw_segments(runs: Sequence[Run], path: Path) -> Path:
+    """A row for each run: by segment in training and, where it was validated, in validation."""
+    with picture(path, rows=len(runs), columns=2, figsize=(10, 3.2 * len(runs)), squeeze=False) as axes:
+        for run, row in zip(runs, axes, strict=True):
+            both = (("lines", "", "training"), ("validations", "eval_", "validation"))
+            for shown, (lines, prefix, what) in zip(row, both, strict=True):
+                for name in _segments(run[lines], prefix):
+                    segment = name.removeprefix(f"{prefix}{SEGMENT}")
+                    _plot(shown, run[lines], name, f"segment {segment}", marker="o" if prefix else "", markersize=3)
+                if not _segments(run[lines], prefix):
+                    shown.set_axis_off()
+                    continue
+                _finish(shown, f"{run['name']}: {what} loss by segment")
+    return path.with_suffix(".png")
+
+
+def _draw_speed(runs: Sequence[Run], path: Path) -> Path:
+    with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
+        for run in runs:
+            _plot(left, run["lines"], "tokens_per_second", run["name"])
+            for name, what in MEMORY.items():
+                style = "--" if name == "reserved_cuda_bytes" else "-"
+                _plot(right, run["lines"], name, f"{run['name']}: {what}", lambda value: value / GIB, linestyle=style)
+        for axes in (left, right):
+            axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        _finish(left, "tokens per second, over all ranks")
+        _finish(right, "memory of the first rank, the most so far [GiB]")
+    return path.with_suffix(".png")
+
+
+def _plot(axes: Any, lines: Sequence[Line], name: str, label: str, scale: Callable = float, **style: Any) -> None:
+    """One curve over the steps, of the lines that have a value of this name."""
+    points = [(line["step"], scale(line[name])) for line in lines if isinstance(line.get(name), int | float)]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, **{"linewidth": 1} | style)
+
+
+def _use_plain_log(axes: Any) -> None:
+    from matplotlib.ticker import LogFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)

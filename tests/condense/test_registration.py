@@ -1,0 +1,76 @@
+"""Where libraries look for a model by its names, the models of this package are found."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from condense import CondenseForCausalLM, CondenseModel, autoregressivity, depth
+from condense.training.small_llama import save_small_llama
+
+CAUSAL_LMS = [
+    CondenseForCausalLM,
+    depth.DepthLlamaForCausalLM,
+    autoregressivity.BlockDiffusionForCausalLM,
+    autoregressivity.MultiTokenForCausalLM,
+    autoregressivity.PositionExpertsForCausalLM,
+]
+
+
+@pytest.mark.parametrize("model_class", CAUSAL_LMS, ids=lambda model_class: model_class.__name__)
+def test_a_causal_language_model_is_in_the_tables(model_class):
+    config_class = model_class.config_class
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] == model_class.__name__
+    assert AutoModelForCausalLM._model_mapping[config_class] is model_class
+
+
+def test_base_models_are_in_the_tables():
+    for model_class in (CondenseModel, depth.DepthLlamaModel):
+        assert MODEL_MAPPING_NAMES[model_class.config_class.model_type] == model_class.__name__
+
+
+def test_a_part_of_the_package_registers_the_model():
+    code = (
+        "import condense.families\n"
+        "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names\n"
+        "assert names['condense_llama'] == 'CondenseForCausalLM'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory):
+    """A folder with a folded model and its tokenizer."""
+    llama, folder = tmp_path_factory.mktemp("llama"), tmp_path_factory.mktemp("folded")
+    save_small_llama(llama)
+    CondenseForCausalLM.from_pretrained(llama, segment_length=16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    return folder
+
+
+def test_a_pipeline_supports_the_model(folded, caplog):
+    transformers.utils.logging.enable_propagation()
+    with caplog.at_level(logging.ERROR):
+        generate = pipeline("text-generation", model=str(folded))
+    assert isinstance(generate.model, CondenseForCausalLM)
+    assert "not supported" not in caplog.text
+    assert generate("The sky is", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("The sky is")
+
+
+def test_trl_trains_a_folded_folder(folded, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, max_length=64, report_to="none",
+        use_cpu=True, bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"text": ["The sky is blue. The sun is yellow."] * 4})
+    trainer = trl.SFTTrainer(str(folded), args=arguments, train_dataset=data)
+    assert type(trainer.model) is CondenseForCausalLM and trainer.model.config.segment_length == 16
+    trainer.train()
+    trainer.save_model(tmp_path / "trained")
+    assert "auto_map" not in json.loads((tmp_path / "trained" / "config.json").read_text())

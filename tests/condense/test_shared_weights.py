@@ -1,0 +1,212 @@
+"""Gradients of weights that the segments of a call share, in bfloat16 and under autocast.
+
+With memories that are detached at every border, each use of a weight serves the loss of one segment. So the exact
+gradient is the sum of those of the segments' losses, each computed separately and all added in float64.
+"""
+
+import gc
+import weakref
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+
+from condense import CondenseForCausalLM, modeling, shared_weights
+from condense.execution import cuda_graph
+from condense.execution.pipeline_parallel import PipelineStage
+from condense.shared_weights import SharedWeights, WeightSum
+
+from .execution.recording import recordings
+from .models import random_ids, tiny_model, torch_checkpoint
+
+SEGMENTS, LENGTH = 16, 5
+IDS = random_ids(1, SEGMENTS * LENGTH)
+# Two roundings to bfloat16, of a use and of the sum, are an error of 0.002 to 0.004. Sums in bfloat16 have
+# errors of 0.006 to 0.024. The two uses of a bias nearly cancel.
+ROUNDED_TWICE, ROUNDED_TWICE_BIAS = 0.005, 0.01
+
+
+def model_of(dtype=torch.bfloat16, **fields) -> CondenseForCausalLM:
+    return tiny_model(dtype, bptt_segments=1, num_hidden_layers=2, **fields).train()
+
+
+def gradients(model, labels=IDS, autocast=False) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        loss = model(IDS, labels=labels, num_items_in_batch=1).loss
+    loss.backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+@cache
+def exact_gradients(dtype=torch.bfloat16, autocast=False, schedule="sequential", **fields) -> dict[str, torch.Tensor]:
+    model = model_of(dtype, schedule=schedule, **fields)
+    sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in model.named_parameters()}
+    for segment in range(SEGMENTS):
+        first = segment * LENGTH + 1  # the token that is predicted from the segment's first
+        labels = torch.full_like(IDS, -100)
+        labels[:, first : first + LENGTH] = IDS[:, first : first + LENGTH]
+        for name, gradient in gradients(model, labels, autocast).items():
+            sums[name] += gradient
+    return sums
+
+
+def assert_rounded_twice(found, exact) -> None:
+    assert found.keys() == exact.keys()
+    for name in exact:
+        bound = ROUNDED_TWICE_BIAS if name.endswith("bias") else ROUNDED_TWICE
+        assert relative_error(found[name], exact[name]) < bound, name
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+SCHEDULES = {
+    "in order": ("sequential", None),
+    "wave": ("wavefront", None),
+    "checkpoints": ("sequential", 1),
+    "checkpointed waves": ("wavefront", 8),
+    "graph": ("graph", 1),
+}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tie_word_embeddings": True}, {"family": "qwen2"}, {"family": "qwen3"}], ids=str
+)
+@pytest.mark.parametrize(("schedule", "group"), SCHEDULES.values(), ids=SCHEDULES)
+def test_sums_in_bfloat16(schedule, group, fields, monkeypatch):
+    monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings({"warm_up": 0, "capture": 0, "replay": 0}))
+    model = model_of(schedule=schedule, **fields)
+    if group is not None:
+        model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=group))
+    # A wave adds biases to rounded products.
+    exact = exact_gradients(schedule="wavefront" if schedule == "wavefront" else "sequential", **fields)
+    assert_rounded_twice(gradients(model), exact)
+
+
+@pytest.mark.parametrize("group", [None, 1])
+def test_sums_under_autocast(group):
+    """Weights are float32, and their gradients too: only the products are rounded."""
+    model = model_of(torch.float32, schedule="sequential", family="qwen2")
+    if group is not None:
+        model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=group))
+    exact = exact_gradients(torch.float32, autocast=True, family="qwen2")
+    found = gradients(model, autocast=True)
+    assert max(relative_error(found[name], exact[name]) for name in exact) < 1e-5
+
+
+def test_a_weight_is_cast_once_under_autocast(monkeypatch):
+    """A copy for each segment would hold the weights as often as the text has segments."""
+    model, casts = model_of(torch.float32, schedule="sequential"), []
+    monkeypatch.setattr(
+        SharedWeights,
+        "cast",
+        lambda self, *given, cast=SharedWeights.cast: (casts.append(cast(self, *given)), casts[-1])[1],
+    )
+    gradients(model, autocast=True)
+    storages = {cast.untyped_storage().data_ptr() for cast in casts}
+    assert len(casts) > SEGMENTS * len(storages) and len(storages) == 7 * 2 + 1
+
+
+def test_sums_of_a_pipeline(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", world_size=1, rank=0)
+    try:
+        model = model_of(schedule="sequential")
+        PipelineStage(model).loss_and_gradients(IDS, IDS, num_items_in_batch=1)
+    finally:
+        dist.destroy_process_group()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    assert_rounded_twice(found, exact_gradients())
+
+
+def test_weights_that_are_frozen_or_have_hooks():
+    """A hook on a parameter sees its gradient once, as ZeRO and DistributedDataParallel expect."""
+    model, seen = model_of(schedule="wavefront"), []
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("layers.0" not in name)
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda weight: seen.append(id(weight)))
+    found = gradients(model)
+    exact = {name: gradient for name, gradient in exact_gradients().items() if "layers.0" not in name}
+    assert len(seen) == len(set(seen)) == len(exact)
+    assert all(found.pop(name) is None for name in list(found) if "layers.0" in name)
+    assert_rounded_twice(found, exact)
+
+
+def test_backward_passes_do_not_add_to_each_other():
+    """A pass for some tensors never reaches the weights, and a graph may be kept for another pass."""
+    model = model_of(schedule="sequential")
+    embeds = model.model.embed_tokens(IDS).detach().requires_grad_()
+    loss = model(inputs_embeds=embeds, labels=IDS, num_items_in_batch=1).loss
+    weight = model.model.layers[1].mlp.up_proj.weight
+    torch.autograd.grad(loss, embeds, retain_graph=True)
+    (once,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (twice,) = torch.autograd.grad(loss, weight)
+    assert torch.equal(once, twice)
+    assert torch.equal(once, gradients(model)["model.layers.1.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_second_derivatives_are_those_of_autograd(schedule, monkeypatch):
+    """The gradient of a squared gradient of the logits."""
+    found = []
+    for share in (shared_weights.share_weights, lambda recomputed: nullcontext()):
+        monkeypatch.setattr(modeling, "share_weights", share)
+        model = model_of(schedule=schedule, attn_implementation="eager")
+        logits = model(IDS[:, : 3 * LENGTH], use_cache=False).logits
+        lower, upper = (layer.mlp.up_proj.weight for layer in model.model.layers)
+        (first,) = torch.autograd.grad(logits.square().mean(), lower, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), upper)[0])
+    assert relative_error(found[0], found[1].double()) < 0.01
+
+
+def test_sums_are_freed_with_the_graph():
+    model, made = model_of(schedule="sequential"), []
+    original = WeightSum.__init__
+
+    def noted(self, *given):
+        made.append(weakref.ref(self))
+        original(self, *given)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WeightSum, "__init__", noted)
+            gradients(model)
+        assert made and all(one() is None for one in made)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
+def test_a_weight_that_changes_before_the_backward_pass_is_refused(schedule):
+    model = model_of(schedule=schedule)
+    loss = model(IDS, labels=IDS).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_that_changes_before_it_is_used_again_by_a_checkpoint_is_refused():
+    model = model_of(torch.float64)
+    model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=1))
+    loss = model(IDS, labels=IDS).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    with pytest.raises(ValueError, match="weights have changed since the forward pass"):
+        loss.backward()
+
+
+def test_checkpoints_of_a_functional_call_are_refused_outside_of_it():
+    model = model_of(torch.float64)
+    model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=1))
+    weights = {name: (2 * weight).detach().requires_grad_() for name, weight in model.named_parameters()}
+    loss = functional_call(model, weights, (IDS,), {"labels": IDS}).loss
+    with pytest.raises(ValueError, match="within functional_call"):
+        loss.backward()

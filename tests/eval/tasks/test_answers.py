@@ -1,0 +1,110 @@
+"""Prompts of the user's own: what counts as right, and what is said of lines that can't be used."""
+
+import csv
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import condense.cli
+from condense import CondenseForCausalLM
+from condense.eval.tasks import evaluate
+from condense.eval.tasks.answers import field_of, is_right
+
+from ..rivals import rival, rival_tokenizer, save_rival
+from .documents import TEXT, write_lines
+
+PROMPTS = ["a cat sat on", "two dogs run far away from one old red house", "the sea", "and saw two dogs run far"]
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
+    save_rival(root / "llama", "llama", tokenizer)
+    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=16).save_pretrained(root / "folded")
+    tokenizer.save_pretrained(root / "folded")
+    save_rival(root / "mamba", "mamba", tokenizer)
+    return root
+
+
+@torch.no_grad()
+def said(name):
+    """What a model says after each prompt, each token by a pass over all before it."""
+    tokenizer = rival_tokenizer()
+    model, answers = rival(name, tokenizer), []
+    for prompt in PROMPTS:
+        ids_N = tokenizer(prompt, return_tensors="pt").input_ids[0]
+        for _ in range(NEW):
+            ids_N = torch.cat([ids_N, model(ids_N[None], use_cache=False).logits[0, -1].argmax()[None]])
+            if ids_N[-1] == tokenizer.eos_token_id:
+                break
+        answers.append(tokenizer.decode(ids_N[len(tokenizer(prompt).input_ids) :], skip_special_tokens=True))
+    return answers
+
+
+def test_one_command_measures_a_file_of_prompts(folder, tmp_path):
+    """Nested fields; the answers of Llama are right, but for one."""
+    expected = said("llama")
+    lines = [
+        {"input": {"text": prompt}, "gold": {"answers": [" ".join(answer.split()[1:3]).upper(), "nothing like it"]}}
+        for prompt, answer in zip(PROMPTS, expected, strict=True)
+    ]
+    lines[1]["gold"]["answers"] = 12345
+    data = write_lines(tmp_path / "mine.jsonl", lines)
+    arguments = ["eval", "answers", "--data", data, "--prompt-field", "input.text", "--answer-field", "gold.answers"]
+    arguments += ["--new-tokens", NEW, "--batch", 3, "--output", tmp_path / "out"]
+    for name in ("llama", "folded", "mamba"):
+        arguments += ["--model", folder / name]
+    done = CliRunner().invoke(condense.cli.app, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "out" / "answers.json").read_text())
+    found = {cell["model"]: (cell["correct"], cell["total"]) for cell in results["cells"]}
+    mamba = sum(
+        is_right(answer, line["gold"]["answers"], "contains")
+        for answer, line in zip(said("mamba"), lines, strict=True)
+        if line is not lines[1]
+    )
+    assert found == {"llama": (3, 4), "folded": (3, 4), "mamba": (mamba, 4)}  # the prompts are within a segment
+    rows = list(csv.DictReader((tmp_path / "out" / "answers.csv").open()))
+    by_line = {row["where"].rpartition(":")[2]: row["answer"] for row in rows if row["model"] == "llama"}
+    assert [by_line[str(number)] for number in (1, 2, 3, 4)] == [answer.strip() for answer in expected]
+    assert "answers to mine.jsonl" in done.output and (tmp_path / "out" / "answers.png").stat().st_size > 5000
+    states = {cell["model"]: cell["state_bytes"] for cell in results["cells"]}
+    assert states["mamba"] == 4 * 4 * 64 * 8  # of one text
+
+
+def test_what_is_right():
+    assert is_right("It is  Paris.", ["paris"], "contains") and not is_right("Parisian", ["paris"], "contains")
+    assert is_right("12 dogs", ["12"], "begins") and not is_right("123", ["12"], "begins")
+    assert not is_right("the 12", ["12"], "begins") and is_right("the\n12", ["13", "the 12"], "exact")
+    assert is_right("12.", ["12"], "exact") and not is_right("12 dogs", ["12"], "exact")
+    assert is_right("costs $5 (a.b)", ["$5 (A.B)"], "contains") and not is_right("axb", ["a.b"], "contains")
+
+
+def test_fields_within_objects():
+    assert field_of({"a": {"b": {"c": 1}}}, "a.b.c") == 1 and field_of({"a.b": 2, "a": {"b": 1}}, "a.b") == 2
+    assert field_of({"a": {"b": 1}}, "a.c") is None and field_of({"a": 5}, "a.b") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"prompt": "a cat"}', r"mine\.jsonl:2: missing field \('answer'; there are 'prompt': name the right ones"),
+        ('{"prompt": 3, "answer": "a"}', "wrong type .*'prompt' is int, not text"),
+        ('{"prompt": "a", "answer": {"a": 1}}', "wrong type .*'answer' is neither text, nor a number"),
+        ('{"prompt": "a", "answer": []}', "empty prompt or answer"),
+        ('{"prompt": "a", "answer": ', "broken JSON"),
+        ("[1]", "no JSON object"),
+    ],
+)
+@pytest.mark.usefixtures("without_pictures")
+def test_a_line_that_can_not_be_used_is_named_or_counted(line, why, folder, tmp_path):
+    data = tmp_path / "mine.jsonl"
+    data.write_text(json.dumps({"prompt": TEXT, "answer": "sea"}) + "\n" + line + "\n")
+    given = {"models": [str(folder / "llama")], "data": [str(data)], "new_tokens": 2}
+    with pytest.raises(ValueError, match=why):
+        evaluate("answers", tmp_path / "out", **given)
+    results = evaluate("answers", tmp_path / "out", bad_documents="skip", **given)
+    assert list(results["left_out"].values()) == [1] and results["cells"][0]["total"] == 1

@@ -1,0 +1,102 @@
+"""A model may be added to a measurement: it alone is measured, and stands beside the ones before."""
+
+import json
+import shutil
+
+import pytest
+
+from condense import CondenseForCausalLM
+from condense.eval.tasks import evaluate, find_task
+from condense.training.data.passkey import PASSKEY_TEXTS
+
+from ..chat_models import save_chat_model
+from .rivals import rival_tokenizer, save_rival
+from .tasks.documents import made_documents, write_lines
+from .test_neutral_decoding import MEASUREMENTS
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
+    save_rival(root / "llama", "llama", tokenizer)
+    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=16).save_pretrained(root / "folded")
+    tokenizer.save_pretrained(root / "folded")
+    save_rival(root / "mamba", "mamba", tokenizer)
+    return root
+
+
+def options_of(kind, tmp_path):
+    options = dict(MEASUREMENTS[kind])
+    if kind in ("perplexity", "summarization"):
+        data = str(write_lines(tmp_path / "data.jsonl", made_documents(3)))
+        options["data"] = [data] if kind == "perplexity" else data
+        options.setdefault("text_field", "source")
+    return options
+
+
+@pytest.mark.parametrize("kind", MEASUREMENTS)
+def test_one_after_another_gives_what_all_at_once_give(kind, folders, tmp_path, monkeypatch):
+    options, task = options_of(kind, tmp_path), find_task(kind)
+    names = [f"a={folders / 'folded'}", str(folders / "llama"), str(folders / "mamba")]
+    whole = evaluate(kind, tmp_path / "whole", models=names, **options)
+    measured, measure = [], task.measure
+    monkeypatch.setattr(
+        task, "measure", lambda self, item: measured.append(self.key(item)["model"]) or measure(self, item)
+    )
+    for models in (names[:1], names[1:2], [names[2], *names[:2]]):  # the new one is named without or with the others
+        found = evaluate(kind, tmp_path / "added", models=models, **options)
+    assert list(dict.fromkeys(measured)) == ["a", "llama", "mamba"]
+    for results in (whole, found):
+        for field in ("command", "date"):
+            del results[field]
+    assert found == whole
+    files = [(tmp_path / name / f"{kind}.records.jsonl").read_text().splitlines()[1:] for name in ("whole", "added")]
+    assert sorted(files[0]) == sorted(files[1])
+
+
+def test_a_chat_model_stays_one(folders, tmp_path):
+    save_chat_model(tmp_path / "talker", PASSKEY_TEXTS)
+    given = {"lengths": [100], "depths": (0.0,), "num_prompts": 2}
+    before = evaluate("passkey", tmp_path / "out", models=[str(tmp_path / "talker")], chat=["talker"], **given)
+    found = evaluate("passkey", tmp_path / "out", models=[str(folders / "llama")], **given)
+    assert found["chat"] == ["talker"] and found["cells"][:1] == before["cells"]
+    assert [cell["chat"] for cell in found["cells"]] == [True, False]
+
+
+def test_other_weights_under_the_same_name_are_refused(folders, tmp_path):
+    model = shutil.copytree(folders / "llama", tmp_path / "model")
+    given = {"lengths": [80], "depths": (0.0,), "num_prompts": 1}
+    evaluate("passkey", tmp_path / "out", models=[str(model)], **given)
+    shutil.copy(folders / "mamba" / "config.json", model)
+    shutil.copy(folders / "mamba" / "model.safetensors", model)
+    with pytest.raises(ValueError, match=r"another measurement: models\.0\.model_type was 'llama' and is 'mamba'"):
+        evaluate("passkey", tmp_path / "out", models=[str(folders / "folded")], **given)
+    shutil.rmtree(model)
+    with pytest.raises(ValueError, match=r"holds records of model, and its folder .*model is gone: put it back"):
+        evaluate("passkey", tmp_path / "out", models=[str(folders / "folded")], **given)
+    assert len((tmp_path / "out" / "passkey.records.jsonl").read_text().splitlines()) == 2  # nothing is lost
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"stages": [{}]}', '{"stages": [{"total_length": "long"}]}', '{"stages": 3}']
+)
+def test_a_damaged_recipe_is_named_before_anything_is_measured(text, folders, tmp_path):
+    model = shutil.copytree(folders / "llama", tmp_path / "model")
+    (model / "recipe.json").write_text(text)
+    with pytest.raises(ValueError, match=r"recipe\.json is damaged, the longest text .* delete it and pass --longest"):
+        evaluate("passkey", tmp_path / "out", models=[str(model)], lengths=[80], depths=(0.0,), num_prompts=1)
+
+
+@pytest.mark.parametrize(
+    "record", [{"correct": 1}, {"chat": False, "correct": "all", "total": 1, "state_bytes": 1}, {}]
+)
+def test_records_with_other_fields_are_named(record, folders, tmp_path):
+    given = {"models": [str(folders / "llama")], "lengths": [80], "depths": (0.0,), "num_prompts": 1}
+    evaluate("passkey", tmp_path, **given)
+    path = tmp_path / "passkey.records.jsonl"
+    settings, line = path.read_text().splitlines()
+    path.write_text(settings + "\n" + json.dumps(json.loads(line) | {"record": record}) + "\n")
+    with pytest.raises(ValueError, match=r"passkey\.records\.jsonl holds records of another form .*: delete it to"):
+        evaluate("passkey", tmp_path, **given)

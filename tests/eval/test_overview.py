@@ -1,0 +1,159 @@
+"""A report begins with the models against their tasks; what is not in this table is named."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from condense.eval.overview import Figure
+from condense.eval.report import write_report
+from condense.eval.results import Table, run_metadata
+from condense.eval.runner import Task, run
+from condense.eval.tasks import evaluate
+
+from .rivals import rival_tokenizer, save_rival
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+class Own(Task[str]):
+    """An evaluation as users write them."""
+
+    kind = "own"
+
+    def settings(self):
+        return {"models": [{"name": "llama"}]}
+
+    def items(self):
+        return ["llama", "other"]
+
+    def key(self, item):
+        return {"model": item}
+
+    def measure(self, item):
+        return {"size": len(item)}
+
+    def summarise(self, measured):
+        return {"sizes": [{"model": item, **record} for item, record in measured]}
+
+    def rows(self, results):
+        return results["sizes"]
+
+    @classmethod
+    def overview(cls, results):
+        return [Figure(one["model"], "size [letters]", one["size"], digits=0) for one in results["sizes"]]
+
+    @classmethod
+    def tables(cls, results):
+        return [Table("sizes", ["model", "size"], [list(one.values()) for one in results["sizes"]])]
+
+    @classmethod
+    def draw(cls, results, path):
+        pass
+
+
+def harness_file(source, scores, **more):
+    """As the harness writes it, without what is not read."""
+    config = {"model": "stock", "model_args": {"pretrained": str(source)}, "batch_size": 1}
+    return {"results": scores, "configs": {}, "versions": {}, "n-shot": {}, "config": config, **more}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    root, folder, tokenizer = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("results"), rival_tokenizer()
+    for name in ("llama", "mamba"):
+        save_rival(root / name, name, tokenizer)
+    models = [str(root / "llama"), f"rival={root / 'mamba'}"]
+    given = {"lengths": [80, 120], "depths": (0.0,), "num_prompts": 2}
+    found = {"passkey": evaluate("passkey", folder / "passkey", models=models, **given)}
+    found["recall"] = evaluate("recall", folder / "recall", models=models[1:], lengths=[64], pairs=[1], num_prompts=2)
+    # Another model that has the name of one above.
+    save_rival(root / "again" / "llama", "llama", tokenizer, hidden_size=64)
+    evaluate("passkey", folder / "again", models=[str(root / "again" / "llama")], **given)
+    run(Own(), folder / "mine")
+    scores = {
+        "choice": {"alias": "choice", "acc,none": 0.25, "acc_stderr,none": 0.125, "sample_len": 12},
+        "group": {"alias": "group", "f1,none": 0.5, "f1_stderr,none": "N/A"},
+        "one_of_it": {"alias": " - one_of_it", "f1,none": 0.5},
+        "niah": {"alias": "niah", "4096,none": 0.75, "8192,none": -1},
+    }
+    (folder / "lm_eval").mkdir()
+    text = json.dumps(harness_file(root / "mamba", scores, group_subtasks={"group": ["one_of_it"], "choice": []}))
+    (folder / "lm_eval" / "results_2026-01-01T00-00-00.json").write_text(text)
+    (folder / "lm_eval" / "results_2026-01-02T00-00-00.json").write_text('{"results": {}}')
+    shutil.copy(RESULTS / "autoregressivity" / "ablation.json", folder)
+    (folder / "broken").mkdir()
+    broken = {"kind": "passkey", **run_metadata(), "models": [{"name": "llama"}]}  # a right kind without its fields
+    (folder / "broken" / "passkey.json").write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match=r"written, without files .*broken/passkey\.json \(KeyError: 'lengths'\)"):
+        write_report(folder)
+    return folder, found
+
+
+def table(page, title):
+    part = page.split(f"<h3>{title}</h3>")[1].split("</table>")[0]
+    columns = re.findall("<th>([^<]*)", part)
+    rows = [re.findall("<td>([^<]*)", row) for row in part.split("<tr>")[2:]]
+    return {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+
+
+def test_models_and_tasks_stand_first(measured):
+    folder, found = measured
+    page = (folder / "report.html").read_text()
+    assert re.findall('<h2 id="1">([^<]*)', page) == ["overview"]
+    by_task = table(page, "models and tasks (95 % interval)")
+    rows = {
+        model: {task: cells[model] for task, cells in by_task.items()}
+        for model in next(iter(by_task.values()))
+        if model != "task"
+    }
+    again, first = "llama (again/passkey.json)", "llama (passkey/passkey.json)"
+    assert list(rows) == [again, first, "rival", "llama", "other"]  # the evaluation of one's own knows no weights
+    column = "passkey, 80 to 120 tokens [% correct]"
+    for name, row in {"llama": first, "rival": "rival"}.items():
+        cells = [cell for cell in found["passkey"]["cells"] if cell["model"] == name]
+        share = 100 * sum(cell["correct"] for cell in cells) / 4
+        assert rows[row][column].startswith(f"{share:.1f} (")
+    assert rows["other"][column] == "-" and rows["llama"]["size [letters]"] == "5"
+    assert rows["rival"]["recall, single, 64 tokens [pairs]"] == "&lt; 1.0"
+    # The harness knows the folder of the rival.
+    assert rows["rival"]["choice, acc (lm-eval)"] == "0.250, standard error 0.125"
+    assert rows["rival"]["group, f1 (lm-eval)"] == "0.500" and "one_of_it, f1 (lm-eval)" not in by_task
+    assert rows["rival"]["niah, 4096 (lm-eval)"] == "0.750" and "niah, 8192 (lm-eval)" not in by_task
+
+
+def test_what_is_not_in_it_is_named(measured):
+    folder, _ = measured
+    left_out = table((folder / "report.html").read_text(), "not in the overview")
+    assert {name: row["why"] for name, row in left_out.items()} == {
+        "ablation.json": "has no figure by model",
+        "lm_eval/results_2026-01-01T00-00-00.json: one_of_it": "stand for themselves in the section",
+        "lm_eval/results_2026-01-02T00-00-00.json": "no result of lm-evaluation-harness",
+        "broken/passkey.json": "KeyError: &#39;lengths&#39;",
+    }
+
+
+def test_the_figures_are_in_files_too(measured):
+    folder, found = measured
+    results = json.loads((folder / "overview.json").read_text())
+    lines = list(csv.DictReader((folder / "overview.csv").open()))
+    assert len(lines) == len(results["figures"]) == 3 + 1 + 2 + 3
+    share = next(one for one in results["figures"] if (one["model"], one["measure"][:7]) == ("rival", "passkey"))
+    assert share["low"] < 100 * found["passkey"]["cells"][-1]["accuracy"] + 60 and share["digits"] == 1
+    assert results["left_out"]["ablation.json"] == "has no figure by model"
+
+
+def test_an_evaluation_of_ones_own_has_a_section(measured):
+    folder, _ = measured
+    page = (folder / "report.html").read_text()
+    assert "An evaluation of your own." in page and table(page, "own")["other"]["size"] == "5"
+    assert table(page, "rival: scores")["choice"]["standard error"] == "0.1250"
+
+
+def test_a_report_without_models_begins_with_its_results(tmp_path):
+    shutil.copy(RESULTS / "autoregressivity" / "ablation.json", tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert re.findall('<h2 id="1">([^<]*)', page) == ["ablation"] and not (tmp_path / "overview.json").exists()

@@ -1,0 +1,66 @@
+"""The documents of a run that is given more steps: first those of its former steps, in the order that they had.
+
+The order of documents depends on their number, and a run has as many as its steps need. So the sequences of the former
+steps keep their order, and those after them come from the documents that only the new steps need. Where there are too
+few of these, all documents are read again, in another order. Where there are none, the epochs go on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from .examples import Example, Examples
+
+
+class Lot(NamedTuple):
+    """The sequences of each length that the steps of a recipe ask for, and the documents that they need."""
+
+    asked: dict[int, int]
+    last: int  # the documents up to this one, without it
+    is_enough: bool = True  # False where the source has no more
+
+
+class StoredExamples(Examples, Protocol):
+    """Examples of a range of documents."""
+
+    def num_sequences(self, total_length: int) -> int:
+        """The number of different ones. Raises `ValueError` where there is none."""
+        ...
+
+
+def continued(of: Callable[[int, int], StoredExamples], first: int, lots: Sequence[Lot]) -> Examples:
+    """The sequences of a run whose steps have been those of each lot, one after another.
+
+    `of` makes the examples of the documents from one number up to another.
+    """
+    asked, last, _ = lots[0]
+    examples: Examples = of(first, last)
+    for lot in lots[1:]:
+        if lot.last > last:
+            further = of(last if lot.is_enough else first, lot.last)
+            for total_length in lot.asked:  # an error now, and not in the middle of the run
+                further.num_sequences(total_length)
+            examples, last = Continued(examples, asked, further), lot.last
+        asked = {length: max(asked.get(length, 0), lot.asked.get(length, 0)) for length in asked | lot.asked}
+    return examples
+
+
+class Continued:
+    """The first `num_before` sequences of each length are those of `before`, all others those of `after`."""
+
+    def __init__(self, before: Examples, num_before: dict[int, int], after: Examples):
+        self.before, self.num_before, self.after = before, num_before, after
+
+    def sequence(self, number: int, total_length: int) -> list[Example]:
+        examples, own = self._find(number, total_length)
+        return examples.sequence(own, total_length)
+
+    def source(self, number: int, total_length: int) -> int:
+        examples, own = self._find(number, total_length)
+        return examples.source(own, total_length)
+
+    def fingerprint(self) -> str:
+        return f"{self.before.fingerprint()} {self.after.fingerprint()}"
+
+    def _find(self, number: int, total_length: int) -> tuple[Examples, int]:
+        num_before = self.num_before.get(total_length, 0)
+        return (self.before, number) if number < num_before else (self.after, number - num_before)

@@ -1,7 +1,6 @@
 """The cases of a benchmark: a variant of a model and a workload of one size."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -32,27 +31,15 @@ class ModelVariant:
 class BenchmarkCase(ModelVariant):
     """`mode` is one of `MODES`; `length` counts tokens of each of `batch` texts.
 
-    With `optimizer`, a training step ends with AdamW's, whose states stay in memory.
+    With `optimizer`, a training step ends with AdamW's, whose states stay in memory. `model` is the name of one of the
+    models of a profile.
     """
 
+    model: str | None = None
     mode: str
     length: int
     batch: int = 1
     optimizer: bool = False
-
-
-@dataclass(frozen=True)
-class Environment:
-    """The settings that all cases of a profile share.
-
-    `shape` holds fields of a `LlamaConfig`, and `snapshots` is a folder. `dtype` "auto" is bfloat16 on CUDA, and
-    float32 on a CPU.
-    """
-
-    shape: dict[str, Any]
-    dtype: str
-    repeats: int
-    snapshots: str | None
 
 
 def device_and_dtype(dtype: str) -> tuple[str, str]:

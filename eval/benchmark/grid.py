@@ -1,16 +1,18 @@
 """A grid of cases, each measured in a process of its own."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ..results import hardware, versions
 from ..runner import Task, run
-from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase, Environment
+from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase
 from .options import ProfileOptions
 from .process import ForkServer, ProcessKilledError
+from .sources import ProfiledModel
+from .tables import label
 
 DEFAULTS: dict[str, Sequence[Any]] = {
     "modes": MODES,
@@ -29,6 +31,7 @@ TABLE_1 = DEFAULTS | {
     "attentions": ("eager", "auto"),
     "optimizer": (False, True),  # the paper trained; gpu_bench and earlier results are without
 }
+WORKLOAD = ("mode", "length", "batch", "attention", "checkpointing", "optimizer")  # of a case, for any model
 KEY = ("kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing")  # of a case, in its record
 
 
@@ -72,9 +75,40 @@ def grid(
             yield case
 
 
+def cases_of(models: Sequence[ProfiledModel], options: ProfileOptions, chosen: dict[str, Sequence[Any]]) -> list[Any]:
+    """The grid of every model. The models follow each other in each workload, to be measured at about the same time."""
+    cases: list[BenchmarkCase] = []
+    for model in models:
+        own = chosen | {"segments": model.segments(chosen["segments"])}
+        found = grid(model.kinds(options.kinds), **own, checkpointing=options.checkpointing)
+        cases += [replace(case, model=model.name) for case in found]
+    order = {workload: number for number, workload in enumerate(dict.fromkeys(map(_workload, cases)))}
+    return sorted(cases, key=lambda case: order[_workload(case)])
+
+
+def _workload(case: BenchmarkCase) -> tuple[Any, ...]:
+    return tuple(getattr(case, name) for name in WORKLOAD)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What all cases of a profile share.
+
+    `snapshots` is a folder. `dtype` "auto" is bfloat16 on CUDA, and float32 on a CPU.
+    """
+
+    models: tuple[ProfiledModel, ...]
+    dtype: str
+    repeats: int
+    snapshots: str | None = None
+
+    def model_of(self, case: BenchmarkCase) -> ProfiledModel:
+        (found,) = (model for model in self.models if model.name == case.model)
+        return found
+
+
 def key_of(case: BenchmarkCase) -> dict[str, Any]:
-    """Without an optimizer the key is that of versions that had none, whose records stay valid."""
-    return {name: getattr(case, name) for name in KEY} | ({"optimizer": True} if case.optimizer else {})
+    return {"model": case.model} | {name: getattr(case, name) for name in KEY} | {"optimizer": case.optimizer}
 
 
 class GridTask(Task[BenchmarkCase]):
@@ -92,19 +126,32 @@ class GridTask(Task[BenchmarkCase]):
         self.cases, self.environment, self.processes, self.more = cases, environment, processes, more_settings
 
     def settings(self) -> dict[str, Any]:
-        return {**asdict(self.environment), "hardware": hardware(), "torch": versions()["torch"], **self.more}
+        """Without the models, which are in the keys: a later start may add some."""
+        of_all = {"dtype": self.environment.dtype, "repeats": self.environment.repeats}
+        of_all |= {"snapshots": self.environment.snapshots}
+        return {**of_all, "hardware": hardware(), "torch": versions()["torch"], **self.more}
 
     def items(self) -> Sequence[BenchmarkCase]:
         return self.cases
 
     def key(self, item: BenchmarkCase) -> dict[str, Any]:
-        return key_of(item)
+        return key_of(item) | {"config": self.environment.model_of(item).fingerprint}
 
     def measure(self, item: BenchmarkCase) -> dict[str, Any]:
         return in_a_process(self.processes, item, self.environment)
 
     def summarise(self, measured: Sequence[tuple[BenchmarkCase, dict[str, Any]]]) -> dict[str, Any]:
-        return {"points": [{**key_of(case), "optimizer": case.optimizer, **record} for case, record in measured]}
+        return {
+            "models": [model.describe() for model in self.environment.models],
+            "points": [{"label": self._label(case), **key_of(case), **record} for case, record in measured],
+        }
+
+    def _label(self, case: BenchmarkCase) -> str:
+        """The name of a case's model in tables and pictures: its own, or its kind if all are of one shape."""
+        model, as_kind = self.environment.model_of(case), label(key_of(case))
+        if model.is_llama_shape:
+            return f"{model.name} {as_kind}" if len(self.environment.models) > 1 else as_kind
+        return f"{model.name}, segment {case.segment_length}" if case.kind == "folded" else model.name
 
     def rows(self, results: dict[str, Any]) -> Sequence[dict[str, Any]]:
         return results["points"]

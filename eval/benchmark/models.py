@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.loading import load_config
 from condense.loss import cross_entropy_at_once, cross_entropy_sum
 from condense.loss_gradient import head_gradients
 
@@ -62,25 +61,6 @@ def table_1() -> dict[str, Any]:
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
     )
-    return _fields(config)
-
-
-def shape_of(source: str, vocab_size: int | None = None) -> dict[str, Any]:
-    """The shape of a Llama: of a folder, a hub id or the preset `table1`. `vocab_size` replaces the shape's own.
-
-    Raises `ValueError` for a model of another type.
-    """
-    if source == "table1":
-        fields = table_1()
-    else:
-        config = load_config(AutoConfig, source)
-        if not isinstance(config, LlamaConfig):
-            raise ValueError(f"{source!r} is of type {config.model_type!r}: a profile compares Llamas, pass one.")
-        fields = _fields(config)
-    return fields if vocab_size is None else fields | {"vocab_size": vocab_size}
-
-
-def _fields(config: LlamaConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in SHAPE_FIELDS}
 
 

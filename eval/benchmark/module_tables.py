@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..results import Table, picture
-from .profile_tables import label
-from .tables import group_by
+from .tables import group_by, label
 
 SHARED = ("batch", "attention", "checkpointing", "optimizer")  # by all points of a table
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")

@@ -13,12 +13,13 @@ from torch.distributed._tools.mem_tracker import MemTracker, _ModMemStats, _ModS
 
 from ..runner import Results
 from . import module_tables
-from .cases import BenchmarkCase, Environment, device_and_dtype
-from .grid import DEFAULTS, TABLE_1, GridTask, axes, grid, run_grid
+from .cases import BenchmarkCase, device_and_dtype
+from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, run_grid
 from .memory import is_out_of_memory, memory_of
-from .models import build_model, set_checkpointing, shape_of
-from .options import DEFAULT_KINDS, ProfileOptions
+from .models import set_checkpointing
+from .options import ProfileOptions
 from .profile import check
+from .sources import build, read_models
 from .workloads import adamw, random_ids, training_step
 
 KINDS = {  # of tensors, by the names of MemTracker
@@ -59,13 +60,13 @@ def modules(output: Path, options: ProfileOptions) -> dict[str, Any]:
     A measurement that was stopped resumes when it is called again with the same options. Raises `ValueError` for
     options that cannot be measured.
     """
-    chosen = axes(options, (TABLE_1 if options.shape == "table1" else DEFAULTS) | {"modes": ("training",)})
+    chosen = axes(options, (TABLE_1 if options.preset else DEFAULTS) | {"modes": ("training",)})
     if wrong := [mode for mode in chosen["modes"] if mode != "training"]:
         raise ValueError(f"modes={wrong}: a table by module is of a training step; leave --modes out.")
-    check(options, chosen)
-    cases = list(grid(options.kinds or DEFAULT_KINDS, **chosen, checkpointing=options.checkpointing))
-    environment = Environment(shape_of(options.shape, options.vocab_size), options.dtype, 1, None)
-    return run_grid(Modules, output, cases, measure, environment)
+    models = read_models(options)
+    check(options, chosen, models)
+    environment = Environment(tuple(models), options.dtype, 1)
+    return run_grid(Modules, output, cases_of(models, options, chosen), measure, environment)
 
 
 def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     device, dtype = device_and_dtype(environment.dtype)
     memory_of(device)  # on a CPU it limits the memory of this process
     torch.manual_seed(0)
-    model = build_model(case.kind, environment.shape, case.segment_length, case.attention)
+    model = build(environment.model_of(case), case, dtype)
     figures: dict[str, Any] = {"parameters": model.num_parameters(), "dtype": dtype, "out_of_memory": False}
     if case.kind == "folded":
         model.config.schedule = "sequential"

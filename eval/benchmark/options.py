@@ -27,14 +27,27 @@ class ProfileOptions(Options):
     memory of a training step by module.
     """
 
-    config: Annotated[str, Option("Folder or hub id of a Llama, whose shape is profiled.")] = ""
+    configs: Annotated[
+        Sequence[str],
+        Option(
+            "Folder or hub id, or NAME=FOLDER, of any causal language model, whose shape is profiled with random "
+            "weights; repeat it for several.",
+            flags=("--config",),
+        ),
+    ] = ()
+    models: Annotated[
+        Sequence[str],
+        Option("A checkpoint that is profiled as it is, beside the others; repeat it for several.", flags=("--model",)),
+    ] = ()
     preset: Annotated[
         Literal["table1"] | None, Option("table1: the paper's shape, and its grid where no axis is given.")
     ] = None
     kinds: Annotated[
         Sequence[str] | None,
         Option(
-            "folded, stock, stock_chunked_loss, sliding_window; with commas. Default: the first two.", spelling=NAMES
+            "Of a Llama's shape: folded, stock, stock_chunked_loss, sliding_window; with commas. Default: the first "
+            "two. Other models are stock.",
+            spelling=NAMES,
         ),
     ] = None
     modes: Annotated[Sequence[str] | None, Option("training, prefill, decoding.", spelling=NAMES)] = None
@@ -59,7 +72,7 @@ class ProfileOptions(Options):
         ),
     ] = None
     vocab_size: Annotated[
-        int | None, Option("Token types, instead of the shape's own.", flags=("--vocabulary",), min=2)
+        int | None, Option("Token types, instead of each shape's own.", flags=("--vocabulary",), min=2)
     ] = None
     dtype: Annotated[str, Option("bfloat16, float32; auto: bfloat16 on CUDA, else float32.")] = "auto"
     repeats: Annotated[int, Option("Measurements of each case.", min=1)] = 3
@@ -74,17 +87,20 @@ class ProfileOptions(Options):
         super().__post_init__()
         if self.modules and (self.schedules or self.snapshots):
             raise ValueError("--modules is a measurement of its own: leave out --schedules and --snapshots.")
-        if (self.preset is None) == (not self.config):
-            raise ValueError(f"--config={self.config!r} and --preset={self.preset}: pass one of the two.")
+        named = [*self.configs, *self.models]
+        if (self.preset is None) == (not named):
+            raise ValueError(
+                f"models {named} and --preset={self.preset}: pass one of the two, models with --config or --model."
+            )
+        if self.vocab_size is not None and self.models:
+            raise ValueError(f"--vocabulary {self.vocab_size}: a checkpoint has its own; leave out --model.")
         given = {
             "--optimizer": any(self.optimizer or ()),
             "--kinds": self.kinds,
             "--checkpointing": any(self.checkpointing),
             "--snapshots": self.snapshots,
         }
+        if self.schedules and (self.models or len(self.configs) > 1):
+            raise ValueError(f"--schedules compares a folded model with itself: pass one --config, not {named}.")
         if self.schedules and (wrong := [name for name, value in given.items() if value]):
             raise ValueError(f"--schedules compares a folded model with itself: leave out {', '.join(wrong)}.")
-
-    @property
-    def shape(self) -> str:
-        return self.config or "table1"

@@ -1,4 +1,5 @@
-"""Memory and time against length: folded, stock and sliding-window models of one shape (table I, figures 5 to 7)."""
+"""Memory and time against length: folded, stock and sliding-window models of one shape (table I, figures 5 to 7), and
+any other causal language models beside them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,14 +14,15 @@ from condense.training.allocator import record_history, write_snapshot
 from condense.training.planning.devices import peak_flops
 from condense.training.planning.operations import text_flops
 
-from ..models import state_bytes
+from ..decode_state import state_bytes
 from ..results import hardware
 from . import profile_tables
-from .cases import MODES, BenchmarkCase, Environment, device_and_dtype
-from .grid import DEFAULTS, TABLE_1, GridTask, axes, grid, key_of, run_grid
+from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase, device_and_dtype
+from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, key_of, run_grid
 from .memory import is_out_of_memory, memory_of
-from .models import MODEL_KINDS, TABLE_1_PARAMETERS, build_model, set_checkpointing, shape_of
-from .options import DEFAULT_KINDS, ProfileOptions
+from .models import MODEL_KINDS, TABLE_1_PARAMETERS, parameter_bytes, set_checkpointing
+from .options import ProfileOptions
+from .sources import ProfiledModel, build, check_models, fixed_positions, read_models
 from .timing import seconds_of, summarize
 from .workloads import adamw, decoding_step, prefill, random_ids, read_context, training_step
 
@@ -47,31 +49,31 @@ def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:
     A profile that was stopped resumes when it is called again with the same options. Raises `ValueError` for options
     that cannot be measured.
     """
-    chosen = axes(options, TABLE_1 if options.shape == "table1" else DEFAULTS)
-    check(options, chosen)
-    shape = shape_of(options.shape, options.vocab_size)
+    chosen = axes(options, TABLE_1 if options.preset else DEFAULTS)
+    models = read_models(options)
+    check(options, chosen, models)
     snapshots = str(output / "snapshots") if options.snapshots else None
-    environment = Environment(shape, options.dtype, options.repeats, snapshots)
-    cases = list(grid(options.kinds or DEFAULT_KINDS, **chosen, checkpointing=options.checkpointing))
-    results = run_grid(Profile, output, cases, measure, environment)
-    if options.shape == "table1" and options.vocab_size is None:
+    environment = Environment(tuple(models), options.dtype, options.repeats, snapshots)
+    results = run_grid(Profile, output, cases_of(models, options, chosen), measure, environment)
+    if options.preset and options.vocab_size is None:
         assert {point["parameters"] for point in results["points"]} <= {TABLE_1_PARAMETERS, None}
     return results
 
 
-def check(options: ProfileOptions, chosen: dict[str, Sequence[Any]]) -> None:
+def check(options: ProfileOptions, chosen: dict[str, Sequence[Any]], models: Sequence[ProfiledModel]) -> None:
     """Raises `ValueError` for options that cannot be measured."""
-    kinds = options.kinds or DEFAULT_KINDS
-    for items, known, name in ((kinds, MODEL_KINDS, "kinds"), (chosen["modes"], MODES, "modes")):
+    for items, known, name in ((options.kinds or (), MODEL_KINDS, "kinds"), (chosen["modes"], MODES, "modes")):
         if wrong := [item for item in items if item not in known]:
             raise ValueError(f"{name}={wrong}: choose from {', '.join(known)}.")
+    kinds = {kind for model in models for kind in model.kinds(options.kinds)}
     check_dtype(options.dtype)
     for name in chosen["attentions"]:
         check_attention(name)
-        if name in OWN_ATTENTION and name != "auto" and set(kinds) - {"folded"}:
+        if name in OWN_ATTENTION and name != "auto" and kinds - {"folded"}:
             raise ValueError(f"attentions={[name]}: only kind folded has it; leave it out, or the other kinds.")
     if options.snapshots and not torch.cuda.is_available():
         raise ValueError("snapshots are the CUDA allocator's, and there is no GPU: leave them out.")
+    check_models(models, chosen["attentions"])
 
 
 def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
@@ -85,17 +87,27 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     memory = memory_of(device)
     figures: dict[str, Any] = {"memory_is": memory.description, "dtype": dtype, "out_of_memory": False}
     torch.manual_seed(0)
-    model = build_model(case.kind, environment.shape, case.segment_length, case.attention)
+    profiled = environment.model_of(case)
+    model = build(profiled, case, dtype)
     figures["parameters"] = model.num_parameters()
+    num_tokens = case.length + (num_new_tokens(environment.repeats) if case.mode == "decoding" else 0)
+    if (limit := fixed_positions(model.config)) is not None and num_tokens > limit:
+        return figures | {"not_measured": f"has {limit:,} positions"}
+    if case.kind in WITHOUT_SEGMENTS and num_tokens > getattr(model.config, "max_position_embeddings", num_tokens):
+        figures["past_positions"] = True
     if environment.snapshots:
         record_history()
     try:
         model = model.to(device, getattr(torch, dtype))
-        figures["before_bytes"] = memory.now()
+        figures |= {"weight_bytes": parameter_bytes(model), "before_bytes": memory.now()}
         memory.restart()
         figures |= MEASUREMENTS[case.mode](model, case, environment.repeats)
         figures["peak_bytes"] = memory.peak()
-        figures |= memory.allocator() | utilization(case, environment.shape, dtype, figures["seconds"])
+        figures |= memory.allocator()
+        if profiled.model_type == "llama":
+            figures |= utilization(case, profiled.config, dtype, figures["seconds"])
+    except NoStateError as error:
+        return figures | {"not_measured": str(error)}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -104,6 +116,14 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
         name = "-".join(str(value) for value in key_of(case).values())
         write_snapshot(Path(environment.snapshots) / f"{name}.pickle")
     return figures
+
+
+class NoStateError(Exception):
+    """The model returns no state, so there are no later tokens to measure."""
+
+
+def num_new_tokens(repeats: int) -> int:
+    return WARM_UP_TOKENS + repeats * NEW_TOKENS
 
 
 def utilization(case: BenchmarkCase, shape: dict[str, Any], dtype: str, seconds: float) -> dict[str, float]:
@@ -126,18 +146,25 @@ def _training(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
 
 def _prefill(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
     call = prefill(model, random_ids(model, case.batch, case.length))
-    held = state_bytes(call())
+    held = state_bytes(_checked(call()))
     return summarize([seconds_of(call) for _ in range(repeats)]) | {"state_bytes": held}
 
 
 def _decoding(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
     """New tokens after a context of `length` tokens, one at a time: each token is a repeat."""
     context_BN = random_ids(model, case.batch, case.length)
-    cache, next_B1 = read_context(model, context_BN, TOKENS_PER_CALL)
-    step = decoding_step(model, cache, next_B1)
+    state, next_B1 = read_context(model, context_BN, TOKENS_PER_CALL)
+    step = decoding_step(model, _checked(state), next_B1)
     for _ in range(WARM_UP_TOKENS):
         step()
-    return summarize([seconds_of(step) for _ in range(repeats * NEW_TOKENS)]) | {"state_bytes": state_bytes(cache)}
+    seconds = [seconds_of(step) for _ in range(repeats * NEW_TOKENS)]
+    return summarize(seconds) | {"state_bytes": state_bytes(state)}
+
+
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    if not state:
+        raise NoStateError("returns no state")
+    return state
 
 
 MEASUREMENTS: dict[str, Callable[[Any, BenchmarkCase, int], dict[str, Any]]] = {

@@ -1,13 +1,13 @@
-"""Tables of a profile against the stock model and against the paper, and curves over length."""
+"""Tables of a profile's models, against the stock model and against the paper, and curves over length."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..paper import RATIOS, Ratio
 from ..results import Table, picture
-from .cases import WITHOUT_SEGMENTS
-from .tables import group_by, token_axis
+from .models import TABLE_1_PARAMETERS
+from .tables import failure, group_by, label, model_table, token_axis
 
 MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}
 SHARED = ("mode", "batch", "attention", "checkpointing", "optimizer")  # by all points of a table
@@ -16,46 +16,41 @@ MORE: dict[str, tuple[str, float]] = {  # of points on a GPU: the column, and it
     "allocation_retries": ("retries", 1),
     "mfu": ("MFU [%]", 100),
 }
+LOG_FROM = 50  # the ratio of the highest value of a panel to its lowest from which its axis is logarithmic
+Figure = Callable[[dict[str, Any]], float]  # of a point
 COLORS = {"folded": "tab:red", "stock": "tab:blue", "sliding_window": "tab:green", "stock_chunked_loss": "tab:cyan"}
 
 
-def label(point: dict[str, Any]) -> str:
-    name = point["kind"].replace("_", " ")
-    if point["kind"] == "folded":
-        return f"{name}, segment {point['segment_length']}"
-    return name if point["kind"] in WITHOUT_SEGMENTS else f"{name} {2 * point['segment_length']}"
-
-
 def tables(results: dict[str, Any]) -> list[Table]:
-    """A table per group: every point, and the stock model's figures over it. Then the paper's ratios."""
-    made = []
+    """The models; a table per group: every point, and the first stock model's figures over it; the paper's ratios."""
+    made = model_table(results)
     for shared, points in group_by(results["points"], *SHARED):
         state = shared["mode"] != "training"
-        columns = [
-            "tokens",
-            "model",
-            f"{MODE_NAMES[shared['mode']]} [ms]",
-            "lowest to highest",
-            "peak [MiB]",
-            "above model",
-        ]
+        columns = ["tokens", "model", f"{MODE_NAMES[shared['mode']]} [ms]", "lowest to highest [ms]"]
+        columns += ["peak [MiB]", "above model [MiB]"]
         more = {name: unit for name, unit in MORE.items() if any(name in point for point in points)}
-        columns += [name for name, _ in more.values()]
-        columns += ["state [MiB]"] * state + ["stock's time", "stock's peak", "stock's peak above model"]
+        columns += [name for name, _ in more.values()] + ["state [MiB]"] * state
+        stock = next((label(point) for point in points if point["kind"] == "stock"), "stock")
+        columns += [f"{stock}'s {figure} / own" for figure in ("time", "peak", "peak above model")]
         rows = []
         for point in points:
-            row: list[Any] = [f"{point['length']:,}", label(point)]
-            if point["out_of_memory"]:
-                rows.append([*row, "OOM", *[""] * (len(columns) - 3)])
+            row: list[Any] = [_tokens(point), label(point)]
+            if why := failure(point):
+                rows.append([*row, why, *[""] * (len(columns) - 3)])
                 continue
             row += [f"{1000 * point['seconds']:,.1f}"]
             row += [f"{1000 * point['seconds_low']:,.1f} to {1000 * point['seconds_high']:,.1f}"]
             row += [f"{point['peak_bytes'] / 2**20:,.0f}", f"{_above(point) / 2**20:,.0f}"]
             row += [f"{unit * point[name]:,.0f}" if name in point else "-" for name, (_, unit) in more.items()]
-            row += [f"{point['state_bytes'] / 2**20:,.2f}"] if state else []
+            row += [f"{point['state_bytes'] / 2**20:,.3g}"] if state else []
             rows.append(row + _against_stock(point, points))
         made.append(Table(_title(shared, points), columns, rows))
     return made + _paper_table(results)
+
+
+def _tokens(point: dict[str, Any]) -> str:
+    """The length; with a star if it is past what a stock model's config.json promises."""
+    return f"{point['length']:,}" + "*" * point.get("past_positions", False)
 
 
 def _above(point: dict[str, Any]) -> int:
@@ -67,15 +62,16 @@ def _title(shared: dict[str, Any], points: list[dict[str, Any]]) -> str:
     checkpoints = ", gradient checkpointing" if shared["checkpointing"] else ""
     step = " with AdamW" if shared["optimizer"] else ""
     name = f"{MODE_NAMES[shared['mode']]}{step}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
-    return f"{name} ({', '.join(kinds)})"
+    star = "; * past the model's own positions" if any(point.get("past_positions") for point in points) else ""
+    return f"{name} ({', '.join(kinds)}{star})"
 
 
 def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[str]:
     stock = next((other for other in points if (other["kind"], other["length"]) == ("stock", point["length"])), None)
     if stock is None or stock is point:
         return ["", "", ""]
-    if stock["out_of_memory"]:
-        return ["OOM", "OOM", "OOM"]
+    if why := failure(stock):
+        return [why, why, why]
     pairs = (
         (stock["seconds"], point["seconds"]),
         (stock["peak_bytes"], point["peak_bytes"]),
@@ -90,6 +86,8 @@ def _paper_table(results: dict[str, Any]) -> list[Table]:
     The paper trained, with an optimizer whose states are equally large on both sides; it does not say whether its
     figures count them.
     """
+    if not any(point.get("parameters") == TABLE_1_PARAMETERS for point in results["points"]):
+        return []
     rows = []
     for ratio in RATIOS:
         flash = "with" if ratio.attention == "sdpa" else "without"
@@ -122,46 +120,70 @@ def _pairs(results: dict[str, Any], ratio: Ratio) -> Iterator[tuple[dict[str, An
         here = [point for point in points if point["length"] == ratio.length]
         for stock in here:
             if stock["kind"] == "stock":
-                yield from ((folded, stock) for folded in here if folded["kind"] == "folded")
+                twins = (point for point in here if point.get("model") == stock.get("model"))
+                yield from ((folded, stock) for folded in twins if folded["kind"] == "folded")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """A row of panels per group, against length: time, peak memory and, without training, the state."""
     rows = group_by(results["points"], *SHARED)
+    looks = _looks(results["points"])
     columns = 3 if any(shared["mode"] != "training" for shared, _ in rows) else 2
-    size = (3.7 * columns, 3 * len(rows))
+    size = (3.9 * columns, 3.1 * len(rows) + 0.25 * len(looks) ** 0.5)
     with picture(path, rows=len(rows), columns=columns, figsize=size, squeeze=False) as panels:
         for line, (shared, points) in zip(panels, rows, strict=True):
-            figures = [
-                ("seconds", 1000, f"{MODE_NAMES[shared['mode']]} [ms]"),
-                ("peak_bytes", 2**-20, "peak memory [MiB]"),
+            figures: list[tuple[str, Figure]] = [
+                (f"{MODE_NAMES[shared['mode']]} [ms]", lambda point: 1000 * point["seconds"]),
+                ("peak memory above the loaded model [MiB]", lambda point: _above(point) / 2**20),
             ]
-            figures += [("state_bytes", 2**-20, "state [MiB]")] if shared["mode"] != "training" else []
-            for axes, (name, unit, title) in zip(line, figures, strict=False):
-                _curves(axes, points, name, unit)
-                axes.set_title(title, fontsize=9)
+            if shared["mode"] != "training":
+                figures.append(("state [MiB]", lambda point: point["state_bytes"] / 2**20))
+            for axes, (title, figure) in zip(line, figures, strict=False):
+                _curves(axes, points, figure, looks, "seconds" if title.endswith("[ms]") else "")
+                scale = " (log scale)" if axes.get_yscale() == "log" else ""
+                axes.set_title(title + scale, fontsize=9)
             for axes in line[len(figures) :]:
                 axes.axis("off")
             line[0].set_ylabel(_title(shared, points).split(" (")[0].replace(", ", "\n"), fontsize=8)
-            line[0].legend(fontsize=7)
+        handles = [panels[0][0].plot([], [], label=text, **look)[0] for text, look in looks.items()]
+        panels[0][0].figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
 
-def _curves(axes: Any, points: list[dict[str, Any]], name: str, unit: float) -> None:
-    for text in dict.fromkeys(map(label, points)):
+def _looks(points: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Color, line and marker by label: a color for each kind of one shape, or for each of several models."""
+    models = list(dict.fromkeys(point.get("model") for point in points))
+    looks: dict[str, dict[str, Any]] = {}
+    lines: dict[str, int] = {}
+    for point in points:
+        if label(point) in looks:
+            continue
+        color = f"C{models.index(point.get('model'))}" if len(models) > 1 else COLORS[point["kind"]]
+        line = lines[color] = lines.get(color, -1) + 1
+        style, marker = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))[line % 4]
+        looks[label(point)] = {"color": color, "linestyle": style, "marker": marker, "ms": 4}
+    return looks
+
+
+def _curves(
+    axes: Any, points: list[dict[str, Any]], figure: Figure, looks: dict[str, dict[str, Any]], interval: str
+) -> None:
+    """A line per model; with `interval`, the name of a figure in seconds, from its lowest to its highest repeat too."""
+    every = [figure(point) for point in points if not failure(point)]
+    for text, look in looks.items():
         mine = sorted((point for point in points if label(point) == text), key=lambda point: point["length"])
-        fitting = [point for point in mine if not point["out_of_memory"]]
-        color = COLORS[mine[0]["kind"]]
-        lengths = sorted({point["segment_length"] for point in points if point["kind"] == mine[0]["kind"]}, key=str)
-        style, marker = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))[lengths.index(mine[0]["segment_length"]) % 4]
-        values = [unit * point[name] for point in fitting]
-        axes.plot([point["length"] for point in fitting], values, style, color=color, marker=marker, ms=4, label=text)
-        if name == "seconds":
-            low, high = ([unit * point[field] for point in fitting] for field in ("seconds_low", "seconds_high"))
-            axes.fill_between([point["length"] for point in fitting], low, high, color=color, alpha=0.15)
+        fitting = [point for point in mine if not failure(point)]
+        lengths = [point["length"] for point in fitting]
+        axes.plot(lengths, list(map(figure, fitting)), **look)
+        if interval:
+            low, high = ([1000 * point[f"{interval}_{end}"] for point in fitting] for end in ("low", "high"))
+            axes.fill_between(lengths, low, high, color=look["color"], alpha=0.15)
         for point in mine:
             if point["out_of_memory"]:
-                axes.annotate("OOM", (point["length"], 1), xycoords=("data", "axes fraction"), color=color, fontsize=7,
-                              ha="center", va="bottom")  # fmt: skip
+                axes.annotate("OOM", (point["length"], 1), xycoords=("data", "axes fraction"), color=look["color"],
+                              fontsize=7, ha="center", va="bottom")  # fmt: skip
     token_axis(axes, points)
-    axes.set_ylim(0, 1.08 * max((unit * point[name] for point in points if not point["out_of_memory"]), default=1.0))
+    if every and min(every) > 0 and max(every) > LOG_FROM * min(every):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.08 * max(every, default=1.0) or 1.0)
     axes.grid(alpha=0.3)

@@ -5,6 +5,7 @@ machine affects both. Then the implementations of attention take turns, under th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from condense.execution import choose_schedule
 from condense.segmentation import SegmentPositions
 
 from . import schedule_tables
-from .cases import SCHEDULES, BenchmarkCase, Environment, device_and_dtype
-from .grid import DEFAULTS, GridTask, axes, grid, run_grid
+from .cases import SCHEDULES, BenchmarkCase, device_and_dtype
+from .grid import DEFAULTS, Environment, GridTask, axes, grid, run_grid
 from .memory import PeakMemory, is_out_of_memory, memory_of
-from .models import build_model, shape_of
 from .options import ProfileOptions
+from .sources import build, read_models
 from .timing import Contender, measure_in_turn, summarize
 from .workloads import WHOLE_TEXT_WORKLOADS, random_ids
 
@@ -55,8 +56,10 @@ def schedules(output: Path, options: ProfileOptions) -> dict[str, Any]:
     check_dtype(options.dtype)
     for name in chosen["attentions"]:
         check_attention(name)
-    cases = list(grid(("folded",), **chosen, checkpointing=(False,)))
-    environment = Environment(shape_of(options.shape, options.vocab_size), options.dtype, options.repeats, None)
+    (model,) = read_models(options)
+    (kind,) = model.kinds(["folded"])
+    cases = [replace(case, model=model.name) for case in grid((kind,), **chosen, checkpointing=(False,))]
+    environment = Environment((model,), options.dtype, options.repeats)
     return run_grid(Schedules, output, cases, measure, environment, threads=torch.get_num_threads())
 
 
@@ -68,7 +71,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     device, dtype = device_and_dtype(environment.dtype)
     memory = memory_of(device)  # on a CPU it limits the memory of this process
     torch.manual_seed(0)
-    model = build_model("folded", environment.shape, case.segment_length, case.attention)
+    model = build(environment.model_of(case), case, dtype)
     figures: dict[str, Any] = {"parameters": model.num_parameters(), "dtype": dtype, "out_of_memory": False}
     try:
         return figures | compare(model.to(device, getattr(torch, dtype)), case, environment.repeats, memory)

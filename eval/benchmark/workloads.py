@@ -3,12 +3,13 @@
 Axes: B rows, N tokens of an input.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from condense.prefill import prefill_calls
+from ..decode_state import state_of
 
 
 def random_ids(model: Any, batch: int, length: int) -> torch.Tensor:
@@ -37,37 +38,55 @@ def training_step(
     return step
 
 
-def prefill(model: Any, ids_BN: torch.Tensor) -> Callable[[], Any]:
-    """A prompt in one call, up to the logits of the next token. The call returns the cache."""
+def reading_arguments(model: Any) -> dict[str, Any]:
+    """The arguments of a call that reads a text: it returns a state and, if the model can, the last logits only."""
+    can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"use_cache": True} | ({"logits_to_keep": 1} if can_choose else {})
+
+
+def prefill(model: Any, ids_BN: torch.Tensor) -> Callable[[], dict[str, Any]]:
+    """A prompt in one call, up to the logits of the next token. The call returns the state."""
     model.eval()
+    arguments = reading_arguments(model)
 
     @torch.no_grad()
-    def call() -> Any:
-        return model(input_ids=ids_BN, use_cache=True, logits_to_keep=1).past_key_values
+    def call() -> dict[str, Any]:
+        return state_of(model(input_ids=ids_BN, **arguments))
 
     return call
 
 
+@torch.no_grad()
 def read_context(
     model: Any, ids_BN: torch.Tensor, tokens_per_call: int, progress: Callable[[], object] = lambda: None
-) -> tuple[Any, torch.Tensor]:
-    """The cache after a context, and the likeliest next token [B, 1]. `progress` is called after every call."""
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """The state after a context, and the likeliest next token [B, 1]. `progress` is called after every call.
+
+    A recurrent model reads the context at once: in transformers some of them continue a state by single tokens only,
+    and compute several tokens as if these began the text.
+    """
     model.eval()
-    last: Any = None
-    for _, output in prefill_calls(model, ids_BN, tokens_per_call):
-        last = output
+    state: dict[str, Any] = {}
+    output: Any = None
+    arguments = reading_arguments(model)
+    is_recurrent = getattr(model, "_is_stateful", False) and not hasattr(model.config, "segment_length")
+    for part_BT in ids_BN.split(ids_BN.shape[1] if is_recurrent else tokens_per_call, dim=1):
+        output = model(input_ids=part_BT, **state, **arguments)
+        state = state_of(output)
         progress()
-    return last.past_key_values, last.logits.argmax(-1)
+    return state, output.logits[:, -1:].argmax(-1)
 
 
-def decoding_step(model: Any, cache: Any, next_B1: torch.Tensor) -> Callable[[], None]:
-    """Each call computes one new token of every row, the likeliest one, from the token before it."""
+def decoding_step(model: Any, state: dict[str, Any], next_B1: torch.Tensor) -> Callable[[], None]:
+    """Each call computes one new token of every row, the likeliest one, from the token before it; `state` follows."""
     model.eval()
 
     @torch.no_grad()
     def step() -> None:
         nonlocal next_B1
-        next_B1 = model(input_ids=next_B1, past_key_values=cache, use_cache=True).logits.argmax(-1)
+        output = model(input_ids=next_B1, use_cache=True, **state)
+        next_B1 = output.logits.argmax(-1)
+        state.update(state_of(output))
 
     return step
 

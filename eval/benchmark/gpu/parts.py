@@ -14,7 +14,7 @@ from transformers.utils import is_flash_attn_2_available
 from condense.attention.sdpa import without_cudnn
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 
-from ...models import state_bytes
+from ...decode_state import state_bytes
 from ..cases import WITHOUT_SEGMENTS, BenchmarkCase, ModelVariant
 from ..models import configure, folded_variants
 from ..timing import free_memory

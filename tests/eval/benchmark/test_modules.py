@@ -76,4 +76,4 @@ def test_files(output):
 )
 def test_mistakes_are_named(llama, tmp_path, changed, words):
     with pytest.raises(ValueError, match=words):
-        modules(tmp_path, ProfileOptions(config=str(llama), modules=True, **{"lengths": [64], **changed}))
+        modules(tmp_path, ProfileOptions(configs=[str(llama)], modules=True, **{"lengths": [64], **changed}))

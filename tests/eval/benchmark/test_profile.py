@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPTNeoXConfig, MambaConfig
 from typer.testing import CliRunner
 
 import condense.cli
+from condense import CondenseConfig, CondenseForCausalLM
 from condense.eval.benchmark.cases import BenchmarkCase
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS
 from condense.eval.benchmark.options import ProfileOptions
@@ -77,7 +79,9 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
     measured = []
     real = ForkServer.call
     monkeypatch.setattr(ForkServer, "call", lambda self, *given: measured.append(given) or real(self, *given))
-    options = ProfileOptions(config=str(llama), modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2)
+    options = ProfileOptions(
+        configs=[str(llama)], modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2
+    )
     options = replace(options, optimizer=[False, True])
     again = profile(output, options)
     assert len(measured) == 1
@@ -87,7 +91,7 @@ def test_a_stopped_profile_resumes(llama, results, monkeypatch):
 @pytest.mark.usefixtures("without_pictures")
 def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
     options = ProfileOptions(
-        config=str(llama), kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
+        configs=[str(llama)], kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
     )
     measured = profile(tmp_path, options)
     # A window of 128 tokens: it keeps the 127 before the next one.
@@ -105,12 +109,12 @@ def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
         return real(self, case, environment)
 
     monkeypatch.setattr(ForkServer, "call", call)
-    options = ProfileOptions(config=str(llama), modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
+    options = ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
     measured = profile(tmp_path, options)
     folded = measured["points"][::2]
     assert [point["out_of_memory"] for point in measured["points"]] == [False, True, False, True]
     assert folded[0]["state_bytes"] == folded[1]["state_bytes"]
-    (table,) = tables(measured)[:1]
+    _, table, *_ = tables(measured)
     assert [row[2] for row in table.rows if row[1] == "stock"] == ["OOM", "OOM"] and table.rows[0][-1] == "OOM"
 
 
@@ -160,12 +164,12 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
-        profile(tmp_path, ProfileOptions(config=str(llama), **{"lengths": [64], **options}))
+        profile(tmp_path, ProfileOptions(configs=[str(llama)], **{"lengths": [64], **options}))
 
 
 def test_a_failing_case_says_why(llama, tmp_path):
     with pytest.raises(RuntimeError, match="segment_length=0"):
-        profile(tmp_path, ProfileOptions(config=str(llama), modes=["prefill"], lengths=[128], segments=[0]))
+        profile(tmp_path, ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[128], segments=[0]))
     done = CliRunner().invoke(condense.cli.app, ["profile", "--output", str(tmp_path)])
     assert isinstance(done.exception, ValueError) and "pass one of the two" in str(done.exception)
 
@@ -187,7 +191,7 @@ def test_ratios_with_an_optimizer_have_their_own_column():
 def test_the_states_of_the_optimizer_are_measured(one_server, llama, tmp_path):
     """Parameters of 64 MiB and more, of which AdamW keeps two moments."""
     options = ProfileOptions(
-        config=str(llama), kinds=["folded"], modes=["training"], lengths=[64], segments=[64], repeats=1,
+        configs=[str(llama)], kinds=["folded"], modes=["training"], lengths=[64], segments=[64], repeats=1,
         vocab_size=2**18, optimizer=[False, True],
     )  # fmt: skip
     without, with_states = profile(tmp_path, options)["points"]
@@ -216,9 +220,38 @@ def test_figures_of_a_gpu_have_columns():
     point |= {"checkpointing": False, "out_of_memory": False, "peak_bytes": 2**20, "before_bytes": 0}
     point |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
     on_gpu = {**point, "reserved_bytes": 3 * 2**20, "allocation_retries": 2, "mfu": 0.415}
-    (table,) = tables({"points": [on_gpu, {**point, "length": 128}]})
+    _, table = tables({"points": [on_gpu, {**point, "length": 128}]})
     first, second = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
     names = ("reserved [MiB]", "retries", "MFU [%]")
     assert [first[name] for name in names] == ["3", "2", "42"] and [second[name] for name in names] == ["-"] * 3
-    (table,) = tables({"points": [point]})
+    _, table = tables({"points": [point]})
     assert not set(names) & set(table.columns)
+
+
+NEOX = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+MAMBA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "expand": 2, "conv_kernel": 4}
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_any_causal_language_model_in_one_table(llama, tmp_path):
+    """Shapes of three families and a folded checkpoint; their states are counted by hand."""
+    for name, config in (("neox", GPTNeoXConfig(**NEOX)), ("mamba", MambaConfig(**MAMBA))):
+        config.save_pretrained(tmp_path / name)
+    torch.manual_seed(0)
+    CondenseForCausalLM(CondenseConfig.from_pretrained(llama, segment_length=32)).save_pretrained(tmp_path / "folded")
+    options = ProfileOptions(
+        configs=[f"{name}={tmp_path / name}" for name in ("neox", "mamba")], models=[f"mine={tmp_path / 'folded'}"],
+        modes=["decoding"], lengths=[64, 128], repeats=1,
+    )  # fmt: skip
+    measured = profile(tmp_path / "out", options)
+    states = {(point["model"], point["length"]): point["state_bytes"] for point in measured["points"]}
+    convolutions_and_states = 2 * (64 * 4 + 64 * 4) * 4
+    for length in (64, 128):
+        tokens = states["neox", length] / (2 * 2 * 32 * 4)  # keys and values of two layers
+        assert tokens == length + WARM_UP_TOKENS + NEW_TOKENS
+        assert states["mamba", length] == convolutions_and_states
+    assert states["mine", 64] == states["mine", 128]
+    models, table, *_ = tables(measured)
+    assert [row[:2] for row in models.rows] == [["neox", "gpt_neox"], ["mamba", "mamba"], ["mine", "condense_llama"]]
+    assert [row[2] for row in models.rows] == ["random", "random", str(tmp_path / "folded")]
+    assert len(table.rows) == 6

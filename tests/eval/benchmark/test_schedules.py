@@ -13,10 +13,10 @@ import condense.cli
 from condense.attention import IMPLEMENTATIONS, dispatch
 from condense.eval.benchmark import schedules as module
 from condense.eval.benchmark.cases import BenchmarkCase
-from condense.eval.benchmark.models import build_model, shape_of
 from condense.eval.benchmark.options import ProfileOptions
 from condense.eval.benchmark.process import ForkServer, ProcessKilledError
 from condense.eval.benchmark.schedule_tables import tables
+from condense.eval.benchmark.sources import build, read_models
 from condense.eval.benchmark.workloads import WHOLE_TEXT_WORKLOADS, random_ids
 from condense.eval.report import write_report
 from condense.execution import EXECUTORS
@@ -61,7 +61,8 @@ def case_of(mode, length, batch=1, attention="auto"):
 
 def model_of(llama, case):
     torch.manual_seed(0)
-    return build_model("folded", shape_of(str(llama)), case.segment_length, case.attention)
+    (profiled,) = read_models(ProfileOptions(configs=[str(llama)]))
+    return build(profiled, case, "float32")
 
 
 class NoMemory:
@@ -162,7 +163,7 @@ def test_a_stopped_measurement_resumes(llama, measured, monkeypatch):
     called = []
     real = ForkServer.call
     monkeypatch.setattr(ForkServer, "call", lambda self, *given: called.append(given) or real(self, *given))
-    options = ProfileOptions(config=str(llama), modes=["training"], lengths=[100, 400], segments=[20])
+    options = ProfileOptions(configs=[str(llama)], modes=["training"], lengths=[100, 400], segments=[20])
     again = module.schedules(output, options)
     assert len(called) == 1
     assert again["points"][:-1] == before["points"][:-1]
@@ -176,7 +177,7 @@ def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
         raise ProcessKilledError
 
     monkeypatch.setattr(ForkServer, "call", killed)
-    options = ProfileOptions(config=str(llama), lengths=[100], segments=[20], batches=[1, 2])
+    options = ProfileOptions(configs=[str(llama)], lengths=[100], segments=[20], batches=[1, 2])
     (table,) = tables(module.schedules(tmp_path, options))
     assert [row[4] for row in table.rows] == ["OOM"] * 4 and "in 0 of 0 points" in table.title
 

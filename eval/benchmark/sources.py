@@ -1,0 +1,157 @@
+"""The models that a profile names: shapes with random weights, and checkpoints. Any causal LM of transformers is one.
+
+A Llama's shape is measured in several kinds (`models.MODEL_KINDS`); every other model as it is.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import condense.depth  # registers folded models and those with a depth block with the Auto classes  # noqa: F401
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.families import FAMILIES, folded_fields
+from condense.loading import load_config, load_model
+
+from ..models import split_name
+from .cases import ModelVariant
+from .models import MODEL_KINDS, SHAPE_FIELDS, build_model, table_1
+from .options import DEFAULT_KINDS, ProfileOptions
+from .tables import SHAPE
+
+FOLDED, STOCK, LLAMA = "condense_llama", "stock", "llama"
+NOT_A_SHAPE = ("transformers_version", "architectures", "dtype", "_name_or_path")  # fields of a config.json
+
+
+@dataclass(frozen=True)
+class ProfiledModel:
+    """`config` holds the fields of its config.json. The weights are those of a `checkpoint`, or random for None."""
+
+    name: str
+    config: dict[str, Any]
+    checkpoint: str | None = None
+
+    @property
+    def model_type(self) -> str:
+        return self.config["model_type"]
+
+    @property
+    def is_llama_shape(self) -> bool:
+        return self.checkpoint is None and self.model_type == LLAMA
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:12]
+
+    def kinds(self, chosen: Sequence[str] | None) -> list[str]:
+        """The kinds that it is measured in. Raises `ValueError` if it has none of the chosen ones."""
+        if self.checkpoint is not None:
+            return ["folded" if self.model_type == FOLDED else STOCK]
+        known = MODEL_KINDS if self.is_llama_shape else DEFAULT_KINDS if self.model_type in FAMILIES else (STOCK,)
+        found = [kind for kind in chosen or DEFAULT_KINDS if kind in known]
+        if not found:
+            raise ValueError(
+                f"kinds={list(chosen or ())}: {self.name!r} is of type {self.model_type!r}, which is measured as "
+                f"{' or '.join(known)}. Add one of these, or leave the model out."
+            )
+        return found
+
+    def segments(self, chosen: Sequence[int]) -> Sequence[int]:
+        return [self.config["segment_length"]] if self.checkpoint and self.model_type == FOLDED else chosen
+
+    def describe(self) -> dict[str, Any]:
+        config = AutoConfig.for_model(**self.config).get_text_config()
+        shape = {field: getattr(config, field, None) for field in SHAPE.values()}
+        return {"name": self.name, "model_type": self.model_type, "checkpoint": self.checkpoint, "shape": shape,
+                "config": self.config}  # fmt: skip
+
+
+def read_models(options: ProfileOptions) -> list[ProfiledModel]:
+    """The models of a profile, in their order. Raises `ValueError` for two of one name, and for unreadable ones."""
+    if options.preset is not None:
+        fields = {"model_type": LLAMA, **table_1()} | _given(options.vocab_size)
+        return [ProfiledModel(options.preset, fields)]
+    found = [_from_config(*split_name(named), options.vocab_size) for named in options.configs]
+    found += [_from_checkpoint(*split_name(named)) for named in options.models]
+    names = [model.name for model in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two models are called {twice[0]!r}: give each of them another name with NAME=FOLDER.")
+    return found
+
+
+def _given(vocab_size: int | None) -> dict[str, int]:
+    return {} if vocab_size is None else {"vocab_size": vocab_size}
+
+
+def _from_config(name: str, source: str, vocab_size: int | None) -> ProfiledModel:
+    config = load_config(AutoConfig, source)
+    if isinstance(config, CondenseConfig):
+        config = _stock_config(name, config)
+    return ProfiledModel(name, _fields(config) | _given(vocab_size))
+
+
+def _stock_config(name: str, config: CondenseConfig) -> Any:
+    """The Llama whose fold a configuration describes; the segments are those of the options."""
+    if config.depth is not None or config.family != LLAMA:
+        raise ValueError(
+            f"{name!r} is a folded {config.family}{' with a depth block' if config.depth else ''}: pass the checkpoint "
+            "with --model, or the configuration of the stock model."
+        )
+    own = {"model_type", *CondenseConfig.__annotations__}
+    return FAMILIES[LLAMA].config_class(**{name: value for name, value in _fields(config).items() if name not in own})
+
+
+def _from_checkpoint(name: str, source: str) -> ProfiledModel:
+    return ProfiledModel(name, _fields(load_config(AutoConfig, source)), checkpoint=source)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    fields = json.loads(config.to_json_string(use_diff=False))
+    return {name: value for name, value in fields.items() if name not in NOT_A_SHAPE}
+
+
+def build(profiled: ProfiledModel, variant: ModelVariant, dtype: str) -> Any:
+    """The model on the CPU: a checkpoint in `dtype`, and random weights in float32."""
+    options = {"attn_implementation": None if variant.attention == "auto" else variant.attention}
+    if profiled.checkpoint is not None:
+        model_class = CondenseForCausalLM if variant.kind == "folded" else AutoModelForCausalLM
+        return load_model(model_class, profiled.checkpoint, dtype=getattr(torch, dtype), **options)
+    fields = profiled.config
+    if variant.kind == STOCK:
+        given = {name: value for name, value in options.items() if value is not None}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), **given)
+    if variant.kind == "folded":
+        family = profiled.model_type
+        folded = {name: value for name, value in folded_fields(family, fields).items() if name != "model_type"}
+        return CondenseForCausalLM(CondenseConfig(**folded, **options, segment_length=variant.segment_length))
+    shape = {name: fields[name] for name in SHAPE_FIELDS}
+    return build_model(variant.kind, shape, variant.segment_length, variant.attention)
+
+
+def check_models(models: Sequence[ProfiledModel], attentions: Sequence[str]) -> None:
+    """Raises `ValueError` for models that transformers can't build, or not with these implementations of attention."""
+    for profiled in models:
+        if profiled.checkpoint is not None or profiled.is_llama_shape:
+            continue  # its files are checked when it is loaded; a Llama has every implementation
+        for attention in attentions:
+            try:
+                with torch.device("meta"):
+                    build(profiled, ModelVariant(kind=STOCK, attention=attention), "float32")
+            except Exception as error:  # each class of transformers has checks of its own
+                said = " ".join(str(error).split())
+                with_it = "" if attention == "auto" else f" with --attention {attention}"
+                raise ValueError(
+                    f"{profiled.name!r}, of type {profiled.model_type!r}, can't be built as a causal language model"
+                    f"{with_it} ({said}): leave it out, or pass another."
+                ) from error
+
+
+def fixed_positions(config: Any) -> int | None:
+    """The most tokens that a model can read as it has an embedding for each position; None if it has no such table."""
+    if getattr(config, "rope_parameters", None) is not None:
+        return None
+    return getattr(config, "max_position_embeddings", None)

@@ -41,7 +41,7 @@ def check_adapter_config(path: Path) -> None:
             f"{path} has {given}, by which PEFT imports a module: it could run code. Take the adapters from a place "
             "that you trust, and delete these fields, which a folded model does not need."
         )
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, __version__
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType, __version__
 
     method = fields.get("peft_type")
     if not isinstance(method, str) or method not in PEFT_TYPE_TO_CONFIG_MAPPING:
@@ -54,7 +54,7 @@ def check_adapter_config(path: Path) -> None:
             f"{path}: peft_type={method!r} loads the other models that the file names: merge adapters of another "
             "method, such as LORA."
         )
-    known = PEFT_TYPE_TO_CONFIG_MAPPING[method].__dataclass_fields__
+    known = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(method)].__dataclass_fields__
     if unknown := sorted(name for name, value in fields.items() if value and name not in known):
         raise ValueError(
             f"{path} has {', '.join(unknown)}, which peft {__version__} does not know and would ignore: install the "

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from condense import CondenseForCausalLM, loading
-from condense.adapters import merged
+from condense.adapters import merge_adapters
 from condense.checks import check_full_attention
 from condense.training.data.shards import source_files
 from condense.training.data.tasks import make_examples
@@ -145,7 +145,7 @@ class Healing(Task[Run]):
     def _trained(self, item: Run, recipe: Recipe) -> Any:
         source = self.options.model if item.method == "lora" else recipe.output
         model = loading.load_model(CondenseForCausalLM, source, segment_length=item.segment_length)
-        model = merged(model, recipe.output) if item.method == "lora" else model
+        model = merge_adapters(model, recipe.output) if item.method == "lora" else model
         return _placed(model)
 
     def _transformer_xl(self, segment_length: int) -> Any:

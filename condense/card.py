@@ -77,7 +77,7 @@ def base_model(source: str | None) -> str | None:
         return None
     if (card := Path(name) / CARD).is_file():
         text = card.read_text(encoding="utf-8", errors="replace")
-        return getattr(ModelCard(text).data, "base_model", None) if OURS in text else None
+        return ModelCard(text).data.get("base_model") if OURS in text else None
     try:
         validate_repo_id(name)
     except HFValidationError:

@@ -28,7 +28,7 @@ class Embedding(nn.Embedding):
 class ChunkEmbedder:
     """Embeds chunks that are asked for in the order of `chunks`; chunks may be left out.
 
-    `inputs` are token ids [B, N], or embeddings [B, N, D], which stay as they are.
+    `inputs` are token ids [B, N], or embeddings [B, N, D], which stay as they are and need no `embedding`.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class ChunkEmbedder:
 
     def _embed_next(self) -> None:
         """Embeds the next chunk and, with gradients, as many of those after it as have the same rows."""
+        assert self.embedding is not None
         first = self._upcoming[0]
         room = max(EMBEDDED_TOKENS // len(first.rows) if torch.is_grad_enabled() else 0, first.width)
         block = []

@@ -38,7 +38,7 @@ OF_ALORA = f"{CALLS}|{TRAINING}|mixed_adapter_batches|unload_adapter|weighted_co
 OF_PREFIXES = f"{CALLS}|passing_input_embeds_works|training_prompt_learning_tasks"
 DIFFERENCES = {  # patterns of the tests that fail: the reason
     r"\bGloraConfig\b": "GLoRA takes modules of the class nn.Linear itself, and those here are of a subclass",
-    rf"^test_({OF_ALORA})\[.*alora_invocation_tokens=\[1\]": "activated LoRA counts tokens from the end: refused",
+    rf"^test_({OF_ALORA})\[.*alora_invocation_tokens=": "activated LoRA counts tokens from the end: refused",
     rf"^test_({OF_PREFIXES})\[.*PrefixTuningConfig": "a prefix is a cache of keys, not a memory: refused",
     r"^test_prefix_tuning_(qwen|gemma4)": "the same",
     # On a stock Llama these fail too.
@@ -100,7 +100,9 @@ def test_peft_own_tests_of_decoder_models(suite):
     assert len(found) > 1000
     listed = {name for name in found if any(re.search(pattern, name) for pattern in DIFFERENCES)}
     failed = {name for name, outcome in found.items() if outcome == "failed"}
-    assert not {name: messages[name] for name in failed - listed}
-    assert not {name for name in listed if found[name] == "passed"}, "take these off the list"
+    unlisted = [f"{name}: {messages[name][:200]}" for name in sorted(failed - listed)]
+    assert not unlisted, "\n".join(unlisted)
+    passed = sorted(name for name in listed if found[name] == "passed")
+    assert not passed, "listed, and pass:\n" + "\n".join(passed)
     unused = [pattern for pattern in DIFFERENCES if not any(re.search(pattern, name) for name in failed)]
-    assert not unused, "take these off the list"
+    assert not unused, f"listed, and nothing fails: {unused}"

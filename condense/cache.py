@@ -50,7 +50,7 @@ class FoldedCache(Cache):
         # The final hidden state of each row's last token: columns of padding after it have its logits.
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
-        self.weights_at: tuple[torch.dtype, torch.device] | None = None  # of the model, when it read the texts
+        self.computed_in: tuple[torch.dtype, torch.device] | None = None  # of the model, when it read the texts
         self.is_being_written = False  # remains true after a call that was interrupted
         self.static_decoding: object | None = None  # see condense.execution.static_decoding
         self.recording: Recording | None = None  # of the last tokens, for `crop`
@@ -67,16 +67,16 @@ class FoldedCache(Cache):
 
     # Calls of the model
 
-    def check_weights(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises `ValueError` if the model's weights have another dtype or device than when it read the texts."""
+    def check_computed_in(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises `ValueError` if the model that reads on computes in another dtype, or elsewhere, than before."""
         if self.last_hidden_BD is None:  # no token has been read
-            self.weights_at = dtype, device
-        elif self.weights_at != (dtype, device):
-            assert self.weights_at is not None
-            former, own = (" on ".join(map(str, one)) for one in (self.weights_at, (dtype, device)))
+            self.computed_in = dtype, device
+        elif self.computed_in != (dtype, device):
+            assert self.computed_in is not None
+            former, own = (" on ".join(map(str, one)) for one in (self.computed_in, (dtype, device)))
             raise ValueError(
-                f"the cache was written by weights in {former} and the model's are in {own}: move the model back, or "
-                "read the texts again with FoldedCache(model.config)."
+                f"the cache was written in {former} and the model computes in {own}: move the model back, or read the "
+                "texts again with FoldedCache(model.config)."
             )
 
     def start(self, batch_size: int) -> "FoldedCache":

@@ -42,7 +42,7 @@ from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
 from .peft_support import check_activated_lora
 from .segmentation import Chunk, UnpaddedBatch
-from .shared_weights import share_weights
+from .shared_weights import product_dtype, share_weights
 from .source_name import check_name, name_as_in_memory
 
 
@@ -211,7 +211,7 @@ class CondenseModel(CondensePreTrainedModel):
         inputs, batch, cache = call.inputs, call.batch, call.cache
         state: RecurrentState = TransientState.empty(batch.batch_size, self.config)
         if cache is not None:
-            cache.check_weights(self.norm.weight.dtype, self.norm.weight.device)
+            cache.check_computed_in(product_dtype(inputs, self.norm.weight), self.norm.weight.device)
             state = cache.start(batch.batch_size)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None

@@ -234,8 +234,10 @@ def test_a_cache_of_another_dtype_is_refused_and_stays():
     model(ids[:, :7], past_key_values=cache)
     before = copy.deepcopy(cache)
     model.float()
-    message = "written by weights in torch.float64 on cpu and the model's are in torch.float32 on cpu"
+    message = "written in torch.float64 on cpu and the model computes in torch.float32 on cpu"
     with pytest.raises(ValueError, match=message):
+        model(ids[:, 7:], past_key_values=cache)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="computes in torch.bfloat16"):
         model(ids[:, 7:], past_key_values=cache)
     model.double()  # its weights are rounded now
     torch.testing.assert_close(

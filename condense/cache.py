@@ -67,26 +67,25 @@ class FoldedCache(Cache):
 
     # Calls of the model
 
-    def check_computed_in(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises `ValueError` if the model that reads on computes in another dtype, or elsewhere, than before."""
+    def start(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> "FoldedCache":
+        """Prepares for a batch of a model that computes in this dtype, with weights on this device.
+
+        Raises `ValueError` if the cache holds another number of texts, or was written in another dtype or elsewhere.
+        """
         if self.last_hidden_BD is None:  # no token has been read
+            self.positions = SegmentPositions(batch_size, self.config.segment_length)
             self.computed_in = dtype, device
+        elif self.batch_size != batch_size:
+            raise ValueError(
+                f"the cache holds {self.batch_size} texts and the input {batch_size}: pass the same rows again, "
+                "a new FoldedCache, or for beams a cache after batch_repeat_interleave(num_beams)."
+            )
         elif self.computed_in != (dtype, device):
             assert self.computed_in is not None
             former, own = (" on ".join(map(str, one)) for one in (self.computed_in, (dtype, device)))
             raise ValueError(
                 f"the cache was written in {former} and the model computes in {own}: move the model back, or read the "
                 "texts again with FoldedCache(model.config)."
-            )
-
-    def start(self, batch_size: int) -> "FoldedCache":
-        """Prepares for a batch; raises `ValueError` if the cache holds another number of texts."""
-        if self.last_hidden_BD is None:  # no token has been read
-            self.positions = SegmentPositions(batch_size, self.config.segment_length)
-        elif self.batch_size != batch_size:
-            raise ValueError(
-                f"the cache holds {self.batch_size} texts and the input {batch_size}: pass the same rows again, "
-                "a new FoldedCache, or for beams a cache after batch_repeat_interleave(num_beams)."
             )
         return self
 

@@ -173,8 +173,7 @@ class Timeline:
         the memory of the next segment. Raises `ValueError` for a token that sees no token of positive duration.
         """
         rows_R = torch.tensor(chunk.rows)
-        is_token_RT = torch.arange(chunk.width) < torch.tensor(chunk.counts)[:, None]
-        duration_RT = durations_RT.to("cpu", torch.float64).where(is_token_RT, 0.0)
+        duration_RT = durations_RT.to("cpu", torch.float64)
         # One sum from the segment's beginning: positions do not depend on how the text is cut into chunks.
         passed_RT = torch.cat([self.elapsed_B[rows_R, None], duration_RT], dim=1).cumsum(1)[:, 1:]
         seen_RT = passed_RT + self.memory_total_B[rows_R, None]

@@ -211,8 +211,8 @@ class CondenseModel(CondensePreTrainedModel):
         inputs, batch, cache = call.inputs, call.batch, call.cache
         state: RecurrentState = TransientState.empty(batch.batch_size, self.config)
         if cache is not None:
-            cache.check_computed_in(product_dtype(inputs, self.norm.weight), self.norm.weight.device)
-            state = cache.start(batch.batch_size)
+            weight = self.norm.weight
+            state = cache.start(batch.batch_size, product_dtype(inputs, weight), weight.device)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
         segments = call.checkpoint_segments if checkpointing else None

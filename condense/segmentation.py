@@ -142,15 +142,12 @@ class UnpaddedBatch:
             self.columns_BN = self.mask_BN.logical_not().byte().argsort(dim=1, stable=True)
 
     def gather(self, tensor_BN: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """The chunk's part [R, T, ...] of a tensor [B, N, ...].
-
-        After a row's last token it is repeated: what stands at padding is never read, and may be anything.
-        """
+        """The chunk's part [R, T, ...] of a tensor [B, N, ...]."""
         if self.mask_BN is None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1:
             return tensor_BN[:, chunk.starts[0] : chunk.starts[0] + chunk.width]
         rows_R1 = torch.tensor(chunk.rows)[:, None]
         columns_RT = torch.tensor(chunk.starts)[:, None] + torch.arange(chunk.width)
-        columns_RT = columns_RT.minimum(torch.tensor([self.lengths[row] - 1 for row in chunk.rows])[:, None])
+        columns_RT = columns_RT.clamp(max=self.num_columns - 1)
         if self.mask_BN is not None:
             columns_RT = self.columns_BN[rows_R1, columns_RT]
         return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]

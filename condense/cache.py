@@ -50,7 +50,6 @@ class FoldedCache(Cache):
         # The final hidden state of each row's last token: columns of padding after it have its logits.
         self.last_hidden_BD: torch.Tensor | None = None
         self.num_columns = 0
-        self.computed_in: tuple[torch.dtype, torch.device] | None = None  # of the model, when it read the texts
         self.is_being_written = False  # remains true after a call that was interrupted
         self.static_decoding: object | None = None  # see condense.execution.static_decoding
         self.recording: Recording | None = None  # of the last tokens, for `crop`
@@ -67,25 +66,14 @@ class FoldedCache(Cache):
 
     # Calls of the model
 
-    def start(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> "FoldedCache":
-        """Prepares for a batch of a model that computes in this dtype, with weights on this device.
-
-        Raises `ValueError` if the cache holds another number of texts, or was written in another dtype or elsewhere.
-        """
+    def start(self, batch_size: int) -> "FoldedCache":
+        """Prepares for a batch; raises `ValueError` if the cache holds another number of texts."""
         if self.last_hidden_BD is None:  # no token has been read
             self.positions = SegmentPositions(batch_size, self.config.segment_length)
-            self.computed_in = dtype, device
         elif self.batch_size != batch_size:
             raise ValueError(
                 f"the cache holds {self.batch_size} texts and the input {batch_size}: pass the same rows again, "
                 "a new FoldedCache, or for beams a cache after batch_repeat_interleave(num_beams)."
-            )
-        elif self.computed_in != (dtype, device):
-            assert self.computed_in is not None
-            former, own = (" on ".join(map(str, one)) for one in (self.computed_in, (dtype, device)))
-            raise ValueError(
-                f"the cache was written in {former} and the model computes in {own}: move the model back, or read the "
-                "texts again with FoldedCache(model.config)."
             )
         return self
 
@@ -304,20 +292,8 @@ class FoldedCache(Cache):
         return len(self.positions.offsets)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps, repeats or reorders rows. Raises `ValueError` for rows that the cache does not have."""
         rows_B = torch.as_tensor(indices).cpu()
-        is_mask = rows_B.dtype == torch.bool
-        if rows_B.dim() != 1 or rows_B.is_floating_point() or (is_mask and len(rows_B) != self.batch_size):
-            raise ValueError(
-                f"rows of shape {tuple(rows_B.shape)}, {rows_B.dtype}, for a cache of {self.batch_size} texts: pass "
-                f"their numbers, or {self.batch_size} booleans."
-            )
-        rows_B = rows_B.nonzero()[:, 0] if is_mask else rows_B
-        if len(rows_B) and not -self.batch_size <= int(rows_B.min()) <= int(rows_B.max()) < self.batch_size:
-            raise ValueError(
-                f"rows {rows_B.tolist()}: the cache holds {self.batch_size} texts, 0 to {self.batch_size - 1}."
-            )
-        rows_B = rows_B % max(self.batch_size, 1)
+        rows_B = rows_B.nonzero()[:, 0] if rows_B.dtype == torch.bool else rows_B
         self.positions.select(rows_B.tolist())
         self.static_decoding = None  # it would keep the old rows' buffers alive
         for layer in self.layers:
@@ -329,8 +305,6 @@ class FoldedCache(Cache):
         self._restart_recording()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ValueError(f"repeats={repeats!r}: pass a whole number of copies, 1 or more.")
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -176,10 +176,8 @@ def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None
     those that say of packed documents what `position_ids` say.
     """
     for name, value in arguments.items():
-        if name in PACKING_ARGUMENTS and (value is None or position_ids is not None):
+        if name in PACKING_ARGUMENTS and position_ids is not None:
             continue
-        if name in PACKING_ARGUMENTS:
-            raise TypeError(f"{name} without position_ids: pass position_ids that begin anew at each document.")
         if name == "cache_position" and value is not None and (value.diff() != 1).any():
             raise ValueError(f"cache_position={value.tolist()}: columns must be consecutive. Leave it out.")
         if name in GENERATION_ARGUMENTS or (name in OUTPUT_ARGUMENTS and not value):

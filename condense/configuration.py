@@ -68,13 +68,6 @@ class CondenseConfig(LlamaConfig):
         check_window(self.window or {}, self.segment_length)
         if self.bptt_segments is not None:
             _check_count("bptt_segments", self.bptt_segments, " or None for full backpropagation")
-        limit = self.scaled_from
-        if limit is not None and 2 * self.segment_length > limit:
-            raise ValueError(
-                f"rope_type={self.rope_parameters['rope_type']!r} has other frequencies for texts of more than {limit} "
-                f"tokens, and layers attend to 2 x {self.segment_length}: choose a segment_length of at most "
-                f"{limit // 2}."
-            )
         for name, choices in (
             ("memory_source", MEMORY_SOURCES),
             ("schedule", SCHEDULES),
@@ -83,17 +76,6 @@ class CondenseConfig(LlamaConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}.")
-
-    @property
-    def scaled_from(self) -> int | None:
-        """The number of positions above which rotary frequencies depend on the length of a text; None if they never do.
-
-        A folded model has no such length: its keys would be rotated at one frequency and its queries at another.
-        """
-        rope = self.rope_parameters or {}
-        if rope.get("rope_type") == "longrope":
-            return rope.get("original_max_position_embeddings") or self.max_position_embeddings
-        return self.max_position_embeddings if rope.get("rope_type") == "dynamic" else None
 
     @property
     def control_size(self) -> int:

@@ -148,9 +148,8 @@ class Timeline:
     Positions are local to the pair (memory, current segment), since rotary attention depends on differences alone.
     """
 
-    def __init__(self, positions: SegmentPositions, anchor: str, num_positions: int | None = None):
+    def __init__(self, positions: SegmentPositions, anchor: str):
         self.anchor = anchor
-        self.longest = LONGEST_PAIR if num_positions is None else num_positions - 1
         # Tokens that were read earlier without durations have a duration of one unit.
         self.durations_BL = torch.ones(len(positions.offsets), positions.segment_length, dtype=torch.float64)
         self.memory_BL = torch.ones_like(self.durations_BL)
@@ -188,16 +187,13 @@ class Timeline:
         # Shifted by one unit at anchor "end": unit durations then count 0, 1, 2 ... as in the stock Llama.
         local_RT = passed_RT - (1.0 if self.anchor == "end" else duration_RT)
         position_RT = local_RT + self.memory_total_B[rows_R, None]
-        far = (position_RT > self.longest).nonzero()
+        far = (position_RT > LONGEST_PAIR).nonzero()
         if len(far):
             row, token = far[0].tolist()
-            reason = "float32 positions do not distinguish tokens"
-            if self.longest < LONGEST_PAIR:
-                reason = "the rotary frequencies of this model's rope_type depend on the length"
             raise ValueError(
                 f"in row {chunk.rows[row]}, durations add up to {position_RT[row, token].item():g} within two "
                 f"segments at token {chunk.offsets[row] + token} of segment {chunk.segments[row] + 1}; above "
-                f"{self.longest:,} {reason}. Divide all durations by one factor."
+                f"{LONGEST_PAIR:,} float32 positions do not distinguish tokens. Divide all durations by one factor."
             )
 
         row_n, token_n = chunk.token_indices

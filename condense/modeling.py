@@ -42,7 +42,7 @@ from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
 from .peft_support import check_activated_lora
 from .segmentation import Chunk, UnpaddedBatch
-from .shared_weights import product_dtype, share_weights
+from .shared_weights import share_weights
 from .source_name import check_name, name_as_in_memory
 
 
@@ -166,7 +166,7 @@ class CondenseModel(CondensePreTrainedModel):
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
-        if (documents := find_documents(given | unused)) is not None:
+        if (documents := find_documents(given)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids)
@@ -209,10 +209,7 @@ class CondenseModel(CondensePreTrainedModel):
         `hidden_RTD` is the output of the final norm. `root` is the model that was called: this one, or one around it.
         """
         inputs, batch, cache = call.inputs, call.batch, call.cache
-        state: RecurrentState = TransientState.empty(batch.batch_size, self.config)
-        if cache is not None:
-            weight = self.norm.weight
-            state = cache.start(batch.batch_size, product_dtype(inputs, weight), weight.device)
+        state = TransientState.empty(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
         segments = call.checkpoint_segments if checkpointing else None
@@ -264,7 +261,7 @@ class CondenseModel(CondensePreTrainedModel):
         """The timeline of the call, and its durations [B, N] on the host; both None if there are no durations."""
         timeline = state.timeline
         if durations is not None and timeline is None:
-            timeline = Timeline(state.positions, self.config.position_anchor, self.config.scaled_from)
+            timeline = Timeline(state.positions, self.config.position_anchor)
         if timeline is None:
             return None, None
         durations_BN = timeline.known_durations(durations, batch)
@@ -395,7 +392,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
-        if (documents := find_documents(given | more | unused)) is not None:
+        if (documents := find_documents(given | more)) is not None:
             output = self._forward_documents(documents, given, more | unused)
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids)

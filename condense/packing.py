@@ -72,8 +72,7 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     """The documents in the arguments of `forward`; None where each row has at most one, or shapes do not fit together,
     which the checks of the call refuse.
 
-    A document begins where a token's position is 0 and the row has a token before it. Raises `ValueError` if the
-    arguments that collators pass beside `position_ids` say otherwise.
+    A document begins where a token's position is 0 and the row has a token before it.
     """
     position_ids, attention_mask = given["position_ids"], given["attention_mask"]
     tokens = given["input_ids"] if given["inputs_embeds"] is None else given["inputs_embeds"]
@@ -86,7 +85,6 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     if not fits or (attention_mask is not None and attention_mask.dim() != 2):
         return None
     positions_BN, real_BN = position_ids.cpu().expand(shape), real_tokens(attention_mask, shape[1])
-    _check_packing(given, positions_BN, real_BN)
     rows, parts = [], []
     for row, positions_N in enumerate(positions_BN):
         columns_n = torch.arange(shape[1]) if real_BN is None else real_BN[row].nonzero()[:, 0]
@@ -99,41 +97,3 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     columns_JU = pad_sequence(parts, batch_first=True)
     mask_JU = torch.arange(columns_JU.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
     return PackedDocuments(shape, torch.tensor(rows)[:, None], columns_JU, mask_JU)
-
-
-def _check_packing(given: Mapping[str, Any], positions_BN: torch.Tensor, real_BN: torch.Tensor | None) -> None:
-    """Raises `ValueError` if `cu_seq_lens_*`, `max_length_*` or `seq_idx` divide the tokens into other documents."""
-    begins_BN = positions_BN == 0
-    begins_BN[:, 0] = True
-    counted_BN = torch.ones_like(begins_BN) if real_BN is None else real_BN.expand_as(begins_BN)
-    begins_n = begins_BN.flatten().nonzero()[:, 0]
-    longest = int(begins_n.diff(append=torch.tensor([begins_BN.numel()])).max())
-    for name in PACKING_ARGUMENTS:
-        if (value := given.get(name)) is None:
-            continue
-        if name.startswith("max_length"):
-            fits = int(value) >= longest
-        else:
-            found_BN = _begins(name, torch.as_tensor(value).cpu(), begins_BN.shape)
-            fits = found_BN is not None and bool((found_BN == begins_BN)[counted_BN].all())
-        if not fits:
-            raise ValueError(
-                f"{name} divides the tokens into other documents than position_ids, which begin anew at tokens "
-                f"{begins_n.tolist()}: pass position_ids only, or both from one collator."
-            )
-
-
-def _begins(name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """Where documents begin, [B, N], by `seq_idx` [B, N] or `cu_seq_lens_*` [J + 1]; None for other shapes."""
-    begins_BN = torch.ones(shape, dtype=torch.bool)
-    if name == "seq_idx":
-        if value.shape != shape:
-            return None
-        begins_BN[:, 1:] = value.diff(dim=1) != 0
-        return begins_BN
-    borders = value.flatten().tolist()
-    if borders[:1] != [0] or borders[-1:] != [shape.numel()] or sorted(borders) != borders:
-        return None
-    begins_n = torch.zeros(shape.numel(), dtype=torch.bool)
-    begins_n[borders[:-1]] = True
-    return begins_n.view(shape)

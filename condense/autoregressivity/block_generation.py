@@ -52,14 +52,6 @@ def generate_blocks(
     prompt_BN = inputs if input_ids is None else input_ids
     if prompt_BN is None or prompt_BN.dim() != 2 or not prompt_BN.numel():
         raise ValueError("generate needs input_ids of shape [rows, tokens] with at least one token in each row.")
-    if attention_mask is not None and attention_mask.shape != prompt_BN.shape:
-        raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} does not fit prompts of shape "
-            f"{tuple(prompt_BN.shape)}: pass 1 for every token and 0 for padding."
-        )
-    empty = [] if attention_mask is None else (~attention_mask.bool().any(1)).nonzero()[:, 0].tolist()
-    if empty:
-        raise ValueError(f"row {empty[0]} of the prompts has only padding: leave it out, or give it a token.")
     config, others = model._prepare_generation_config(generation_config, **options)
     order = order or ("random" if config.do_sample else "confidence")
     _check(config, others, max_denoising_steps, order, prompt_BN, streamer)

@@ -165,10 +165,6 @@ class DepthBlock(DepthFlow):
     ) -> tuple[torch.Tensor, Memory | None]:
         """The state at tau = 1 and, for the field `layer`, its keys and values for the next segment."""
         control_RTC = metadata.control_RTC
-        if not metadata.chunk.rectangular:  # what stands at padding may be anything
-            input_RTD = _at_tokens(input_RTD, metadata.chunk)
-            if control_RTC is not None:
-                control_RTC = _at_tokens(control_RTC.expand(*input_RTD.shape[:2], -1), metadata.chunk)
         if not isinstance(self.field, LayerField):
             solution = self._flow_of_tokens(input_RTD, control_RTC, metadata.chunk)
             metadata.count_evaluations(solution.num_evaluations)
@@ -205,12 +201,6 @@ def build_field(config: CondenseConfig, settings: DepthSettings) -> nn.Module:
     norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
     uses_tau = settings.field == "mlp_tau"
     return MLPField(norm, config.hidden_size, settings.field_size, settings.control_size, uses_tau)
-
-
-def _at_tokens(tensor_RTx: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """The tensor with zeros at padding."""
-    index_n = tuple(on_device(index, tensor_RTx.device) for index in chunk.token_indices)
-    return torch.zeros_like(tensor_RTx).index_put(index_n, tensor_RTx[index_n])
 
 
 def _accurate(state: torch.Tensor) -> torch.Tensor:

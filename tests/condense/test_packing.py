@@ -130,37 +130,3 @@ def test_a_model_that_gets_no_new_positions_has_one_text(monkeypatch):
         assert torch.equal(model(ids, position_ids=torch.arange(9)[None]).logits, model(ids).logits)
         longer = model.generate(ids, max_new_tokens=3, attention_mask=torch.ones(2, 9))
     assert longer.shape == (2, 12)
-
-
-FLATTENED = {"cu_seq_lens_q": [0, 13, 17, 43], "cu_seq_lens_k": [0, 13, 17, 43], "max_length_q": 26, "max_length_k": 26}
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"cu_seq_lens_q": [0, 12, 17, 43]},
-        {"cu_seq_lens_k": [0, 13, 43]},
-        {"cu_seq_lens_q": [0, 13, 17]},
-        {"cu_seq_lens_k": [0, 13, 17, 44]},
-        {"max_length_q": 25},
-        {"seq_idx": [[0] * 13 + [1] * 30]},
-        {"seq_idx": [[0] * 43, [0] * 43]},
-    ],
-    ids=str,
-)
-def test_arguments_that_contradict_the_positions_are_refused(other):
-    model, ids, position_ids = tiny_model(), random_ids(1, 43), positions(LENGTHS[:1])
-    given = FLATTENED | {"seq_idx": [[0] * 13 + [1] * 4 + [2] * 26]}
-    tensors = {name: value if isinstance(value, int) else torch.tensor(value) for name, value in given.items()}
-    whole = model(ids, position_ids=position_ids, **tensors).logits
-    torch.testing.assert_close(whole, model(ids, position_ids=position_ids).logits)
-    (name,) = other
-    changed = other[name] if isinstance(other[name], int) else torch.tensor(other[name])
-    for called in (model, model.model):
-        with pytest.raises(ValueError, match=f"{name} divides the tokens into other documents"):
-            called(ids, position_ids=position_ids, **tensors | {name: changed})
-
-
-def test_several_documents_that_the_positions_do_not_show_are_refused():
-    with pytest.raises(ValueError, match="cu_seq_lens_q divides"):
-        tiny_model()(random_ids(1, 9), position_ids=torch.arange(9)[None], cu_seq_lens_q=torch.tensor([0, 4, 9]))

@@ -182,16 +182,6 @@ def test_padded_prompts_equal_prompts_alone():
         assert torch.equal(both[row, 8:], alone[0, prompt.shape[1] :])
 
 
-def test_a_prompt_of_padding_is_refused():
-    model, prompts = block_model(3), random_ids(2, 7)
-    mask = torch.ones_like(prompts)
-    mask[1] = 0
-    with pytest.raises(ValueError, match="row 1 of the prompts has only padding"):
-        model.generate(prompts, attention_mask=mask, max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"attention_mask of shape \(2, 6\)"):
-        model.generate(prompts, attention_mask=mask[:, 1:], max_new_tokens=4)
-
-
 def test_a_text_ends_at_its_last_token_and_is_streamed_by_blocks():
     model, prompt = block_model(3), random_ids(1, 7)
     written = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 7:]

@@ -216,22 +216,3 @@ def test_static_decoding_is_refused_by_name():
     model.fixed_decoding = True
     with pytest.raises(ValueError, match="fixed_decoding has no step for a depth block: set model.fixed_decoding"):
         model.generate(random_ids(1, 4), control=random_control(1, 2), max_new_tokens=3, do_sample=False)
-
-
-@pytest.mark.parametrize(("field", "depth"), EVERY, ids=NAMES)
-@torch.no_grad()
-def test_what_stands_at_padding_changes_nothing(field, depth):
-    """The embedding of padding is not finite here, and its control overflows."""
-    model, lengths = depth_model(field, depth=depth), [N, 4]
-    _, ids, mask = padded_batch(lengths, "right")
-    embeds = model.model.embed_tokens(ids)
-    control = random_control(2, N, 2)
-    alone = [
-        model(inputs_embeds=embeds[row : row + 1, :length], control=control[row : row + 1, :length]).logits[0]
-        for row, length in enumerate(lengths)
-    ]
-    embeds[mask == 0] = torch.nan
-    control[mask == 0] = 1e300
-    found = model(inputs_embeds=embeds, attention_mask=mask, control=control, use_cache=False).logits
-    for row, length in enumerate(lengths):
-        assert_close(found[row, :length], alone[row])

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from filelock import FileLock
 from tqdm import tqdm
 
@@ -24,7 +23,7 @@ from .documents import good_documents, take_turns
 from .former import check_line_ends
 from .needed import Needed
 from .shards import Problem, open_shards
-from .store import Encode, Need, Store, Tokens, write_part
+from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
 from .workers import Workers
 
 BATCH = 64  # documents between two checks of whether more are needed
@@ -32,6 +31,7 @@ PART_TOKENS = 2**24  # of a part, approximately
 PART_DOCUMENTS = (
     2**16
 )  # read for a part, at most: it limits the work that a kill loses where most documents are dropped
+JUDGED_AFTER = 16  # documents of a source that are read; a source without any kept one is then refused
 ESTIMATE_AFTER_S = 10.0  # a run that prepares for longer prints an estimate of the time
 
 
@@ -50,8 +50,9 @@ def prepare(
     `ValueError` for the first document with a problem if `bad_documents` is "refuse", where no document is left, and
     for a folder that a former version prepared in another way.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):
+    with room_for(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with room_for(folder), FileLock(folder / ".lock"):
         check_line_ends(folder, sources)
         store = Store(folder)
         preparation = _Preparation(store, data, need, num_workers)
@@ -62,7 +63,21 @@ def prepare(
         _summarize(store)
     if not len(store):
         raise ValueError(f"no document is left to train on: {store.notes['counts']}; see {folder / 'summary.json'}.")
+    _check_sources(store)
     return store
+
+
+def _check_sources(store: Store) -> None:
+    """Raises `ValueError` for a source without a document among those that are kept, once enough of it was read."""
+    for number, described in enumerate(store.notes.get("sources", [])):
+        counts = described["counts"]
+        read = sum(counts.values())
+        if number not in store.sources and (described["ended"] or read >= JUDGED_AFTER):
+            why = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "it is empty"
+            raise ValueError(
+                f"source {described['source']} gives no document: of {read:,} read none is kept ({why}); see "
+                f"{store.folder / 'problems.jsonl'}. Correct the source or its fields, or leave it out."
+            )
 
 
 def _unmerged(folder: Path) -> Path:
@@ -83,9 +98,10 @@ class Position(NamedTuple):
 class _Merged:
     """The outcomes of one source's records, shard after shard."""
 
-    def __init__(self, source: Source, number: int, position: Position):
+    def __init__(self, source: Source, number: int, position: Position, counts: dict[str, Any]):
         self.source, self.number, self.position = source, number, position
         self.shards = open_shards(source)
+        self.counts, self.ended = Counter(counts.get("counts", {})), counts.get("ended", False)
 
     def readings(self) -> list[Reading]:
         """The shards that are not completely read; the first one begins at the chunk of the position."""
@@ -103,8 +119,20 @@ class _Merged:
                 for outcome in chunk.outcomes[taken:]:
                     taken, num_read = taken + 1, num_read + 1
                     self.position = Position(reading.shard_number, chunk.number, chunk.before, taken, num_read)
+                    self.counts[_kind(outcome)] += 1
                     yield outcome
                 taken = 0
+        self.ended = True
+
+    def described(self) -> dict[str, Any]:
+        """What was read of the source: the number of documents by what became of them, and whether it has ended."""
+        source = self.source
+        name = source.files or ":".join(part for part in (source.hub, source.name, source.split) if part)
+        return {"source": name, "counts": dict(self.counts), "ended": self.ended}
+
+
+def _kind(outcome: Outcome) -> str:
+    return "kept" if isinstance(outcome, Tokens) else outcome if isinstance(outcome, str) else outcome.kind
 
 
 class _Preparation:
@@ -114,8 +142,9 @@ class _Preparation:
         self.folder, self.data, self.need, self.num_workers = store.folder, data, need, num_workers
         self.num_parts, self.num_kept = len(store.parts), len(store)
         self.weight = int(need.weigh(store.lengths).sum())
-        self.positions = store.notes["positions"]
-        self.ended, self.counts = store.notes["ended"], Counter(store.notes["counts"])
+        self.notes = store.notes
+        self.positions = self.notes["positions"]
+        self.ended, self.counts = self.notes["ended"], Counter(self.notes["counts"])
 
     @property
     def finished(self) -> bool:
@@ -124,7 +153,9 @@ class _Preparation:
 
     def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode], with_summaries: bool) -> None:
         positions = [Position(*position) for position in self.positions or [()] * len(sources)]
-        merged = [_Merged(*fields) for fields in zip(sources, range(len(sources)), positions, strict=True)]
+        described = self.notes.get("sources") or [{}] * len(sources)  # folders of earlier versions have none
+        fields = zip(sources, range(len(sources)), positions, described, strict=True)
+        merged = [_Merged(*values) for values in fields]
         with _Progress(self) as progress:
             if self.num_workers:
                 unmerged = _unmerged(self.folder)
@@ -178,9 +209,10 @@ class _Preparation:
                 "positions": [source.position for source in merged],
                 "ended": self.ended,
                 "counts": dict(self.counts),
+                "sources": [source.described() for source in merged],
                 "problems": [problem.__dict__ for problem in problems],
             }
-            _write_part(self.folder / f"part-{self.num_parts:05d}.arrow", kept, notes)
+            write_part_file(self.folder / part_name(self.num_parts), kept, notes)
             self.num_parts += 1
             for source in merged:
                 on_merged(source.number, source.position.shard)
@@ -242,17 +274,16 @@ class _Progress:
                 )
 
 
-def _write_part(path: Path, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    with pa.OSFile(str(partial), "wb") as file:
-        write_part(file, kept, notes)
-    partial.rename(path)
-
-
 def _summarize(store: Store) -> None:
     """Writes `problems.jsonl` and `summary.json`, and prints the counts of documents, where they have changed."""
-    counts, summary = store.notes["counts"], store.folder / "summary.json"
-    text = json.dumps(counts, indent=2)
+    counts, sources = store.notes["counts"], store.notes.get("sources", [])
+    summary = store.folder / "summary.json"
+    by_source = (
+        {"sources": {f"{n}: {one['source']}": one["counts"] for n, one in enumerate(sources)}}
+        if len(sources) > 1
+        else {}
+    )
+    text = json.dumps(counts | by_source, indent=2)
     if summary.exists() and summary.read_text() == text:
         return
     problems = [problem for part in store.parts for problem in part.notes["problems"]]
@@ -266,3 +297,5 @@ def _summarize(store: Store) -> None:
         f"{counts['tokens kept']:,} tokens" + (f"; {others}" if others else ""),
         flush=True,
     )
+    for name, found in by_source.get("sources", {}).items():
+        print(f"  {name}: " + (", ".join(f"{count:,} {what}" for what, count in found.items()) or "none"), flush=True)

@@ -22,7 +22,7 @@ from condense import CondenseForCausalLM, loading, to_stock
 from condense.generation import RefuseNonFiniteLogits
 
 from ..checkpoints.contents import content
-from .store import FORMAT, Store, Tokens, write_part
+from .store import FORMAT, Store, Tokens, part_name, room_for, write_part_file
 
 if TYPE_CHECKING:
     from ..recipe import SampleData
@@ -46,14 +46,16 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
     folder.mkdir(parents=True, exist_ok=True)
     parts = -(-texts // batch)
     with FileLock(folder / ".lock"):
-        done = len(list(folder.glob("part-*.arrow")))
-        if done < parts:
+        missing = [number for number in range(parts) if not (folder / part_name(number)).exists()]
+        if missing:
             (folder / "settings.json").write_text(json.dumps(described | {"source": source}), encoding="utf-8")
             model = stock_model(source)
-            bar = tqdm(range(done, parts), initial=done, total=parts, desc="sampling texts", unit=f" x {batch} texts")
-            for number in bar:
+            done, unit = parts - len(missing), f" x {batch} texts"
+            for number in tqdm(missing, initial=done, total=parts, desc="sampling texts", unit=unit):
                 texts_BN = draw(model, first, (batch, total_length), data.temperature, data.seed * 2**20 + number)
-                _write(folder / f"part-{number:05d}.arrow", texts_BN)
+                with room_for(folder):
+                    kept = [Tokens(text_N, 1) for text_N in texts_BN]
+                    write_part_file(folder / part_name(number), kept, {"counts": {}, "positions": None, "ended": False})
             del model
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -105,13 +107,6 @@ def draw(model: Any, first: int, shape: tuple[int, int], temperature: float, see
             max_new_tokens=total_length - 1, logits_processor=[RefuseNonFiniteLogits()],
         )  # fmt: skip
     return texts_BN.cpu().numpy()
-
-
-def _write(path: Path, texts_BN: np.ndarray) -> None:
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        write_part(file, [Tokens(text_N, 1) for text_N in texts_BN], {"counts": {}, "positions": None, "ended": False})
-    partial.rename(path)
 
 
 def _weights(source: str) -> list[str]:

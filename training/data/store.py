@@ -1,8 +1,11 @@
 """Documents as tokens on disk, read by number. A part of them is written completely or not at all."""
 
+import errno
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,8 +62,16 @@ class Store:
     """The prepared documents in a folder, by number; memory-mapped."""
 
     def __init__(self, folder: Path):
+        """Raises `ValueError` if a part is missing before others, or damaged."""
         self.folder = folder
-        self.parts = [read_part(pa.memory_map(str(path))) for path in sorted(folder.glob("part-*.arrow"))]
+        paths = sorted(folder.glob("part-*.arrow"))
+        for number, path in enumerate(paths):
+            if path.name != part_name(number):
+                raise ValueError(
+                    f"{folder / part_name(number)} is missing, and there are later parts of these documents: delete "
+                    "the folder, and they are prepared again."
+                )
+        self.parts = [_read_part_file(path) for path in paths]
         self._firsts = np.cumsum([0, *(len(part.ends) for part in self.parts)])
         self.lengths = np.concatenate([np.diff(part.ends, prepend=0) for part in self.parts] or [np.zeros(0, int)])
         self.sources = np.concatenate([part.source for part in self.parts] or [np.zeros(0, int)])
@@ -116,6 +127,45 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
         check_no_former(folder(described), "with other tokens around each text")
         return folder(described | {"frame": frame})
     return folder(described)
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:05d}.arrow"
+
+
+def write_part_file(path: Path, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
+    """Writes a part completely or not at all."""
+    partial = path.with_suffix(".partial")
+    try:
+        with pa.OSFile(str(partial), "wb") as file:
+            write_part(file, kept, notes)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a full disk
+
+
+def _read_part_file(path: Path) -> Part:
+    try:
+        return read_part(pa.memory_map(str(path)))
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is damaged ({why}): delete it and the parts after it, and they are prepared again."
+        ) from error
+
+
+@contextmanager
+def room_for(folder: Path) -> Iterator[None]:
+    """Raises `ValueError` with the folder and the remedy if a disk or quota is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(
+            f"{folder} can't be written: {os.strerror(error.errno)}. Make room, or set data.prepared to a folder on "
+            "another disk, and start again: what is prepared already is kept."
+        ) from error
 
 
 def write_part(sink: Any, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:

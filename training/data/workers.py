@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .chunks import Chunk, Reading, read_chunks
 from .needed import Needed
-from .store import Encode
+from .store import Encode, room_for
 
 # What each worker imports: a server imports it once, and forks them. It is no fork of this process, whose threads may
 # hold locks.
@@ -188,7 +188,8 @@ def _work(connection: Connection, folder: Path, make_encode: Callable[[], Encode
             continue  # it came after the end of the shard
         try:
             encode = encode or make_encode()
-            with chunk_file(folder, reading.source_number, reading.shard_number).open("a+b") as file:
+            path = chunk_file(folder, reading.source_number, reading.shard_number)
+            with room_for(folder.parent), path.open("a+b") as file:
                 _append_chunks(file, reading, with_summaries, encode, connection)
         except Exception as error:
             for_user = isinstance(error, ValueError | OSError)

@@ -11,7 +11,7 @@ from condense.training.data import preparation
 @contextmanager
 def stopped_before_part(number: int) -> Iterator[None]:
     """The preparation within is stopped when it is about to write this part."""
-    write = preparation._write_part
+    write = preparation.write_part_file
 
     def stop(path, kept, notes):
         if path.name == f"part-{number:05d}.arrow":
@@ -19,6 +19,6 @@ def stopped_before_part(number: int) -> Iterator[None]:
         write(path, kept, notes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "_write_part", stop)
+        patch.setattr(preparation, "write_part_file", stop)
         with pytest.raises(KeyboardInterrupt):
             yield

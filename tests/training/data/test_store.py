@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import time
 from functools import partial
@@ -180,14 +181,14 @@ def test_killed_before_the_summary_is_written(documents, monkeypatch, capsys):
 
 def prepare_slowly(path, seconds, together, results):
     """In a process of its own: sends the parts it has written, what it has printed, and the number of documents."""
-    write, written = preparation._write_part, []
+    write, written = preparation.write_part_file, []
 
     def slowly(path, kept, notes):
         write(path, kept, notes)
         written.append(path.name)
         time.sleep(seconds)
 
-    preparation.PART_TOKENS, preparation._write_part = 500, slowly
+    preparation.PART_TOKENS, preparation.write_part_file = 500, slowly
     together.wait()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         count = len(prepared(data_of(path)))
@@ -238,3 +239,118 @@ def test_two_processes_prepare_once(documents):
     assert len([*first, *second]) == len({*first, *second}) > 10
     (folder,) = (path.parent / "prepared").iterdir()
     assert len(Store(folder)) == counts[0] == counts[1]
+
+
+def several(tmp_path, files, **fields):
+    """Data of several sources, given by the lines of their files."""
+    sources = []
+    for name, lines in files.items():
+        (tmp_path / name).write_text("\n".join(lines))
+        sources.append(Source(files=str(tmp_path / name)))
+    return TextData(task="text", sources=sources, prepared=tmp_path / "prepared", bad_documents="skip", **fields)
+
+
+GOOD, BAD = json.dumps({"text": "w1 w2 w3"}), json.dumps({"txt": "w1 w2 w3"})
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("lines", "need", "words"),
+    [
+        ([BAD] * 5, ALL, "of 5 read none is kept .5 missing field.*problems.jsonl"),
+        ([], ALL, "it is empty"),
+        ([json.dumps({"text": "w1"})] * 3, ALL, "3 under 2 tokens"),
+        ([BAD] * 900, Need(lambda lengths: lengths, 100), "missing field"),  # the others would be enough
+    ],
+)
+def test_a_source_that_yields_nothing_is_refused(tmp_path, lines, need, words, num_workers):
+    data = several(tmp_path, {"good.jsonl": [GOOD] * 900, "other.jsonl": lines})
+    for _ in range(2):  # and when it is started again
+        with pytest.raises(ValueError, match=f"source .*other.jsonl gives no document.*{words}"):
+            prepared(data, need, num_workers=num_workers)
+
+
+def test_documents_are_counted_by_source(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preparation, "PART_DOCUMENTS", 64)
+    files = {"a.jsonl": [GOOD] * 100 + [BAD] * 3, "b.jsonl": [BAD] * 20 + [GOOD] * 60 + [json.dumps({"text": "w1"})]}
+    data = several(tmp_path, files)
+    with stopped_before_part(2):
+        prepared(data)
+    store = prepared(data)
+    a, b = json.loads((store.folder / "summary.json").read_text())["sources"].values()
+    assert a == {"kept": 100, "missing field": 3} and b == {"kept": 60, "missing field": 20, "under 2 tokens": 1}
+    assert np.bincount(store.sources).tolist() == [100, 60]
+    assert "b.jsonl: 20 missing field, 60 kept, 1 under 2 tokens" in capsys.readouterr().out
+
+
+def test_a_deleted_part_is_refused_or_prepared_again(documents, monkeypatch):
+    path, _ = documents
+    monkeypatch.setattr(preparation, "PART_TOKENS", 3_000)
+    store = prepared(data_of(path))
+    expected, parts = contents(store), sorted(store.folder.glob("part-*.arrow"))
+    del store
+    assert len(parts) > 4
+    parts[-1].unlink()
+    assert contents(prepared(data_of(path))) == expected
+    for number in (0, 2):
+        saved = parts[number].read_bytes()
+        parts[number].unlink()
+        with pytest.raises(ValueError, match=f"{parts[number]} is missing.*delete the folder"):
+            prepared(data_of(path))
+        parts[number].write_bytes(saved)
+    assert contents(prepared(data_of(path))) == expected
+
+
+@pytest.mark.parametrize("length", [0, 5, 1_000, -1])
+def test_a_truncated_part_is_refused_by_name(documents, monkeypatch, length):
+    path, _ = documents
+    monkeypatch.setattr(preparation, "PART_TOKENS", 3_000)
+    store = prepared(data_of(path))
+    expected, parts = contents(store), sorted(store.folder.glob("part-*.arrow"))
+    del store
+    parts[2].write_bytes(parts[2].read_bytes()[:length])
+    with pytest.raises(ValueError, match=f"{parts[2]} is damaged.*delete it and the parts after it"):
+        prepared(data_of(path))
+    for part in parts[2:]:  # the remedy
+        part.unlink()
+    assert contents(prepared(data_of(path))) == expected
+
+
+def check_full(documents, refused):
+    """What a preparation on a full disk says, and that it goes on when there is room again."""
+    path, _ = documents
+    (folder,) = (path.parent / "prepared").iterdir()
+    assert f"{folder} can't be written: File too large. Make room" in refused and "data.prepared" in refused
+    assert not list(folder.glob("*.partial"))
+    other = data_of(path).model_copy(update={"prepared": path.parent / "other"})
+    assert contents(prepared(data_of(path))) == contents(prepared(other))
+
+
+def test_a_full_disk(documents, monkeypatch):
+    """Files may have 8,000 bytes: a write beyond them fails as one to a full disk does."""
+    monkeypatch.setattr(preparation, "PART_TOKENS", 3_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="can.t be written") as refused:
+            prepared(data_of(documents[0]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    check_full(documents, str(refused.value))
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_workers(documents, new_process):
+    code = """
+import resource, sys
+from pathlib import Path
+from tests.training.data.test_store import data_of, prepared
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2)
+try:
+    prepared(data_of(Path(sys.argv[1])), num_workers=2)
+except ValueError as error:
+    print("REFUSED", error)
+"""
+    run = new_process(code, documents[0])
+    assert run.returncode == 0, run.stderr
+    check_full(documents, *[line for line in run.stdout.splitlines() if line.startswith("REFUSED")])

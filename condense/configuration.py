@@ -20,6 +20,8 @@ SIZES = (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
 DEPTH_LLAMA = "condense_depth_llama"  # the model type of a stock Llama with a depth block
+# Their frequencies depend on the longest position of a call, above a limit.
+LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 IGNORE_INDEX = -100  # the label of a token that is not predicted
 
 
@@ -63,6 +65,7 @@ class CondenseConfig(LlamaConfig):
         _check_count("segment_length", self.segment_length)
         check_family(self.family)
         check_window(self.window or {}, self.segment_length)
+        _check_rope_length(self)
         if self.bptt_segments is not None:
             _check_count("bptt_segments", self.bptt_segments, " or None for full backpropagation")
         for name, choices in (
@@ -123,6 +126,21 @@ def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
     for name, (value, choices) in known.items():
         if value is not None and value not in choices:
             raise ValueError(f"{where}{name}={value!r} is not known: choose one of {', '.join(choices)}.")
+
+
+def _check_rope_length(config: CondenseConfig) -> None:
+    """Raises `ValueError` where rotary frequencies would depend on the text: of other lengths, and of other rows."""
+    rope = config.rope_parameters
+    if rope["rope_type"] not in LENGTH_ROPE_TYPES:
+        return
+    name = "max_position_embeddings" if rope["rope_type"] == "dynamic" else "original_max_position_embeddings"
+    limit = config.max_position_embeddings if rope["rope_type"] == "dynamic" else rope[name]
+    if 2 * config.segment_length > limit:
+        raise ValueError(
+            f"rope_type={rope['rope_type']!r}: above {name}={limit} the rotary frequencies depend on the length of the "
+            f"text, and a segment and its memory have 2 x {config.segment_length} tokens. Choose a segment_length of "
+            f"at most {limit // 2}."
+        )
 
 
 def _check_count(name: str, value, alternative: str = "") -> None:

@@ -13,6 +13,7 @@ Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hid
 heads, E head dimension, x any size, 1 a broadcast axis.
 """
 
+import inspect
 from pkgutil import resolve_name
 from typing import Protocol
 
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from .attention import AttentionMask, AttentionMetadata, attend
 from .attention.metadata import rotate
@@ -48,6 +49,16 @@ class DecoderBlock(Protocol):
         is an empty layer of the cache.
         """
         ...
+
+
+class RotaryEmbedding(LlamaRotaryEmbedding):
+    """As in transformers, with frequencies that no call changes.
+
+    There, those of `LENGTH_ROPE_TYPES` follow the longest position of a call, and remain for the next. Within the limit
+    that `CondenseConfig.check` sets to the segment length they are these; durations may reach beyond it.
+    """
+
+    forward = torch.no_grad()(inspect.unwrap(LlamaRotaryEmbedding.forward))
 
 
 def decoder_stack(config: CondenseConfig) -> nn.ModuleList:

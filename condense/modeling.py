@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
@@ -32,7 +31,7 @@ from .execution.executor import ChunkOutput, OutputFunction
 from .execution.static_decoding import can_decode, decode
 from .files import use_default_mode
 from .hidden_states import HiddenStateAccumulator, LayerOutputs
-from .layers import DecoderBlock, RMSNorm, decoder_stack
+from .layers import DecoderBlock, RMSNorm, RotaryEmbedding, decoder_stack
 from .linear import Linear
 from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
@@ -113,7 +112,7 @@ class CondenseModel(CondensePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = RotaryEmbedding(config=config)
         self.gradient_checkpointing, self.checkpoint_segments = False, 1
         self.post_init()
 

@@ -29,7 +29,7 @@ from ..attention.metadata import rotary_tables
 from ..cache import FoldedCache
 from ..cache_layer import FoldedCacheLayer
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
-from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES
+from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import run_layers
 
 FIXED_DECODING = (False, True, "compiled")
@@ -127,16 +127,11 @@ def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch)
         return False  # autocast keeps its casts of weights outside of a graph, and not for long
     if model.config.depth is not None:
         raise ValueError("fixed_decoding has no step for a depth block: set model.fixed_decoding = False.")
-    implementation, rope_type = model.config._attn_implementation, model.model.rotary_emb.rope_type
+    implementation = model.config._attn_implementation
     if implementation not in STATIC_IMPLEMENTATIONS:
         raise ValueError(
             f"fixed_decoding has no step for attn_implementation={implementation!r}: call "
             "model.set_attn_implementation('sdpa'), or set model.fixed_decoding = False."
-        )
-    if rope_type in UNFIT_ROPE_TYPES:
-        raise ValueError(
-            f"fixed_decoding needs rotary tables that do not change, and those of rope_type={rope_type!r} depend on "
-            "the length: set model.fixed_decoding = False."
         )
     return True
 

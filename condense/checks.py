@@ -171,15 +171,15 @@ def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | 
             )
 
 
-def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None = None) -> None:
+def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None, cache: FoldedCache | None) -> None:
     """Raises an error for arguments of a forward pass without effect, except those that `generate` itself passes, and
-    those that say of packed documents what `position_ids` say.
+    those that say of packed documents what `position_ids` say, which `find_documents` has compared.
     """
     for name, value in arguments.items():
-        if name in PACKING_ARGUMENTS and position_ids is not None:
+        if value is None or (name in PACKING_ARGUMENTS and position_ids is not None and cache is None):
             continue
-        if name == "cache_position" and value is not None and (value.diff() != 1).any():
-            raise ValueError(f"cache_position={value.tolist()}: columns must be consecutive. Leave it out.")
+        if name == "cache_position":
+            _check_columns(torch.as_tensor(value), 0 if cache is None else cache.get_seq_length())
         if name in GENERATION_ARGUMENTS or (name in OUTPUT_ARGUMENTS and not value):
             continue
         if name in OUTPUT_ARGUMENTS:
@@ -188,6 +188,16 @@ def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None
                 "draws the maps of some segments."
             )
         raise TypeError(f"CondenseForCausalLM.forward() got an unexpected keyword argument {name!r}")
+
+
+def _check_columns(cache_position: torch.Tensor, num_seen: int) -> None:
+    """Columns must be those after the ones that the cache has seen."""
+    expected = torch.arange(num_seen, num_seen + cache_position.numel())
+    if not torch.equal(cache_position.cpu().long(), expected):
+        raise ValueError(
+            f"cache_position={cache_position.tolist()} with a cache of {num_seen} columns: columns must be consecutive "
+            "and begin there. Leave it out."
+        )
 
 
 def real_tokens(attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:

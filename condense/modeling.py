@@ -143,10 +143,10 @@ class CondenseModel(CondensePreTrainedModel):
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
-        if (documents := find_documents(given)) is not None:
+        if (documents := find_documents(given | unused)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
-        check_unused(unused, position_ids)
+        check_unused(unused, position_ids, past_key_values)
         call = self.prepare_call(given)
         previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
         accumulated = HiddenStateAccumulator(call.batch, call.batch.num_columns)
@@ -358,10 +358,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, GenerationMixin):
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
-        if (documents := find_documents(given | more)) is not None:
+        if (documents := find_documents(given | more | unused)) is not None:
             output = self._forward_documents(documents, given, more | unused)
             return output if return_dict is not False else output.to_tuple()
-        check_unused(unused, position_ids)
+        check_unused(unused, position_ids, past_key_values)
         call = self.model.prepare_call(given, labels, logits_to_keep)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

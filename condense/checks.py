@@ -148,6 +148,14 @@ def _check_mask(attention_mask: torch.Tensor, shape: tuple[int, int], cache: Fol
             f"attention_mask of shape {tuple(attention_mask.shape)} fits neither the input {shape} nor all "
             f"{num_columns} columns of the texts so far: pass 1 for every token and 0 for padding."
         )
+    if attention_mask.dtype != torch.bool:
+        values = attention_mask.cpu()
+        wrong = values[(values != 0) & (values != 1)]
+        if len(wrong):
+            raise ValueError(
+                f"attention_mask has the value {wrong[0].item()}: pass 1 for every token and 0 for padding. For "
+                "several documents in a row pass position_ids that begin anew at each."
+            )
 
 
 def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
@@ -179,7 +187,7 @@ def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None
         if value is None or (name in PACKING_ARGUMENTS and position_ids is not None and cache is None):
             continue
         if name == "cache_position":
-            _check_columns(torch.as_tensor(value), 0 if cache is None else cache.get_seq_length())
+            _check_columns(torch.as_tensor(value), cache.get_seq_length() if isinstance(cache, FoldedCache) else 0)
         if name in GENERATION_ARGUMENTS or (name in OUTPUT_ARGUMENTS and not value):
             continue
         if name in OUTPUT_ARGUMENTS:

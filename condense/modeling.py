@@ -177,7 +177,10 @@ class CondenseModel(CondensePreTrainedModel):
         if control is None and self.config.control_size:
             control = zero_control(self.config.control_size, inputs, self.norm.weight)
         checkpoint_function = self._checkpoint_function(cache)
-        return Call(inputs, batch, durations, cache, checkpoint_function, self.checkpoint_segments, control)
+        call = Call(inputs, batch, durations, cache, checkpoint_function, self.checkpoint_segments, control)
+        if cache is not None:
+            cache.check_computes_alike(call.like_hidden(self.norm.weight))
+        return call
 
     def run(self, call: Call, output_function: OutputFunction, root: PreTrainedModel) -> list[ChunkOutput]:
         """Runs the call chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
@@ -185,7 +188,9 @@ class CondenseModel(CondensePreTrainedModel):
         `hidden_RTD` is the output of the final norm. `root` is the model that was called: this one, or one around it.
         """
         inputs, batch, cache = call.inputs, call.batch, call.cache
-        state = TransientState.empty(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
+        like = call.like_hidden(self.norm.weight)
+        new = TransientState.empty(batch.batch_size, self.config)
+        state = new if cache is None else cache.start(batch.batch_size, like)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
         segments = call.checkpoint_segments if checkpointing else None
@@ -198,7 +203,6 @@ class CondenseModel(CondensePreTrainedModel):
                 cache.store_last_hidden(normed_RTD, chunk)
             return output_function(normed_RTD, chunk)
 
-        like = call.like_hidden(self.norm.weight)
         metadata = self.metadata_builder(
             like,
             batch,

@@ -171,3 +171,15 @@ def test_a_model_that_gets_no_new_positions_has_one_text(monkeypatch):
         assert torch.equal(model(ids, position_ids=torch.arange(9)[None]).logits, model(ids).logits)
         longer = model.generate(ids, max_new_tokens=3, attention_mask=torch.ones(2, 9))
     assert longer.shape == (2, 12)
+
+
+@torch.no_grad()
+def test_a_mask_that_numbers_documents_is_refused():
+    """Its numbers would all count as tokens of one text."""
+    model, ids = tiny_model(), random_ids(1, 4)
+    for values in ([1, 1, 2, 2], [0.0, 0.0, -1e9, 1.0], [0.5, 1.0, 1.0, 1.0]):
+        with pytest.raises(ValueError, match=r"attention_mask has the value .*position_ids that begin anew"):
+            model(ids, attention_mask=torch.tensor([values]))
+    expected = model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits
+    for dtype in (torch.bool, torch.float32, torch.int32):
+        assert torch.equal(model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]], dtype=dtype)).logits, expected)

@@ -18,6 +18,7 @@ from .durations import check_durations
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 # What collators of packed documents pass to the attention kernels of other models.
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "durations")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
 
@@ -82,6 +83,14 @@ def check_input(
     return tokens
 
 
+def check_tensors(arguments: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a list or a number in the place of a tensor."""
+    for name in TENSORS:
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}: pass a tensor.")
+
+
 def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("pass either input_ids or inputs_embeds, and not both.")
@@ -94,6 +103,8 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
             f"inputs_embeds are {inputs_embeds.shape[2]} wide and the model {config.hidden_size}: pass embeddings of "
             "this model."
         )
+    if inputs_embeds is not None and not inputs_embeds.is_floating_point():
+        raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}: pass floating point numbers.")
     if input_ids is not None:
         _check_whole_numbers("input_ids", input_ids)
     if input_ids is not None and _has_values_at_hand(input_ids):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .checks import PACKING_ARGUMENTS, real_tokens
+from .checks import PACKING_ARGUMENTS, check_tensors, real_tokens
 
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "durations", "position_ids")
 
@@ -72,9 +72,10 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     """The documents in the arguments of `forward`; None where each row has at most one, or shapes do not fit together,
     which the checks of the call refuse.
 
-    A document begins where a token's position is 0 and the row has a token before it. Raises `ValueError` where
-    `PACKING_ARGUMENTS` say something else.
+    A document begins where a token's position is 0 and that of the token before it is not -1. Raises `ValueError`
+    where `PACKING_ARGUMENTS` say something else.
     """
+    check_tensors(given)
     position_ids, attention_mask = given["position_ids"], given["attention_mask"]
     tokens = given["input_ids"] if given["inputs_embeds"] is None else given["inputs_embeds"]
     if position_ids is None or tokens is None or tokens.dim() < 2:
@@ -89,8 +90,9 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     rows, parts = [], []
     for row, positions_N in enumerate(positions_BN):
         columns_n = torch.arange(shape[1]) if real_BN is None else real_BN[row].nonzero()[:, 0]
-        starts = (positions_N[columns_n] == 0).nonzero()[:, 0]
-        found = [part for part in columns_n.tensor_split(starts[starts > 0]) if len(part)]
+        positions_n = positions_N[columns_n]
+        starts = ((positions_n[1:] == 0) & (positions_n[:-1] != -1)).nonzero()[:, 0] + 1
+        found = [part for part in columns_n.tensor_split(starts) if len(part)]
         rows += [row] * len(found)
         parts += found
     _check_packing_arguments(given, shape, rows, parts)

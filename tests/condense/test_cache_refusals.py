@@ -130,6 +130,8 @@ def test_a_refused_first_call_does_not_fix_the_batch_size():
     [
         ({"input_ids": torch.ones(1, 3)}, "input_ids are torch.float32"),
         ({"inputs_embeds": torch.ones(1, 3, 23, dtype=torch.float64)}, "inputs_embeds are 23 wide and the model 24"),
+        ({"inputs_embeds": torch.ones(1, 3, 24).long()}, "inputs_embeds are torch.int64: pass floating"),
+        ({"input_ids": [[1, 2]]}, "input_ids is a list: pass a tensor"),
         ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), 61)}, "labels reach from 61 to 61"),
         ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), -1)}, "labels reach from -1 to -1"),
         ({"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 3)}, "labels are torch.float32"),

@@ -152,3 +152,10 @@ def test_gradient_checkpointing_with_a_cache_is_refused():
     model._set_gradient_checkpointing(True)
     with pytest.raises(ValueError, match="checkpointing"):
         model(random_ids(1, 7), use_cache=True)
+
+
+def test_labels_may_be_as_narrow_as_ids():
+    model, ids = tiny_model(), random_ids(2, 9)
+    narrow = model(ids.int(), labels=ids.int())
+    assert torch.equal(narrow.loss, model(ids, labels=ids).loss)
+    narrow.loss.backward()

@@ -111,6 +111,14 @@ def test_packing_arguments_that_contradict_the_positions_are_refused(changes, wo
         model.model(**batch | changes)
 
 
+@torch.no_grad()
+def test_positions_that_pass_zero_begin_no_document():
+    """As a stock Llama, attention sees their differences alone."""
+    model, ids = tiny_model(segment_length=16), random_ids(2, 9)
+    expected = model(ids).logits
+    torch.testing.assert_close(model(ids, position_ids=torch.arange(-4, 5)[None]).logits, expected, atol=0, rtol=0)
+
+
 def test_packing_arguments_of_several_rows_count_all_columns():
     """Padding belongs to no document, whatever the arguments say there."""
     model, ids = tiny_model(), random_ids(2, 6)
@@ -155,6 +163,9 @@ def test_the_head_gets_no_padding_between_documents(monkeypatch):
         ({"attention_mask": torch.ones(1, 1, 6, 6)}, r"attention_mask of shape \(1, 1, 6, 6\) fits neither"),
         ({"position_ids": torch.tensor([[0, 0]])}, r"position_ids of shape \(1, 2\) do not fit"),
         ({"labels": torch.zeros(1, 5, dtype=torch.long)}, r"labels of shape \(1, 5\) do not fit"),
+        ({"labels": [[1] * 6]}, "labels is a list: pass a tensor"),
+        ({"attention_mask": {"full_attention": None}}, "attention_mask is a dict: pass a tensor"),
+        ({"durations": 1.0}, "durations is a float: pass a tensor"),
     ],
 )
 def test_mistakes_are_named(options, words):

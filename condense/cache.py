@@ -237,8 +237,8 @@ class FoldedCache(Cache):
         if self.recording is None or not 0 < num_columns <= num_recorded:
             raise ValueError(
                 f"crop({tokens_to_remove}): the cache can remove the last {num_recorded} tokens, at most "
-                f"{CROP_TOKENS}, with crop(-k). Call activate_past_recording() before the tokens, with the same padding in all rows, "
-                "or restore a snapshot()."
+                f"{CROP_TOKENS}, with crop(-k). Call activate_past_recording() before the tokens, with the same "
+                "padding in all rows, or restore a snapshot()."
             )
         if any(tensor.requires_grad for tensor in self._tensors()):
             raise ValueError("the tokens were read with gradients, which crop keeps: read them under torch.no_grad().")

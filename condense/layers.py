@@ -60,6 +60,16 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
 
     forward = torch.no_grad()(inspect.unwrap(LlamaRotaryEmbedding.forward))
 
+    def _apply(self, fn, recurse=True):
+        """Moves to other devices alone: in half precision a position of 1,000 would be off by a whole turn."""
+        accurate = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in accurate.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
 
 def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
     """The layers of a configuration, with the block that it may put among them."""

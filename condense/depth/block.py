@@ -45,13 +45,12 @@ class DepthFlow(nn.Module):
         else:  # no parameter: loading a checkpoint makes all parameters learn
             self.register_buffer("alpha", alpha)
 
-    def flow(
-        self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk | None = None
-    ) -> Solution:
+    def flow(self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk | None = None) -> Solution:
         """The state at tau = 1 [R, T, D], and the number of evaluations, [R, T] where it differs by token.
 
-        `control_RTC` may have one row or one token for all. Padding of a `chunk` is not checked. Raises `NotFiniteError` where the field gives values
-        that are not finite, and `ValueError` where an adaptive solver needs too many evaluations.
+        `control_RTC` may have one row or one token for all. Padding of a `chunk` is not checked. Raises
+        `NotFiniteError` where the field gives values that are not finite, and `ValueError` where an adaptive solver
+        needs too many evaluations.
         """
         if not self.settings.is_adaptive:
             return self.integrate(

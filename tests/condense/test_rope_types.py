@@ -88,3 +88,35 @@ def test_other_types_have_no_limit():
     for name in ("linear", "default"):
         rope = {"rope_type": name, "rope_theta": 1e4, **({"factor": 2.0} if name == "linear" else {})}
         CondenseConfig(rope_parameters=rope, max_position_embeddings=24, segment_length=512)
+
+
+@torch.no_grad()
+def test_a_model_in_half_precision_keeps_its_frequencies(tmp_path):
+    """As one that is loaded in it; the positions of a long segment need them."""
+    model, ids = tiny_model(torch.float32, segment_length=300), random_ids(1, 600)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model.save_pretrained(tmp_path)
+    loaded = CondenseForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    for cast in (model.half(), model.bfloat16()):
+        assert torch.equal(cast.model.rotary_emb.inv_freq, frequencies)
+    assert model.to("meta").model.rotary_emb.inv_freq.is_meta
+    model = tiny_model(torch.float32, segment_length=300).bfloat16()
+    assert torch.equal(model(ids).logits, loaded(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0.0},
+        {"rope_type": "linear", "factor": -1.0},
+        {"rope_type": "linear", "factor": "2"},
+        {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+        {"rope_type": "llama3", "factor": 2.0},
+        {"rope_type": "longrope"},
+        {"rope_type": None},
+    ],
+)
+def test_rope_parameters_without_a_frequency_for_each_pair_are_refused(rope):
+    with pytest.raises(ValueError, match=r"rope_parameters=\{.* do not fit \(.*correct them in config.json"):
+        CondenseConfig(rope_parameters={"rope_theta": 1e4, **rope})

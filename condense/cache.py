@@ -49,6 +49,7 @@ class FoldedCache(Cache):
         self.timeline: Timeline | None = None
         # The final hidden state of each row's last token: columns of padding after it have its logits.
         self.last_hidden_BD: torch.Tensor | None = None
+        self.computed_in: tuple[torch.dtype, torch.device] | None = None  # the model's at the first token
         self.num_columns = 0
         self.is_being_written = False  # remains true after a call that was interrupted
         self.static_decoding: object | None = None  # see condense.execution.static_decoding
@@ -66,10 +67,14 @@ class FoldedCache(Cache):
 
     # Calls of the model
 
-    def start(self, batch_size: int) -> "FoldedCache":
-        """Prepares for a batch; raises `ValueError` if the cache holds another number of texts."""
+    def start(self, batch_size: int, like: torch.Tensor | None = None) -> "FoldedCache":
+        """Prepares for a batch; raises `ValueError` if the cache holds another number of texts.
+
+        `like` has the device and the dtype of hidden states.
+        """
         if self.last_hidden_BD is None:  # no token has been read
             self.positions = SegmentPositions(batch_size, self.config.segment_length)
+            self.computed_in = None if like is None else _computes_in(like)
         elif self.batch_size != batch_size:
             raise ValueError(
                 f"the cache holds {self.batch_size} texts and the input {batch_size}: pass the same rows again, "
@@ -112,6 +117,18 @@ class FoldedCache(Cache):
                     f"the cache was made for {name}={value!r} and the model has {getattr(config, name)!r}: pass a "
                     "FoldedCache(model.config)."
                 )
+
+    def check_computes_alike(self, like: torch.Tensor) -> None:
+        """Raises `ValueError` if the model has moved to another device or dtype since the first token."""
+        if self.last_hidden_BD is None or self.computed_in is None:
+            return
+        (dtype, device), (own_dtype, own_device) = _computes_in(like), self.computed_in
+        # Autocast casts what the cache holds.
+        if device != own_device or (dtype != own_dtype and dtype == like.dtype):
+            raise ValueError(
+                f"the cache was written in {own_dtype} on {own_device}, and the model computes in {dtype} on {device}: "
+                "move the model before it reads the text, or begin again with FoldedCache(model.config)."
+            )
 
     def key_values(self, chunk: Chunk) -> Sequence[FoldedCacheLayer]:
         self.begin_call()
@@ -163,6 +180,7 @@ class FoldedCache(Cache):
             segments=list(self.positions.segments),
             timeline=copy.copy(timeline),  # its tensors are replaced, never written
             last_hidden_BD=self.last_hidden_BD,  # likewise
+            computed_in=self.computed_in,
             num_columns=self.num_columns,
         )
 
@@ -181,6 +199,7 @@ class FoldedCache(Cache):
         self.positions.offsets, self.positions.segments = list(snapshot.offsets), list(snapshot.segments)
         self.timeline = copy.copy(snapshot.timeline)
         self.last_hidden_BD, self.num_columns = snapshot.last_hidden_BD, snapshot.num_columns
+        self.computed_in = snapshot.computed_in
         self.is_being_written = False
         self._restart_recording()
 
@@ -209,6 +228,8 @@ class FoldedCache(Cache):
         Raises `ValueError` for columns that were read before `activate_past_recording`, in a call in which rows have
         different padding, or with gradients; for more than `CROP_TOKENS`; and after an interrupted call.
         """
+        if int(tokens_to_remove) != tokens_to_remove:
+            raise ValueError(f"crop({tokens_to_remove}): pass a whole number, -k for the last k columns.")
         num_columns = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if num_columns == 0:
             return
@@ -217,8 +238,8 @@ class FoldedCache(Cache):
         if self.recording is None or not 0 < num_columns <= num_recorded:
             raise ValueError(
                 f"crop({tokens_to_remove}): the cache can remove the last {num_recorded} tokens, at most "
-                f"{CROP_TOKENS}. Call activate_past_recording() before the tokens, with the same padding in all rows, "
-                "or restore a snapshot()."
+                f"{CROP_TOKENS}, with crop(-k). Call activate_past_recording() before the tokens, with the same "
+                "padding in all rows, or restore a snapshot()."
             )
         if any(tensor.requires_grad for tensor in self._tensors()):
             raise ValueError("the tokens were read with gradients, which crop keeps: read them under torch.no_grad().")
@@ -292,8 +313,15 @@ class FoldedCache(Cache):
         return len(self.positions.offsets)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        rows_B = torch.as_tensor(indices).cpu()
-        rows_B = rows_B.nonzero()[:, 0] if rows_B.dtype == torch.bool else rows_B
+        """Row i becomes a copy of row `indices[i]`; booleans keep the rows where they are true. An empty cache stays.
+
+        Raises `ValueError` for rows that the cache does not have, and after an interrupted call.
+        """
+        if not self.is_initialized:
+            return
+        self.check_complete()
+        rows_B = self._rows_at(torch.as_tensor(indices).cpu())
+        self.begin_call()
         self.positions.select(rows_B.tolist())
         self.static_decoding = None  # it would keep the old rows' buffers alive
         for layer in self.layers:
@@ -303,9 +331,31 @@ class FoldedCache(Cache):
         if self.last_hidden_BD is not None:
             self.last_hidden_BD = self.last_hidden_BD[rows_B.to(self.last_hidden_BD.device)]
         self._restart_recording()
+        self.is_being_written = False
+
+    def _rows_at(self, indices: torch.Tensor) -> torch.Tensor:
+        try:
+            rows_B = torch.arange(self.batch_size)[indices]
+        except IndexError:
+            rows_B = None
+        if rows_B is None or rows_B.dim() != 1 or not len(rows_B):
+            raise ValueError(
+                f"rows {indices.tolist()} of a cache with {self.batch_size} texts: pass a list of indices from 0 to "
+                f"{self.batch_size - 1}, or one boolean for each text."
+            )
+        return rows_B
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        if int(repeats) != repeats or repeats < 1:
+            raise ValueError(f"repeats={repeats!r}: pass the number of copies of each row, at least 1.")
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
+
+
+def _computes_in(like: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of keys, which autocast changes."""
+    kind = like.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else like.dtype, like.device

@@ -18,6 +18,7 @@ from .durations import check_durations
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 # What collators of packed documents pass to the attention kernels of other models.
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "durations")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
 
@@ -82,6 +83,14 @@ def check_input(
     return tokens
 
 
+def check_tensors(arguments: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a list or a number in the place of a tensor."""
+    for name in TENSORS:
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}: pass a tensor.")
+
+
 def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("pass either input_ids or inputs_embeds, and not both.")
@@ -94,6 +103,8 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
             f"inputs_embeds are {inputs_embeds.shape[2]} wide and the model {config.hidden_size}: pass embeddings of "
             "this model."
         )
+    if inputs_embeds is not None and not inputs_embeds.is_floating_point():
+        raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}: pass floating point numbers.")
     if input_ids is not None:
         _check_whole_numbers("input_ids", input_ids)
     if input_ids is not None and _has_values_at_hand(input_ids):
@@ -148,6 +159,14 @@ def _check_mask(attention_mask: torch.Tensor, shape: tuple[int, int], cache: Fol
             f"attention_mask of shape {tuple(attention_mask.shape)} fits neither the input {shape} nor all "
             f"{num_columns} columns of the texts so far: pass 1 for every token and 0 for padding."
         )
+    if attention_mask.dtype != torch.bool:
+        values = attention_mask.cpu()
+        wrong = values[(values != 0) & (values != 1)]
+        if len(wrong):
+            raise ValueError(
+                f"attention_mask has the value {wrong[0].item()}: pass 1 for every token and 0 for padding. For "
+                "several documents in a row pass position_ids that begin anew at each."
+            )
 
 
 def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
@@ -171,15 +190,15 @@ def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | 
             )
 
 
-def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None = None) -> None:
+def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None, cache: FoldedCache | None) -> None:
     """Raises an error for arguments of a forward pass without effect, except those that `generate` itself passes, and
-    those that say of packed documents what `position_ids` say.
+    those that say of packed documents what `position_ids` say, which `find_documents` has compared.
     """
     for name, value in arguments.items():
-        if name in PACKING_ARGUMENTS and position_ids is not None:
+        if value is None or (name in PACKING_ARGUMENTS and position_ids is not None and cache is None):
             continue
-        if name == "cache_position" and value is not None and (value.diff() != 1).any():
-            raise ValueError(f"cache_position={value.tolist()}: columns must be consecutive. Leave it out.")
+        if name == "cache_position":
+            _check_columns(torch.as_tensor(value), cache.get_seq_length() if isinstance(cache, FoldedCache) else 0)
         if name in GENERATION_ARGUMENTS or (name in OUTPUT_ARGUMENTS and not value):
             continue
         if name in OUTPUT_ARGUMENTS:
@@ -188,6 +207,16 @@ def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None
                 "draws the maps of some segments."
             )
         raise TypeError(f"CondenseForCausalLM.forward() got an unexpected keyword argument {name!r}")
+
+
+def _check_columns(cache_position: torch.Tensor, num_seen: int) -> None:
+    """Columns must be those after the ones that the cache has seen."""
+    expected = torch.arange(num_seen, num_seen + cache_position.numel())
+    if not torch.equal(cache_position.cpu().long(), expected):
+        raise ValueError(
+            f"cache_position={cache_position.tolist()} with a cache of {num_seen} columns: columns must be consecutive "
+            "and begin there. Leave it out."
+        )
 
 
 def real_tokens(attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -21,6 +22,8 @@ SIZES = (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
 DEPTH_LLAMA = "condense_depth_llama"  # the model type of a stock Llama with a depth block
+# Their frequencies depend on the longest position of a call, above a limit.
+LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 IGNORE_INDEX = -100  # the label of a token that is not predicted
 
 
@@ -58,14 +61,16 @@ class CondenseConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        self.check()
         check_llama_fields(vars(self))
+        _check_frequencies(self)
+        self.check()
 
     def check(self) -> None:
         """Raises `ValueError` naming the first invalid field of segment recurrence."""
         _check_count("segment_length", self.segment_length)
         check_family(self.family)
         check_window(self.window or {}, self.segment_length)
+        _check_rope_length(self)
         if self.bptt_segments is not None:
             _check_count("bptt_segments", self.bptt_segments, " or None for full backpropagation")
         for name, choices in (
@@ -122,15 +127,55 @@ def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
             f"{where}num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}: correct one of "
             "them."
         )
+    if (head_dim := fields.get("head_dim")) and head_dim % 2:
+        raise ValueError(f"{where}head_dim={head_dim}: rotary positions need an even number.")
+    padding, vocabulary = fields.get("pad_token_id"), fields.get("vocab_size")
+    if isinstance(padding, int) and isinstance(vocabulary, int) and padding >= vocabulary:
+        raise ValueError(
+            f"{where}pad_token_id={padding} does not exist in a vocabulary of {vocabulary}: choose a token of it, or "
+            "None."
+        )
     activation, rope = fields.get("hidden_act"), fields.get("rope_parameters") or fields.get("rope_scaling")
     rope_type = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
     theta = fields.get("rope_theta") if not isinstance(rope, Mapping) else rope.get("rope_theta", 1)
-    if theta is not None and not theta > 0:
+    if theta is not None and not (isinstance(theta, int | float) and theta > 0):
         raise ValueError(f"{where}rope_theta={theta!r}: pass a number above 0.")
     known = {"hidden_act": (activation, sorted(ACT2FN)), "rope_type": (rope_type, ["default", *ROPE_INIT_FUNCTIONS])}
     for name, (value, choices) in known.items():
         if value is not None and value not in choices:
             raise ValueError(f"{where}{name}={value!r} is not known: choose one of {', '.join(choices)}.")
+
+
+def _check_frequencies(config: CondenseConfig) -> None:
+    """Raises `ValueError` for rotary parameters that give no frequency for each pair of a head's dimensions."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        return
+    try:
+        with torch.device("cpu"):
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+            fit = 2 * len(frequencies) == config.head_dim and scaling > 0
+            fit = fit and bool((torch.isfinite(frequencies) & (frequencies >= 0)).all())
+        reason = "they give no frequency for each pair of a head's dimensions"
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        fit, reason = False, f"{type(error).__name__}: {error}"
+    if not fit:
+        raise ValueError(f"rope_parameters={rope!r} do not fit ({reason}): correct them in config.json.")
+
+
+def _check_rope_length(config: CondenseConfig) -> None:
+    """Raises `ValueError` where rotary frequencies would depend on the text: of other lengths, and of other rows."""
+    rope = config.rope_parameters
+    if rope["rope_type"] not in LENGTH_ROPE_TYPES:
+        return
+    name = "max_position_embeddings" if rope["rope_type"] == "dynamic" else "original_max_position_embeddings"
+    limit = config.max_position_embeddings if rope["rope_type"] == "dynamic" else rope[name]
+    if 2 * config.segment_length > limit:
+        raise ValueError(
+            f"rope_type={rope['rope_type']!r}: above {name}={limit} the rotary frequencies depend on the length of the "
+            f"text, and a segment and its memory have 2 x {config.segment_length} tokens. Choose a segment_length of "
+            f"at most {limit // 2}."
+        )
 
 
 def _check_count(name: str, value, alternative: str = "") -> None:

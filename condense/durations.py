@@ -172,7 +172,8 @@ class Timeline:
         the memory of the next segment. Raises `ValueError` for a token that sees no token of positive duration.
         """
         rows_R = torch.tensor(chunk.rows)
-        duration_RT = durations_RT.to("cpu", torch.float64)
+        real_RT = torch.arange(chunk.width) < torch.tensor(chunk.counts)[:, None]
+        duration_RT = durations_RT.to("cpu", torch.float64).where(real_RT, 0.0)
         # One sum from the segment's beginning: positions do not depend on how the text is cut into chunks.
         passed_RT = torch.cat([self.elapsed_B[rows_R, None], duration_RT], dim=1).cumsum(1)[:, 1:]
         seen_RT = passed_RT + self.memory_total_B[rows_R, None]
@@ -187,7 +188,7 @@ class Timeline:
         # Shifted by one unit at anchor "end": unit durations then count 0, 1, 2 ... as in the stock Llama.
         local_RT = passed_RT - (1.0 if self.anchor == "end" else duration_RT)
         position_RT = local_RT + self.memory_total_B[rows_R, None]
-        far = (position_RT > LONGEST_PAIR).nonzero()
+        far = ((position_RT > LONGEST_PAIR) & real_RT).nonzero()
         if len(far):
             row, token = far[0].tolist()
             raise ValueError(

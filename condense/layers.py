@@ -13,6 +13,7 @@ Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hid
 heads, E head dimension, x any size, 1 a broadcast axis.
 """
 
+import inspect
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from .attention import AttentionMask, AttentionMetadata, attend
 from .attention.metadata import rotate
@@ -49,6 +50,26 @@ class DecoderBlock(Protocol):
         is an empty layer of the cache.
         """
         ...
+
+
+class RotaryEmbedding(LlamaRotaryEmbedding):
+    """As in transformers, with frequencies that no call changes.
+
+    There, those of `LENGTH_ROPE_TYPES` follow the longest position of a call, and remain for the next. Within the limit
+    that `CondenseConfig.check` sets to the segment length they are these; durations may reach beyond it.
+    """
+
+    forward = torch.no_grad()(inspect.unwrap(LlamaRotaryEmbedding.forward))
+
+    def _apply(self, fn, recurse=True):
+        """Moves to other devices alone: in half precision a position of 1,000 would be off by a whole turn."""
+        accurate = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in accurate.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
+        return self
 
 
 def decoder_stack(config: CondenseConfig) -> nn.ModuleList:

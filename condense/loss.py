@@ -43,7 +43,7 @@ class LossAccumulator:
     ):
         self.head, self.vocab_size, self.batch, self.recompute = head, vocab_size, batch, recompute
         self.gradients = head_gradients(head) if at_once and torch.is_grad_enabled() else None
-        self.targets_BN = batch.next_labels(labels_BN.cpu(), IGNORE_INDEX)
+        self.targets_BN = batch.next_labels(labels_BN.cpu().long(), IGNORE_INDEX)
         self.targets_on_device_BN: torch.Tensor | None = None  # copied once the device is known
         self.num_targets = int((self.targets_BN != IGNORE_INDEX).sum())
 

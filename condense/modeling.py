@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
@@ -34,7 +33,7 @@ from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .files import use_default_mode
 from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import HiddenStateAccumulator, LayerOutputs
-from .layers import DecoderBlock, RMSNorm, decoder_stack
+from .layers import DecoderBlock, RMSNorm, RotaryEmbedding, decoder_stack
 from .linear import Linear
 from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
@@ -129,7 +128,7 @@ class CondenseModel(CondensePreTrainedModel):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = RotaryEmbedding(config=config)
         self.gradient_checkpointing, self.checkpoint_segments = False, 1
         self.post_init()
 
@@ -166,10 +165,10 @@ class CondenseModel(CondensePreTrainedModel):
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
-        if (documents := find_documents(given)) is not None:
+        if (documents := find_documents(given | unused)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
-        check_unused(unused, position_ids)
+        check_unused(unused, position_ids, past_key_values)
         call = self.prepare_call(given)
         previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
         accumulated = HiddenStateAccumulator(call.batch, call.batch.num_columns)
@@ -201,7 +200,10 @@ class CondenseModel(CondensePreTrainedModel):
         if control is None and self.config.control_size:
             control = zero_control(self.config.control_size, inputs, self.norm.weight)
         checkpoint_function = self._checkpoint_function(cache)
-        return Call(inputs, batch, durations, cache, checkpoint_function, self.checkpoint_segments, control)
+        call = Call(inputs, batch, durations, cache, checkpoint_function, self.checkpoint_segments, control)
+        if cache is not None:
+            cache.check_computes_alike(call.like_hidden(self.norm.weight))
+        return call
 
     def run(self, call: Call, output_function: OutputFunction, root: PreTrainedModel) -> list[ChunkOutput]:
         """Runs the call chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
@@ -209,7 +211,9 @@ class CondenseModel(CondensePreTrainedModel):
         `hidden_RTD` is the output of the final norm. `root` is the model that was called: this one, or one around it.
         """
         inputs, batch, cache = call.inputs, call.batch, call.cache
-        state = TransientState.empty(batch.batch_size, self.config) if cache is None else cache.start(batch.batch_size)
+        like = call.like_hidden(self.norm.weight)
+        new = TransientState.empty(batch.batch_size, self.config)
+        state = new if cache is None else cache.start(batch.batch_size, like)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
         segments = call.checkpoint_segments if checkpointing else None
@@ -223,7 +227,6 @@ class CondenseModel(CondensePreTrainedModel):
                 cache.store_last_hidden(normed_RTD, chunk)
             return output_function(normed_RTD, chunk)
 
-        like = call.like_hidden(self.norm.weight)
         metadata = self.metadata_builder(
             like,
             batch,
@@ -392,10 +395,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
-        if (documents := find_documents(given | more)) is not None:
+        if (documents := find_documents(given | more | unused)) is not None:
             output = self._forward_documents(documents, given, more | unused)
             return output if return_dict is not False else output.to_tuple()
-        check_unused(unused, position_ids)
+        check_unused(unused, position_ids, past_key_values)
         evaluation = labels is not None and not (self.training or torch.is_grad_enabled())
         if evaluation and num_items_in_batch is not None and self.logits_in_evaluation:
             logits_to_keep = logits_to_keep or 0

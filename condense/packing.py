@@ -5,13 +5,13 @@ Each document is a text of its own: it becomes a row of a padded batch, whose pa
 Axes: B rows of an input, N columns, J documents, U tokens of the longest of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .checks import PACKING_ARGUMENTS, real_tokens
+from .checks import PACKING_ARGUMENTS, check_tensors, real_tokens
 
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "durations", "position_ids")
 
@@ -72,8 +72,10 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     """The documents in the arguments of `forward`; None where each row has at most one, or shapes do not fit together,
     which the checks of the call refuse.
 
-    A document begins where a token's position is 0 and the row has a token before it.
+    A document begins where a token's position is 0 and that of the token before it is not -1. Raises `ValueError`
+    where `PACKING_ARGUMENTS` say something else.
     """
+    check_tensors(given)
     position_ids, attention_mask = given["position_ids"], given["attention_mask"]
     tokens = given["input_ids"] if given["inputs_embeds"] is None else given["inputs_embeds"]
     if position_ids is None or tokens is None or tokens.dim() < 2:
@@ -88,12 +90,60 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     rows, parts = [], []
     for row, positions_N in enumerate(positions_BN):
         columns_n = torch.arange(shape[1]) if real_BN is None else real_BN[row].nonzero()[:, 0]
-        starts = (positions_N[columns_n] == 0).nonzero()[:, 0]
-        found = [part for part in columns_n.tensor_split(starts[starts > 0]) if len(part)]
+        positions_n = positions_N[columns_n]
+        starts = ((positions_n[1:] == 0) & (positions_n[:-1] != -1)).nonzero()[:, 0] + 1
+        found = [part for part in columns_n.tensor_split(starts) if len(part)]
         rows += [row] * len(found)
         parts += found
+    _check_packing_arguments(given, shape, rows, parts)
     if len(set(rows)) == len(rows):
         return None
     columns_JU = pad_sequence(parts, batch_first=True)
     mask_JU = torch.arange(columns_JU.shape[1]) < torch.tensor([len(part) for part in parts])[:, None]
     return PackedDocuments(shape, torch.tensor(rows)[:, None], columns_JU, mask_JU)
+
+
+def _check_packing_arguments(
+    given: Mapping[str, Any], shape: tuple[int, int], rows: list[int], parts: list[torch.Tensor]
+) -> None:
+    """Raises `ValueError` unless packing arguments have the documents of `position_ids`: `parts`, columns of `rows`."""
+    document_BN = torch.full(shape, -1)
+    for number, (row, columns_n) in enumerate(zip(rows, parts, strict=True)):
+        document_BN[row, columns_n] = number
+    for name, label_BN in _labels(given, shape):
+        for row, (document_N, label_N) in enumerate(zip(document_BN, label_BN, strict=True)):
+            columns_n = (document_N >= 0).nonzero()[:, 0]
+            begins, says = (labels_N[columns_n].diff() != 0 for labels_N in (document_N, label_N))
+            if len(wrong := (begins != says).nonzero()):
+                column = int(columns_n[int(wrong[0]) + 1])
+                raise ValueError(
+                    f"{name} and position_ids contradict each other: in row {row} another document begins at column "
+                    f"{column} by {name if says[wrong[0]] else 'position_ids'} alone. Let position_ids begin at 0 in "
+                    f"each document, or leave {name} out."
+                )
+    longest = max(map(len, parts), default=0)
+    for name in ("max_length_q", "max_length_k"):
+        if given.get(name) is not None and int(given[name]) < longest:
+            raise ValueError(
+                f"{name}={int(given[name])}, and a document has {longest} tokens by position_ids: leave {name} out."
+            )
+
+
+def _labels(given: Mapping[str, Any], shape: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The packing arguments that divide tokens into documents, as labels [B, N] that change at each border."""
+    if (labels := given.get("seq_idx")) is not None:
+        labels = torch.as_tensor(labels).cpu()
+        if tuple(labels.shape) not in (shape, (1, shape[1])):
+            raise ValueError(f"seq_idx of shape {tuple(labels.shape)} does not fit an input of shape {shape}.")
+        yield "seq_idx", labels.expand(shape)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if given.get(name) is None:
+            continue
+        borders, num_tokens = torch.as_tensor(given[name]).cpu().long(), shape[0] * shape[1]
+        ordered = borders.dim() == 1 and len(borders) > 1 and not bool((borders.diff() < 0).any())
+        if not ordered or borders[0] != 0 or borders[-1] != num_tokens:
+            raise ValueError(
+                f"{name}={borders.tolist()} does not fit {num_tokens} tokens: pass the borders of the documents, from "
+                f"0 to {num_tokens}, or leave it out."
+            )
+        yield name, torch.searchsorted(borders, torch.arange(num_tokens), right=True).view(shape)

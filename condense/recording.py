@@ -23,6 +23,7 @@ class CacheSnapshot:
     segments: list[int]
     timeline: Timeline | None
     last_hidden_BD: torch.Tensor | None
+    computed_in: tuple[torch.dtype, torch.device] | None
     num_columns: int
 
 

@@ -142,12 +142,16 @@ class UnpaddedBatch:
             self.columns_BN = self.mask_BN.logical_not().byte().argsort(dim=1, stable=True)
 
     def gather(self, tensor_BN: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """The chunk's part [R, T, ...] of a tensor [B, N, ...]."""
+        """The chunk's part [R, T, ...] of a tensor [B, N, ...]; after a row's tokens, its last one again.
+
+        Values at padding are never read: a NaN there, which weights of 0 do not hide, can't reach a token.
+        """
         if self.mask_BN is None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1:
             return tensor_BN[:, chunk.starts[0] : chunk.starts[0] + chunk.width]
         rows_R1 = torch.tensor(chunk.rows)[:, None]
         columns_RT = torch.tensor(chunk.starts)[:, None] + torch.arange(chunk.width)
-        columns_RT = columns_RT.clamp(max=self.num_columns - 1)
+        last_R1 = torch.tensor(chunk.starts)[:, None] + torch.tensor(chunk.counts)[:, None] - 1
+        columns_RT = columns_RT.minimum(last_R1)
         if self.mask_BN is not None:
             columns_RT = self.columns_BN[rows_R1, columns_RT]
         return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]

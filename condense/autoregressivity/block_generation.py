@@ -62,6 +62,8 @@ def generate_blocks(
     settings = config, num_new, max_denoising_steps, order
     if attention_mask is None or bool(attention_mask.all()):
         return torch.cat([prompt_BN, _generate(model, prompt_BN, settings, streamer)], dim=1)
+    if len(empty := (attention_mask.sum(1) == 0).nonzero()):
+        raise ValueError(f"row {int(empty[0])} of the prompts is padding alone: leave the row out, or give it a token.")
     rows = [
         _generate(model, row_N[mask_N.bool()][None], settings, streamer)[0]
         for row_N, mask_N in zip(prompt_BN, attention_mask, strict=True)

@@ -45,14 +45,17 @@ class DepthFlow(nn.Module):
         else:  # no parameter: loading a checkpoint makes all parameters learn
             self.register_buffer("alpha", alpha)
 
-    def flow(self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> Solution:
+    def flow(self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk | None = None) -> Solution:
         """The state at tau = 1 [R, T, D], and the number of evaluations, [R, T] where it differs by token.
 
-        `control_RTC` may have one row or one token for all. Raises `NotFiniteError` where the field gives values
-        that are not finite, and `ValueError` where an adaptive solver needs too many evaluations.
+        `control_RTC` may have one row or one token for all. Padding of a `chunk` is not checked. Raises
+        `NotFiniteError` where the field gives values that are not finite, and `ValueError` where an adaptive solver
+        needs too many evaluations.
         """
         if not self.settings.is_adaptive:
-            return self.integrate(lambda tau, hidden: self.field(tau, hidden, control_RTC), start_RTD, control_RTC)
+            return self.integrate(
+                lambda tau, hidden: self.field(tau, hidden, control_RTC), start_RTD, control_RTC, chunk
+            )
         shape = start_RTD.shape[:-1]
         control_nC = None if control_RTC is None else control_RTC.expand(*shape, -1).flatten(0, -2)
         derivative = self._derivative(lambda tau, hidden: self.field(tau, hidden, control_nC), start_RTD.dtype)
@@ -60,7 +63,13 @@ class DepthFlow(nn.Module):
         end_nD, evaluations_n = solve_adaptive(self._checked(derivative), start_nD, self.settings)
         return Solution(end_nD.unflatten(0, shape).to(start_RTD.dtype), evaluations_n.unflatten(0, shape))
 
-    def integrate(self, field: BoundField, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> Solution:
+    def integrate(
+        self,
+        field: BoundField,
+        start_RTD: torch.Tensor,
+        control_RTC: torch.Tensor | None,
+        chunk: Chunk | None = None,
+    ) -> Solution:
         """The flow with fixed steps."""
         settings, start = self.settings, _accurate(start_RTD)
         derivative = self._derivative(field, start_RTD.dtype)
@@ -70,7 +79,7 @@ class DepthFlow(nn.Module):
             end = solve_fixed_adjoint(derivative, start, settings.solver, settings.steps, learned)
         else:
             end = solve_fixed(derivative, start, settings.solver, settings.steps)
-        if not torch.compiler.is_compiling() and not _is_capturing(end) and not bool(torch.isfinite(end).all()):
+        if not torch.compiler.is_compiling() and not _is_capturing(end) and not _is_finite(end, chunk):
             with torch.no_grad():  # once more, to find the step
                 solve_fixed(self._checked(derivative), start, settings.solver, settings.steps)
             raise NotFiniteError(f"the flow of the field {settings.field!r} overflows: {REMEDY}.")
@@ -170,7 +179,7 @@ class DepthBlock(DepthFlow):
             metadata.count_evaluations(solution.num_evaluations)
             return solution.end_xD, None
         bound = self.field.bind(control_RTC, key_values, metadata, num_fixed_evaluations(self.settings))
-        solution = self.integrate(bound, input_RTD, control_RTC)
+        solution = self.integrate(bound, input_RTD, control_RTC, metadata.chunk)
         metadata.count_evaluations(solution.num_evaluations)
         if not metadata.writes_memory:
             return solution.end_xD, None
@@ -180,7 +189,7 @@ class DepthBlock(DepthFlow):
     def _flow_of_tokens(self, input_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk) -> Solution:
         """The flow; of an adaptive solver without the padding of a chunk, which may need more steps than any token."""
         if chunk.rectangular or not self.settings.is_adaptive:
-            return self.flow(input_RTD, control_RTC)
+            return self.flow(input_RTD, control_RTC, chunk)
         index_n = tuple(on_device(index, input_RTD.device) for index in chunk.token_indices)
         if control_RTC is not None:
             control_RTC = control_RTC.expand(*input_RTD.shape[:2], -1)[index_n]
@@ -205,6 +214,13 @@ def build_field(config: CondenseConfig, settings: DepthSettings) -> nn.Module:
 
 def _accurate(state: torch.Tensor) -> torch.Tensor:
     return state.to(torch.promote_types(state.dtype, torch.float32))
+
+
+def _is_finite(end_xD: torch.Tensor, chunk: Chunk | None) -> bool:
+    """Whether all tokens are finite, of a chunk without its padding."""
+    if chunk is not None and not chunk.rectangular:
+        end_xD = end_xD[tuple(on_device(index, end_xD.device) for index in chunk.token_indices)]
+    return bool(torch.isfinite(end_xD).all())
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

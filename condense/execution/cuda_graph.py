@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 STATIC_IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
-UNFIT_ROPE_TYPES = ("dynamic", "longrope")  # their tables depend on the longest position of a call
 
 
 class Graphs(NamedTuple):

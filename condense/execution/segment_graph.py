@@ -28,7 +28,7 @@ from ..memory import RecurrentState, TransientState
 from ..segmentation import SegmentPositions
 from ..shared_weights import for_recomputation, sum_dtype
 from .checkpointing import CheckpointedExecutor, CheckpointFunction, offload_checkpoint
-from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES
+from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import ChunkOutput, Executor, OutputFunction
 from .segment_steps import Steps, pairs_of, rotary_tables_of, steps_of
 from .sequential import SequentialExecutor
@@ -217,12 +217,6 @@ def check_graph(
         raise ValueError(
             f"schedule='graph' has no step for attn_implementation={config._attn_implementation!r}: call "
             f"model.set_attn_implementation('sdpa'), or {REMEDY}."
-        )
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type in UNFIT_ROPE_TYPES:
-        raise ValueError(
-            f"schedule='graph' needs rotary tables that do not change, and those of rope_type={rope_type!r} depend on "
-            f"the length: {REMEDY}."
         )
     if torch.is_grad_enabled() and checkpoint_segments is None:
         raise ValueError(

@@ -29,7 +29,7 @@ from ..attention.metadata import rotary_tables
 from ..cache import FoldedCache
 from ..cache_layer import FoldedCacheLayer
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
-from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS, UNFIT_ROPE_TYPES
+from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import run_layers
 
 FIXED_DECODING = (False, True, "compiled")
@@ -136,16 +136,11 @@ def check_static_step(model: Any, asked: str, remedy: str) -> None:
     """Raises `ValueError` for a model that has no static step; the message names what `asked` for it."""
     if model.config.depth is not None:
         raise ValueError(f"{asked} has no step for a depth block: {remedy}.")
-    implementation, rope_type = model.config._attn_implementation, model.model.rotary_emb.rope_type
+    implementation = model.config._attn_implementation
     if implementation not in STATIC_IMPLEMENTATIONS:
         raise ValueError(
             f"{asked} has no step for attn_implementation={implementation!r}: call "
             f"model.set_attn_implementation('sdpa'), or {remedy}."
-        )
-    if rope_type in UNFIT_ROPE_TYPES:
-        raise ValueError(
-            f"{asked} needs rotary tables that do not change, and those of rope_type={rope_type!r} depend on the "
-            f"length: {remedy}."
         )
 
 

@@ -130,6 +130,8 @@ def test_a_refused_first_call_does_not_fix_the_batch_size():
     [
         ({"input_ids": torch.ones(1, 3)}, "input_ids are torch.float32"),
         ({"inputs_embeds": torch.ones(1, 3, 23, dtype=torch.float64)}, "inputs_embeds are 23 wide and the model 24"),
+        ({"inputs_embeds": torch.ones(1, 3, 24).long()}, "inputs_embeds are torch.int64: pass floating"),
+        ({"input_ids": [[1, 2]]}, "input_ids is a list: pass a tensor"),
         ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), 61)}, "labels reach from 61 to 61"),
         ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), -1)}, "labels reach from -1 to -1"),
         ({"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 3)}, "labels are torch.float32"),
@@ -225,3 +227,88 @@ def test_long_durations_within_the_precision_of_positions():
     model = tiny_model()
     output = model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64))
     assert output.logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("batch_select_indices", torch.tensor([0, 2]), r"rows \[0, 2\] of a cache with 2 texts"),
+        ("batch_select_indices", torch.tensor([-3]), r"rows \[-3\]"),
+        ("batch_select_indices", torch.tensor([0.5, 1.0]), r"rows \[0.5, 1.0\]"),
+        ("batch_select_indices", torch.tensor([True, False, True]), r"rows \[True, False, True\].*one boolean for"),
+        ("batch_select_indices", torch.tensor(1), "rows 1 of a cache"),
+        ("batch_select_indices", torch.tensor([], dtype=torch.long), r"rows \[\]"),
+        ("reorder_cache", torch.tensor([1, 5]), r"rows \[1, 5\]"),
+        ("batch_repeat_interleave", 0, "repeats=0"),
+        ("batch_repeat_interleave", 1.5, "repeats=1.5"),
+        ("crop", 3, r"crop\(3\): the cache can remove the last 8 tokens, .* with crop\(-k\)"),
+        ("crop", -1.5, r"crop\(-1.5\): pass a whole number"),
+        ("crop", -9, r"crop\(-9\)"),
+    ],
+)
+@torch.no_grad()
+def test_refused_changes_of_rows_and_columns_change_nothing(name, value, words):
+    model, ids = tiny_model(), random_ids(2, 12)
+    expected = model(ids, use_cache=False).logits[:, 8:]
+    cache = FoldedCache(model.config)
+    cache.activate_past_recording()
+    model(ids[:, :8], past_key_values=cache, durations=torch.ones(2, 8))
+    with pytest.raises(ValueError, match=words):
+        getattr(cache, name)(value)
+    torch.testing.assert_close(model(ids[:, 8:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_rows_are_selected_as_a_tensor_selects_them():
+    model, ids = tiny_model(), random_ids(3, 12)
+    expected = model(ids, use_cache=False).logits[:, 8:]
+    for indices in ([-1, 0], [True, False, True], torch.tensor([1], dtype=torch.int32)):
+        rows = torch.arange(3)[torch.as_tensor(indices)]
+        cache = FoldedCache(model.config)
+        model(ids[:, :8], past_key_values=cache)
+        cache.batch_select_indices(indices)
+        logits = model(ids[rows, 8:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected[rows], atol=1e-9, rtol=0)
+    empty = FoldedCache(model.config)
+    empty.batch_repeat_interleave(2)
+    torch.testing.assert_close(model(ids, past_key_values=empty).logits[:, 8:], expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("fixed_decoding", [False, True])
+@torch.no_grad()
+def test_a_cache_is_refused_after_the_model_moved(fixed_decoding):
+    """To another dtype, or another device; a snapshot brings back what it was."""
+    model, ids = tiny_model(), random_ids(2, 9)
+    model.fixed_decoding = fixed_decoding
+    cache = FoldedCache(model.config)
+    model(ids[:, :8], past_key_values=cache)
+    snapshot = cache.snapshot()
+    expected = model(ids[:, 8:], past_key_values=cache).logits
+    model.float()
+    message = r"written in torch.float64 on cpu, and the model computes in torch.float32 on cpu: move the model before"
+    with pytest.raises(ValueError, match=message):
+        model(ids[:, 8:], past_key_values=cache)
+    cache.restore(snapshot)
+    with pytest.raises(ValueError, match=message):
+        model(ids[:, 8:], past_key_values=cache)
+    cache.reset()
+    model(ids, past_key_values=cache)  # a new text
+    cache.restore(snapshot)
+    model.double()
+    moved = copy.deepcopy(model)
+    torch.testing.assert_close(moved(ids[:, 8:], past_key_values=cache).logits, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="on cpu, and the model computes in torch.float64 on meta"):
+        copy.deepcopy(model).to("meta")(ids[:, 8:].to("meta"), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_of_autocast_is_refused_without_it():
+    model, ids = tiny_model(torch.float32), random_ids(2, 9)
+    cache = FoldedCache(model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids[:, :4], past_key_values=cache)
+        model(ids[:, 4:8], past_key_values=cache)
+        cache_of_both = copy.deepcopy(cache)
+        model(ids[:, 8:], past_key_values=cache_of_both)
+    with pytest.raises(ValueError, match="written in torch.bfloat16 on cpu, and the model computes in torch.float32"):
+        model(ids[:, 8:], past_key_values=cache)

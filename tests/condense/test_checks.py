@@ -23,6 +23,7 @@ from .models import random_ids, tiny_config, tiny_model
         ({"memory_source": "output"}, "memory_source='output'.*layer_output"),
         ({"schedule": "fast"}, "schedule='fast'.*sequential"),
         ({"position_anchor": "middle"}, "position_anchor='middle'.*end"),
+        ({"window": [4096]}, r"window=\[4096\]: pass the checkpoint's fields sliding_window"),
     ],
 )
 def test_invalid_configurations_are_refused(fields, words, tmp_path):
@@ -152,3 +153,23 @@ def test_gradient_checkpointing_with_a_cache_is_refused():
     model._set_gradient_checkpointing(True)
     with pytest.raises(ValueError, match="checkpointing"):
         model(random_ids(1, 7), use_cache=True)
+
+
+def test_labels_may_be_as_narrow_as_ids():
+    model, ids = tiny_model(), random_ids(2, 9)
+    narrow = model(ids.int(), labels=ids.int())
+    assert torch.equal(narrow.loss, model(ids, labels=ids).loss)
+    narrow.loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"head_dim": 7}, "head_dim=7: .* even"),
+        ({"pad_token_id": 32000}, "pad_token_id=32000 does not exist in a vocabulary of 32000"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x': pass a number above 0"),
+    ],
+)
+def test_fields_with_which_no_layer_can_be_made_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        CondenseConfig(**fields)

@@ -66,7 +66,7 @@ def test_the_flattening_collator_gives_the_loss_of_a_stock_llama(tmp_path):
     stock = LlamaForCausalLM(folded.config).eval()
     stock.load_state_dict(folded.state_dict())
     features = [{"input_ids": random_ids(1, length)[0].tolist()} for length in (7, 16, 3)]
-    for more in ({}, {"return_flash_attn_kwargs": True}):
+    for more in ({}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}):
         batch = DataCollatorWithFlattening(return_tensors="pt", **more)(features)
         plain = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
         with torch.no_grad():
@@ -82,6 +82,55 @@ def test_one_document_with_the_arguments_of_other_kernels_is_an_ordinary_text():
     torch.testing.assert_close(model(**batch).loss, model(batch["input_ids"], labels=batch["labels"]).loss)
     with pytest.raises(TypeError, match="cu_seq_lens_q"):  # which say nothing without positions
         model(batch["input_ids"], cu_seq_lens_q=batch["cu_seq_lens_q"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 14])}, r"cu_seq_lens_q and .* column 6 by position_ids alone"),
+        ({"cu_seq_lens_k": torch.tensor([0, 6, 8, 14])}, r"cu_seq_lens_k and .* column 8 by cu_seq_lens_k alone"),
+        ({"cu_seq_lens_k": torch.tensor([0, 6])}, r"cu_seq_lens_k=\[0, 6\] does not fit 14 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 6, 14])}, r"cu_seq_lens_q=\[0, 9, 6, 14\] does not fit 14"),
+        ({"seq_idx": torch.zeros(1, 14)}, r"seq_idx and .* column 6 by position_ids alone"),
+        ({"seq_idx": torch.zeros(1, 13)}, r"seq_idx of shape \(1, 13\)"),
+        ({"max_length_q": 7}, r"max_length_q=7, and a document has 8 tokens"),
+        ({"position_ids": torch.arange(14)[None]}, r"seq_idx and .* column 6 by seq_idx alone"),
+    ],
+)
+def test_packing_arguments_that_contradict_the_positions_are_refused(changes, words):
+    """Also where positions have one document, and in the model without a head."""
+    model = tiny_model()
+    batch = DataCollatorWithFlattening(return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True)(
+        [{"input_ids": random_ids(1, length)[0].tolist()} for length in (6, 8)]
+    )
+    model(**batch)
+    with pytest.raises(ValueError, match=words):
+        model(**batch | changes)
+    batch.pop("labels")
+    with pytest.raises(ValueError, match=words):
+        model.model(**batch | changes)
+
+
+@torch.no_grad()
+def test_positions_that_pass_zero_begin_no_document():
+    """As a stock Llama, attention sees their differences alone."""
+    model, ids = tiny_model(segment_length=16), random_ids(2, 9)
+    expected = model(ids).logits
+    torch.testing.assert_close(model(ids, position_ids=torch.arange(-4, 5)[None]).logits, expected, atol=0, rtol=0)
+
+
+def test_packing_arguments_of_several_rows_count_all_columns():
+    """Padding belongs to no document, whatever the arguments say there."""
+    model, ids = tiny_model(), random_ids(2, 6)
+    given = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 1], [0, 1, 2, 3, 4, 5]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0], [1] * 6]),
+    }
+    expected = model(ids, **given).logits
+    for borders in ([0, 3, 5, 6, 12], [0, 3, 3, 6, 12]):
+        assert torch.equal(model(ids, **given, cu_seq_lens_q=torch.tensor(borders)).logits, expected)
+    with pytest.raises(ValueError, match="in row 1 another document begins at column 2 by cu_seq_lens_q"):
+        model(ids, **given, cu_seq_lens_q=torch.tensor([0, 3, 6, 8, 12]))
 
 
 @torch.no_grad()
@@ -114,6 +163,9 @@ def test_the_head_gets_no_padding_between_documents(monkeypatch):
         ({"attention_mask": torch.ones(1, 1, 6, 6)}, r"attention_mask of shape \(1, 1, 6, 6\) fits neither"),
         ({"position_ids": torch.tensor([[0, 0]])}, r"position_ids of shape \(1, 2\) do not fit"),
         ({"labels": torch.zeros(1, 5, dtype=torch.long)}, r"labels of shape \(1, 5\) do not fit"),
+        ({"labels": [[1] * 6]}, "labels is a list: pass a tensor"),
+        ({"attention_mask": {"full_attention": None}}, "attention_mask is a dict: pass a tensor"),
+        ({"durations": 1.0}, "durations is a float: pass a tensor"),
     ],
 )
 def test_mistakes_are_named(options, words):
@@ -130,3 +182,15 @@ def test_a_model_that_gets_no_new_positions_has_one_text(monkeypatch):
         assert torch.equal(model(ids, position_ids=torch.arange(9)[None]).logits, model(ids).logits)
         longer = model.generate(ids, max_new_tokens=3, attention_mask=torch.ones(2, 9))
     assert longer.shape == (2, 12)
+
+
+@torch.no_grad()
+def test_a_mask_that_numbers_documents_is_refused():
+    """Its numbers would all count as tokens of one text."""
+    model, ids = tiny_model(), random_ids(1, 4)
+    for values in ([1, 1, 2, 2], [0.0, 0.0, -1e9, 1.0], [0.5, 1.0, 1.0, 1.0]):
+        with pytest.raises(ValueError, match=r"attention_mask has the value .*position_ids that begin anew"):
+            model(ids, attention_mask=torch.tensor([values]))
+    expected = model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits
+    for dtype in (torch.bool, torch.float32, torch.int32):
+        assert torch.equal(model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]], dtype=dtype)).logits, expected)

@@ -180,6 +180,8 @@ def test_padded_prompts_equal_prompts_alone():
     for row, prompt in enumerate((long, short)):
         alone = model.generate(prompt, max_new_tokens=7, do_sample=False)
         assert torch.equal(both[row, 8:], alone[0, prompt.shape[1] :])
+    with pytest.raises(ValueError, match="row 1 of the prompts is padding alone: leave the row out"):
+        model.generate(ids, attention_mask=mask * torch.tensor([[1], [0]]), max_new_tokens=7)
 
 
 def test_a_text_ends_at_its_last_token_and_is_streamed_by_blocks():

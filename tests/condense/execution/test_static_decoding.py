@@ -193,9 +193,6 @@ def test_settings_without_a_static_step_are_refused():
     _, model = both(tiny_model(attn_implementation="flex_attention"))
     with pytest.raises(ValueError, match=r"'flex_attention'.*set_attn_implementation"):
         model(random_ids(2, 1), past_key_values=prefilled_cache(model, lengths=[3, 3]))
-    _, model = both(tiny_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
-    with pytest.raises(ValueError, match=r"'dynamic'.*fixed_decoding = False"):
-        model(random_ids(5, 1), past_key_values=prefilled_cache(model))
 
 
 @pytest.mark.parametrize("counts", ["recording"], indirect=True)

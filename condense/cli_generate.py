@@ -141,9 +141,9 @@ def _asked(
 
 def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str, Any]]) -> None:
     """Appends the answers that a file doesn't have yet, each as soon as it is complete."""
-    from tqdm import tqdm
+    from condense.progress import ProgressBar
 
-    for prompt in tqdm(asked[file.num_answered :], total=len(asked), initial=file.num_answered, unit="prompt"):
+    for prompt in ProgressBar(asked[file.num_answered :], total=len(asked), initial=file.num_answered, unit="prompt"):
         file.append(prompt, answer(prompt.text, stream=False))
     print(f"{file.path}: {len(asked):,} answers, {file.num_answered:,} of them from before", file=sys.stderr)
 
@@ -230,14 +230,14 @@ def _load_tokenizer(source: str) -> Any:
 
 def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> tuple[Any, float]:
     """The cache after a prompt, None for an empty one, and the seconds."""
-    from tqdm import tqdm
+    from condense.progress import ProgressBar
 
     from condense.prefill import prefill
 
     start, num_tokens, cache = time.perf_counter(), input_ids.shape[1], None
     if num_tokens:
         num_segments = -(-num_tokens // model.config.segment_length)
-        with tqdm(total=num_segments, unit="segment", desc="reading", disable=not with_bar) as bar:
+        with ProgressBar(total=num_segments, unit="segment", desc="reading", disable=not with_bar) as bar:
             cache = prefill(model, input_ids, progress=bar.update, restart_columns=False, **options)
     return cache, time.perf_counter() - start
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers.utils import find_adapter_config_file
 
 try:
@@ -44,6 +43,7 @@ from condense.checks import check_tokenizer
 from condense.configuration import IGNORE_INDEX
 from condense.loading import check_source
 from condense.prefill import TOKENS_PER_CALL, columns_per_call, prefill_calls
+from condense.progress import ProgressBar
 
 from .decoding import decodes_together, max_positions, neutral_decoding
 
@@ -134,7 +134,7 @@ class CondenseLM(StockLM):
         @find_executable_batch_size(starting_batch_size=self.max_batch_size)
         def fitting(batch_size: int) -> int:
             contexts, rows = [context] * batch_size, range(batch_size)
-            with tqdm(disable=True) as bar:
+            with ProgressBar(disable=True) as bar:
                 self._score(self._prefill(contexts, bar), rows, contexts, [continuation] * batch_size, bar)
             return batch_size
 
@@ -153,7 +153,7 @@ class CondenseLM(StockLM):
         answers = dict[int, tuple[float, bool]]()
         total = sum(len(context) - 1 for context in contexts) + sum(len(scored) for _, _, scored in requests)
         disabled = disable_tqdm or self.rank != 0
-        with tqdm(total=total, desc="log-likelihoods", unit="token", unit_scale=True, disable=disabled) as bar:
+        with ProgressBar(total=total, desc="log-likelihoods", unit="token", unit_scale=True, disable=disabled) as bar:
             for batch in chunks(contexts, batch_size):
                 state = self._prefill(batch, bar)
                 asked = [(row, index) for row, context in enumerate(batch) for index in by_context[context]]
@@ -183,7 +183,7 @@ class CondenseLM(StockLM):
             )
         return tuple(context[-room:])
 
-    def _prefill(self, contexts: Sequence[Tokens], bar: tqdm) -> FoldedCache:
+    def _prefill(self, contexts: Sequence[Tokens], bar: ProgressBar) -> FoldedCache:
         """The state before the last token of each context."""
         state = FoldedCache(self.model.config).start(len(contexts))
         ids_BN, is_real_BN = _padded([context[:-1] for context in contexts], 0)
@@ -198,7 +198,7 @@ class CondenseLM(StockLM):
         rows: Sequence[int],
         contexts: Sequence[Tokens],
         continuations: Sequence[Tokens],
-        bar: tqdm,
+        bar: ProgressBar,
     ) -> list[tuple[float, bool]]:
         """The answers for B continuations; `rows` are those of their contexts in the state, which stays unchanged."""
         state = copy.deepcopy(state)

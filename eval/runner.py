@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar, Generic, TypeVar
 
-from tqdm import tqdm
+from condense.progress import ProgressBar
 
 from .overview import Figure
 from .positions import exceeded, positions_exceeded
@@ -135,7 +135,7 @@ def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[I
     """The items of a task with their records: those of the store, and else measured now."""
     store, items = store or ResultsStore(None, {}), task.items()
     measured = []
-    with tqdm(items, desc=task.kind, unit=task.unit) as bar:
+    with ProgressBar(items, desc=task.kind, unit=task.unit) as bar:
         for item in bar:
             key = task.key(item)
             bar.set_postfix_str(" ".join(map(str, key.values())))
@@ -161,7 +161,9 @@ def _measure_on_ranks(
 
     def receive() -> None:
         try:
-            with tqdm(total=len(items), initial=len(items) - len(pending), desc=task.kind, unit=task.unit) as bar:
+            with ProgressBar(
+                total=len(items), initial=len(items) - len(pending), desc=task.kind, unit=task.unit
+            ) as bar:
                 for record in ranks.received(len(pending)):
                     store.add(record)
                     bar.update()

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from tqdm import tqdm
 from transformers import TrainerCallback
+
+from condense.progress import ProgressBar
 
 from .data.curriculum import CurriculumState
 from .recipe import Recipe
@@ -53,7 +54,7 @@ class Progress(TrainerCallback):
     """One bar over the steps, with the last logged loss and length."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.bar = tqdm(
+        self.bar = ProgressBar(
             total=state.max_steps,
             initial=state.global_step,
             desc="training",

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import SequentialSampler
-from tqdm import tqdm
 from transformers import Trainer, TrainerControl
+
+from condense.progress import ProgressBar
 
 from .allocator import cuda_memory
 from .answer_accuracy import num_right
@@ -211,7 +212,7 @@ class RecipeTrainer(Trainer):
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
-        for n in tqdm(range(most), desc="validation", unit="micro-batch", leave=False, disable=rank > 0):
+        for n in ProgressBar(range(most), desc="validation", unit="micro-batch", leave=False, disable=rank > 0):
             # Parameters divided among ranks need all ranks in every pass, also a rank whose micro-batches have ended.
             batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():

@@ -11,8 +11,8 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
+from condense.progress import ProgressBar
 from condense.training.autoregressivity.beam_search import beam_search, num_evaluations
 from condense.training.autoregressivity.denoiser import DenoiserModel
 from condense.training.autoregressivity.diffusion import sample, to_values
@@ -90,7 +90,7 @@ class Sampling(Task[int]):
         train_alone(self.setup.image_recipe({"kind": "denoising"}, item, output))
         model: Any = DenoiserModel.from_pretrained(output).eval()
         ways = [(sampler, evaluations) for sampler in SAMPLERS for evaluations in self.evaluations]
-        with tqdm(ways, desc="sampling", unit="way", leave=False) as bar:
+        with ProgressBar(ways, desc="sampling", unit="way", leave=False) as bar:
             samples = [self._sampled(model, *way, item) for way in bar]
         rmtree(output)
         return {"samples": samples}

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import GPT2LMHeadModel
 
 from condense.depth import set_solver
+from condense.progress import ProgressBar
 
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -149,7 +149,7 @@ def head_operations(size: Size) -> int:
 def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
     """Seconds of each call after its preparation, which is not timed, in turn; a first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in tqdm(range(repeats + 1), desc="in turn", unit="round", leave=False):
+    for repeat in ProgressBar(range(repeats + 1), desc="in turn", unit="round", leave=False):
         for name, (prepare, call) in calls.items():
             prepare()
             start = time.perf_counter()

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 from transformers import GPT2LMHeadModel
 
 from condense.depth.block import NotFiniteError
 from condense.files import atomic_folder
+from condense.progress import ProgressBar
 from condense.training.output_lock import output_lock
 
 from .data import Corpus
@@ -78,7 +78,7 @@ def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[st
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.size.learning_rate, fused=True)
     batches = _batches(setup, seed)
     model.train()
-    with tqdm(range(setup.size.steps), desc=name, unit="step", leave=False) as bar:
+    with ProgressBar(range(setup.size.steps), desc=name, unit="step", leave=False) as bar:
         for _ in bar:
             alpha = None if block is None else block.alpha.item()
             loss, norm, block_norm = _gradients(model, next(batches))

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from tqdm import tqdm
 
 from condense.files import atomic_folder
+from condense.progress import ProgressBar
 
 from .interventions import Intervention, difference_of_means, intervene
 from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon
@@ -209,7 +209,7 @@ def fit(
         parameter.requires_grad_(True)
     optimizer, losses = torch.optim.Adam(trainable, lr=rate), list[float]()
     batches = _batches(examples, random.Random(seed))
-    for _ in tqdm(range(steps), desc=description, unit="step", leave=False):
+    for _ in ProgressBar(range(steps), desc=description, unit="step", leave=False):
         batch = next(batches)
         loss = -_log_probs(model, batch).mean()
         optimizer.zero_grad()

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from condense import CondenseForCausalLM
 from condense.depth import convert_to_depth, fit_field, missed_share
 from condense.files import read_text
 from condense.loading import load_config, load_model, load_tokenizer
+from condense.progress import ProgressBar
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
 from ..intervals import band, shown
@@ -205,7 +205,7 @@ class Swap(Experiment[Start]):
         learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(learned, lr=scale.learning_rate, weight_decay=0.0)
         generator, losses = torch.Generator().manual_seed(seed), [self.loss(model)]
-        bar = tqdm(total=scale.steps[-1], desc="everything" if everything else "block", unit="step", leave=False)
+        bar = ProgressBar(total=scale.steps[-1], desc="everything" if everything else "block", unit="step", leave=False)
         with bar:
             for before, after in pairwise(scale.steps):
                 for step in range(before, after):

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
+from condense.progress import ProgressBar
 from condense.training.data.documents import Document, good_documents, read_documents
 from condense.training.data.shards import Problem, source_files
 from condense.training.data.summarization import prompt_frame, prompt_ids
@@ -82,7 +81,7 @@ def read_corpus(
     """
     num_frame, left_out = sum(map(len, prompt_frame(tokenizer))), Counter[str]()
     found = list[tuple[int, Document]]()
-    read = tqdm(read_documents([source], with_summaries=True), desc="reading documents", unit=" documents")
+    read = ProgressBar(read_documents([source], with_summaries=True), desc="reading documents", unit=" documents")
     documents = good_documents(
         _with_words(read), bad_documents, lambda problem: left_out.update([problem.kind]), "--bad-documents skip"
     )

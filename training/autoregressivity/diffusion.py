@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
+
+from condense.progress import ProgressBar
 
 from ..data.digits import MAX_VALUE, SIDE
 
@@ -99,7 +100,9 @@ def sample(
     further = {} if sampler == "ddpm" else {"use_clipped_model_output": True}
     scheduler.set_timesteps(steps)
     state = torch.randn(number, 1, SIDE, SIDE, generator=generator).to(model.device)
-    for time in tqdm(scheduler.timesteps.tolist(), desc="sampling", unit="step", leave=False, disable=not progress):
+    for time in ProgressBar(
+        scheduler.timesteps.tolist(), desc="sampling", unit="step", leave=False, disable=not progress
+    ):
         predicted = model(state, torch.full((number,), time, device=state.device))
         state = scheduler.step(predicted, time, state, generator=generator, **further).prev_sample
     return state

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
-from tqdm import tqdm
+
+from condense.progress import ProgressBar
 
 from ..recipe import DocumentData, Source
 from .chunks import Chunk, Outcome, Reading, read_chunks
@@ -238,7 +239,7 @@ class _Progress:
         self.before = self.weight = preparation.weight
         self.tokens = preparation.counts["tokens kept"]
         self.num_read, self.start = 0, time.perf_counter()
-        self.bar = tqdm(
+        self.bar = ProgressBar(
             desc="preparing documents",
             total=self.need.amount,
             initial=self.weight,
@@ -267,10 +268,11 @@ class _Progress:
             self.say_estimate = False
             left = (self.need.amount - self.weight) * seconds / (self.weight - self.before)
             if left > 0:
-                tqdm.write(
+                ProgressBar.write(
                     f"the documents of this recipe are not prepared: at {rate:,.0f} documents/s this process needs "
-                    f"about {tqdm.format_interval(left)} more, while the run waits. Several processes are faster: "
-                    "stop this run, start condense prepare with the same recipe and overrides, then this run again."
+                    f"about {ProgressBar.format_interval(left)} more, while the run waits. Several processes are "
+                    "faster: stop this run, start condense prepare with the same recipe and overrides, then this run "
+                    "again."
                 )
 
 

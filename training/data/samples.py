@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from filelock import FileLock
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from condense import CondenseForCausalLM, loading, to_stock
 from condense.generation import RefuseNonFiniteLogits
+from condense.progress import ProgressBar
 
 from ..checkpoints.contents import content
 from .store import FORMAT, Store, Tokens, part_name, room_for, write_part_file
@@ -51,7 +51,7 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
             (folder / "settings.json").write_text(json.dumps(described | {"source": source}), encoding="utf-8")
             model = stock_model(source)
             done, unit = parts - len(missing), f" x {batch} texts"
-            for number in tqdm(missing, initial=done, total=parts, desc="sampling texts", unit=unit):
+            for number in ProgressBar(missing, initial=done, total=parts, desc="sampling texts", unit=unit):
                 texts_BN = draw(model, first, (batch, total_length), data.temperature, data.seed * 2**20 + number)
                 with room_for(folder):
                     kept = [Tokens(text_N, 1) for text_N in texts_BN]

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
+from condense.progress import ProgressBar
 
 from .chunks import Chunk, Reading, read_chunks
 from .needed import Needed
@@ -170,7 +170,9 @@ class Workers:
                     for_user, message = values
                     self.errors[key] = (ValueError if for_user else RuntimeError)(message)
                     last_line = message.strip().splitlines()[-1]
-                    tqdm.write(f"{last_line}\nThis error ends the preparation, unless the documents before are enough.")
+                    ProgressBar.write(
+                        f"{last_line}\nThis error ends the preparation, unless the documents before are enough."
+                    )
                     self._stop()
                 self.done.add(key)
                 self._assign(connection)

@@ -1,5 +1,6 @@
 """Recipes from YAML files, with overrides from the command line."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from condense import CondenseConfig
 from condense.files import read_text
 
 from ..presets import find_recipe
@@ -19,7 +21,7 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     `steps=10` changes the last stage, or the curriculum, so that there are 10 steps in all.
     A DeepSpeed configuration beside the recipe is found from any folder. Raises `ValueError` naming every unknown or
-    impossible key, and the nearest key that exists.
+    impossible key, and the nearest key that exists, and for another model whose segments the recipe would change.
     """
     path = find_recipe(named)
     try:
@@ -35,11 +37,33 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         fields["deepspeed"] = str(path.parent / deepspeed)
     for override in overrides:
         _apply(fields, override)
+    _check_segment_length(fields, overrides)
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
         problems = "\n".join(explain(problem, Recipe, fields) for problem in error.errors())
         raise ValueError(f"recipe {path}:\n{problems}") from error
+
+
+def _check_segment_length(fields: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Raises `ValueError` if overrides name a folded model, and the length of its segments comes from the recipe, which
+    was written for another one."""
+    model, given = fields.get("model"), dict(override.split("=", 1) for override in overrides)
+    names_source = "model.source" in given or isinstance(_parse(given.get("model", "{}")), str)
+    if not isinstance(model, dict) or not names_source or "model.segment_length" in given:
+        return
+    try:
+        config = json.loads(read_text(Path(model["source"]) / "config.json"))
+        own = config["segment_length"] if config["model_type"] == CondenseConfig.model_type else None
+    except (KeyError, TypeError, ValueError):  # a hub id, or a damaged folder, which loading refuses
+        return
+    if own is not None and model.get("segment_length") not in (None, own):
+        length = model["segment_length"]
+        raise ValueError(
+            f"model={model['source']} is folded with segments of {own} tokens, and the recipe has "
+            f"model.segment_length={length} for another model: add model.segment_length=null to keep {own}, or "
+            f"model.segment_length={length} to change it."
+        )
 
 
 def _apply(fields: dict[str, Any], override: str) -> None:

@@ -3,7 +3,10 @@
 Another kind is a subclass of `ModelKind`, registered with `@MODELS.register`.
 """
 
+import os
+import sys
 from abc import abstractmethod
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -75,8 +78,9 @@ class ModelKind(Section):
         """
 
 
-def check_not_prepared(source: str) -> None:
-    """Raises `ValueError` for a model that an objective has put around another one: objectives start from that one."""
+def check_not_prepared(source: str) -> PreTrainedConfig:
+    """Returns the checkpoint's configuration. Raises `ValueError` for a model that an objective has put around another
+    one: objectives start from that one."""
     config = loading.load_config(AutoConfig, source)
     if isinstance(config, WrapperConfig):
         raise ValueError(
@@ -84,6 +88,13 @@ def check_not_prepared(source: str) -> None:
             "checkpoint that it was trained from, or save a base model of it "
             "(AutoModelForCausalLM.from_pretrained(FOLDER).bases[0].save_pretrained(OTHER))."
         )
+    return config
+
+
+@cache
+def _say_once(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
 
 
 def with_head_dim(config: Any) -> Any:
@@ -128,7 +139,12 @@ class CondenseModel(ModelKind):
     attention_implementations = ATTENTION_IMPLEMENTATIONS
 
     def load_config(self) -> CondenseConfig:
-        check_not_prepared(self.source)
+        own = getattr(check_not_prepared(self.source), "segment_length", None)
+        if own and self.segment_length and self.segment_length != own:
+            _say_once(
+                f"model.segment_length={self.segment_length} replaces the {own} that the folded checkpoint "
+                f"{self.source} has; model.segment_length=null keeps them"
+            )
         return loading.load_config(CondenseConfig, self.source, **self._given())
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> CondenseForCausalLM:

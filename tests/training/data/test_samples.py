@@ -159,3 +159,15 @@ def test_refusals(start, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="neither bos_token nor eos_token"):
         check_run(load_recipe(path), 1, None)
     assert not (tmp_path / "prepared").exists()
+
+
+def test_a_deleted_part_is_drawn_again(start, tokenizer, tmp_path):
+    data = SampleData(task="samples", prepared=tmp_path)
+    before = drawn(sample_store(data, str(start), tokenizer, 512, 12))
+    (folder,) = tmp_path.iterdir()
+    _, second, third = sorted(folder.glob("part-*.arrow"))
+    second.unlink()
+    assert np.array_equal(drawn(sample_store(data, str(start), tokenizer, 512, 12)), before)
+    third.write_bytes(third.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=f"{third} is damaged"):
+        sample_store(data, str(start), tokenizer, 512, 12)

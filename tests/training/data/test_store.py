@@ -332,7 +332,7 @@ def test_a_full_disk(documents, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
     try:
-        with pytest.raises(ValueError, match="can.t be written") as refused:
+        with pytest.raises(ValueError, match="can't be written") as refused:
             prepared(data_of(documents[0]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from condense.training.recipe import load_recipe
+from condense import CondenseConfig
+from condense.training.recipe import load_recipe, models
 
 RECIPE = """
 model: {source: m, segment_length: 64}
@@ -47,3 +48,30 @@ def test_the_example_for_own_documents(tmp_path):
     (tmp_path / "mine.yaml").write_text(example)
     recipe = load_recipe(tmp_path / "mine.yaml", ["steps=1500"])
     assert recipe.steps == 1500 and recipe.data.sources[0].files == "train.jsonl"
+
+
+def test_a_folded_model_whose_segments_the_recipe_would_change(tmp_path, capsys):
+    """The recipe's length was written for its own model: with another one it has to be said again."""
+    CondenseConfig(segment_length=16, num_hidden_layers=1).save_pretrained(tmp_path / "folded")
+    path, folded = tmp_path / "recipe.yaml", tmp_path / "folded"
+    path.write_text(RECIPE)
+    for override in (f"model={folded}", f"model.source={folded}"):
+        with pytest.raises(ValueError, match=r"segments of 16 tokens.* model.segment_length=64 for another model: add"):
+            load_recipe(path, [override])
+    assert load_recipe(path, [f"model={folded}", "model.segment_length=null"]).model.load_config().segment_length == 16
+    assert capsys.readouterr().err == ""
+    said = f"model.segment_length=64 replaces the 16 that the folded checkpoint {folded} has"
+    for overrides in (
+        [f"model={folded}", "model.segment_length=64"],
+        [f"model={{source: {folded}, segment_length: 64}}"],
+    ):
+        models._say_once.cache_clear()
+        model = load_recipe(path, overrides).model
+        assert model.load_config().segment_length == model.load_config().segment_length == 64
+        assert capsys.readouterr().err.count(said) == 1
+    path.write_text(RECIPE.replace("source: m", f"source: {folded}"))  # written by the user
+    models._say_once.cache_clear()
+    assert load_recipe(path).model.load_config().segment_length == 64 and said in capsys.readouterr().err
+    path.write_text(RECIPE.replace("segment_length: 64", "segment_length: 16"))
+    assert load_recipe(path, [f"model={folded}"]).model.load_config().segment_length == 16
+    assert capsys.readouterr().err == ""

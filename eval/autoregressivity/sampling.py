@@ -91,7 +91,7 @@ class Sampling(Task[int]):
         model: Any = DenoiserModel.from_pretrained(output).eval()
         ways = [(sampler, evaluations) for sampler in SAMPLERS for evaluations in self.evaluations]
         with ProgressBar(ways, desc="sampling", unit="way", leave=False) as bar:
-            samples = [self._sampled(model, *way, item) for way in bar]
+            samples = [self._sampled(model, sampler, evaluations, item) for sampler, evaluations in bar]
         rmtree(output)
         return {"samples": samples}
 

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -74,6 +75,7 @@ def test_bars_below_others_and_messages_between(clock, capsys):
 
 def test_a_terminal_shows_one_line_that_moves():
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     code = "from condense.progress import ProgressBar\nfor _ in ProgressBar(range(3), mininterval=0): pass"
     subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env=os.environ | {"TERM": "xterm"})
     os.close(theirs)

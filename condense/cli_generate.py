@@ -230,9 +230,8 @@ def _load_tokenizer(source: str) -> Any:
 
 def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> tuple[Any, float]:
     """The cache after a prompt, None for an empty one, and the seconds."""
-    from condense.progress import ProgressBar
-
     from condense.prefill import prefill
+    from condense.progress import ProgressBar
 
     start, num_tokens, cache = time.perf_counter(), input_ids.shape[1], None
     if num_tokens:

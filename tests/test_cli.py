@@ -1,7 +1,6 @@
 """The front door, as a user's shell runs it."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -160,18 +159,6 @@ def test_errors_are_one_line(llama, arguments, words, monkeypatch, capsys):
         main()
     (line,) = capsys.readouterr().err.splitlines()
     assert left.value.code == 1 and line.startswith("condense: ") and words in line
-
-
-@pytest.mark.parametrize("arguments", [["--prompt", b"caf\xe9"], ["--prompt-file", b"\xff.txt"], [b"\xfe"]])
-def test_bytes_that_are_not_utf_8(llama, arguments, monkeypatch, capsys):
-    given = [os.fsdecode(part) for part in ("generate", "--model", llama, *arguments)]
-    monkeypatch.setattr(sys, "argv", ["condense", *given])
-    with pytest.raises(SystemExit) as left:
-        main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert left.value.code == 1 and line.startswith(
-        f"condense: the argument {os.fsencode(arguments[-1])!r} is not UTF-8"
-    )
 
 
 def test_an_error_of_a_process():

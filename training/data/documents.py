@@ -5,7 +5,8 @@ Several sources take turns until each has ended.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 from ..recipe import BadDocuments, Source
 from .shards import Problem, Record, open_shards, wrong_encoding
@@ -21,6 +22,7 @@ class Document:
 
 
 T = TypeVar("T")
+MISSING = object()
 
 
 def good_documents(
@@ -58,22 +60,54 @@ def take_turns(readers: Sequence[Iterator[T]], num_read: Sequence[int] | None = 
             yield record
 
 
-def read_documents(sources: Sequence[Source], with_summaries: bool) -> Iterator[Document | Problem]:
-    """The documents of sources that take turns, and the problems. Raises `ValueError` as `open_shards` does."""
-    for document in take_turns([_documents(source, with_summaries) for source in sources]):
+def read_documents(sources: Sequence[Source], with_summaries: bool, option: str = "") -> Iterator[Document | Problem]:
+    """The documents of sources that take turns, and the problems. Raises `ValueError` as `open_shards` does.
+
+    `option` names the field of the text, in the problem of one that is missing.
+    """
+    for document in take_turns([_documents(source, with_summaries, option) for source in sources]):
         if not isinstance(document, str):
             yield document
 
 
-def _documents(source: Source, with_summaries: bool) -> Iterator[Document | Problem | str]:
+def _documents(source: Source, with_summaries: bool, option: str) -> Iterator[Document | Problem | str]:
     for shard in open_shards(source):
         for records, _ in shard.chunks():
             for record in records:
-                yield make_document(record, source, with_summaries)
+                yield make_document(record, source, with_summaries, option)
 
 
-def make_document(record: Record, source: Source, with_summaries: bool) -> Document | Problem | str:
-    """A record's document, its problem, or the reason why it is dropped.
+def find_field(fields: Any, name: str, default: Any = None) -> Any:
+    """Returns the value of a field; `content.text` is that of `text` in `content`, unless a field has this very name.
+
+    Numbers count the items of a list from 0.
+    """
+    if isinstance(fields, list):
+        fields = {str(number): item for number, item in enumerate(fields)}
+    if not isinstance(fields, dict):
+        return default
+    if name in fields:
+        return fields[name]
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        prefix = ".".join(parts[:count])
+        found = find_field(fields[prefix], name[len(prefix) + 1 :], MISSING) if prefix in fields else MISSING
+        if found is not MISSING:
+            return found
+    return default
+
+
+def _field_names(fields: dict[str, Any]) -> str:
+    """The names of all fields, those of nested objects too."""
+    names = [
+        [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
+        for name, value in fields.items()
+    ]
+    return ", ".join(map(repr, chain.from_iterable(names)))
+
+
+def make_document(record: Record, source: Source, with_summaries: bool, option: str = "") -> Document | Problem | str:
+    """A record's document, its problem, or the reason why it is dropped; `option` names the field of the text.
 
     Raises `ValueError` where the source asks for lowest values in a field that the record does not have.
     """
@@ -81,23 +115,26 @@ def make_document(record: Record, source: Source, with_summaries: bool) -> Docum
     if isinstance(fields, Problem):
         return fields
     for name, lowest in source.at_least.items():
-        if name not in fields:
+        value = find_field(fields, name, MISSING)
+        if value is MISSING:
             # Not a problem to be skipped: a whole data set would be streamed, and nothing kept.
             raise ValueError(
-                f"{where}: at_least names {name!r}, and there are {', '.join(map(repr, fields))}: name a numeric field "
+                f"{where}: at_least names {name!r}, and there are {_field_names(fields)}: name a numeric field "
                 "of the source, or leave at_least out."
             )
-        if isinstance(fields[name], bool) or not isinstance(fields[name], int | float):
-            return Problem(where, "wrong type", f"{name!r} is {type(fields[name]).__name__}, not a number")
-        if fields[name] < lowest:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return Problem(where, "wrong type", f"{name!r} is {type(value).__name__}, not a number")
+        if value < lowest:
             return f"{name} under {lowest:g}"
     text_field = "text" if where.endswith(".txt") else source.text
     values = []
     for key, name in (("text", text_field), ("summary", source.summary))[: 1 + with_summaries]:
-        if fields.get(name) is None:
-            remedy = f"name the right one with {key}=FIELD of the source, or --{key}-field in an evaluation"
-            return Problem(where, "missing field", f"{name!r}; there are {', '.join(map(repr, fields))}: {remedy}")
-        value = fields[name]
+        value = find_field(fields, name)
+        if value is None:
+            remedy = (
+                f"name the right one with {option or f'{key}=FIELD of the source, or --{key}-field in an evaluation'}"
+            )
+            return Problem(where, "missing field", f"{name!r}; there are {_field_names(fields)}: {remedy}")
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = " ".join(value) if key == "text" else next(iter(value), "")
         if not isinstance(value, str):

@@ -18,7 +18,9 @@ class Source(Section):
     name: str | None = Field(None, description="configuration of the hub's data set")
     split: str | None = Field(None, description="of the hub's data set; train where not given")
     revision: str | None = Field(None, description="branch, tag or commit of the hub's data set")
-    text: str = Field("text", description="field that holds the document; a list is joined by spaces")
+    text: str = Field(
+        "text", description="field that holds the document, content.text for a nested one; a list is joined by spaces"
+    )
     summary: str = Field("summary", description="field that holds its summary; of a list, the first")
     at_least: dict[str, float] = Field(
         {}, description="numeric fields and their lowest values: documents below are dropped before they are tokenised"

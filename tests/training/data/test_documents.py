@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from condense.files import read_text
 from condense.training.data import shards
 from condense.training.data.documents import Document, good_documents, make_document, read_documents
 from condense.training.data.shards import Problem, open_shards
@@ -49,6 +50,40 @@ def test_formats(tmp_path):
     assert read(Source(files=str(titles), text="source", summary="target"), summaries=True) == [
         Document(f"{titles}:1", "One. Two.", "short")
     ]
+
+
+def test_text_files_of_other_systems(tmp_path):
+    """A byte order mark is no text, and a line ends with a line feed; what JSON strings hold is kept."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
+    assert read(Source(files=str(tmp_path / "a.txt"))) == [Document(str(tmp_path / "a.txt"), "one\ntwo\nthree\n")]
+    assert read_text(tmp_path / "a.txt") == "one\ntwo\nthree\n"
+    lines = tmp_path / "b.jsonl"
+    lines.write_bytes(b'\xef\xbb\xbf{"text": "one\\r\\n\xef\xbb\xbftwo"}\r\n{"text": "three"}\r\n')
+    assert read(Source(files=str(lines))) == [
+        Document(f"{lines}:1", "one\r\n\ufefftwo"),
+        Document(f"{lines}:2", "three"),
+    ]
+
+
+def test_nested_fields(tmp_path):
+    records = [
+        {"content": {"text": "one", "title": "t"}, "messages": [{"text": "two"}], "meta": {"score": 0.7}},
+        {"content.text": "its own name", "content": {"text": "nested"}, "meta": {"score": 0.1}},
+        {"content": {"title": "t"}, "meta": {"score": None}},
+    ]
+    path = write_json_lines(tmp_path / "a.jsonl", records)
+    one, own, problem = read(Source(files=str(path), text="content.text"))
+    assert (one.text, own.text) == ("one", "its own name")
+    assert problem.kind == "missing field" and "there are 'content.title', 'meta.score'" in problem.detail
+    first, *_ = read(Source(files=str(path), text="messages.0.text", summary="content.title"), summaries=True)
+    assert (first.text, first.summary) == ("two", "t")
+    one, problem = read(Source(files=str(path), text="content.text", at_least={"meta.score": 0.5}))
+    assert one.text == "one" and problem.kind == "wrong type" and "NoneType" in problem.detail
+    with pytest.raises(ValueError, match=r"at_least names 'meta.none', and there are 'content.text'"):
+        read(Source(files=str(path), text="content.text", at_least={"meta.none": 0.5}))
+    rows = tmp_path / "b.parquet"
+    pa.parquet.write_table(pa.table({"content": [{"text": "row"}]}), rows)
+    assert read(Source(files=str(rows), text="content.text")) == [Document(f"{rows}:row 0", "row")]
 
 
 def test_what_is_broken_is_named_by_file_and_line(tmp_path):

@@ -28,6 +28,7 @@ class Call:
     checkpoint_segments: int
     control: torch.Tensor | None = None
     evaluations: EvaluationCounts = field(init=False)
+    _like: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.evaluations = EvaluationCounts(self.batch, self.inputs.device)
@@ -46,9 +47,12 @@ class Call:
 
         A weight that accelerate keeps in host memory or on disk between its uses is on the device "meta".
         """
-        if self.inputs.is_floating_point():
-            return self.inputs
-        return self.inputs.new_empty(0, dtype=weight.dtype) if weight.is_meta else weight
+        if self._like is None:
+            if self.inputs.is_floating_point():
+                self._like = self.inputs
+            else:
+                self._like = self.inputs.new_empty(0, dtype=weight.dtype) if weight.is_meta else weight
+        return self._like
 
     def end(self) -> None:
         """The output is computed: the state in the cache is complete."""

@@ -105,7 +105,8 @@ class CondensePreTrainedModel(PreTrainedModel):
                 "checkpoint_segments=k in the options computes k segments again at once."
             )
         if isinstance(gradient_checkpointing_func, partial):
-            function, keywords = gradient_checkpointing_func.func, non_reentrant(gradient_checkpointing_func.keywords)
+            function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
+            keywords = non_reentrant(function, keywords)
             segments, offload = keywords.pop("checkpoint_segments", 1), keywords.pop("offload_memories", False)
             if not isinstance(segments, int) or segments < 1:
                 raise ValueError(f"checkpoint_segments={segments!r}: pass the segments of a group, 1 or more.")

@@ -108,7 +108,7 @@ def _run_again(function, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensor
     return function(hidden_RTD, [Memory(*next(pairs)) if there else None for there in is_there])
 
 
-def non_reentrant(options: Mapping[str, Any]) -> dict[str, Any]:
+def non_reentrant(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of `torch.utils.checkpoint.checkpoint`, without its reentrant form; says once that it was asked for.
 
     The results are the same. The reentrant form reports a gradient for each use of a weight, here for each segment,
@@ -116,7 +116,9 @@ def non_reentrant(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if options.get("use_reentrant"):
         _say_non_reentrant()
-    return {**options, "use_reentrant": False}
+    if "use_reentrant" in options or function is torch.utils.checkpoint.checkpoint:
+        return {**options, "use_reentrant": False}
+    return dict(options)  # a function of the caller's, which has a form of its own
 
 
 @functools.cache

@@ -42,6 +42,8 @@ def with_former_models(options: Any, records: Path) -> Any:
     from ..models import split_name
 
     settings, given = stored_settings(records), {split_name(named)[0]: named for named in options.models}
+    if len(given) < len(options.models):
+        return options  # two of one name, which is refused when they are loaded
     sources = {model["name"]: model["source"] for model in settings.get("models", ())}
     for name, source in sources.items():
         if name not in given and Path(source).is_absolute() and not Path(source).is_dir():

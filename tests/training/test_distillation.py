@@ -219,7 +219,10 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
             ["model.source=SHORT"],
             "the stock model of the same weights, reads texts of up to .* max_position_embeddings=16",
         ),
-        (["model.source=HYBRID"], "a model with a depth block has no stock model of the same weights"),
+        (
+            ["model={source: HYBRID, segment_length: null}"],
+            "a model with a depth block has no stock model of the same weights",
+        ),
     ],
 )
 def test_refusals_come_before_the_weights(folder, options, words, tmp_path, monkeypatch):

@@ -35,12 +35,12 @@ def said(name):
     tokenizer = rival_tokenizer()
     model, answers = rival(name, tokenizer), []
     for prompt in PROMPTS:
-        ids_N = tokenizer(prompt, return_tensors="pt").input_ids[0]
+        ids_N = torch.tensor(before := [tokenizer.bos_token_id, *tokenizer(prompt).input_ids])
         for _ in range(NEW):
             ids_N = torch.cat([ids_N, model(ids_N[None], use_cache=False).logits[0, -1].argmax()[None]])
             if ids_N[-1] == tokenizer.eos_token_id:
                 break
-        answers.append(tokenizer.decode(ids_N[len(tokenizer(prompt).input_ids) :], skip_special_tokens=True))
+        answers.append(tokenizer.decode(ids_N[len(before) :], skip_special_tokens=True))
     return answers
 
 

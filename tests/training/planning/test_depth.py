@@ -98,7 +98,8 @@ def test_what_a_plan_says_of_waves_and_of_adaptive_solvers(tmp_path):
     (reason,) = reasons_without_waves(folded_config("euler"), trained, PLAIN, 1).values()
     assert "a depth block" in reason
     folded_config("euler").save_pretrained(tmp_path)
-    command = ["train", "passkey_pretrain_1b", f"model={tmp_path}", "--dry-run", "--report", str(tmp_path / "plan")]
+    command = ["train", "passkey_pretrain_1b", f"model={tmp_path}", "model.segment_length=512", "--dry-run"]
+    command += ["--report", str(tmp_path / "plan")]
     done = CliRunner().invoke(app, command)
     plan = json.loads((tmp_path / "plan").read_text())["plan"]
     parameters = sum(shape.numel() for shape in parameter_shapes(folded_config("euler")))

@@ -37,14 +37,17 @@ class ChunkedLossLlama(LlamaForCausalLM):
         if labels is None:
             return super().forward(input_ids=input_ids, **arguments)
         hidden_BND = self.model(input_ids=input_ids, **arguments).last_hidden_state
-        hidden_nD, target_n = hidden_BND[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return CausalLMOutput(loss=self.loss_in_blocks(hidden_BND[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+    def loss_in_blocks(self, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy of hidden states."""
         gradients = head_gradients(self.lm_head) if torch.is_grad_enabled() else None
         if gradients is None:
             total = cross_entropy_sum(self.lm_head, hidden_nD, target_n, self.config.vocab_size, recompute=True)
         else:
             chunk_loss = cross_entropy_at_once(gradients, hidden_nD, target_n, self.config.vocab_size)
             total = gradients.total([chunk_loss])
-        return CausalLMOutput(loss=total / len(target_n))
+        return total / len(target_n)
 
 
 def table_1() -> dict[str, Any]:

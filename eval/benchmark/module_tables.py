@@ -6,27 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from ..results import Table, picture
-from .tables import group_by, label
+from .tables import group_by, label, model_table
 
 SHARED = ("batch", "attention", "checkpointing", "optimizer")  # by all points of a table
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
-ROLES = {  # the modules of a line, by their names
+LAYER = r"\w+\.(layers|layer|h|blocks)\.\d+"
+ROLES = {  # the modules of a line, by the names that models of transformers give them
     "whole model": r"",
-    "embedding": r"model\.embed_tokens",
-    "layers": r"model\.layers\.\d+",
-    "attention": r"model\.layers\.\d+\.self_attn",
-    "MLP": r"model\.layers\.\d+\.mlp",
-    "norms": r"model\.(layers\.\d+\.\w*)?norm",
-    "head": r"lm_head",
+    "embedding": r"\w+\.(embed_tokens|embed_in|embeddings|wte)",
+    "layers": LAYER,
+    "attention": rf"{LAYER}\.(self_attn|attention|attn)",
+    "mixer": rf"{LAYER}\.mixer",
+    "MLP": rf"{LAYER}\.(mlp|feed_forward)",
+    "norms": rf"\w+\.(norm|final_layer_norm|ln_f|norm_f)|{LAYER}\.(\w*norm|ln_\d)",
+    "head": r"lm_head|embed_out",
 }
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """For each group the bytes by kind of tensor, and by module."""
-    made = []
+    """The models, and for each group the bytes by kind of tensor, and by module."""
+    made = model_table(results)
     for shared, points in group_by(results["points"], *SHARED):
         title = _title(shared)
-        columns = ["tokens", "model", *(f"{kind} [MiB]" for kind in KINDS), "peak [MiB]", "after the step [MiB]"]
+        columns = ["tokens", "model", *(f"{kind} [MiB]" for kind in KINDS)]
+        columns += ["all at the peak [MiB]", "after the step [MiB]"]
         rows = []
         for point in points:
             row = [f"{point['length']:,}", label(point)]
@@ -36,7 +39,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
             sizes = [*(point["peak"][kind] for kind in (*KINDS, "total")), point["after"]["total"]]
             rows.append([*row, *map(_mib, sizes)])
         made.append(Table(f"{title}: tensors at the peak", columns, rows))
-        columns = ["tokens", "model", "module", "number", "parameters [MiB]", "kept by the forward pass [MiB]"]
+        columns = ["tokens", "model", "module", "number", "weights [MiB]", "kept by the forward pass [MiB]"]
         columns += ["peak in its forward pass [MiB]", "peak in its backward pass [MiB]"]
         rows = [
             [f"{point['length']:,}", label(point), *line]
@@ -53,7 +56,9 @@ def _lines(modules: Sequence[dict[str, Any]]) -> list[list[Any]]:
     lines = []
     for role, pattern in ROLES.items():
         mine = [module for module in modules if re.fullmatch(pattern, module["module"])]
-        sums = [sum(module[name] for module in mine) for name in ("parameters", "kept")]
+        if not mine:
+            continue
+        sums = [sum(module[name] for module in mine) for name in ("weight", "kept")]
         peaks = [max((module[name] or 0 for module in mine), default=0) for name in ("forward_peak", "backward_peak")]
         lines.append([role, len(mine), *map(_mib, (*sums, *peaks))])
     return lines

@@ -4,24 +4,31 @@ It counts what tensors hold, on any device: neither the allocator's reserve nor 
 Folded models run segment by segment here: in a wave, layers run as one stack, and no module of a layer is called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker, _ModMemStats, _ModState
+
+from condense.loss import LossAccumulator
 
 from ..runner import Results
 from . import module_tables
 from .cases import BenchmarkCase, device_and_dtype
 from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, run_grid
 from .memory import is_out_of_memory, memory_of
-from .models import set_checkpointing
+from .models import ChunkedLossLlama, parameter_bytes, set_checkpointing
 from .options import ProfileOptions
 from .profile import check
 from .sources import build, read_models
 from .workloads import adamw, random_ids, training_step
 
+HEAD = "lm_head"
 KINDS = {  # of tensors, by the names of MemTracker
     "PARAM": "parameters",
     "GRAD": "gradients",
@@ -37,12 +44,14 @@ class Modules(GridTask):
     kind = "modules"
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
-        """For each case a line with the bytes of each kind at the peak, and a line for each module."""
+        """For each case a line for each module. The line of the whole model also has the bytes by kind at the peak."""
         found = []
         for point in results["points"]:
             key = {name: value for name, value in point.items() if not isinstance(value, dict | list)}
-            found.append(key | {"module": "", **{f"peak_{kind}": size for kind, size in point.get("peak", {}).items()}})
-            found += [key | module for module in point.get("modules", ())]
+            kinds = {f"{kind}_at_peak_bytes": size for kind, size in point.get("peak", {}).items()}
+            for module in point.get("modules") or [{"module": ""}]:
+                sizes = {f"module_{name}_bytes": size for name, size in module.items() if name != "module"}
+                found.append(key | {"module": module["module"]} | sizes | (kinds if module["module"] == "" else {}))
         return found
 
     @classmethod
@@ -73,8 +82,9 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     """Bytes of the second step, in this process; a case that does not fit into memory has `out_of_memory`.
 
     `peak` and `after` hold the bytes by kind at the step's worst moment and at its end. `modules` holds for each module
-    its `parameters`; `kept`, what its forward calls leave in memory, its outputs included; and `forward_peak` and
-    `backward_peak`, the most that is in memory in all while the module runs.
+    its `weight`; `kept`, what its forward calls leave in memory, its outputs included; and `forward_peak` and
+    `backward_peak`, the most that is in memory in all while the module runs. A head whose loss is computed in blocks is
+    counted together with that loss, whose gradients may be computed in the forward pass.
     """
     device, dtype = device_and_dtype(environment.dtype)
     memory_of(device)  # on a CPU it limits the memory of this process
@@ -86,6 +96,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     set_checkpointing(model, case.checkpointing)
     try:
         model = model.to(device, getattr(torch, dtype))
+        figures["weight_bytes"] = parameter_bytes(model)
         return figures | track(model, random_ids(model, case.batch, case.length), case.optimizer)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -100,7 +111,8 @@ def track(model: Any, ids_BN: torch.Tensor, with_optimizer: bool) -> dict[str, A
     model.zero_grad(set_to_none=True)
     tracker = MemTracker()
     tracker.track_external(model, ids_BN, *([optimizer] if optimizer else []))
-    with tracker:
+    head = HeadWithLoss(model.get_output_embeddings())  # held here: the tracker forgets modules that are gone
+    with tracker, head.counted():
         step()
     device = ids_BN.device
     return {
@@ -108,6 +120,30 @@ def track(model: Any, ids_BN: torch.Tensor, with_optimizer: bool) -> dict[str, A
         "after": _by_kind(tracker.get_tracker_snapshot()[device]),
         "modules": [_figures(stats, device) for stats in tracker.memory_tracking.values()],  # as they are called
     }
+
+
+class HeadWithLoss(nn.Module):
+    """The tracker sees modules only: the loss in blocks uses the weights of the head and does not call it."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head = head
+
+    def forward(self, loss: Callable, *arguments: Any) -> Any:
+        return loss(*arguments)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Within it, losses that are computed in blocks are calls of this module."""
+        with ExitStack() as patches:
+            for owner, name in ((LossAccumulator, "chunk_loss"), (ChunkedLossLlama, "loss_in_blocks")):
+                call = partialmethod(_called, self, getattr(owner, name))
+                patches.enter_context(mock.patch.object(owner, name, call))
+            yield
+
+
+def _called(owner: Any, module: nn.Module, loss: Callable, *arguments: Any) -> Any:
+    return module(loss, owner, *arguments)
 
 
 def _by_kind(snapshot: dict[Any, int]) -> dict[str, int]:
@@ -122,8 +158,8 @@ def _figures(stats: _ModMemStats, device: torch.device) -> dict[str, Any]:
 
     before, after = totals(_ModState.PRE_FW), totals(_ModState.POST_FW)
     return {
-        "module": stats.mod_fqn.partition(".")[2],
-        "parameters": stats.parameter_mem,
+        "module": HEAD if stats.mod_fqn == HeadWithLoss.__name__ else stats.mod_fqn.partition(".")[2],
+        "weight": stats.parameter_mem,
         "kept": sum(after) - sum(before),
         "forward_peak": max(totals(_ModState.PEAK_FW)),
         "backward_peak": max(totals(_ModState.PEAK_BW), default=None),

@@ -1,5 +1,6 @@
 """The memory of a training step by kind and module, against sizes worked out by hand."""
 
+import csv
 import json
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="sizes are those of float32 on a CPU"),
 ]
 TOKENS, PARAMETERS, FLOAT32 = 256, 102_208, 4
+KINDS = ("folded", "stock")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def test_modules(points):
     for layer in (0, 1):
         mlp = by_name[f"model.layers.{layer}.mlp"]
         assert mlp["kept"] == TOKENS * FLOAT32 * (4 * 160 + 64)
-        assert mlp["parameters"] == FLOAT32 * 3 * 64 * 160
+        assert mlp["weight"] == FLOAT32 * 3 * 64 * 160
         assert mlp["kept"] < by_name[f"model.layers.{layer}"]["kept"] < by_name[""]["kept"]
     assert by_name[""]["backward_peak"] == points["stock", False]["peak"]["total"]
     assert by_name["model.embed_tokens"]["kept"] == TOKENS * FLOAT32 * 64
@@ -59,9 +61,30 @@ def test_modules(points):
     assert folded["model.layers.0.mlp"]["kept"] == by_name["model.layers.0.mlp"]["kept"]  # over all segments
 
 
+def test_the_head_with_its_loss(points, llama):
+    """In blocks it keeps a gradient for each hidden state and that of its weights; in stock models, the logits."""
+    vocabulary = json.loads((llama / "config.json").read_text())["vocab_size"]
+    heads = {kind: [m for m in points[kind, False]["modules"] if m["module"] == "lm_head"] for kind in KINDS}
+    for (head,) in heads.values():
+        assert head["weight"] == FLOAT32 * vocabulary * 64
+    assert heads["stock"][0]["kept"] == FLOAT32 * TOKENS * vocabulary
+    gradients = FLOAT32 * (TOKENS * 64 + vocabulary * 64)
+    assert gradients <= heads["folded"][0]["kept"] < gradients + 8192  # and the numbers of tokens
+
+
 def test_files(output):
-    lines = (output / "modules.csv").read_text().splitlines()
-    assert "peak_activations" in lines[0] and any("model.layers.1.self_attn" in line for line in lines)
+    """A column has one meaning and names its unit: parameters are counted, weights have bytes."""
+    lines = list(csv.DictReader((output / "modules.csv").open()))
+    assert {line["parameters"] for line in lines} == {str(PARAMETERS)}
+    with_frequencies = FLOAT32 * (PARAMETERS + 2 * 8)
+    assert {line["weight_bytes"] for line in lines} == {str(with_frequencies)}
+    whole = [line for line in lines if line["module"] == ""]
+    assert len(whole) == 4 and all(line["activations_at_peak_bytes"] for line in whole)
+    assert {line["module_weight_bytes"] for line in whole} == {str(FLOAT32 * PARAMETERS)}
+    (attention,) = {line["module_weight_bytes"] for line in lines if line["module"].endswith("layers.1.self_attn")}
+    assert int(attention) == FLOAT32 * 4 * 64 * 64
+    sizes = [name for name in lines[0] if name.endswith("_bytes")]
+    assert len(sizes) == 1 + 4 + 8 and not any(name.startswith("peak_") or name == "kept" for name in lines[0])
     page = write_report(output).read_text()
     assert "by module, peaks of all memory while it runs" in page and page.count("data:image/png") == 1
 

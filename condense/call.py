@@ -3,8 +3,6 @@
 Axes: B rows of a batch, N columns of an input (padding included), D hidden size, C components of the control.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 
 from .cache import FoldedCache
@@ -13,25 +11,28 @@ from .execution.checkpointing import CheckpointFunction
 from .segmentation import UnpaddedBatch
 
 
-@dataclass
 class Call:
     """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after it.
     `checkpoint_function` is that of gradient checkpointing, None where it is off, by groups of `checkpoint_segments`.
     `control` is [B, C] or [B, N, C].
+
+    Not a dataclass: FSDP rebuilds those among a module's arguments to watch the gradients of their tensors.
     """
 
-    inputs: torch.Tensor
-    batch: UnpaddedBatch
-    durations: torch.Tensor | None
-    cache: FoldedCache | None
-    checkpoint_function: CheckpointFunction | None
-    checkpoint_segments: int
-    control: torch.Tensor | None = None
-    evaluations: EvaluationCounts = field(init=False)
-    _like: torch.Tensor | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self.evaluations = EvaluationCounts(self.batch, self.inputs.device)
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        batch: UnpaddedBatch,
+        durations: torch.Tensor | None,
+        cache: FoldedCache | None,
+        checkpoint_function: CheckpointFunction | None,
+        checkpoint_segments: int,
+        control: torch.Tensor | None = None,
+    ):
+        self.inputs, self.batch, self.durations, self.cache, self.control = inputs, batch, durations, cache, control
+        self.checkpoint_function, self.checkpoint_segments = checkpoint_function, checkpoint_segments
+        self.evaluations = EvaluationCounts(batch, inputs.device)
+        self._like: torch.Tensor | None = None
 
     def previous_last_hidden(self, weight: torch.Tensor, hidden_size: int) -> torch.Tensor:
         """The final hidden state [B, D] of each row's last token before this call; zeros where there is none.

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .fields import MISSING, field_names, find_field
 from .files import decode_text
 
-MISSING = object()
 START = b'{"line": '  # of every record
 
 
@@ -16,16 +16,6 @@ class Prompt(NamedTuple):
 
     line: int
     text: str
-
-
-def field_of(record: dict[str, Any], name: str) -> Any:
-    """The value of a field, where `a.b` is field `b` of the object in `a`; `MISSING` if there is none."""
-    value: Any = record
-    if name in record:
-        return record[name]
-    for part in name.split("."):
-        value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
-    return value
 
 
 def read_prompts(path: Path, field: str) -> list[Prompt]:
@@ -51,10 +41,11 @@ def _text(line: bytes, field: str, where: str) -> str:
         raise ValueError(f"{where}: broken JSON ({error}). Write one JSON object on each line.") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: {type(record).__name__}, not a JSON object. Write one on each line.")
-    text = field_of(record, field)
+    text = find_field(record, field)
     if text is MISSING:
-        names = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"{where}: there is no field {field!r}, only {names}: name the right one by --prompt-field.")
+        raise ValueError(
+            f"{where}: there is no field {field!r}, only {field_names(record)}: name the right one by --prompt-field."
+        )
     if not isinstance(text, str) or not text:
         raise ValueError(f"{where}: field {field!r} is {text!r}: write a text that is not empty.")
     try:

@@ -58,7 +58,7 @@ ABOUT = {
     "whole tokens; then words and numbers shrink. Peaks are those of the probe of counting, at most the mean number of "
     "repetitions over the counterfactual; P1, P2 and P3 those of the probe of sums, by the rule of the paper's text, "
     "among the sums whose first digit is right. Intervals are t intervals over seeds.",
-    "profile": "Models of one shape with random weights. Every point was measured in a process of its own.",
+    "profile": "Each point was measured in a process of its own, with the weights that the first table names.",
     "modules": "Memory of one training step, as torch's MemTracker counts tensors. Folded models run segment by "
     "segment.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "

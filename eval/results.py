@@ -167,6 +167,20 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         plt.close(figure)
 
 
+def set_log_scale(axes: Any, name: str) -> None:
+    """Makes axis "x" or "y" logarithmic, with plain numbers at its ticks instead of powers of ten."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x, pos=None):
+            return f"{x:,.10g}" if super().__call__(x, pos) else ""
+
+    getattr(axes, f"set_{name}scale")("log")
+    axis = getattr(axes, f"{name}axis")
+    axis.set_major_formatter(Plain())
+    axis.set_minor_formatter(Plain(minor_thresholds=(2, 0.4)))
+
+
 def _texts(artist: Any) -> Iterator[Any]:
     """The texts of a figure but those at its axes: matplotlib writes the powers at the ticks as formulas."""
     from matplotlib.axis import Axis

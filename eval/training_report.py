@@ -12,7 +12,7 @@ from typing import Any
 
 from condense.files import read_text
 
-from .results import Table, picture, write_results
+from .results import Table, picture, set_log_scale, write_results
 
 GIB = 2**30
 SEGMENT = "loss_segment_"
@@ -119,7 +119,7 @@ def _draw_losses(runs: Sequence[Run], path: Path) -> Path:
                 right.step(steps, [line["segments"] for line in run["lines"]], label=run["name"], where="post")
             else:
                 _plot(right, run["lines"], "learning_rate", run["name"])
-        _use_plain_log(left)
+        set_log_scale(left, "y")
         grows = any("segments" in run["lines"][0] for run in runs)
         _finish(left, "training loss")
         _finish(right, "length of the text [segments]" if grows else "learning rate")
@@ -182,14 +182,6 @@ def _plot(axes: Any, lines: Sequence[Line], name: str, label: str, scale: Callab
     points = [(line["step"], scale(line[name])) for line in lines if isinstance(line.get(name), int | float)]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **{"linewidth": 1} | style)
-
-
-def _use_plain_log(axes: Any) -> None:
-    from matplotlib.ticker import LogFormatter
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))
 
 
 def _finish(axes: Any, title: str) -> None:

@@ -13,7 +13,7 @@ import condense.cli
 import condense.cli_generate
 from condense import CondenseForCausalLM
 from condense.cli import main
-from condense.prompts import Prompt, field_of, read_prompts
+from condense.prompts import Prompt, read_prompts
 from condense.training.small_llama import save_small_llama
 
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4}
@@ -155,7 +155,6 @@ def test_lines_and_fields(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a": {"b": "one"}}\r\n\r\n{"a.b": "two\\r\\n", "a": {"b": "no"}}')
     assert read_prompts(path, "a.b") == [Prompt(1, "one"), Prompt(3, "two\r\n")]
-    assert field_of({"a": {"b": {"c": 1}}}, "a.b.c") == 1
 
 
 @pytest.mark.parametrize(

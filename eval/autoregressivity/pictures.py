@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..intervals import interval
-from ..results import picture
+from ..results import picture, set_log_scale
 from .grid import IMAGES, LANGUAGE, MODELS, PROPERTIES, is_seen_by_loss
 
 KINDS = {"change": "-", "change_at_equal_operations": ":"}
@@ -92,7 +92,7 @@ def log_scale(panel: Any) -> None:
     """A logarithmic axis of y with plain numbers at 1, 2 and 5."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    panel.set_yscale("log")
+    set_log_scale(panel, "y")
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter("{x:g}")
     panel.yaxis.set_minor_formatter(NullFormatter())

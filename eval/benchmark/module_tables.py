@@ -58,7 +58,7 @@ def _lines(modules: Sequence[dict[str, Any]]) -> list[list[Any]]:
         mine = [module for module in modules if re.fullmatch(pattern, module["module"])]
         if not mine:
             continue
-        sums = [sum(module[name] for module in mine) for name in ("weight", "kept")]
+        sums = [sum(module[name] for module in mine) for name in ("parameters", "kept")]
         peaks = [max((module[name] or 0 for module in mine), default=0) for name in ("forward_peak", "backward_peak")]
         lines.append([role, len(mine), *map(_mib, (*sums, *peaks))])
     return lines
@@ -87,4 +87,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(points)), names, fontsize=7)
         axes.invert_yaxis()
         axes.set_xlabel("tensors at the peak of a training step [MiB]")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

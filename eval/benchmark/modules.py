@@ -29,6 +29,12 @@ from .sources import build, read_models
 from .workloads import adamw, random_ids, training_step
 
 HEAD = "lm_head"
+COLUMNS = {  # of a module's figures
+    "parameters": "module_weight_bytes",
+    "kept": "module_kept_bytes",
+    "forward_peak": "module_forward_peak_bytes",
+    "backward_peak": "module_backward_peak_bytes",
+}
 KINDS = {  # of tensors, by the names of MemTracker
     "PARAM": "parameters",
     "GRAD": "gradients",
@@ -50,7 +56,7 @@ class Modules(GridTask):
             key = {name: value for name, value in point.items() if not isinstance(value, dict | list)}
             kinds = {f"{kind}_at_peak_bytes": size for kind, size in point.get("peak", {}).items()}
             for module in point.get("modules") or [{"module": ""}]:
-                sizes = {f"module_{name}_bytes": size for name, size in module.items() if name != "module"}
+                sizes = {column: module.get(name) for name, column in COLUMNS.items()}
                 found.append(key | {"module": module["module"]} | sizes | (kinds if module["module"] == "" else {}))
         return found
 
@@ -82,7 +88,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     """Bytes of the second step, in this process; a case that does not fit into memory has `out_of_memory`.
 
     `peak` and `after` hold the bytes by kind at the step's worst moment and at its end. `modules` holds for each module
-    its `weight`; `kept`, what its forward calls leave in memory, its outputs included; and `forward_peak` and
+    its `parameters`; `kept`, what its forward calls leave in memory, its outputs included; and `forward_peak` and
     `backward_peak`, the most that is in memory in all while the module runs. A head whose loss is computed in blocks is
     counted together with that loss, whose gradients may be computed in the forward pass.
     """
@@ -159,7 +165,7 @@ def _figures(stats: _ModMemStats, device: torch.device) -> dict[str, Any]:
     before, after = totals(_ModState.PRE_FW), totals(_ModState.POST_FW)
     return {
         "module": HEAD if stats.mod_fqn == HeadWithLoss.__name__ else stats.mod_fqn.partition(".")[2],
-        "weight": stats.parameter_mem,
+        "parameters": stats.parameter_mem,
         "kept": sum(after) - sum(before),
         "forward_peak": max(totals(_ModState.PEAK_FW)),
         "backward_peak": max(totals(_ModState.PEAK_BW), default=None),

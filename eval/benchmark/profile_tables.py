@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..paper import RATIOS, Ratio
-from ..results import Table, picture
+from ..results import Table, picture, set_log_scale
 from .models import TABLE_1_PARAMETERS
 from .tables import failure, group_by, label, model_table, token_axis
 
@@ -176,6 +176,7 @@ def _curves(
         axes.plot(lengths, list(map(figure, fitting)), **look)
         if interval:
             low, high = ([1000 * point[f"{interval}_{end}"] for point in fitting] for end in ("low", "high"))
+            every += high
             axes.fill_between(lengths, low, high, color=look["color"], alpha=0.15)
         for point in mine:
             if point["out_of_memory"]:
@@ -183,7 +184,7 @@ def _curves(
                               fontsize=7, ha="center", va="bottom")  # fmt: skip
     token_axis(axes, points)
     if every and min(every) > 0 and max(every) > LOG_FROM * min(every):
-        axes.set_yscale("log")
+        set_log_scale(axes, "y")
     else:
         axes.set_ylim(0, 1.08 * max(every, default=1.0) or 1.0)
     axes.grid(alpha=0.3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..results import picture
+from ..results import picture, set_log_scale
 from .aggregation import SET, answers, percent
 from .classes import DIGITS, SHOWN_FROM
 
@@ -110,7 +110,7 @@ def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
                 record["factors"], record["curves"]["distance"], marker="o", ms=3, label=f"{record['name']} ({model})"
             )
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        set_log_scale(axes, "y")
         axes.set_xlabel(varied)
         axes.set_ylabel("total variation to the densest")
         axes.grid(alpha=0.3)
@@ -190,7 +190,7 @@ def _draw_dial(results: dict[str, Any], group: str, path: Path) -> None:
             if found:
                 axes.plot(found["factors"], found["recall"], label=f"{model['name']}, {found['valid']} prompts")
         axes.axvline(1, color="grey", lw=0.8)
-        axes.set_xscale("log")
+        set_log_scale(axes, "x")
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel("duration of every key in memory")
         axes.set_ylabel("probability of the right answer")

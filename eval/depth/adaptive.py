@@ -9,7 +9,7 @@ import numpy as np
 from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
 from ..intervals import FISHER, LOG, interval, shown
-from ..results import Table, picture
+from ..results import Table, picture, set_log_scale
 from ..results_store import Key, Record
 from .experiment import Experiment
 from .models import TWIN_STEPS, block_of
@@ -94,7 +94,7 @@ class Adaptive(Experiment[Measurement]):
                 records = [record for record in results["records"] if record["model"] == model]
                 _draw_curves(records, _loss_change, losses)
                 _draw_curves(records, lambda record, point: point["error"], errors)
-                errors.set_yscale("log")
+                set_log_scale(errors, "y")
                 _draw_counts(records[0], counts)
                 losses.set_ylabel(f"loss minus that of {TRAINED_WITH[1]} Euler steps [1/1000 nats]")
                 errors.set_ylabel("error / displacement")

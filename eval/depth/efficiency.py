@@ -17,7 +17,7 @@ from transformers import GPT2LMHeadModel
 from condense.depth import set_solver
 from condense.progress import ProgressBar
 
-from ..results import Table, picture
+from ..results import Table, picture, set_log_scale
 from ..results_store import Key, Record
 from .experiment import Experiment
 from .models import TWIN_STEPS, Size, block_of
@@ -124,7 +124,7 @@ class Efficiency(Experiment[Part]):
             right.set_ylabel("relative error of the gradient")
             for axes in (middle, right):
                 axes.set_xscale("log", base=2)
-                axes.set_yscale("log")
+                set_log_scale(axes, "y")
                 axes.set_xlabel("Euler steps")
                 axes.legend(fontsize=7)
             for axes in (left, middle, right):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..intervals import LOG, LOGIT, band, shown
-from ..results import Table, picture
+from ..results import Table, picture, set_log_scale
 from ..results_store import Key, Record
 from .data import described_line
 from .experiment import Experiment
@@ -455,8 +455,8 @@ def _draw_scaling(results: dict[str, Any], panel: Any) -> None:
                 **DOTS,
             )
     panel.plot([tolerances[0], tolerances[0] / 1000], PAPER_STEPS, "kx", label="the paper, dopri5")
-    panel.set_xscale("log")
-    panel.set_yscale("log")
+    set_log_scale(panel, "x")
+    set_log_scale(panel, "y")
     panel.invert_xaxis()
     panel.set_title(f'steps on "{PAPER_PROMPT}", mean over u', fontsize=10)
     _finish(panel, "relative tolerance", "steps")

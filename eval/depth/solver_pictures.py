@@ -7,7 +7,7 @@ import numpy as np
 
 from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
-from ..results import picture
+from ..results import picture, set_log_scale
 from .convergence import ORDERS
 from .solver_tables import PAPER, PROBLEMS, SUBJECTS
 
@@ -33,13 +33,13 @@ def draw_divergence(results: dict[str, Any], path: Path) -> None:
         state.set_xlabel("divergence / |H(1)| [%]")
         displacement.set_xlabel("divergence / |H(1) - H(0)| [%]")
         for panel in (state, displacement):
-            panel.set_xscale("log")
+            set_log_scale(panel, "x")
             panel.set_title("circles: flows; crosses: no flows", fontsize=9)
             panel.set_xlim(min(shown) / 2, max(shown) * 2)
             panel.xaxis.set_minor_formatter("")
             panel.invert_yaxis()
         curves.set_xscale("log", base=2)
-        curves.set_yscale("log")
+        set_log_scale(curves, "y")
         curves.set_xlabel("Euler steps")
         curves.set_ylabel("divergence / displacement")
         curves.set_title("mean over seeds", fontsize=9)
@@ -67,8 +67,8 @@ def draw_order(results: dict[str, Any], path: Path) -> None:
             work.set_xlabel("evaluations of the field")
             kept.set_xlabel("tolerance (rtol = atol)")
             for panel in (work, kept):
-                panel.set_xscale("log")
-                panel.set_yscale("log")
+                set_log_scale(panel, "x")
+                set_log_scale(panel, "y")
                 panel.set_ylabel("error / displacement")
                 panel.set_title(what, fontsize=9)
                 panel.grid(alpha=0.3)

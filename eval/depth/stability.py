@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..intervals import LOG, interval, shown
-from ..results import Table, picture
+from ..results import Table, picture, set_log_scale
 from ..results_store import Key, Record
 from .data import described_line
 from .experiment import Experiment
@@ -106,7 +106,7 @@ class Stability(Experiment[Run]):
                 panel.grid(alpha=0.3)
                 panel.legend(fontsize=7)
             for panel in axes[2:4]:
-                panel.set_yscale("log")
+                set_log_scale(panel, "y")
 
 
 def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.ndarray | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..intervals import LINEAR, LOGIT, band, interval, shown
-from ..results import Table, picture
+from ..results import Table, picture, set_log_scale
 from ..results_store import Key, Record
 from .data import described_line
 from .experiment import Experiment
@@ -399,7 +399,7 @@ def _draw_paper(results: dict[str, Any], panel: Any) -> None:
     panel.set_title(f'trained on "{PAPER_PROMPT}"', fontsize=10)
     panel.set_xlabel("u")
     panel.set_ylabel("probability of the word")
-    panel.set_yscale("log")
+    set_log_scale(panel, "y")
     panel.set_ylim(1e-8, 3)
     panel.grid(alpha=0.3)
     panel.legend(fontsize=6, loc="lower left")

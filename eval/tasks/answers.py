@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.chat import chat_ids, end_tokens
+from condense.fields import MISSING, field_names, find_field
 from condense.text import encode
 from condense.training.data.documents import good_documents
 from condense.training.data.shards import Problem, open_shards
@@ -217,11 +218,10 @@ def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Pr
         return fields
     found = []
     for name in (options.prompt_field, options.answer_field):
-        value = field_of(fields, name)
-        if value is None:
-            there = ", ".join(map(repr, fields))
+        value = find_field(fields, name)
+        if value is MISSING or value is None:
             remedy = "name the right ones with --prompt-field and --answer-field, also within objects as a.b"
-            return Problem(where, "missing field", f"{name!r}; there are {there}: {remedy}")
+            return Problem(where, "missing field", f"{name!r}; there are {field_names(fields)}: {remedy}")
         found.append(value)
     prompt, answers = found[0], found[1] if isinstance(found[1], list) else [found[1]]
     if not isinstance(prompt, str):
@@ -234,13 +234,3 @@ def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Pr
     if not prompt.strip() or not texts or not all(text.strip() for text in texts):
         return Problem(where, "empty prompt or answer")
     return Question(where, prompt, texts)
-
-
-def field_of(fields: Any, name: str) -> Any:
-    """The value of a field, which `a.b` names within the object of another; None if there is none."""
-    if not isinstance(fields, dict):
-        return None
-    if name in fields:
-        return fields[name]
-    first, dot, rest = name.partition(".")
-    return field_of(fields.get(first), rest) if dot else None

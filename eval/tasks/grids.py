@@ -12,7 +12,7 @@ import numpy as np
 from ..models import EvaluatedModel, rows_per_batch
 from ..options import stored
 from ..overview import Figure, lengths_of, remark_of
-from ..results import picture
+from ..results import picture, set_log_scale
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from ..statistics import wilson
@@ -157,11 +157,11 @@ class Grid(Task[Batch]):
         state.set_ylabel("state of a text [KiB]")
         held = [cell["state_bytes"] for cell in results["cells"]]
         if max(held) > 10 * min(held) > 0:
-            state.set_yscale("log")
+            set_log_scale(state, "y")
         else:
             state.set_ylim(bottom=0)
         for panel in (accuracy, state):
-            panel.set_xscale("log")
+            set_log_scale(panel, "x")
             panel.set_xlabel("tokens")
             panel.set_xlim(accuracy.get_xlim())
             panel.grid(alpha=0.3)

@@ -164,5 +164,10 @@ def test_the_base_model_is_sharded_on_its_own():
         loss.backward()
         torch.testing.assert_close(loss, expected)
         assert model.model.embed_tokens.weight.grad is not None
+        embeddings = model.model.embed_tokens.weight.full_tensor().detach()[ids].requires_grad_()
+        loss = model(inputs_embeds=embeddings, labels=ids).loss
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        assert embeddings.grad.abs().sum() > 0
     finally:
         dist.destroy_process_group()

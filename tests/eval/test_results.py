@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from condense.eval.results import picture, write_csv, write_results
+from condense.eval.results import picture, set_log_scale, write_csv, write_results
 from condense.eval.results_store import open_results_store
 
 FORMULAS = ('=HYPERLINK("http://x")', "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1")
@@ -50,3 +50,12 @@ def test_records_are_not_written_through_links(tmp_path):
     with pytest.raises(ValueError, match="is a link"), open_results_store(path, {}):
         pass
     assert other.read_text() == ""
+
+
+def test_logarithmic_axes_have_plain_numbers(tmp_path):
+    with picture(tmp_path / "curve") as axes:
+        axes.plot([1, 2, 3], [20, 3_000, 4_000_000])
+        set_log_scale(axes, "y")
+        axes.figure.canvas.draw()
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert "100,000" in labels and not any("10^" in label or "e" in label for label in labels)

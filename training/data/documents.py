@@ -5,8 +5,9 @@ Several sources take turns until each has ended.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from condense.fields import MISSING, field_names, find_field
 
 from ..recipe import BadDocuments, Source
 from .shards import Problem, Record, open_shards, wrong_encoding
@@ -22,7 +23,6 @@ class Document:
 
 
 T = TypeVar("T")
-MISSING = object()
 
 
 def good_documents(
@@ -77,35 +77,6 @@ def _documents(source: Source, with_summaries: bool, option: str) -> Iterator[Do
                 yield make_document(record, source, with_summaries, option)
 
 
-def find_field(fields: Any, name: str, default: Any = None) -> Any:
-    """Returns the value of a field; `content.text` is that of `text` in `content`, unless a field has this very name.
-
-    Numbers count the items of a list from 0.
-    """
-    if isinstance(fields, list):
-        fields = {str(number): item for number, item in enumerate(fields)}
-    if not isinstance(fields, dict):
-        return default
-    if name in fields:
-        return fields[name]
-    parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        prefix = ".".join(parts[:count])
-        found = find_field(fields[prefix], name[len(prefix) + 1 :], MISSING) if prefix in fields else MISSING
-        if found is not MISSING:
-            return found
-    return default
-
-
-def _field_names(fields: dict[str, Any]) -> str:
-    """The names of all fields, those of nested objects too."""
-    names = [
-        [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
-        for name, value in fields.items()
-    ]
-    return ", ".join(map(repr, chain.from_iterable(names)))
-
-
 def make_document(record: Record, source: Source, with_summaries: bool, option: str = "") -> Document | Problem | str:
     """A record's document, its problem, or the reason why it is dropped; `option` names the field of the text.
 
@@ -115,11 +86,11 @@ def make_document(record: Record, source: Source, with_summaries: bool, option: 
     if isinstance(fields, Problem):
         return fields
     for name, lowest in source.at_least.items():
-        value = find_field(fields, name, MISSING)
+        value = find_field(fields, name)
         if value is MISSING:
             # Not a problem to be skipped: a whole data set would be streamed, and nothing kept.
             raise ValueError(
-                f"{where}: at_least names {name!r}, and there are {_field_names(fields)}: name a numeric field "
+                f"{where}: at_least names {name!r}, and there are {field_names(fields)}: name a numeric field "
                 "of the source, or leave at_least out."
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -130,11 +101,11 @@ def make_document(record: Record, source: Source, with_summaries: bool, option: 
     values = []
     for key, name in (("text", text_field), ("summary", source.summary))[: 1 + with_summaries]:
         value = find_field(fields, name)
-        if value is None:
+        if value is MISSING or value is None:
             remedy = (
                 f"name the right one with {option or f'{key}=FIELD of the source, or --{key}-field in an evaluation'}"
             )
-            return Problem(where, "missing field", f"{name!r}; there are {_field_names(fields)}: {remedy}")
+            return Problem(where, "missing field", f"{name!r}; there are {field_names(fields)}: {remedy}")
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = " ".join(value) if key == "text" else next(iter(value), "")
         if not isinstance(value, str):

@@ -6,7 +6,7 @@ from typing import Any
 from condense import CondenseConfig
 from condense.execution.selection import faster_as_wave
 
-from ...results import Table, picture
+from ...results import Table, picture, set_log_scale
 from ..cases import SCHEDULES
 from ..schedule_tables import TOLERANCE
 from ..tables import group_by, token_axis
@@ -64,7 +64,7 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
                     rates = [point["length"] / point["seconds"] for point in found]
                     style = {"color": color, "linestyle": LINES[curve["schedule"]], "linewidth": 1.3, "markersize": 4}
                     axes.plot([point["length"] for point in found], rates, marker="o", label=label, **style)
-                axes.set_yscale("log")
+                set_log_scale(axes, "y")
                 token_axis(axes, here)
                 axes.set_title(f"{mode['mode']}, {shape['layers']} layers of width {shape['hidden_size']}", fontsize=9)
                 axes.grid(alpha=0.3)

@@ -53,7 +53,7 @@ def test_modules(points):
     for layer in (0, 1):
         mlp = by_name[f"model.layers.{layer}.mlp"]
         assert mlp["kept"] == TOKENS * FLOAT32 * (4 * 160 + 64)
-        assert mlp["weight"] == FLOAT32 * 3 * 64 * 160
+        assert mlp["parameters"] == FLOAT32 * 3 * 64 * 160
         assert mlp["kept"] < by_name[f"model.layers.{layer}"]["kept"] < by_name[""]["kept"]
     assert by_name[""]["backward_peak"] == points["stock", False]["peak"]["total"]
     assert by_name["model.embed_tokens"]["kept"] == TOKENS * FLOAT32 * 64
@@ -66,7 +66,7 @@ def test_the_head_with_its_loss(points, llama):
     vocabulary = json.loads((llama / "config.json").read_text())["vocab_size"]
     heads = {kind: [m for m in points[kind, False]["modules"] if m["module"] == "lm_head"] for kind in KINDS}
     for (head,) in heads.values():
-        assert head["weight"] == FLOAT32 * vocabulary * 64
+        assert head["parameters"] == FLOAT32 * vocabulary * 64
     assert heads["stock"][0]["kept"] == FLOAT32 * TOKENS * vocabulary
     gradients = FLOAT32 * (TOKENS * 64 + vocabulary * 64)
     assert gradients <= heads["folded"][0]["kept"] < gradients + 8192  # and the numbers of tokens

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import condense.cli
 from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate
-from condense.eval.tasks.answers import field_of, is_right
+from condense.eval.tasks.answers import is_right
 
 from ..rivals import rival, rival_tokenizer, save_rival
 from .documents import TEXT, write_lines
@@ -81,11 +81,6 @@ def test_what_is_right():
     assert not is_right("the 12", ["12"], "begins") and is_right("the\n12", ["13", "the 12"], "exact")
     assert is_right("12.", ["12"], "exact") and not is_right("12 dogs", ["12"], "exact")
     assert is_right("costs $5 (a.b)", ["$5 (A.B)"], "contains") and not is_right("axb", ["a.b"], "contains")
-
-
-def test_fields_within_objects():
-    assert field_of({"a": {"b": {"c": 1}}}, "a.b.c") == 1 and field_of({"a.b": 2, "a": {"b": 1}}, "a.b") == 2
-    assert field_of({"a": {"b": 1}}, "a.c") is None and field_of({"a": 5}, "a.b") is None
 
 
 @pytest.mark.parametrize(

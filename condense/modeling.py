@@ -246,7 +246,7 @@ class CondenseModel(CondensePreTrainedModel):
             call.checkpoint_segments,
         )  # fmt: skip
         outputs: list[ChunkOutput] = []
-        with share_weights(root if checkpointing else None):
+        with share_weights(root if checkpointing else None, sums=not state.positions.is_one_chunk(batch.lengths)):
             for chunk in state.positions.chunks(batch.lengths):
                 outputs += executor.submit(metadata.build(chunk))
             return outputs + executor.finish()

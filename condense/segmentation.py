@@ -118,6 +118,10 @@ class SegmentPositions:
                     self.offsets[b] = 0
                     self.segments[b] += 1
 
+    def is_one_chunk(self, lengths: list[int]) -> bool:
+        """Whether `chunks` yields one chunk at most."""
+        return all(map(lambda offset, length: offset + length <= self.segment_length, self.offsets, lengths))
+
     def select(self, rows_B: list[int]) -> None:
         """Row i becomes a copy of the row `rows_B[i]`, as in beam search."""
         self.offsets = [self.offsets[b] for b in rows_B]

@@ -78,11 +78,11 @@ class SharedWeights:
     """The weights of one call. Sums are kept of weights below float32, and under autocast of products of all weights.
 
     `recomputed` is a module whose segments are computed again in the backward pass. `every_pass`: the call has several
-    backward passes, and `deliver` ends them.
+    backward passes, and `deliver` ends them. `sums` is False for a call of a single chunk, whose weights have one use.
     """
 
-    def __init__(self, recomputed: nn.Module | None = None, every_pass: bool = False):
-        self.every_pass, self.recomputed = every_pass, recomputed
+    def __init__(self, recomputed: nn.Module | None = None, every_pass: bool = False, sums: bool = True):
+        self.every_pass, self.recomputed, self.sums = every_pass, recomputed, sums
         self.versions = _versions(recomputed)
         self._checked_pass: int | None = None
         self._begun: dict[tuple[int, bool], tuple[WeightSum, torch.Tensor]] = {}  # by id: sums keep their weights
@@ -144,11 +144,11 @@ def _versions(module: nn.Module | None) -> list[tuple[int, int]] | None:
     return [(id(one), one._version) for one in weights]
 
 
-def share_weights(recomputed: nn.Module | None) -> AbstractContextManager[None]:
+def share_weights(recomputed: nn.Module | None, sums: bool = True) -> AbstractContextManager[None]:
     """The weights of a call within; nothing if there is no backward pass, or if torch transforms the computation."""
     if is_transformed() or not torch.is_grad_enabled():
         return nullcontext()
-    return SharedWeights(recomputed).active()
+    return SharedWeights(recomputed, sums=sums).active()
 
 
 def active_weights() -> SharedWeights | None:
@@ -178,7 +178,12 @@ def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedW
     Sharded weights are not: what gathers them for each use also reduces their gradients for each use.
     """
     sums, first = active_weights(), weights[0]
-    if sums is None or not torch.is_grad_enabled() or (dtype or first.dtype).itemsize >= torch.float32.itemsize:
+    if (
+        sums is None
+        or not sums.sums
+        or not torch.is_grad_enabled()
+        or (dtype or first.dtype).itemsize >= torch.float32.itemsize
+    ):
         return None
     plain = all(type(weight) is nn.Parameter for weight in weights)
     return sums if plain and any(weight.requires_grad for weight in weights) else None

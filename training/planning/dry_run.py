@@ -12,7 +12,7 @@ from condense.families import FAMILIES
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .checkpoint_groups import with_checkpoint_segments
-from .fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves
+from .fit import GIB, UNCOUNTED, default_ranks, needed_by_waves, propose, reasons_without_waves
 from .memory import estimate
 from .operations import count_operations, uncounted
 from .speed import hours, parse_rate
@@ -111,11 +111,16 @@ def proposal_in_words(row: dict[str, Any], has_segments: bool) -> str:
 def memory_by_ranks(
     config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """One row of bytes for each number of ranks, or the reason why the recipe does not run on that number."""
+    """One row of bytes for each number of ranks, or the reason why the recipe does not run on that number.
+
+    `waves` are what they need on a GPU beside the other parts, which count the sequential order.
+    """
     rows: list[dict[str, Any]] = []
     for number in ranks:
         try:
-            rows.append({"ranks": number, **estimate(config, recipe, deepspeed, number).as_dict()})
+            parts = estimate(config, recipe, deepspeed, number)
+            waves = needed_by_waves(config, recipe, deepspeed, number, parts)
+            rows.append({"ranks": number, **parts.as_dict(), "waves": waves, "total": parts.total + waves})
         except ValueError as error:
             rows.append({"ranks": number, "error": str(error)})
     return rows

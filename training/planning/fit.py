@@ -12,7 +12,7 @@ from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .checkpoint_groups import with_checkpoint_segments
 from .memory import MemoryEstimate, estimate
-from .passes import Pass, element_size, passes
+from .passes import FLOAT32, Pass, element_size, passes, weights_of
 
 GIB = 2**30
 NODE = 8  # ranks of a run whose machine is not known
@@ -74,8 +74,29 @@ def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[s
 def needed(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> int:
     """Bytes of GPU memory that the run asks for: the estimate, what waves add to it, and what it does not count."""
     parts: MemoryEstimate = estimate(config, recipe, deepspeed, ranks)
+    return parts.total + UNCOUNTED + needed_by_waves(config, recipe, deepspeed, ranks, parts)
+
+
+def needed_by_waves(
+    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int, parts: MemoryEstimate
+) -> int:
+    """Bytes that waves need beside the estimate; 0 if the run has none."""
     waves = None in reasons_without_waves(config, recipe, deepspeed, ranks).values()
-    return parts.total + UNCOUNTED + int(WAVE_ACTIVATIONS * parts.activations) * waves
+    return wave_bytes(config, recipe, parts) if waves else 0
+
+
+def wave_bytes(config: LlamaConfig, recipe: Recipe, parts: MemoryEstimate) -> int:
+    """Bytes that a wave needs beside the estimate: of activations, and of sums of gradients.
+
+    The first diagonal of the backward pass begins the float32 sums of all layers, while all activations exist.
+    """
+    activations = int(WAVE_ACTIVATIONS * parts.activations)
+    if element_size(recipe) >= FLOAT32:
+        return activations
+    numels = [shape.numel() for shape in weights_of(config, recipe).trained]
+    layers = sum(numels) - max(numels) * (1 if config.tie_word_embeddings else 2)
+    begin = FLOAT32 * layers + element_size(recipe) * max(numels)
+    return activations + max(0, begin - parts.summed_gradients - parts.loss)
 
 
 def propose(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from condense import CondenseConfig
-from condense.training.planning.fit import WAVE_ACTIVATIONS
+from condense.training.planning.fit import wave_bytes
 from condense.training.planning.memory import MemoryEstimate, estimate
 from condense.training.recipe import Recipe
 
@@ -50,7 +50,7 @@ def estimated_bytes(point: dict[str, Any]) -> tuple[int, int]:
         **REAL.large if is_large(point) else REAL.table_1, segment_length=point["segment_length"] or point["length"]
     )
     parts: MemoryEstimate = estimate(config, recipe_of(point), {}, ranks=1)
-    waves = int(WAVE_ACTIVATIONS * parts.activations) * (point["schedule"] == "wavefront")
+    waves = wave_bytes(config, recipe_of(point), parts) if point["schedule"] == "wavefront" else 0
     in_pass = parts.memories + parts.activations + parts.summed_gradients + parts.loss
     return parts.weights + in_pass + waves, parts.loss
 

@@ -6,21 +6,34 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from condense import CondenseConfig
 from condense.cli import app
 from condense.training.planning.dry_run import memory_by_ranks, table, waves_in_words
-from condense.training.planning.fit import GIB
+from condense.training.planning.fit import GIB, wave_bytes
+from condense.training.planning.memory import estimate
 
 from .shapes import PLAIN, SMALL, recipe
 
 
 def test_the_table_says_where_a_batch_does_not_divide():
-    config = LlamaConfig(**SMALL)
+    config = CondenseConfig(**SMALL, segment_length=32)
     rows = memory_by_ranks(config, recipe(128, 2, segment_length=32, global_batch=8), PLAIN, [1, 2, 3, 4])
     assert [row["ranks"] for row in rows] == [1, 2, 3, 4] and "total" in rows[3]
     assert "global_batch=8" in rows[2]["error"]
     text = table(json.loads(json.dumps(rows))).splitlines()
     assert len(text) == 5 and "does not divide" in text[3] and "host" not in text[0]
     assert f"{rows[0]['total'] / GIB:.2f}" in text[1]
+
+
+def test_a_row_counts_what_waves_need():
+    config, trained = (
+        CondenseConfig(**SMALL, segment_length=32),
+        recipe(512, 2, segment_length=32, schedule="wavefront"),
+    )
+    (row,) = memory_by_ranks(config, trained, PLAIN, [1])
+    parts = estimate(config, trained, PLAIN, 1)
+    assert row["waves"] == wave_bytes(config, trained, parts) > 0 and row["total"] == parts.total + row["waves"]
+    assert "waves" in table([row])
 
 
 @pytest.fixture(scope="module")

@@ -87,12 +87,16 @@ class RMSNorm(LlamaRMSNorm):
     gradients it is one operation on a CPU, too."""
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        if is_one_operation(hidden_RTD):
-            return self.fused(hidden_RTD)
-        return LlamaRMSNorm.forward(NormAttributes(used(self.weight), self.variance_epsilon), hidden_RTD)
+        return rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon)
 
     def fused(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden_RTD, self.weight.shape, used(self.weight), self.variance_epsilon)
+
+
+def rms_norm(hidden_xD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
+    if is_one_operation(hidden_xD):
+        return F.rms_norm(hidden_xD, weight_D.shape, weight_D, epsilon)
+    return LlamaRMSNorm.forward(NormAttributes(weight_D, epsilon), hidden_xD)
 
 
 class NormAttributes(NamedTuple):

@@ -1,14 +1,15 @@
-"""The loss of a call, chunk by chunk: cross-entropy of hidden states, for a bounded number of logits at a time.
+"""The loss of a call, block by block: cross-entropy of hidden states, for a bounded number of logits at a time.
 
-No block of logits outlives its use. Its gradients are computed at once (`loss_gradient`), or else the backward pass
-computes the logits again, unless the vocabulary is smaller than the hidden size. torch's fused `linear_cross_entropy`
-could take this place: with blocks and reduction="none" it stores no logits either. It is slower on CPUs;
-`scripts/gpu_bench --only loss` compares them, with `--smoke` on a CPU.
+Blocks are taken from the last layer's outputs after the layers have run, outside of gradient checkpointing, so that
+nothing computes logits a second time: the gradients of a block are computed with it (`loss_gradient`), and no logits
+outlive their use. Where autograd must be used, the backward pass computes logits again, unless the vocabulary is
+smaller than the hidden size.
 
-Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, n target tokens.
+Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks, n
+target tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,37 +19,27 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from .configuration import IGNORE_INDEX
-from .loss_gradient import BlockLoss, HeadGradients, head_gradients
+from .loss_gradient import head_gradients
 from .segmentation import Chunk, UnpaddedBatch, on_device
 from .shared_weights import for_recomputation
 
-MAX_LOGITS = 2**26  # per block: 256 MiB in float32
+MAX_LOGITS = 2**26  # at a time: 256 MiB in float32, of which some copies exist
+BLOCK_TOKENS = 4096  # norm and loss wait for so many, and a vocabulary in use takes them in parts of MAX_LOGITS
+
+TokenLosses = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]  # of a head, hidden states and targets
 
 
-class LossAccumulator:
-    """The summed cross-entropy of each chunk, and the loss of the whole batch.
+class Targets:
+    """The next tokens that the tokens of a call are to predict."""
 
-    `recompute` is false where the caller computes the whole chunk of text again in the backward pass. `at_once` permits
-    to compute gradients in the forward pass: each chunk is computed once, and its loss serves `batch_loss` alone.
-    """
-
-    def __init__(
-        self,
-        head: Callable,
-        vocab_size: int,
-        batch: UnpaddedBatch,
-        labels_BN: torch.Tensor,
-        recompute: bool,
-        at_once: bool = False,
-    ):
-        self.head, self.vocab_size, self.batch, self.recompute = head, vocab_size, batch, recompute
-        self.gradients = head_gradients(head) if at_once and torch.is_grad_enabled() else None
+    def __init__(self, batch: UnpaddedBatch, labels_BN: torch.Tensor):
+        self.batch = batch
         self.targets_BN = batch.next_labels(labels_BN.cpu().long(), IGNORE_INDEX)
         self.targets_on_device_BN: torch.Tensor | None = None  # copied once the device is known
-        self.num_targets = int((self.targets_BN != IGNORE_INDEX).sum())
+        self.number = int((self.targets_BN != IGNORE_INDEX).sum())
 
-    def chunk_loss(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """The sum over the chunk's targets; the head sees only hidden states that have a target."""
+    def of(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states [n, D] of the chunk that have a target, and the targets [n]."""
         device = hidden_RTD.device
         if self.targets_on_device_BN is None:
             self.targets_on_device_BN = on_device(self.targets_BN, device)
@@ -56,57 +47,101 @@ class LossAccumulator:
         row_n, token_n = chunk.token_indices
         counted = self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX
         if bool(counted.all()) and chunk.rectangular:
-            hidden_nD, target_n = hidden_RTD.flatten(0, 1), target_RT.flatten()
-        else:
-            selected = on_device(row_n[counted], device), on_device(token_n[counted], device)
-            hidden_nD, target_n = hidden_RTD[selected], target_RT[selected]
-        if self.gradients is not None:
-            return cross_entropy_at_once(self.gradients, hidden_nD, target_n, self.vocab_size)
-        return cross_entropy_sum(self.head, hidden_nD, target_n, self.vocab_size, self.recompute)
+            return hidden_RTD.flatten(0, 1), target_RT.flatten()
+        selected = on_device(row_n[counted], device), on_device(token_n[counted], device)
+        return hidden_RTD[selected], target_RT[selected]
 
-    def num_targets_of(self, chunk: Chunk) -> int:
+    def number_in(self, chunk: Chunk) -> int:
         row_n, token_n = chunk.token_indices
         return int((self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX).sum())
 
-    def batch_loss(self, chunk_losses: Sequence[torch.Tensor], num_items: int | torch.Tensor | None) -> torch.Tensor:
-        """The mean over all targets, or the sum over `num_items`; 0 where there is no target."""
-        if not chunk_losses:
-            raise ValueError("the attention mask hides every token of the batch: there is no loss to compute.")
-        total = torch.stack(list(chunk_losses)).sum() if self.gradients is None else self.gradients.total(chunk_losses)
-        return total / (max(self.num_targets, 1) if num_items is None else num_items)
+    def mean(self, total: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
+        """A sum over all targets, divided by their number or by `num_items`; 0 if there is no target."""
+        return total / (max(self.number, 1) if num_items is None else num_items)
 
 
-def cross_entropy_sum(
-    head: Callable, hidden_nD: torch.Tensor, target_n: torch.Tensor, vocab_size: int, recompute: bool
+class LossAccumulator:
+    """The loss of a call's chunks, which are added in their order. `norm` is applied to them before the head."""
+
+    def __init__(self, norm: nn.Module | None, head: Callable, vocab_size: int, targets: Targets):
+        self.norm, self.head, self.vocab_size, self.targets = norm, head, vocab_size, targets
+        self.at_once = max(1, MAX_LOGITS // vocab_size)
+        self.gradients = head_gradients(head, norm) if torch.is_grad_enabled() else None
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.waiting_tokens = 0
+        self.block_losses: list[torch.Tensor] = []
+        self.chunk_losses: list[torch.Tensor] = []  # detached
+
+    def add(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
+        self.waiting.append(self.targets.of(hidden_RTD, chunk))
+        # Not the number of targets: under ZeRO-3 all ranks must take blocks at the same time.
+        self.waiting_tokens += chunk.batch_size * chunk.width
+        if self.waiting_tokens >= BLOCK_TOKENS:
+            self.take_block()
+
+    def take_block(self) -> None:
+        """Computes the losses of the chunks that wait."""
+        if not self.waiting:
+            return
+        sizes = [len(target_n) for _, target_n in self.waiting]
+        tensors = zip(*self.waiting, strict=True)
+        hidden_nD, target_n = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors)
+        self.waiting, self.waiting_tokens = [], 0
+        if self.gradients is not None:
+            block_loss, losses_n = self.gradients.block_loss(hidden_nD, target_n, self.at_once)
+        else:
+            normed_nD = hidden_nD if self.norm is None else self.norm(hidden_nD)
+            recompute = self.vocab_size > normed_nD.shape[-1]  # else logits are no larger than what is kept for them
+            losses_n = cross_entropies(self.head, normed_nD, target_n, self.at_once, recompute)
+            block_loss, losses_n = losses_n.sum(), losses_n.detach()
+        self.block_losses.append(block_loss)
+        if len(set(sizes)) == 1:
+            self.chunk_losses += losses_n.view(len(sizes), sizes[0]).sum(1).unbind()
+        else:
+            self.chunk_losses += [part.sum() for part in losses_n.split(sizes)]
+
+    def loss(self, num_items: int | torch.Tensor | None) -> torch.Tensor:
+        """The mean over all targets, or the sum over `num_items`. Raises `ValueError` if there was no chunk."""
+        assert not self.waiting
+        check_not_empty(self.block_losses)
+        losses = self.block_losses
+        total = torch.stack(losses).sum() if self.gradients is None else self.gradients.total(losses)
+        return self.targets.mean(total, num_items)
+
+
+def check_not_empty(losses: list) -> None:
+    if not losses:
+        raise ValueError("the attention mask hides every token of the batch: there is no loss to compute.")
+
+
+def cross_entropies(
+    head: Callable, hidden_nD: torch.Tensor, target_n: torch.Tensor, at_once: int, recompute: bool = True
 ) -> torch.Tensor:
-    """The sum of -log p(target) in float32 (float64 for float64 models).
+    """-log p(target) [n] in float32 (float64 for float64 models), of `at_once` tokens at a time.
 
-    `recompute` is false where the caller recomputes the whole chunk of text in the backward pass.
+    With `recompute`, the backward pass computes logits again.
     """
-    total = hidden_nD.new_zeros((), dtype=_dtype(hidden_nD))
-    recompute = recompute and vocab_size > hidden_nD.shape[-1]
-    block_loss: BlockLoss = partial(_block_loss, dtype=total.dtype)
+    token_losses: TokenLosses = _token_losses
     if recompute:
-        block_loss = recomputed(block_loss, head)
-    for hidden, target in _blocks(hidden_nD, target_n, vocab_size):
-        total = total + block_loss(head, hidden, target)
-    return total
+        token_losses = recomputed(token_losses, head)
+    parts = zip(hidden_nD.split(at_once), target_n.split(at_once), strict=True)
+    return torch.cat([token_losses(head, *part) for part in parts])
 
 
-def recomputed(block_loss: BlockLoss, head: Callable) -> BlockLoss:
-    """The loss of a block, whose logits the backward pass computes again, with the weights of the forward pass.
+def recomputed(token_losses: TokenLosses, head: Callable) -> TokenLosses:
+    """The losses of some tokens, whose logits the backward pass computes again, with the weights of the forward pass.
 
     torch.func does not support checkpoints: within it, logits are kept.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return block_loss
+        return token_losses
     module = head if isinstance(head, nn.Module) else None
     weights: dict[str, torch.Tensor] = {} if module is None else dict(module.named_parameters())
 
     def with_weights(hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
         if module is None or all(one is weights[name] for name, one in module.named_parameters()):
-            return block_loss(head, hidden_nD, target_n)
-        return block_loss(partial(functional_call, module, weights), hidden_nD, target_n)
+            return token_losses(head, hidden_nD, target_n)
+        return token_losses(partial(functional_call, module, weights), hidden_nD, target_n)
 
     def checkpointed(_, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
         watched_nD = _WithWeights.apply(hidden_nD, *weights.values())
@@ -128,24 +163,6 @@ class _WithWeights(torch.autograd.Function):
         return gradient_nD, *[None] * len(ctx.saved_tensors)
 
 
-def cross_entropy_at_once(
-    gradients: HeadGradients, hidden_nD: torch.Tensor, target_n: torch.Tensor, vocab_size: int
-) -> torch.Tensor:
-    """As `cross_entropy_sum`, of a chunk whose loss goes to `gradients.total`."""
-    block_loss = partial(_block_loss, dtype=_dtype(hidden_nD))
-    return gradients.chunk_loss(_blocks(hidden_nD, target_n, vocab_size), block_loss)
-
-
-def _dtype(hidden_nD: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(hidden_nD.dtype, torch.float32)
-
-
-def _blocks(
-    hidden_nD: torch.Tensor, target_n: torch.Tensor, vocab_size: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    size = max(1, MAX_LOGITS // vocab_size)
-    return list(zip(hidden_nD.split(size), target_n.split(size), strict=True))
-
-
-def _block_loss(head, hidden_nD, target_n, dtype):
-    return F.cross_entropy(head(hidden_nD).to(dtype), target_n, reduction="sum")
+def _token_losses(head, hidden_nD, target_n):
+    dtype = torch.promote_types(hidden_nD.dtype, torch.float32)
+    return F.cross_entropy(head(hidden_nD).to(dtype), target_n, reduction="none")

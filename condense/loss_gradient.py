@@ -1,101 +1,144 @@
-"""The loss of a chunk together with its gradients, while the chunk's logits exist: they are computed once.
+"""The loss of a block of tokens together with its gradients, while its logits exist: they are computed once.
 
-A loss that is a sum of chunks gives each chunk's gradient the same factor in the backward pass. So the gradients can be
-computed with the factor 1 in the forward pass, block by block, where no block of logits outlives its use: a chunk keeps
-the gradient of its hidden states, and all chunks share the sum of the weights' gradients.
+A loss that is a sum of blocks gives each block's gradient the same factor in the backward pass. So the gradients can be
+computed with the factor 1 in the forward pass: a block keeps the gradient of its hidden states, and all blocks share
+the sum of the weights' gradients.
 
-Axes: D hidden size, n target tokens.
+Axes: D hidden size, V vocabulary, n target tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from .execution.stacking import has_hooks
+from .layers import RMSNorm, rms_norm
 from .linear import Linear, linear
 from .shared_weights import sum_dtype
 from .transforms import is_transformed
 
-BlockLoss = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]  # of a head, hidden states and targets
-
 
 class HeadGradients:
-    """The gradients of a head's weights, summed in float32 over the chunks of one call.
+    """The gradients of the weights of a head, and of a norm before it, summed in float32 over the blocks of one call.
 
-    `chunk_loss` is called for every chunk, and `total` once, with all of their losses: another use of a chunk's loss
-    has wrong gradients. There are no second derivatives: a backward pass with `create_graph=True` is refused.
+    `block_loss` is called for each block, and `total` once, with all of their losses: another use of a block's loss has
+    wrong gradients. There are no second derivatives: a backward pass with `create_graph=True` is refused.
     """
 
-    def __init__(self, head: nn.Module):
-        self.weights = [weight for weight in head.parameters() if weight.requires_grad]
-        self.leaves = {
-            name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in head.named_parameters()
-        }
-        self.sums: list[torch.Tensor] = []
+    def __init__(self, head: nn.Linear, norm: RMSNorm | None = None):
+        self.norm, self.head_weights = norm, [weight for weight in (head.weight, head.bias) if weight is not None]
+        norm_weights = [] if norm is None else [norm.weight]
+        self.weights = [one for one in (*self.head_weights, *norm_weights) if one.requires_grad]
+        self.sums: dict[int, torch.Tensor] = {}  # by the weights' ids
 
-    def chunk_loss(self, blocks: Sequence[tuple[torch.Tensor, torch.Tensor]], block_loss: BlockLoss) -> torch.Tensor:
-        """The sum over blocks of hidden states [n, D] and targets [n]."""
-        hidden, targets = zip(*blocks, strict=True)
-        return _ChunkLoss.apply(self, block_loss, targets, *hidden)
+    def block_loss(
+        self, hidden_nD: torch.Tensor, target_n: torch.Tensor, at_once: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of -log p(target) in float32 (float64 for float64 models), and [n] what is summed, detached.
+
+        `at_once` is the number of tokens whose logits exist at a time.
+        """
+        return _BlockLoss.apply(self, at_once, target_n, hidden_nD)
 
     def total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         return _Total.apply(self, len(losses), *losses, *self.weights)
 
-    def block(
-        self, block_loss: BlockLoss, hidden_nD: torch.Tensor, target_n: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss and the gradient of the hidden states [n, D]; adds the weights' gradients to the sums."""
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-            leaf_nD = hidden_nD.detach().requires_grad_(hidden_nD.requires_grad)
-            # Not by the head itself: a hook on all modules would meet an inner pass.
-            loss = block_loss(partial(_linear, self.leaves), leaf_nD, target_n)
-            wanted = [tensor for tensor in (*self.leaves.values(), leaf_nD) if tensor.requires_grad]
-            gradients = list(torch.autograd.grad(loss, wanted)) if wanted else []
-        of_hidden_nD = gradients.pop() if leaf_nD.requires_grad else None
-        if self.sums:
-            self.sums = [total.to(sum_dtype(total.dtype)) for total in self.sums]
-            for total, gradient in zip(self.sums, gradients, strict=True):
-                total.add_(gradient)
+    def compute(self, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The losses [n] and the gradient [n, D] of the hidden states; adds the weights' gradients to the sums."""
+        leaf_nD = normed_nD = hidden_nD.detach().requires_grad_(hidden_nD.requires_grad)
+        leaves = [leaf_nD]
+        if self.norm is not None:
+            leaf_D = self.norm.weight.detach().requires_grad_(self.norm.weight.requires_grad)
+            leaves.append(leaf_D)
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+                # Not by the module itself: a hook on all modules would meet an inner pass.
+                normed_nD = rms_norm(leaf_nD, leaf_D, self.norm.variance_epsilon)
+        weight_VD, *biases = [one.detach() for one in self.head_weights]
+        logits_nV = linear(normed_nD.detach(), weight_VD, *biases)
+        needed = normed_nD.requires_grad or any(weight.requires_grad for weight in self.head_weights)
+        losses_n, gradient_nV = cross_entropy_and_gradient(logits_nV, target_n, needed)
+        if gradient_nV is None:
+            return losses_n, None
+        del logits_nV
+        self._add_product(self.head_weights[0], gradient_nV, normed_nD.detach())
+        for bias in self.head_weights[1:]:
+            self._add(bias, lambda: gradient_nV.sum(0))
+        if not normed_nD.requires_grad:
+            return losses_n, None
+        of_normed_nD = linear(gradient_nV, weight_VD.t())
+        if self.norm is None:
+            return losses_n, of_normed_nD
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = list(torch.autograd.grad(normed_nD, wanted, of_normed_nD))
+        if self.norm.weight.requires_grad:
+            self._add(self.norm.weight, found.pop)
+        return losses_n, found[0] if found else None
+
+    def _add(self, weight: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
+        if weight.requires_grad:
+            earlier = self.sums.get(id(weight))
+            self.sums[id(weight)] = gradient() if earlier is None else _in_sum_dtype(earlier).add_(gradient())
+
+    def _add_product(self, weight: torch.Tensor, gradient_nV: torch.Tensor, normed_nD: torch.Tensor) -> None:
+        """In float32 the product adds to the sum itself, and no other matrix of the weight's shape is made."""
+        earlier = self.sums.get(id(weight))
+        if weight.requires_grad and earlier is not None and gradient_nV.dtype == sum_dtype(earlier.dtype):
+            earlier.addmm_(gradient_nV.t(), normed_nD)
         else:
-            self.sums = gradients
-        return loss.detach(), of_hidden_nD
+            self._add(weight, lambda: gradient_nV.t() @ normed_nD)
 
 
-def head_gradients(head: Callable) -> HeadGradients | None:
-    """None for a head whose gradients autograd must compute itself: one that is no plain linear map or has hooks of its
-    own, in float16, whose loss is scaled before numbers are rounded, under autocast, which would keep a cast weight for
-    each call, under torch.compile and within torch.func."""
+def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradients | None:
+    """Returns None if autograd must be used: not a plain Linear, hooks, float16, whose loss is scaled before numbers
+    are rounded, autocast, which would keep a cast weight for each call, torch.compile, torch.func."""
     if is_transformed() or not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Linear):
         return None
-    if "forward" in head.__dict__ or has_hooks(head):
+    if not _is_plain(head) or not (norm is None or (type(norm) is RMSNorm and _is_plain(norm))):
         return None
-    weights = head._parameters  # replicas and sharded or parametrized modules have none of these names
-    is_plain = type(weights.get("weight")) is nn.Parameter and type(weights.get("bias")) in (nn.Parameter, type(None))
-    if not is_plain or head.weight.dtype == torch.float16:
+    if "weight" not in head._parameters or head.weight.dtype == torch.float16:
         return None
     device = head.weight.device.type
     casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return None if casts else HeadGradients(head)
+    return None if casts else HeadGradients(head, norm)
 
 
-class _ChunkLoss(torch.autograd.Function):
+def _is_plain(module: nn.Module) -> bool:
+    """Replicas and sharded or parametrized modules have other parameters."""
+    if "forward" in module.__dict__ or has_hooks(module):
+        return False
+    return all(type(weight) in (nn.Parameter, type(None)) for weight in module._parameters.values())
+
+
+def cross_entropy_and_gradient(
+    logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """-log p(target) [n] in float32 (float64 for float64 logits), and the gradient [n, V] of their sum in the dtype of
+    the logits: p(v) - [v = target]."""
+    log_p_nV = logits_nV.log_softmax(-1, dtype=sum_dtype(logits_nV.dtype))
+    losses_n = -log_p_nV.gather(1, target_n[:, None]).squeeze(1)
+    if not needs_gradient:
+        return losses_n, None
+    gradient_nV = log_p_nV.exp_()
+    gradient_nV.scatter_add_(1, target_n[:, None], gradient_nV.new_full((), -1).expand(len(target_n), 1))
+    return losses_n, gradient_nV.to(logits_nV.dtype)
+
+
+class _BlockLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gradients: HeadGradients, block_loss: BlockLoss, targets, *hidden):
-        found = [gradients.block(block_loss, *block) for block in zip(hidden, targets, strict=True)]
-        ctx.save_for_backward(*(gradient for _, gradient in found))
-        return torch.stack([loss for loss, _ in found]).sum()
+    def forward(ctx, gradients: HeadGradients, at_once: int, target_n, hidden_nD):
+        parts = zip(hidden_nD.split(at_once), target_n.split(at_once), strict=True)
+        losses, found = zip(*(gradients.compute(*part) for part in parts), strict=True)
+        ctx.save_for_backward(None if found[0] is None else _joined(found))
+        losses_n = _joined(losses)
+        ctx.mark_non_differentiable(losses_n)
+        return losses_n.sum(), losses_n
 
     @staticmethod
-    def backward(ctx, factor):
+    def backward(ctx, factor, _):
         _check_first_derivative()
-        return (
-            None,
-            None,
-            None,
-            *(None if one is None else _scaled(one, factor, one.dtype) for one in ctx.saved_tensors),
-        )
+        (gradient_nD,) = ctx.saved_tensors
+        return None, None, None, None if gradient_nD is None else _scaled(gradient_nD, factor, gradient_nD.dtype)
 
 
 class _Total(torch.autograd.Function):
@@ -104,15 +147,16 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradients: HeadGradients, num_losses: int, *tensors):
         ctx.num_losses, ctx.dtypes = num_losses, [weight.dtype for weight in gradients.weights]
-        ctx.save_for_backward(*gradients.sums)
-        gradients.sums = []
+        ctx.save_for_backward(*(gradients.sums.get(id(weight)) for weight in gradients.weights))
+        gradients.sums = {}
         return torch.stack(tensors[:num_losses]).sum()
 
     @staticmethod
     def backward(ctx, factor):
         _check_first_derivative()
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, None, *[factor] * ctx.num_losses, *(_scaled(one, factor, dtype) for one, dtype in pairs)
+        found = (None if one is None else _scaled(one, factor, dtype) for one, dtype in pairs)
+        return None, None, *[factor] * ctx.num_losses, *found
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -123,8 +167,12 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     return gradient * factor
 
 
-def _linear(weights: Mapping[str, torch.Tensor], hidden_nD: torch.Tensor) -> torch.Tensor:
-    return linear(hidden_nD, weights["weight"], weights.get("bias"))
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _in_sum_dtype(total: torch.Tensor) -> torch.Tensor:
+    return total.to(sum_dtype(total.dtype))
 
 
 def _check_first_derivative() -> None:

@@ -28,11 +28,10 @@ from .embedding import ChunkEmbedder, Embedding
 from .evaluations import EvaluationCounts
 from .execution import make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction, non_reentrant, offload_checkpoint
-from .execution.executor import ChunkOutput, OutputFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .files import use_default_mode
 from .generation_mixin import FoldedGenerationMixin
-from .hidden_states import HiddenStateAccumulator, LayerOutputs
+from .hidden_states import LayerOutputs
 from .layers import DecoderBlock, RMSNorm, RotaryEmbedding, decoder_stack
 from .linear import Linear
 from .loading import check_loading_report, without_load_report
@@ -40,7 +39,7 @@ from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
 from .peft_support import check_activated_lora
-from .segmentation import Chunk, UnpaddedBatch
+from .segmentation import UnpaddedBatch
 from .shared_weights import share_weights
 from .source_name import check_name, name_as_in_memory
 
@@ -151,7 +150,7 @@ class CondenseModel(CondensePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        run: "tuple[Call, OutputFunction, PreTrainedModel] | None" = None,
+        run: "tuple[Call, OutputAccumulator, PreTrainedModel] | None" = None,
         **unused: Any,
     ) -> Any:
         """The final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
@@ -160,7 +159,8 @@ class CondenseModel(CondensePreTrainedModel):
         called: those of FSDP gather its weights.
         """
         if run is not None:
-            return self.run(*run)
+            self.run(*run)
+            return None
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
@@ -172,10 +172,10 @@ class CondenseModel(CondensePreTrainedModel):
         check_unused(unused, position_ids, past_key_values)
         call = self.prepare_call(given)
         previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
-        accumulated = HiddenStateAccumulator(call.batch, call.batch.num_columns)
         with LayerOutputs(self, call, output_hidden_states) as layer_outputs:
-            chunk_outputs = self.run(call, accumulated.chunk_hidden, self)
-        last_BND = accumulated.collect(chunk_outputs, previous_BD)
+            accumulated = OutputAccumulator(self.norm, None, 0, call, None, call.batch.num_columns)
+            self.run(call, accumulated, self)
+        last_BND = accumulated.last_hidden(previous_BD)
         output = CondenseModelOutput(last_BND, call.cache, layer_outputs.hidden_states(previous_BD))
         output.function_evaluations = call.evaluations.collect()
         call.end()
@@ -206,10 +206,10 @@ class CondenseModel(CondensePreTrainedModel):
             cache.check_computes_alike(call.like_hidden(self.norm.weight))
         return call
 
-    def run(self, call: Call, output_function: OutputFunction, root: PreTrainedModel) -> list[ChunkOutput]:
-        """Runs the call chunk by chunk; returns the pairs `(chunk, output_function(hidden_RTD, chunk))` in order.
+    def run(self, call: Call, accumulated: OutputAccumulator, root: PreTrainedModel) -> None:
+        """Runs the call chunk by chunk. The chunks' outputs are added to `accumulated`, in order.
 
-        `hidden_RTD` is the output of the final norm. `root` is the model that was called: this one, or one around it.
+        `root` is the model that was called: this one, or one around it.
         """
         inputs, batch, cache = call.inputs, call.batch, call.cache
         like = call.like_hidden(self.norm.weight)
@@ -221,12 +221,6 @@ class CondenseModel(CondensePreTrainedModel):
         layers = self.layers_in_use
         schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None)
         state.timeline = timeline  # all checks are done: the state may change
-
-        def normalize_and_output(hidden_RTD: torch.Tensor, chunk: Chunk) -> Any:
-            normed_RTD = self.norm(hidden_RTD)
-            if cache is not None:
-                cache.store_last_hidden(normed_RTD, chunk)
-            return output_function(normed_RTD, chunk)
 
         metadata = self.metadata_builder(
             like,
@@ -241,15 +235,14 @@ class CondenseModel(CondensePreTrainedModel):
         embed = ChunkEmbedder(
             getattr(self, "embed_tokens", None), inputs, batch, deepcopy(state.positions).chunks(batch.lengths)
         )
-        executor = make_executor(
-            schedule, layers, state, embed, normalize_and_output, call.checkpoint_function,
-            call.checkpoint_segments,
-        )  # fmt: skip
-        outputs: list[ChunkOutput] = []
+        executor = make_executor(schedule, layers, state, embed, call.checkpoint_function, call.checkpoint_segments)
         with share_weights(root if checkpointing else None, sums=not state.positions.is_one_chunk(batch.lengths)):
             for chunk in state.positions.chunks(batch.lengths):
-                outputs += executor.submit(metadata.build(chunk))
-            return outputs + executor.finish()
+                for output in executor.submit(metadata.build(chunk)):
+                    accumulated.add(output[1], output[0])
+            for output in executor.finish():
+                accumulated.add(output[1], output[0])
+            accumulated.finish()
 
     def _checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
         """The function of gradient checkpointing; None where it is off."""
@@ -412,10 +405,13 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
                 output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
                 return output if return_dict is not False else output.to_tuple()
         previous_BD = call.previous_last_hidden(self.model.norm.weight, self.config.hidden_size)
-        accumulated = OutputAccumulator(self.lm_head, self.config.vocab_size, call, labels, logits_to_keep)
+        num_kept = (logits_to_keep or call.batch.num_columns) if labels is None or logits_to_keep is not None else None
         with LayerOutputs(self.model, call, output_hidden_states) as layer_outputs:
-            chunk_outputs = self.model(run=(call, accumulated.process_chunk, self))
-        output = accumulated.build_output(chunk_outputs, previous_BD, num_items_in_batch)
+            accumulated = OutputAccumulator(
+                self.model.norm, self.lm_head, self.config.vocab_size, call, labels, num_kept
+            )
+            self.model(run=(call, accumulated, self))
+        output = accumulated.build_output(previous_BD, num_items_in_batch)
         output.past_key_values = call.cache
         output.hidden_states = layer_outputs.hidden_states(previous_BD)
         output.function_evaluations = call.evaluations.collect()

@@ -1,9 +1,9 @@
-"""What a call returns, from the normed hidden states of its chunks.
+"""What a call returns, from the last layer's outputs.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks.
 """
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,10 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .call import Call
-from .execution.executor import ChunkOutput
+from .execution.checkpointing import storage_of
+from .execution.stacking import has_hooks
 from .hidden_states import HiddenStateAccumulator
-from .loss import LossAccumulator
+from .loss import LossAccumulator, Targets
 from .segmentation import Chunk
 
 
@@ -41,37 +42,67 @@ class CondenseOutput(CausalLMOutputWithPast):
 
 
 class OutputAccumulator:
-    """The loss and the logits of a call."""
+    """The loss and the logits of a call, from the last layer's outputs.
+
+    These come chunk by chunk, outside of any checkpoint. The last `num_kept` columns have logits or, without a head,
+    final hidden states; None for no columns.
+    """
 
     def __init__(
-        self, head: nn.Module, vocab_size: int, call: Call, labels_BN: torch.Tensor | None, logits_to_keep: int | None
+        self,
+        norm: nn.Module,
+        head: nn.Module | None,
+        vocab_size: int,
+        call: Call,
+        labels_BN: torch.Tensor | None,
+        num_kept: int | None,
     ):
-        self.head, self.loss, self.hidden = head, None, None
+        self.norm, self.head, self.cache = norm, head, call.cache
+        self.hidden = None if num_kept is None else HiddenStateAccumulator(call.batch, num_kept)
+        self.kept: list[tuple[Chunk, torch.Tensor]] = []
+        self.chunks: list[Chunk] = []
+        # A norm with hooks is called chunk by chunk, and once.
+        self.normalizes = self.hidden is not None or self.cache is not None or has_hooks(norm)
+        self.loss = None
         if labels_BN is not None:
-            once = call.checkpoint_function is None  # a checkpoint computes a chunk twice
-            recompute = once or call.checkpoint_segments > 1
-            self.loss = LossAccumulator(head, vocab_size, call.batch, labels_BN, recompute=recompute, at_once=once)
-        if labels_BN is None or logits_to_keep is not None:
-            self.hidden = HiddenStateAccumulator(call.batch, logits_to_keep or call.batch.num_columns)
+            assert head is not None
+            targets = Targets(call.batch, labels_BN)
+            self.loss = LossAccumulator(None if self.normalizes else norm, head, vocab_size, targets)
+        # The gradients of the hidden states wait for the backward pass where a segment's memories do.
+        at_once = self.loss is not None and self.loss.gradients is not None
+        self.storage = storage_of(call.checkpoint_function) if at_once else nullcontext()
 
-    def process_chunk(self, normed_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The chunk's loss, and the hidden states that logits are computed from."""
-        return (
-            None if self.loss is None else self.loss.chunk_loss(normed_RTD, chunk),
-            None if self.hidden is None else self.hidden.chunk_hidden(normed_RTD, chunk),
-        )
+    def add(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
+        """Takes the last layer's output [R, T, D] for a chunk."""
+        self.chunks.append(chunk)
+        if self.normalizes:
+            hidden_RTD = self.norm(hidden_RTD)
+            if self.cache is not None:
+                self.cache.store_last_hidden(hidden_RTD, chunk)
+        if self.hidden is not None:
+            self.kept.append((chunk, self.hidden.chunk_hidden(hidden_RTD, chunk)))
+        if self.loss is not None:
+            with self.storage:
+                self.loss.add(hidden_RTD, chunk)
 
-    def build_output(
-        self, chunk_outputs: Sequence[ChunkOutput], previous_last_hidden_BD: torch.Tensor, num_items_in_batch
-    ) -> CondenseOutput:
-        """The output of the call, from the results of `process_chunk`."""
+    def finish(self) -> None:
+        """Takes what still waits, while the weights are there."""
+        if self.loss is not None:
+            with self.storage:
+                self.loss.take_block()
+
+    def last_hidden(self, previous_last_hidden_BD: torch.Tensor) -> torch.Tensor:
+        """The final hidden states [B, C, D] of the kept columns."""
+        assert self.hidden is not None
+        return self.hidden.collect(self.kept, previous_last_hidden_BD)
+
+    def build_output(self, previous_last_hidden_BD: torch.Tensor, num_items_in_batch) -> CondenseOutput:
         output = CondenseOutput()
         if self.loss is not None:
-            losses = [loss for _, (loss, _) in chunk_outputs]
-            output.loss = self.loss.batch_loss(losses, num_items_in_batch)
-            output.segment_losses = torch.stack([loss.detach() for loss in losses])
-            output.segment_targets = torch.tensor([self.loss.num_targets_of(chunk) for chunk, _ in chunk_outputs])
+            output.loss = self.loss.loss(num_items_in_batch)
+            output.segment_losses = torch.stack(self.loss.chunk_losses)
+            output.segment_targets = torch.tensor([self.loss.targets.number_in(chunk) for chunk in self.chunks])
         if self.hidden is not None:
-            hidden = [(chunk, hidden) for chunk, (_, hidden) in chunk_outputs]
-            output.logits = self.head(self.hidden.collect(hidden, previous_last_hidden_BD))
+            assert self.head is not None
+            output.logits = self.head(self.last_hidden(previous_last_hidden_BD))
         return output

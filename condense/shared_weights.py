@@ -278,17 +278,19 @@ class _Product(torch.autograd.Function):
     def forward(ctx, input_xI, given, weight, bias_O, token, weight_sum: WeightSum, members: slice | None):
         ctx.set_materialize_grads(False)
         ctx.weight_sum, ctx.members, ctx.dtype = weight_sum, members, weight.dtype
-        ctx.save_for_backward(input_xI, given)
+        ctx.save_for_backward(input_xI, given, weight)
         return F.linear(input_xI, given, bias_O) if given.dim() == 2 else torch.bmm(input_xI, given.transpose(1, 2))
 
     @staticmethod
     def backward(ctx, gradient_xO):
         of_input = of_weight = of_bias = None
         if gradient_xO is not None:
-            input_xI, given = ctx.saved_tensors
+            input_xI, given, weight = ctx.saved_tensors
+            if torch.is_grad_enabled():  # a cast is detached from the weight, which second derivatives must reach
+                given = weight.to(given.dtype)
             if ctx.needs_input_grad[0]:
                 of_input = gradient_xO @ given
-            rows_O, rows_I = (x.flatten(0, -2) if given.dim() == 2 else x for x in (gradient_xO, input_xI))
+            rows_O, rows_I = (x.reshape(-1, x.shape[-1]) if given.dim() == 2 else x for x in (gradient_xO, input_xI))
             if ctx.needs_input_grad[2]:
                 of_weight = rows_O.transpose(-1, -2) @ rows_I
             if ctx.needs_input_grad[3]:

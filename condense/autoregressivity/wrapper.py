@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .. import loss
 from ..configuration import IGNORE_INDEX
 from ..files import use_default_mode
 from ..generation_mixin import OwnCacheGenerationMixin
-from ..loss import MAX_LOGITS, recomputed
+from ..loss import MAX_LOGITS
 from ..shared_weights import share_weights
 from .late_cache import LateCache
 
@@ -193,13 +193,5 @@ def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) 
     The backward pass computes logits again, unless the vocabulary is smaller than the hidden size.
     """
     vocab_size, size = head.weight.shape
-    block = max(1, MAX_LOGITS // vocab_size)
-    block_losses = recomputed(_block_losses, head) if vocab_size > size else _block_losses
     with share_weights(None):
-        parts = zip(hidden_nD.split(block), target_n.split(block), strict=True)
-        return torch.cat([block_losses(head, *part) for part in parts])
-
-
-def _block_losses(head, hidden_nD, target_n):
-    dtype = torch.promote_types(hidden_nD.dtype, torch.float32)
-    return F.cross_entropy(head(hidden_nD).to(dtype), target_n, reduction="none")
+        return loss.cross_entropies(head, hidden_nD, target_n, max(1, MAX_LOGITS // vocab_size), vocab_size > size)

@@ -5,7 +5,7 @@ from torch import nn
 from ..embedding import ChunkEmbedder
 from ..memory import RecurrentState, TransientState
 from .checkpointing import CheckpointedExecutor, CheckpointFunction
-from .executor import Executor, OutputFunction
+from .executor import Executor
 from .segment_graph import GraphExecutor
 from .selection import choose_schedule, schedule_for
 from .sequential import SequentialExecutor
@@ -19,17 +19,16 @@ def make_executor(
     layers: nn.ModuleList,
     state: RecurrentState,
     embed: ChunkEmbedder,
-    output: OutputFunction,
     checkpoint: CheckpointFunction | None = None,
     checkpoint_segments: int = 1,
 ) -> Executor:
     """The executor of a call; with `checkpoint`, that of gradient checkpointing by groups of so many segments."""
     if checkpoint is None:
-        return EXECUTORS[schedule](layers, state, embed, output)
+        return EXECUTORS[schedule](layers, state, embed)
     assert isinstance(state, TransientState), "a cache is not checkpointed"
     if schedule == "graph":
-        return GraphExecutor(layers, state, embed, output, checkpoint)
-    return CheckpointedExecutor(EXECUTORS[schedule], layers, state, embed, output, checkpoint, checkpoint_segments)
+        return GraphExecutor(layers, state, embed, checkpoint)
+    return CheckpointedExecutor(EXECUTORS[schedule], layers, state, embed, checkpoint, checkpoint_segments)
 
 
 __all__ = [

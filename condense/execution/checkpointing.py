@@ -9,6 +9,7 @@ Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..attention import AttentionMetadata
 from ..embedding import ChunkEmbedder
 from ..memory import KeyValueState, Memory, TransientState
 from ..shared_weights import for_recomputation
-from .executor import ChunkOutput, Executor, OutputFunction
+from .executor import ChunkOutput, Executor
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,10 @@ class CheckpointedExecutor:
         layers: nn.ModuleList,
         state: TransientState,
         embed: ChunkEmbedder,
-        output: OutputFunction,
         checkpoint: CheckpointFunction,
         group_size: int,
     ):
-        self.executor, self.layers, self.state, self.embed, self.output = executor, layers, state, embed, output
+        self.executor, self.layers, self.state, self.embed = executor, layers, state, embed
         self.checkpoint, self.group_size = checkpoint, group_size
         self.group: list[AttentionMetadata] = []
 
@@ -53,7 +53,7 @@ class CheckpointedExecutor:
             return []
         key_values = self.state.key_values(group[0].chunk)
         # Not a method: a checkpoint would keep this object, and with it the state, until the backward pass.
-        run_group = partial(_run_group, self.executor, self.layers, self.embed, self.output, group)
+        run_group = partial(_run_group, self.executor, self.layers, self.embed, group)
         outputs, memories = run_checkpointed(self.checkpoint, run_group, group[0], None, key_values)
         if memories is not None:
             self.state.write_memory(memories, group[-1].chunk)
@@ -64,7 +64,6 @@ def _run_group(
     executor: Callable[..., Executor],
     layers: nn.ModuleList,
     embed: ChunkEmbedder,
-    output: OutputFunction,
     group: Sequence[AttentionMetadata],
     _: None,
     key_values: Sequence[Memory | None],
@@ -73,7 +72,7 @@ def _run_group(
     chunks = [metadata.chunk for metadata in group]
     state = TransientState(chunks[0].batch_size, chunks[0].segment_length, key_values)
     state.rows = chunks[0].rows
-    run = executor(layers, state, embed.of(chunks), output)
+    run = executor(layers, state, embed.of(chunks))
     outputs = [each for metadata in group for each in run.submit(metadata)] + run.finish()
     if not group[-1].writes_memory:
         return outputs, None
@@ -127,6 +126,13 @@ def _say_non_reentrant() -> None:
         "use_reentrant=True: a folded model is checkpointed with use_reentrant=False, which has the same results. Pass "
         "gradient_checkpointing_kwargs={'use_reentrant': False} to silence this."
     )
+
+
+def storage_of(checkpoint: CheckpointFunction | None) -> AbstractContextManager[None]:
+    """Where what is kept of a segment waits for the backward pass: in host memory under `offload_memories`."""
+    if getattr(checkpoint, "func", None) is offload_checkpoint:
+        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+    return nullcontext()
 
 
 def offload_checkpoint(checkpoint: CheckpointFunction, function: Callable, *arguments: Any) -> Any:

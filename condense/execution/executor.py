@@ -3,8 +3,8 @@
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -13,14 +13,14 @@ from ..layers import DecoderBlock
 from ..memory import KeyValueState, Memory
 from ..segmentation import Chunk
 
-ChunkOutput = tuple[Chunk, Any]  # a chunk, and what `output` made of its final hidden states
-OutputFunction = Callable[[torch.Tensor, Chunk], Any]  # of the last layer's output [R, T, D]
+ChunkOutput = tuple[Chunk, torch.Tensor]  # a chunk, and the last layer's output [R, T, D]
 
 
 class Executor(Protocol):
     """Runs the chunks of a call through the layers in an order of its own.
 
-    An executor is made for one call with the decoder stack, the recurrent state, `embed` and `output`.
+    An executor is made for one call with the decoder stack, the recurrent state and `embed`. An output does not keep
+    the memory of others alive.
     """
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..attention import AttentionMetadata
 from ..checks import check_input, real_tokens
-from ..loss import LossAccumulator
+from ..loss import MAX_LOGITS, Targets, check_not_empty, cross_entropies
 from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
@@ -161,7 +161,8 @@ class PipelineStage:
             _of_rows(memory, metadata.chunk, following.chunk) if memory and following else None for memory in memories
         ]
         if self.is_last:
-            return batch.loss.chunk_loss(self.model.model.norm(hidden_RTD), metadata.chunk), memories
+            hidden_nD, target_n = batch.targets.of(self.model.model.norm(hidden_RTD), metadata.chunk)
+            return cross_entropies(self.model.lm_head, hidden_nD, target_n, *batch.loss_options).sum(), memories
         return hidden_RTD, memories
 
     def _backward(
@@ -171,7 +172,7 @@ class PipelineStage:
         if copied is not None:
             earlier, copied.grad = copied.grad, None  # the earlier gradient is already the sum over both ranks
         # The batch's loss is linear in that of each segment; the slope is the batch's loss for a segment's loss of 1.
-        slope = batch.loss.batch_loss([batch.like.new_ones((), dtype=batch.loss_dtype)], num_items)
+        slope = batch.targets.mean(batch.like.new_ones((), dtype=batch.loss_dtype), num_items)
         arrivals = self.after.arrivals(batch.shapes[::-1], batch.like) if self.after else iter(())
         from_memories: list[torch.Tensor | None] = []
         while segments:
@@ -209,9 +210,9 @@ class PipelineStage:
             losses_S = torch.stack(batch.losses)
         dist.broadcast(losses_S, group=self.group, group_src=self.last_rank)
         return CondenseOutput(
-            loss=batch.loss.batch_loss(list(losses_S), num_items),
+            loss=batch.targets.mean(losses_S.sum(), num_items),
             segment_losses=losses_S,
-            segment_targets=torch.tensor([batch.loss.num_targets_of(metadata.chunk) for metadata in batch.chunks]),
+            segment_targets=torch.tensor([batch.targets.number_in(metadata.chunk) for metadata in batch.chunks]),
         )
 
 
@@ -226,9 +227,10 @@ class _PipelineBatch:
         self.tokens = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
         checkpointing = model.model.gradient_checkpointing and model.training and torch.is_grad_enabled()
         self.checkpoint = model.model._gradient_checkpointing_func if checkpointing else None
-        self.loss = LossAccumulator(
-            model.lm_head, model.config.vocab_size, self.tokens, labels, recompute=not checkpointing
-        )
+        self.targets = Targets(self.tokens, labels)
+        vocab_size = model.config.vocab_size
+        recompute = not checkpointing and vocab_size > model.config.hidden_size
+        self.loss_options = max(1, MAX_LOGITS // vocab_size), recompute
         self.weights = SharedWeights(every_pass=True)
         self.like = next(model.model.layers.parameters())
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)
@@ -237,8 +239,7 @@ class _PipelineBatch:
         self.chunks = [builder.build(chunk) for chunk in state.positions.chunks(self.tokens.lengths)]
         self.shapes = [(len(one.chunk.rows), one.chunk.width, model.config.hidden_size) for one in self.chunks]
         self.losses: list[torch.Tensor] = []
-        if not self.chunks:
-            self.loss.batch_loss([], None)  # raises the error that explains why there is no loss
+        check_not_empty(self.chunks)
 
 
 @dataclass

@@ -13,9 +13,6 @@ Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,10 +23,10 @@ from ..configuration import CondenseConfig
 from ..embedding import ChunkEmbedder
 from ..memory import RecurrentState, TransientState
 from ..segmentation import SegmentPositions
-from ..shared_weights import for_recomputation, sum_dtype
-from .checkpointing import CheckpointedExecutor, CheckpointFunction, offload_checkpoint
+from ..shared_weights import sum_dtype
+from .checkpointing import CheckpointedExecutor, CheckpointFunction, storage_of
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
-from .executor import ChunkOutput, Executor, OutputFunction
+from .executor import ChunkOutput, Executor
 from .segment_steps import Steps, pairs_of, rotary_tables_of, steps_of
 from .sequential import SequentialExecutor
 from .stacking import CONTAINERS, STACKED, has_hooks
@@ -45,16 +42,15 @@ class GraphExecutor:
         layers: nn.ModuleList,
         state: RecurrentState,
         embed: ChunkEmbedder,
-        output: OutputFunction,
         checkpoint: CheckpointFunction | None = None,
     ):
-        self.layers, self.state, self.embed, self.output, self.checkpoint = layers, state, embed, output, checkpoint
+        self.layers, self.state, self.embed, self.checkpoint = layers, state, embed, checkpoint
         self.others: Executor
         if checkpoint is None:
-            self.others = SequentialExecutor(list(layers), state, embed, output)
+            self.others = SequentialExecutor(list(layers), state, embed)
         else:
             assert isinstance(state, TransientState), "a cache is not checkpointed"
-            self.others = CheckpointedExecutor(SequentialExecutor, layers, state, embed, output, checkpoint, 1)
+            self.others = CheckpointedExecutor(SequentialExecutor, layers, state, embed, checkpoint, 1)
         self.run: _Run | None = None
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
@@ -69,30 +65,14 @@ class GraphExecutor:
             assert len(memories) == len(self.layers)
             kind = _Run if self.checkpoint is None else _TrainingRun
             self.run = kind(self.layers, [tensor for memory in memories if memory for tensor in memory])
-        with _storage_of(self.checkpoint):
-            hidden_RTD = self.run.advance(self.embed(chunk), metadata)
-        if self.checkpoint is None:
-            output = self.output(hidden_RTD, chunk)
-        else:  # logits are computed again, as in a checkpointed segment
-            output = self.checkpoint(for_recomputation(partial(_output, self.output, chunk)), hidden_RTD)
-        return [(chunk, output)]
+        with storage_of(self.checkpoint):
+            return [(chunk, self.run.advance(self.embed(chunk), metadata))]
 
     def finish(self) -> list[ChunkOutput]:
         run, self.run = self.run, None
         if run is not None and run.newest is not None and run.newest.writes_memory:
             self.state.write_memory(pairs_of(run.memories()), run.newest.chunk)
         return []
-
-
-def _output(output: OutputFunction, chunk, hidden_RTD: torch.Tensor) -> Any:
-    return output(hidden_RTD, chunk)
-
-
-def _storage_of(checkpoint: CheckpointFunction | None):
-    """Where a segment's input and memory wait for the backward pass: in host memory under `offload_memories`."""
-    if getattr(checkpoint, "func", None) is offload_checkpoint:
-        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
-    return nullcontext()
 
 
 class _Run:
@@ -105,7 +85,7 @@ class _Run:
     def advance(self, input_RTD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         hidden_RTD, *self.tensors = self.steps.forward(metadata, (input_RTD, *self.tensors))
         self.newest = metadata
-        return hidden_RTD  # the next replay writes over it; the final norm has read it then
+        return hidden_RTD.clone()  # the next replay writes over it
 
     def memories(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in self.tensors]

@@ -9,23 +9,20 @@ from ..attention import AttentionMetadata
 from ..embedding import ChunkEmbedder
 from ..layers import DecoderBlock
 from ..memory import RecurrentState
-from .executor import ChunkOutput, OutputFunction, run_layers
+from .executor import ChunkOutput, run_layers
 
 
 class SequentialExecutor:
-    def __init__(
-        self, layers: Sequence[DecoderBlock], state: RecurrentState, embed: ChunkEmbedder, output: OutputFunction
-    ):
-        self.layers, self.state, self.embed, self.output = layers, state, embed, output
+    def __init__(self, layers: Sequence[DecoderBlock], state: RecurrentState, embed: ChunkEmbedder):
+        self.layers, self.state, self.embed = layers, state, embed
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
         chunk = metadata.chunk
         key_values = self.state.key_values(chunk)
         hidden_RTD, memories = run_layers(self.layers, self.embed(chunk), key_values, metadata)
-        output = self.output(hidden_RTD, chunk)
         if metadata.writes_memory:
             self.state.write_memory(memories, chunk)
-        return [(chunk, output)]
+        return [(chunk, hidden_RTD)]
 
     def finish(self) -> list[ChunkOutput]:
         return []

@@ -24,7 +24,7 @@ from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import RotaryTables
 from ..embedding import ChunkEmbedder
 from ..memory import Memory, RecurrentState
-from .executor import ChunkOutput, OutputFunction, run_layers
+from .executor import ChunkOutput, run_layers
 from .sequential import SequentialExecutor
 from .stacking import Stack, stack_of
 
@@ -35,9 +35,9 @@ class WavefrontExecutor:
     Raises `ValueError` for layers that cannot be stacked, when the first wave begins.
     """
 
-    def __init__(self, layers: nn.ModuleList, state: RecurrentState, embed: ChunkEmbedder, output: OutputFunction):
+    def __init__(self, layers: nn.ModuleList, state: RecurrentState, embed: ChunkEmbedder):
         self.layers, self.state = layers, state
-        self.sequential = SequentialExecutor(list(layers), state, embed, output)
+        self.sequential = SequentialExecutor(list(layers), state, embed)
         self.wave: _Wave | None = None
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
@@ -78,7 +78,7 @@ class _Wave:
 
     def __init__(self, stack: Stack, sequential: SequentialExecutor, first: AttentionMetadata):
         self.stack, self.state, self.rows = stack, sequential.state, first.chunk.rows
-        self.embed, self.output = sequential.embed, sequential.output
+        self.embed = sequential.embed
         key_values = self.state.key_values(first.chunk)
         self.earlier = [None if item is None else item.memory(first.chunk) for item in key_values]
         self.later: list[Memory] = []
@@ -130,7 +130,7 @@ class _Wave:
             return []
         self.hidden_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
         self.first_is_in_flight = False
-        return [(leaving.chunk, self.output(leaving_RTD, leaving.chunk))]
+        return [(leaving.chunk, leaving_RTD.clone())]  # a part of the diagonal's output
 
 
 def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) -> BandMetadata:

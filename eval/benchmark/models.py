@@ -15,8 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from condense import CondenseConfig, CondenseForCausalLM
-from condense.loss import cross_entropy_at_once, cross_entropy_sum
+from condense import CondenseConfig, CondenseForCausalLM, loss
 from condense.loss_gradient import head_gradients
 
 from .cases import SCHEDULES, WITHOUT_SEGMENTS, ModelVariant
@@ -41,12 +40,13 @@ class ChunkedLossLlama(LlamaForCausalLM):
 
     def loss_in_blocks(self, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of hidden states."""
-        gradients = head_gradients(self.lm_head) if torch.is_grad_enabled() else None
+        gradients, at_once = None, max(1, loss.MAX_LOGITS // self.config.vocab_size)
+        if torch.is_grad_enabled():
+            gradients = head_gradients(self.lm_head)
         if gradients is None:
-            total = cross_entropy_sum(self.lm_head, hidden_nD, target_n, self.config.vocab_size, recompute=True)
+            total = loss.cross_entropies(self.lm_head, hidden_nD, target_n, at_once).sum()
         else:
-            chunk_loss = cross_entropy_at_once(gradients, hidden_nD, target_n, self.config.vocab_size)
-            total = gradients.total([chunk_loss])
+            total = gradients.total([gradients.block_loss(hidden_nD, target_n, at_once)[0]])
         return total / len(target_n)
 
 

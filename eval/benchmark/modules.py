@@ -142,7 +142,7 @@ class HeadWithLoss(nn.Module):
     def counted(self) -> Iterator[None]:
         """Within it, losses that are computed in blocks are calls of this module."""
         with ExitStack() as patches:
-            for owner, name in ((LossAccumulator, "chunk_loss"), (ChunkedLossLlama, "loss_in_blocks")):
+            for owner, name in ((LossAccumulator, "take_block"), (ChunkedLossLlama, "loss_in_blocks")):
                 call = partialmethod(_called, self, getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, call))
             yield

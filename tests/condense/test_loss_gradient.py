@@ -6,11 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from condense import loss, loss_gradient
+from condense.execution import cuda_graph
 from condense.loss_gradient import HeadGradients, head_gradients
 
-from .models import VOCAB, random_ids, tiny_model
+from .execution.recording import recordings
+from .models import VOCAB, random_ids, tiny_model, torch_checkpoint
 
 COLUMNS = 13  # two segments and a part of one
 
@@ -18,6 +21,12 @@ COLUMNS = 13  # two segments and a part of one
 @pytest.fixture(params=[1, 7, 1000], ids=lambda tokens: f"blocks of {tokens}")
 def blocks(request, monkeypatch):
     monkeypatch.setattr(loss, "MAX_LOGITS", request.param * VOCAB)
+
+
+@pytest.fixture(autouse=True, params=[4096, 8], ids=lambda tokens: f"{tokens} tokens wait")
+def waiting(request, monkeypatch):
+    """A call has one block, or one for each chunk."""
+    monkeypatch.setattr(loss, "BLOCK_TOKENS", request.param)
 
 
 def labelled(seed=1):
@@ -50,6 +59,40 @@ def assert_equal(one: dict, two: dict) -> None:
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)
+
+
+class HeadProducts(TorchDispatchMode):
+    """Counts the operations of the products with a dimension of the vocabulary's size, and additions of that size."""
+
+    count = additions = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            one, two = args[-2:]
+            if VOCAB in (*one.shape, *two.shape):
+                self.count += 2 * one.shape[0] * one.shape[1] * two.shape[1]
+        if function.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            self.additions += VOCAB in args[0].shape
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("schedule", "group"),
+    [("sequential", None), ("wavefront", None), ("sequential", 1), ("sequential", 2), ("wavefront", 3), ("graph", 1)],
+)
+def test_logits_are_computed_once(schedule, group, dtype, monkeypatch):
+    """6 N V D operations: the logits, and their gradients for hidden states and weights. In float32 the products add to
+    the sum of the weight's gradients, and nothing of the weight's shape is added."""
+    monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings({"warm_up": 0, "capture": 0, "replay": 0}))
+    model, ids = tiny_model(dtype, schedule=schedule, attn_implementation="sdpa").train(), random_ids(1, 5 * 8)
+    if group is not None:
+        model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=group))
+    model.model.embed_tokens.requires_grad_(False)
+    with HeadProducts() as products:
+        model(ids, labels=ids).loss.backward()
+    assert dtype == torch.bfloat16 or not products.additions
+    assert products.count == 6 * (ids.numel() - 1) * VOCAB * model.config.hidden_size
 
 
 @pytest.mark.parametrize("num_items", [None, 5])
@@ -109,7 +152,7 @@ def test_sums_are_freed_by_the_backward_pass(monkeypatch):
     sums = []
 
     def total(self, losses):
-        sums.extend(weakref.ref(one) for one in self.sums)
+        sums.extend(weakref.ref(one) for one in self.sums.values())
         return whole(self, losses)
 
     whole = HeadGradients.total

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call
 
+import condense.loss
 from condense import CondenseForCausalLM, modeling, shared_weights
 from condense.execution import cuda_graph
 from condense.execution.pipeline_parallel import PipelineStage
@@ -89,8 +90,9 @@ def test_sums_in_bfloat16(schedule, group, fields, monkeypatch):
 
 
 @pytest.mark.parametrize("group", [None, 1])
-def test_sums_under_autocast(group):
-    """Weights are float32, and their gradients too: only the products are rounded."""
+def test_sums_under_autocast(group, monkeypatch):
+    """Weights are float32, and their gradients too: only the products are rounded, the head's in each block."""
+    monkeypatch.setattr(condense.loss, "BLOCK_TOKENS", LENGTH)
     model = model_of(torch.float32, schedule="sequential", family="qwen2")
     if group is not None:
         model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=group))
@@ -150,18 +152,35 @@ def test_backward_passes_do_not_add_to_each_other():
     assert torch.equal(once, gradients(model)["model.layers.1.mlp.up_proj.weight"])
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
-def test_second_derivatives_are_those_of_autograd(schedule, monkeypatch):
+@pytest.mark.parametrize(
+    ("schedule", "dtype"),
+    [("sequential", torch.bfloat16), ("wavefront", torch.bfloat16), ("sequential", torch.float32)],
+    ids=["in order", "wave", "autocast"],
+)
+def test_second_derivatives_are_those_of_autograd(schedule, dtype, monkeypatch):
     """The gradient of a squared gradient of the logits."""
     found = []
     for share in (shared_weights.share_weights, lambda recomputed, sums=True: nullcontext()):
         monkeypatch.setattr(modeling, "share_weights", share)
-        model = model_of(schedule=schedule, attn_implementation="eager")
-        logits = model(IDS[:, : 3 * LENGTH], use_cache=False).logits
+        model = model_of(dtype, schedule=schedule, attn_implementation="eager")
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            logits = model(IDS[:, : 3 * LENGTH], use_cache=False).logits
         lower, upper = (layer.mlp.up_proj.weight for layer in model.model.layers)
         (first,) = torch.autograd.grad(logits.square().mean(), lower, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), upper)[0])
     assert relative_error(found[0], found[1].double()) < 0.01
+
+
+def test_batched_gradients():
+    model = model_of(schedule="sequential")
+    embeds = model.model.embed_tokens(IDS[:, : 2 * LENGTH]).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, use_cache=False).logits
+    grads = torch.randn(2, *logits.shape, generator=torch.Generator().manual_seed(0)).to(logits.dtype)
+    (batched,) = torch.autograd.grad(logits, embeds, grads, is_grads_batched=True, retain_graph=True)
+    for one, each in zip(batched, grads, strict=True):
+        torch.testing.assert_close(
+            one, torch.autograd.grad(logits, embeds, each, retain_graph=True)[0], rtol=0.05, atol=0.05
+        )
 
 
 def test_sums_are_freed_with_the_graph():

@@ -63,30 +63,39 @@ class HeadGradients:
         del logits_nV
         self._add_product(self.head_weights[0], gradient_nV, normed_nD.detach())
         for bias in self.head_weights[1:]:
-            self._add(bias, lambda: gradient_nV.sum(0))
+            if bias.requires_grad:
+                self._add(bias, gradient_nV.sum(0))
         if not normed_nD.requires_grad:
             return losses_n, None
         of_normed_nD = linear(gradient_nV, weight_VD.t())
         if self.norm is None:
             return losses_n, of_normed_nD
+        del gradient_nV
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = list(torch.autograd.grad(normed_nD, wanted, of_normed_nD))
         if self.norm.weight.requires_grad:
-            self._add(self.norm.weight, found.pop)
+            self._add(self.norm.weight, found.pop())
         return losses_n, found[0] if found else None
 
-    def _add(self, weight: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
-        if weight.requires_grad:
-            earlier = self.sums.get(id(weight))
-            self.sums[id(weight)] = gradient() if earlier is None else _in_sum_dtype(earlier).add_(gradient())
+    def _add(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        earlier = self._earlier(weight)
+        self.sums[id(weight)] = gradient if earlier is None else earlier.add_(gradient)
+
+    def _earlier(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The sum so far in its dtype: a single gradient is not cast."""
+        if (earlier := self.sums.pop(id(weight), None)) is not None:
+            self.sums[id(weight)] = earlier.to(sum_dtype(earlier.dtype))
+        return self.sums.get(id(weight))
 
     def _add_product(self, weight: torch.Tensor, gradient_nV: torch.Tensor, normed_nD: torch.Tensor) -> None:
         """In float32 the product adds to the sum itself, and no other matrix of the weight's shape is made."""
-        earlier = self.sums.get(id(weight))
-        if weight.requires_grad and earlier is not None and gradient_nV.dtype == sum_dtype(earlier.dtype):
+        if not weight.requires_grad:
+            return
+        earlier = self._earlier(weight)
+        if earlier is not None and gradient_nV.dtype == earlier.dtype:
             earlier.addmm_(gradient_nV.t(), normed_nD)
         else:
-            self._add(weight, lambda: gradient_nV.t() @ normed_nD)
+            self._add(weight, gradient_nV.t() @ normed_nD)
 
 
 def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradients | None:
@@ -169,10 +178,6 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _in_sum_dtype(total: torch.Tensor) -> torch.Tensor:
-    return total.to(sum_dtype(total.dtype))
 
 
 def _check_first_derivative() -> None:

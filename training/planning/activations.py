@@ -4,12 +4,13 @@ Attention is counted as its kernels keep it: eager with its scores, all others (
 """
 
 from collections.abc import Callable
+from math import ceil
 
 from transformers import LlamaConfig
 
 from condense.embedding import EMBEDDED_TOKENS
 from condense.families import family_of
-from condense.loss import MAX_LOGITS
+from condense.loss import BLOCK_TOKENS, MAX_LOGITS
 
 from ..distillation import Distillation
 from ..recipe import Recipe
@@ -23,20 +24,20 @@ DISTILLED_LOGIT_COPIES = 7  # measured: logits and log-softmaxes of both models,
 LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, all in float32
 
 
-def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
+def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_stage: int = 0) -> dict[str, int]:
     """The parts `memories`, `activations` and `loss`. Raises `ValueError` for models and objectives not counted."""
     count = KEPT_BY_KIND.get(recipe.model.kind)
     if count is None:
         raise ValueError(f"the memory of model.kind={recipe.model.kind!r} is not estimated: start the run to see it.")
     if isinstance(recipe.objective, Distillation) and not recipe.objective.hidden_weight:
-        return kept_by_distillation(config, recipe, a_pass, count(config, recipe, a_pass))
+        return kept_by_distillation(config, recipe, a_pass, count(config, recipe, a_pass, zero_stage))
     if not isinstance(recipe.objective, NextToken):
         with_layers = " with a hidden_weight" if isinstance(recipe.objective, Distillation) else ""
         raise ValueError(
             f"the memory of objective.kind={recipe.objective.kind!r}{with_layers} is not estimated: start the run to "
             "see it."
         )
-    return count(config, recipe, a_pass)
+    return count(config, recipe, a_pass, zero_stage)
 
 
 def kept_by_distillation(
@@ -51,7 +52,7 @@ def kept_by_distillation(
     return next_token | {"activations": next_token["activations"] + hidden, "loss": loss}
 
 
-def kept_by_stock(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
+def kept_by_stock(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_stage: int) -> dict[str, int]:
     (length,), stack = a_pass.segments, stack_of(config)
     layer, gradients = (a_pass.rows * count(config, recipe, length, 0) for count in (_layer, _layer_gradients))
     block = a_pass.tokens * _block(config, recipe, stack)
@@ -66,10 +67,11 @@ def kept_by_stock(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str
     return {"memories": 0, "activations": activations, "loss": loss}
 
 
-def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[str, int]:
+def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_stage: int) -> dict[str, int]:
     assert isinstance(recipe.model, CondenseModel)
-    stack, width, vocab, size = stack_of(config), config.hidden_size, config.vocab_size, element_size(recipe)
+    stack, width, size = stack_of(config), config.hidden_size, element_size(recipe)
     checkpointing, last = recipe.gradient_checkpointing, len(a_pass.segments) - 1
+    at_once = _computes_loss_at_once(recipe, zero_stage)
     span = recipe.model.bptt_segments or getattr(config, "bptt_segments", None)
     # Checkpoints keep memories as they are; otherwise they are a part of what attention keeps.
     repeated = recipe.attention == "eager" and not checkpointing
@@ -78,7 +80,7 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
     kept_memories, activations, memory = [], [], 0
     for number, tokens in enumerate(a_pass.segments):
         kept_memories.append(2 * a_pass.rows * copies * memory * heads * config.head_dim * size)
-        layer, source, projected = _layer(config, recipe, tokens, memory), 0, 0
+        layer, source, projected, cut = _layer(config, recipe, tokens, memory), 0, 0, False
         if number < last:  # the norms before the next segment's keys and values, and of these keys
             source = _copies(recipe, "k_proj", "v_proj") * tokens * width * size + tokens * _head_norms(
                 config, recipe, config.num_key_value_heads
@@ -87,28 +89,60 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> dict[
             projected = stack.projected(cut)
             if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
                 source += tokens * width * FLOAT32
-        kept_once = tokens * (_norm(config, recipe, "lm_head") + _block(config, recipe, stack))
+        kept_once = tokens * _block(config, recipe, stack)
+        if at_once and projected and not cut and size == FLOAT32:  # the last layer's output, for its memory
+            kept_once += tokens * width * FLOAT32
+        if not at_once:  # the final norm's; else the gradients of hidden states, below
+            kept_once += tokens * _norm(config, recipe, "lm_head")
         activations.append(a_pass.rows * (stack.runs * layer + projected * source + kept_once))
         memory = tokens
     first = a_pass.segments[0]
     group = recipe.model.checkpoint_segments if checkpointing else len(a_pass.segments)
     assert isinstance(group, int), "see with_checkpoint_segments"
-    chunk = min(a_pass.rows * first, max(1, MAX_LOGITS // vocab))
-    if checkpointing and group == 1:  # a segment alone is computed again with the logits of all its chunks
-        held = a_pass.rows * first
-    elif checkpointing and vocab <= width:  # logits that are no wider than hidden states are kept within a group
-        held = a_pass.rows * sum(a_pass.segments[:group])
-    else:  # gone with their chunk
-        held = chunk
-    loss = FLOAT32 * vocab * ((LOGIT_COPIES - 1) * chunk + held)
+    logits = _loss(config, recipe, a_pass, at_once)
     gradients = a_pass.rows * _layer_gradients(config, recipe, first, first if last else 0)
     later = max(gradients, _block_gradients(config, recipe, stack, a_pass.rows * first))
     kept = max(sum(activations[begin : begin + group]) for begin in range(0, len(activations), group))
+    # Checkpoints run before the loss, or again after it.
+    loss = max(0, logits - kept) if checkpointing else logits
+    hidden_gradients = a_pass.tokens * width * size
+    if not at_once:  # with checkpoints the last layer's outputs themselves, and normed for the head
+        hidden_gradients *= 2 * checkpointing
+    elif checkpointing and recipe.model.offload_memories:
+        hidden_gradients = 0
     if checkpointing:
         kept_memories = kept_memories[::group]  # those before each group
     # On the host, all wait but those of the group that is computed.
     memories = max(kept_memories) if recipe.model.offload_memories else sum(kept_memories)
-    return {"memories": memories, "activations": kept + max(0, later - loss), "loss": loss}
+    return {
+        "memories": memories,
+        "activations": kept + max(0, later - loss),
+        "hidden_gradients": hidden_gradients,
+        "loss": loss,
+    }
+
+
+def _loss(config: LlamaConfig, recipe: Recipe, a_pass: Pass, at_once: bool) -> int:
+    """Bytes of a folded model's logits, and of what is computed from them, of as many tokens as have some at a time."""
+    block, part = _tokens_of_loss(config, a_pass)
+    size = element_size(recipe)
+    if not at_once:
+        return part * config.vocab_size * FLOAT32 * LOGIT_COPIES
+    # Those of a block wait; a part of them is normed, and its norm has a backward pass when the logits are gone.
+    hidden, normed = 2 * block * config.hidden_size * size, part * config.hidden_size * FLOAT32
+    return hidden + max(part * config.vocab_size * _logit_copies(size) + 2 * normed, 6 * normed)
+
+
+def _tokens_of_loss(config: LlamaConfig, a_pass: Pass) -> tuple[int, int]:
+    """The tokens of a block of the loss, which waits for whole segments, and of a part that has logits at a time."""
+    chunk = a_pass.rows * a_pass.segments[0]
+    block = min(a_pass.tokens, chunk * ceil(BLOCK_TOKENS / chunk))
+    return block, min(block, max(1, MAX_LOGITS // config.vocab_size))
+
+
+def _logit_copies(size: int) -> int:
+    """Bytes of a logit and its log-softmax, whose place its gradient takes; below float32 with a copy."""
+    return size + FLOAT32 * (1 if size == FLOAT32 else 2)
 
 
 def _is_read(recipe: Recipe, *linear: str) -> bool:
@@ -207,20 +241,27 @@ def summed_gradients(
     """
     numels, size = [shape.numel() for shape in weights.trained], element_size(recipe)
     largest, tied = max(numels), config.tie_word_embeddings
-    if len(a_pass.segments) > 1 and _has_loss_gradients(recipe, zero_stage):
-        # In the forward pass the head's exist twice, their sum and those of a block, with most of its logits: all but a
-        # third in float32, a quarter in others, which have a copy (measured). The backward pass begins with the sum and
-        # its product with the gradient of the loss. In its last segment the sums of all layers exist. At the end their
-        # gradients do, with the head's and the embedding's, and with the sum of the last two or the embedding's own.
+    if len(a_pass.segments) > 1 and _computes_loss_at_once(recipe, zero_stage) and recipe.lora is None:
+        # In the forward pass the sum of the head's gradients exists beside the logits of all parts but the first. Below
+        # float32 that of a part exists, too, while the logits' own gradients do. The backward pass begins with the sum
+        # and its product with the gradient of the loss. In its last segment the sums of all layers exist. At the end
+        # their gradients do, with the head's and the embedding's, and with the sum of the last two or the embedding's
+        # own.
+        _, part = _tokens_of_loss(config, a_pass)
+        several = FLOAT32 * largest * (part < a_pass.tokens)
+        gone = part * config.vocab_size * (_logit_copies(size) - size)
+        forward = max(several, size * largest - gone + several * (size < FLOAT32))
         head, layers = size * largest, sum(numels) - largest * (1 if tied else 2)
         begin, embedded = FLOAT32 * largest + head, a_pass.tokens > EMBEDDED_TOKENS
         layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
         last_segment = kept["activations"] * a_pass.segments[-1] // sum(a_pass.segments)
         summed = FLOAT32 * (layers + largest * embedded) + head
         at_end = size * layers + 2 * head + (FLOAT32 * largest if size < FLOAT32 else head * tied)
-        gone, logits = kept["loss"] // (3 if size == FLOAT32 else 4), max(0, kept["loss"] - reduce_buckets)
+        logits = max(0, kept["loss"] - reduce_buckets)
+        if recipe.gradient_checkpointing:
+            return max(forward, FLOAT32 * (layers + largest) + head - logits)
         later = max(begin + layer, summed + layer - last_segment, at_end - kept["activations"])
-        return max(begin - gone, later - logits)
+        return max(forward, later - logits)
     if len(a_pass.segments) > 1:
         # Another gradient of the head, and in float32 the sum with it, exist after the logits are freed.
         another = max(0, (2 if size == FLOAT32 else 1) * size * largest - kept["loss"])
@@ -233,13 +274,14 @@ def summed_gradients(
     return max(0, summed - kept["activations"] - kept["loss"])
 
 
-def _has_loss_gradients(recipe: Recipe, zero_stage: int) -> bool:
-    """Whether the forward pass computes the head's gradients (`condense/loss_gradient.py`). ZeRO-3 has hooks on it."""
+def _computes_loss_at_once(recipe: Recipe, zero_stage: int) -> bool:
+    """Whether the forward pass computes the loss's gradients (`condense/loss_gradient.py`). ZeRO-3 has hooks."""
+    of_head = recipe.lora is not None and "lm_head" in recipe.lora.targets
     ordinary = isinstance(recipe.model, CondenseModel) and not isinstance(recipe.objective, Distillation)
-    return ordinary and not recipe.gradient_checkpointing and recipe.lora is None and zero_stage < 3
+    return ordinary and not of_head and zero_stage < 3
 
 
-KEPT_BY_KIND: dict[str, Callable[[LlamaConfig, Recipe, Pass], dict[str, int]]] = {
+KEPT_BY_KIND: dict[str, Callable[[LlamaConfig, Recipe, Pass, int], dict[str, int]]] = {
     "condense": kept_by_condense,
     "stock": kept_by_stock,
 }

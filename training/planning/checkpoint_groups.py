@@ -31,4 +31,4 @@ def _with(recipe: Recipe, segments: int) -> Recipe:
 
 
 def _bytes(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> int:
-    return sum(kept_by_condense(config, recipe, a_pass).values())
+    return sum(kept_by_condense(config, recipe, a_pass, zero_stage=0).values())

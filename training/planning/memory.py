@@ -36,12 +36,14 @@ class MemoryEstimate:
     loss: int  # logits that exist at a time, with their gradients
     step: int  # the optimizer step's copies of the gradients; no pass is running then
     host: int  # in the CPU's memory, where DeepSpeed offloads to it
+    hidden_gradients: int = 0  # of the last layer's outputs, which a folded model computes together with the loss
 
     @property
     def total(self) -> int:
         """The most that the device holds at a time."""
         stays = self.weights + self.gathered_weights + self.master_weights + self.moments + self.gradients
-        in_pass = self.summed_gradients + self.memories + self.activations + max(self.loss, self.reduce_buckets)
+        in_pass = self.summed_gradients + self.memories + self.activations + self.hidden_gradients
+        in_pass += max(self.loss, self.reduce_buckets)
         return stays + max(in_pass, self.step)
 
     def as_dict(self) -> dict[str, int]:
@@ -60,8 +62,8 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
     states["weights"] += element_size(recipe) * _teacher_weights(config, recipe, weights)
     estimates = []
     for a_pass in passes(config, recipe, ranks):
-        kept = kept_by_autograd(config, recipe, a_pass)
         stage, buckets = zero.get("stage", 0), states["reduce_buckets"]
+        kept = kept_by_autograd(config, recipe, a_pass, stage)
         freed_at_once = stage >= 2 or accumulates
         summed = summed_gradients(config, recipe, a_pass, weights, freed_at_once, kept, buckets, stage)
         estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))

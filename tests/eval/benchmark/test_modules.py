@@ -62,8 +62,8 @@ def test_modules(points):
 
 
 def test_the_head_with_its_loss(points, llama):
-    """In blocks it keeps a gradient for each hidden state and that of its weights, and the last segment's output is gone;
-    in stock models it keeps the logits."""
+    """In blocks it keeps a gradient for each hidden state and that of its weights, and frees the last segment's output.
+    In stock models it keeps the logits."""
     vocabulary = json.loads((llama / "config.json").read_text())["vocab_size"]
     heads = {kind: [m for m in points[kind, False]["modules"] if m["module"] == "lm_head"] for kind in KINDS}
     for (head,) in heads.values():

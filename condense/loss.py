@@ -73,7 +73,9 @@ class LossAccumulator:
         self.chunk_losses: list[torch.Tensor] = []  # detached
 
     def add(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
-        self.waiting.append(self.targets.of(hidden_RTD, chunk))
+        hidden_nD, target_n = self.targets.of(hidden_RTD, chunk)
+        shares_memory = hidden_RTD._is_view() and hidden_nD._is_view()
+        self.waiting.append((hidden_nD.clone() if shares_memory else hidden_nD, target_n))
         # Not the number of targets: under ZeRO-3 all ranks must take blocks at the same time.
         self.waiting_tokens += chunk.batch_size * chunk.width
         if self.waiting_tokens >= BLOCK_TOKENS:

@@ -19,8 +19,8 @@ ChunkOutput = tuple[Chunk, torch.Tensor]  # a chunk, and the last layer's output
 class Executor(Protocol):
     """Runs the chunks of a call through the layers in an order of its own.
 
-    An executor is made for one call with the decoder stack, the recurrent state and `embed`. An output does not keep
-    the memory of others alive.
+    An executor is made for one call with the decoder stack, the recurrent state and `embed`. An output that is
+    a view shares memory, which may be large or soon written over: copy it before you keep it.
     """
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:

@@ -85,7 +85,7 @@ class _Run:
     def advance(self, input_RTD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         hidden_RTD, *self.tensors = self.steps.forward(metadata, (input_RTD, *self.tensors))
         self.newest = metadata
-        return hidden_RTD.clone()  # the next replay writes over it
+        return hidden_RTD[:]  # the next replay writes over it
 
     def memories(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in self.tensors]

@@ -130,7 +130,7 @@ class _Wave:
             return []
         self.hidden_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
         self.first_is_in_flight = False
-        return [(leaving.chunk, leaving_RTD.clone())]  # a part of the diagonal's output
+        return [(leaving.chunk, leaving_RTD)]
 
 
 def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) -> BandMetadata:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from condense import CondenseConfig
-from condense.training.planning.fit import wave_bytes
 from condense.training.planning.memory import MemoryEstimate, estimate
 from condense.training.recipe import Recipe
 
@@ -50,18 +49,15 @@ def estimated_bytes(point: dict[str, Any]) -> tuple[int, int]:
         **REAL.large if is_large(point) else REAL.table_1, segment_length=point["segment_length"] or point["length"]
     )
     parts: MemoryEstimate = estimate(config, recipe_of(point), {}, ranks=1)
-    waves = wave_bytes(config, recipe_of(point), parts) if point["schedule"] == "wavefront" else 0
     in_pass = parts.memories + parts.activations + parts.summed_gradients + parts.loss
-    return parts.weights + in_pass + waves, parts.loss
+    return parts.weights + in_pass, parts.loss
 
 
 def training_steps() -> Iterator[dict[str, Any]]:
-    """Those that fitted, of kinds that a recipe has, but for graphs, whose peaks are not known, and for folded models
-    without checkpointing, whose forward pass has computed the gradients of the loss since."""
+    """Yields the stock model's steps that fitted. Folded models compute their loss in another way since."""
     points = [point for file in FILES for point in json.loads((MEASURED / file).read_text())["points"]]
     for point in points:
-        is_trained = point["kind"] == "stock" or (point["kind"] == "folded" and point["checkpointing"])
-        if not is_trained or point["schedule"] == "graph":
+        if point["kind"] != "stock":
             continue
         if point["mode"] == "training" and not point["out_of_memory"]:
             yield point
@@ -79,10 +75,8 @@ def memory_table() -> Table:
         sizes = [f"{size / 2**20:,.0f}" for size in (estimated, logits, measured)]
         shape = "1.2B" if is_large(point) else "Table I"
         rows.append([shape, f"{point['length']:,}", variant_name(point), *sizes, f"{ratios[-1]:.3f}"])
-    title = (
-        f"estimated / measured: {min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} training steps; the estimate "
-        "counts float32 sums of gradients, which the measured steps of folded models did not have"
-    )
+    span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    title = f"estimated / measured: {span} in {len(ratios)} training steps of stock models"
     return Table(title, COLUMNS, rows)
 
 

@@ -71,7 +71,7 @@ def generate(
     from condense.chat import chat_text, check_chat_template, end_tokens
     from condense.checks import check_attention, check_dtype
     from condense.files import check_output_file, read_text
-    from condense.prompts import AnswerFile
+    from condense.prompts import AnswerFile, fingerprint
 
     check_dtype(dtype)
     check_attention(attention)
@@ -87,7 +87,7 @@ def generate(
     if answers is not None:
         check_output_file(answers)
         settings = {
-            "model": model, "prompt_file": hashlib.sha256(before.encode()).hexdigest() if before else None,
+            "model": fingerprint(model), "prompt_file": hashlib.sha256(before.encode()).hexdigest() if before else None,
             "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "dtype": dtype,
             "attention": attention, "chat": chat, "fixed_decoding": fixed, "control": components, **fields,
         }  # fmt: skip

@@ -10,8 +10,10 @@ def find_field(fields: Any, name: str) -> Any:
     """Returns the value of a field, or `MISSING`.
 
     `content.text` is `text` in the object `content`, unless a field has this very name. Numbers count the items of a
-    list from 0.
+    list from 0. The fields of null are null.
     """
+    if fields is None:
+        return None
     if isinstance(fields, list):
         fields = {str(number): item for number, item in enumerate(fields)}
     if not isinstance(fields, dict):

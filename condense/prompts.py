@@ -1,5 +1,6 @@
 """Prompts in a JSONL file, and a JSONL file that each answer is appended to as it comes."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,18 @@ def _text(line: bytes, field: str, where: str) -> str:
     except UnicodeEncodeError as error:  # half of a surrogate pair
         raise ValueError(f"{where}: field {field!r} is not Unicode ({error.reason}). Correct it.") from error
     return text
+
+
+def fingerprint(source: str) -> str:
+    """Returns a hash of a folder's configuration and weights, wherever it is; or the id of a model of the hub."""
+    if not Path(source).is_dir():
+        return source
+    digest = hashlib.sha256()
+    for path in sorted(Path(source).iterdir()):
+        if path.suffix in (".safetensors", ".bin") or path.name == "config.json":
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 class AnswerFile:

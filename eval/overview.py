@@ -5,7 +5,9 @@ of the user's own, are read here. What has no figure by model is named.
 """
 
 import csv
+import io
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,8 +89,10 @@ class Overview:
             name, own = figure.model, self.weights.get((figure.model, result))
             if own is not None and len(first[name]) > 1:
                 name = f"{name} ({first[name][own]})"
-            if figure.measure in found.get(name, {}):
-                name = f"{figure.model} ({result})"
+            number = 1
+            while figure.measure in found.get(name, {}):
+                name = f"{figure.model} ({result})" if number == 1 else f"{figure.model} ({result}, {number})"
+                number += 1
             found.setdefault(name, {})[figure.measure] = figure
         return found
 
@@ -127,13 +131,17 @@ def own_tables(path: Path) -> list[Table]:
     beside = path.with_suffix(".csv")
     if not beside.is_file():
         return []
-    columns, *rows = csv.reader(read_text(beside).splitlines())
-    return [Table(path.stem, columns, rows)]
+    lines = list(csv.reader(io.StringIO(read_text(beside), newline="")))
+    return [Table(path.stem, lines[0], lines[1:])] if lines else []
 
 
 def own_figures(results: dict[str, Any]) -> list[Figure]:
-    """Those that the runner has stored."""
-    return [Figure(**one) for one in results.get("overview", [])]
+    """Returns those that the runner has stored. Raises `ValueError` for a value that is not a finite number."""
+    figures = [Figure(**one) for one in results.get("overview", [])]
+    for one in figures:
+        if isinstance(one.value, bool) or not isinstance(one.value, int | float) or not math.isfinite(one.value):
+            raise ValueError(f"the value of {one.measure!r} is {one.value!r}, not a finite number")
+    return figures
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ class HarnessRun:
 
     source: str
     scores: list[tuple[str, str, float, float | None]]
-    grouped: set[str]  # tasks that are part of a group
+    grouped: set[str]  # tasks that are part of a group with a score of its own
 
     def figures(self, model: str) -> list[Figure]:
         """Those of its groups, and of the tasks that belong to none."""
@@ -185,10 +193,12 @@ def read_harness(path: Path) -> HarnessRun:
             # RULER's groups say -1 of lengths that were not measured.
             if not isinstance(value, int | float) or metric.endswith("_stderr") or (metric.isdigit() and value < 0):
                 continue
-            if not kind:  # sample_len and other counts
+            if not kind or not math.isfinite(value):  # sample_len and other counts; a metric that is not defined
                 continue
             error = metrics.get(f"{metric}_stderr,{kind}")
             shown = metric if kind == "none" else f"{metric} ({kind})"
             scores.append((task, shown, float(value), float(error) if isinstance(error, int | float) else None))
-    grouped = {task for tasks in (found.get("group_subtasks") or {}).values() for task in tasks}
+    scored = {task for task, *_ in scores}
+    groups = found.get("group_subtasks") or {}
+    grouped = {task for group, tasks in groups.items() if group in scored for task in tasks}
     return HarnessRun(str(source), scores, grouped)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import condense.cli
 import condense.cli_generate
 from condense import CondenseForCausalLM
 from condense.cli import main
-from condense.prompts import Prompt, read_prompts
+from condense.prompts import Prompt, fingerprint, read_prompts
 from condense.training.small_llama import save_small_llama
 
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4}
@@ -192,3 +193,14 @@ def test_arguments_that_are_not_utf8(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         main()
     assert "or rename the file or folder that it names." in capsys.readouterr().err
+
+
+def test_an_answer_belongs_to_the_weights_of_a_model(llama, tmp_path):
+    """Not to its path: a model that was trained further in its folder is another one."""
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy)
+    assert fingerprint(str(copy)) == fingerprint(str(llama)) and fingerprint("org/model") == "org/model"
+    model = LlamaForCausalLM.from_pretrained(copy)
+    model.lm_head.weight.data.mul_(2)
+    model.save_pretrained(copy)
+    assert fingerprint(str(copy)) != fingerprint(str(llama))

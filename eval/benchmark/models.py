@@ -25,7 +25,7 @@ TABLE_1_PARAMETERS = 126_489_088
 SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-    "rope_parameters", "hidden_act", "bos_token_id", "eos_token_id", "pad_token_id",
+    "rope_parameters", "hidden_act", "attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 

@@ -51,7 +51,10 @@ class ProfiledModel:
         """The kinds that it is measured in. Raises `ValueError` if it has none of the chosen ones."""
         if self.checkpoint is not None:
             return ["folded" if self.model_type == FOLDED else STOCK]
-        known = MODEL_KINDS if self.is_llama_shape else DEFAULT_KINDS if self.model_type in FAMILIES else (STOCK,)
+        known: Sequence[str] = DEFAULT_KINDS if self.model_type in FAMILIES else (STOCK,)
+        if self.is_llama_shape:  # a Mistral has no biases
+            biased = self.config.get("attention_bias") or self.config.get("mlp_bias")
+            known = [kind for kind in MODEL_KINDS if kind != "sliding_window" or not biased]
         found = [kind for kind in chosen or DEFAULT_KINDS if kind in known]
         if not found:
             raise ValueError(
@@ -73,8 +76,8 @@ class ProfiledModel:
 def read_models(options: ProfileOptions) -> list[ProfiledModel]:
     """The models of a profile, in their order. Raises `ValueError` for two of one name, and for unreadable ones."""
     if options.preset is not None:
-        fields = {"model_type": LLAMA, **table_1()} | _given(options.vocab_size)
-        return [ProfiledModel(options.preset, fields)]
+        given = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+        return [ProfiledModel(options.preset, {"model_type": LLAMA, **table_1(), **given})]
     found = [_from_config(*split_name(named), options.vocab_size) for named in options.configs]
     found += [_from_checkpoint(*split_name(named)) for named in options.models]
     names = [model.name for model in found]
@@ -83,15 +86,22 @@ def read_models(options: ProfileOptions) -> list[ProfiledModel]:
     return found
 
 
-def _given(vocab_size: int | None) -> dict[str, int]:
-    return {} if vocab_size is None else {"vocab_size": vocab_size}
+def _with_vocabulary(config: Any, vocab_size: int) -> Any:
+    """The configuration, whose special tokens outside of the vocabulary are left out."""
+    for part in (config, config.get_text_config()):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(part, name, None)
+            if any(token >= vocab_size for token in (value if isinstance(value, list) else [value or 0])):
+                setattr(part, name, None)
+    config.get_text_config().vocab_size = vocab_size
+    return config
 
 
 def _from_config(name: str, source: str, vocab_size: int | None) -> ProfiledModel:
     config = load_config(AutoConfig, source)
     if isinstance(config, CondenseConfig):
         config = _stock_config(name, config)
-    return ProfiledModel(name, _fields(config) | _given(vocab_size))
+    return ProfiledModel(name, _fields(config if vocab_size is None else _with_vocabulary(config, vocab_size)))
 
 
 def _stock_config(name: str, config: CondenseConfig) -> Any:

@@ -6,6 +6,7 @@ within a longer word or number.
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from condense.chat import chat_ids, end_tokens
 from condense.fields import MISSING, field_names, find_field
 from condense.text import encode
 from condense.training.data.documents import good_documents
-from condense.training.data.shards import Problem, open_shards
+from condense.training.data.shards import Problem, open_shards, wrong_encoding
 from condense.training.recipe import Source
 
 from ..models import EvaluatedModel, generate, load_models
@@ -32,7 +33,12 @@ from .chat import check_chat, shown_name
 from .grids import pooled
 from .options import AnswersOptions
 
-PATTERNS = {"exact": r"{}\W*", "begins": r"{}(?!\w).*", "contains": r"(?:.*(?<!\w))?{}(?!\w).*"}
+PATTERNS = {
+    "exact": r"[^\w.+-]*{before}{text}{after}\W*",
+    "begins": r"{text}{after}.*",
+    "contains": r".*?{before}{text}{after}.*",
+}
+WORD = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"  # of scripts with spaces
 
 SAID_OF = {"exact": "is", "begins": "begins with", "contains": "contains"}
 
@@ -196,8 +202,30 @@ def _files(results: Results) -> str:
 def is_right(answer: str, expected: Sequence[str], match: str) -> bool:
     """Whether an answer matches one of those expected."""
     text = _plain(answer)
-    patterns = (PATTERNS[match].replace("{}", re.escape(_plain(one))) for one in expected)
-    return any(re.fullmatch(pattern, text) for pattern in patterns)
+    return any(re.fullmatch(_pattern(_plain(one), match), text) for one in expected)
+
+
+def _written(number: int | float) -> str:
+    """Columns with gaps hold whole numbers as floats."""
+    return json.dumps(int(number) if float(number).is_integer() else number)
+
+
+def _pattern(expected: str, match: str) -> str:
+    """A regular expression for the whole answer.
+
+    Letters and digits end a word, except in scripts without spaces between words. Signs, and separators
+    between digits, belong to a number.
+    """
+    before = after = ""
+    if re.match(WORD, expected[0]):
+        before = rf"(?<!{WORD})"
+    if re.match(WORD, expected[-1]):
+        after = rf"(?!{WORD})"
+    if expected[0].isdigit():  # not within 3.14, 1,000 or 1/2, nor after a sign, which follows no letter or digit
+        before += r"(?<!\d[.,/])(?<!(?<!\w)[-+.])"
+    if expected[-1].isdigit():
+        after += r"(?![.,/]\d)"
+    return PATTERNS[match].format(before=before, text=re.escape(expected), after=after)
 
 
 def _plain(text: str) -> str:
@@ -230,7 +258,13 @@ def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Pr
         return Problem(
             where, "wrong type", f"{options.answer_field!r} is neither text, nor a number, nor a list of these"
         )
-    texts = [one if isinstance(one, str) else json.dumps(one) for one in answers]
+    if any(isinstance(one, float) and not math.isfinite(one) for one in answers):
+        return Problem(where, "missing field", f"{options.answer_field!r} is not a finite number")
+    texts = [one if isinstance(one, str) else _written(one) for one in answers]
+    try:
+        "".join([prompt, *texts]).encode("utf-8")
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        return wrong_encoding(where, error)
     if not prompt.strip() or not texts or not all(text.strip() for text in texts):
         return Problem(where, "empty prompt or answer")
     return Question(where, prompt, texts)

@@ -4,13 +4,14 @@ import csv
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from condense.eval.overview import Figure
+from condense.eval.overview import Figure, Overview, own_tables, read_harness
 from condense.eval.report import write_report
-from condense.eval.results import Table, run_metadata
+from condense.eval.results import Table, run_metadata, write_csv
 from condense.eval.runner import Task, run
 from condense.eval.tasks import evaluate
 
@@ -157,3 +158,40 @@ def test_a_report_without_models_begins_with_its_results(tmp_path):
     shutil.copy(RESULTS / "autoregressivity" / "ablation.json", tmp_path)
     page = write_report(tmp_path).read_text()
     assert re.findall('<h2 id="1">([^<]*)', page) == ["ablation"] and not (tmp_path / "overview.json").exists()
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    scores = {"hellaswag": {"acc,none": 0.5, "mcc,none": float("nan"), "word_perplexity,none": float("inf")}}
+    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores)))
+    write_report(tmp_path)
+    assert json.loads((tmp_path / "overview.json").read_text())["figures"][0]["value"] == 0.5
+    assert len(json.loads((tmp_path / "overview.json").read_text())["figures"]) == 1
+
+
+def test_tasks_of_a_group_without_a_score():
+    """They stand for themselves; those of a group with a score are part of it."""
+    scores = [("mmlu", "acc", 0.4, None), ("mmlu_law", "acc", 0.3, None), ("arc", "acc", 0.2, None)]
+    found = read_harness_of({task: {f"{metric},none": value} for task, metric, value, _ in scores})
+    assert found == {"mmlu", "arc"}
+
+
+def read_harness_of(results):
+    path = Path(tempfile.mkdtemp()) / "results_1.json"
+    groups = {"mmlu": ["mmlu_law"], "openllm": ["arc"]}
+    path.write_text(json.dumps(harness_file("m", results, group_subtasks=groups)))
+    return {figure.measure.partition(",")[0] for figure in read_harness(path).figures("m")}
+
+
+def test_a_measure_that_a_model_has_three_times():
+    overview = Overview()
+    for value in (1.0, 2.0, 3.0):
+        overview.figures.append((Figure("m", "size", value), "own"))
+    assert [figure.value for found in overview.rows().values() for figure in found.values()] == [1.0, 2.0, 3.0]
+
+
+def test_cells_with_line_breaks_of_their_own(tmp_path):
+    write_csv(tmp_path / "own.csv", [{"answer": "one\u2028two"}, {"answer": "line one\nline two"}])
+    (table,) = own_tables(tmp_path / "own.json")
+    assert table.rows == [["one\u2028two"], ["line one\nline two"]]
+    (tmp_path / "own.csv").write_text("")
+    assert own_tables(tmp_path / "own.json") == []

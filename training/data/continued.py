@@ -37,8 +37,9 @@ def continued(of: Callable[[int, int], StoredExamples], first: int, lots: Sequen
     for lot in lots[1:]:
         if lot.last > last:
             further = of(last if lot.is_enough else first, lot.last)
-            for total_length in lot.asked:  # an error now, and not in the middle of the run
-                further.num_sequences(total_length)
+            for total_length, number in lot.asked.items():  # an error now, and not in the middle of the run
+                if number > asked.get(total_length, 0):
+                    further.num_sequences(total_length)
             examples, last = Continued(examples, asked, further), lot.last
         asked = {length: max(asked.get(length, 0), lot.asked.get(length, 0)) for length in asked | lot.asked}
     return examples

@@ -95,7 +95,7 @@ def make_document(record: Record, source: Source, with_summaries: bool, option: 
             )
         if isinstance(value, bool) or not isinstance(value, int | float):
             return Problem(where, "wrong type", f"{name!r} is {type(value).__name__}, not a number")
-        if value < lowest:
+        if not value >= lowest:  # NaN reaches no value
             return f"{name} under {lowest:g}"
     text_field = "text" if where.endswith(".txt") else source.text
     values = []

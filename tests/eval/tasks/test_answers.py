@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 import condense.cli
 from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate
-from condense.eval.tasks.answers import is_right
+from condense.eval.tasks.answers import is_right, read_questions
+from condense.eval.tasks.options import AnswersOptions
+from condense.training.data.shards import wrong_encoding
 
 from ..rivals import rival, rival_tokenizer, save_rival
 from .documents import TEXT, write_lines
@@ -103,3 +105,40 @@ def test_a_line_that_can_not_be_used_is_named_or_counted(line, why, folder, tmp_
         evaluate("answers", tmp_path / "out", **given)
     results = evaluate("answers", tmp_path / "out", bad_documents="skip", **given)
     assert list(results["left_out"].values()) == [1] and results["cells"][0]["total"] == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "match", "right"),
+    [
+        ("3.14", "3", "contains", False),
+        ("The answer is -5", "5", "contains", False),
+        ("The answer is -5.", "-5", "contains", True),
+        ("1,000,000", "1", "contains", False),
+        ("1/5", "5", "contains", False),
+        ("It is .5", "5", "contains", False),
+        ("3.5 km", "3", "begins", False),
+        ("on 2024-05-01", "2024", "contains", True),
+        ("It is 42.", "42", "contains", True),
+        ("答案是北京。", "北京", "contains", True),
+        ("北京市", "北京", "begins", True),
+        ("東京です", "東京", "begins", True),
+        ("**Paris**", "paris", "exact", True),
+        ('"Paris."', "paris", "exact", True),
+        ("Not Paris", "paris", "exact", False),
+        ("-5", "5", "exact", False),
+    ],
+)
+def test_numbers_and_scripts(answer, expected, match, right):
+    """Signs and separators belong to a number; words end at letters only in scripts that have spaces between words."""
+    assert is_right(answer, [expected], match) is right
+
+
+def test_numbers_of_columns_with_gaps(tmp_path):
+    """A table with a gap has whole numbers as floats, and NaN in the gap."""
+    path = tmp_path / "mine.jsonl"
+    lines = ['"6 x 7", "answer": 42.0', '"pi", "answer": 3.5', '"?", "answer": NaN', '"what \\ud800", "answer": "x"']
+    path.write_text("".join(f'{{"prompt": {line}}}\n' for line in lines))
+    one, two, gap, broken = read_questions(AnswersOptions(models=["m"], data=[str(path)]))
+    assert (one.answers, two.answers) == (["42"], ["3.5"])
+    assert gap.kind == "missing field" and broken.kind == wrong_encoding("", UnicodeError("")).kind
+    assert broken.where == f"{path}:4"

@@ -5,19 +5,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, MambaConfig
+from transformers import Gemma3Config, GPTNeoXConfig, LlamaConfig, MambaConfig
 from typer.testing import CliRunner
 
 import condense.cli
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.eval.benchmark.cases import BenchmarkCase
+from condense.eval.benchmark.cases import BenchmarkCase, ModelVariant
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS
 from condense.eval.benchmark.options import ProfileOptions
 from condense.eval.benchmark.process import ForkServer, ProcessKilledError
 from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, profile, utilization
 from condense.eval.benchmark.profile_tables import tables
+from condense.eval.benchmark.sources import build, read_models
 
 pytestmark = pytest.mark.usefixtures("one_server")
+SHAPE = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +260,34 @@ def test_any_causal_language_model_in_one_table(llama, tmp_path):
     assert [row[:2] for row in models.rows] == [["neox", "gpt_neox"], ["mamba", "mamba"], ["mine", "condense_llama"]]
     assert [row[2] for row in models.rows] == ["random", "random", str(tmp_path / "folded")]
     assert len(table.rows) == 6
+
+
+def test_a_smaller_vocabulary_leaves_out_special_tokens(tmp_path):
+    LlamaConfig(**SHAPE, pad_token_id=90, eos_token_id=[5, 95]).save_pretrained(tmp_path / "llama")
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    Gemma3Config(text_config=text | {"num_key_value_heads": 1, "vocab_size": 1000}).save_pretrained(tmp_path / "gemma")
+    configs = [str(tmp_path / "llama"), str(tmp_path / "gemma")]
+    llama, gemma = read_models(ProfileOptions(configs=configs, vocab_size=50))
+    for kind in ("folded", "stock", "sliding_window", "stock_chunked_loss"):
+        model = build(llama, ModelVariant(kind=kind, attention="auto", segment_length=4), "float32")
+        assert model.get_input_embeddings().weight.shape == (50, SHAPE["hidden_size"])
+    model = build(gemma, ModelVariant(kind="stock", attention="auto"), "float32")
+    assert model.get_input_embeddings().weight.shape == (50, 32)
+
+
+def test_models_of_one_shape_have_the_same_biases(tmp_path):
+    LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True).save_pretrained(tmp_path)
+    (llama,) = read_models(ProfileOptions(configs=[str(tmp_path)]))
+    built = [
+        build(llama, ModelVariant(kind=kind, attention="auto", segment_length=4), "float32")
+        for kind in llama.kinds(["folded", "stock", "sliding_window", "stock_chunked_loss"])
+    ]
+    assert len(built) == 3 and len({model.num_parameters() for model in built}) == 1
+    with pytest.raises(ValueError, match="sliding_window"):
+        llama.kinds(["sliding_window"])

@@ -275,3 +275,12 @@ def test_bad_documents_are_skipped_or_refused():
     with pytest.raises(ValueError, match=r"\(line 2\). Correct or remove it"):
         list(good_documents([bad], "refuse", skipped.append, ""))
     assert skipped == [bad]
+
+
+def test_lowest_values_that_are_missing_or_not_a_number():
+    """An absent object is a problem of its record, and NaN reaches no lowest value."""
+    source = Source(files="a.jsonl", at_least={"meta.score": 3})
+    absent = make_document(("a.jsonl:1", {"text": "t", "meta": None}), source, False)
+    assert isinstance(absent, Problem) and absent.kind == "wrong type"
+    dropped = make_document(("a.jsonl:2", {"text": "t", "meta": {"score": float("nan")}}), source, False)
+    assert dropped == "meta.score under 3"

@@ -160,7 +160,7 @@ class CondenseModel(CondensePreTrainedModel):
         """
         if run is not None:
             self.run(*run)
-            return None
+            return run[1].tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
@@ -410,7 +410,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             accumulated = OutputAccumulator(
                 self.model.norm, self.lm_head, self.config.vocab_size, call, labels, num_kept
             )
-            self.model(run=(call, accumulated, self))
+            accumulated.replace_tensors(self.model(run=(call, accumulated, self)))
         output = accumulated.build_output(previous_BD, num_items_in_batch)
         output.past_key_values = call.cache
         output.hidden_states = layer_outputs.hidden_states(previous_BD)

@@ -3,6 +3,7 @@
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -90,6 +91,18 @@ class OutputAccumulator:
         if self.loss is not None:
             with self.storage:
                 self.loss.take_block()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that the output is computed from. Hooks of FSDP and of ZeRO-3 put others in their places."""
+        return [*([] if self.loss is None else self.loss.block_losses), *(hidden_nD for _, hidden_nD in self.kept)]
+
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes others for those of `tensors`."""
+        rest = list(tensors)
+        if self.loss is not None:
+            number = len(self.loss.block_losses)
+            self.loss.block_losses, rest = rest[:number], rest[number:]
+        self.kept = [(chunk, hidden_nD) for (chunk, _), hidden_nD in zip(self.kept, rest, strict=True)]
 
     def last_hidden(self, previous_last_hidden_BD: torch.Tensor) -> torch.Tensor:
         """The final hidden states [B, C, D] of the kept columns."""

@@ -159,7 +159,7 @@ def test_the_base_model_is_sharded_on_its_own():
         expected = model(ids, labels=ids).loss
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(model.model, mesh=mesh)
+        fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
         loss = model(ids, labels=ids).loss
         loss.backward()
         torch.testing.assert_close(loss, expected)
@@ -169,5 +169,10 @@ def test_the_base_model_is_sharded_on_its_own():
         loss.backward()
         torch.testing.assert_close(loss, expected)
         assert embeddings.grad.abs().sum() > 0
+        model.lm_head.register_forward_hook(lambda *_: None)  # its logits are computed again
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert model.model.embed_tokens.weight.grad is not None
     finally:
         dist.destroy_process_group()

@@ -91,7 +91,8 @@ def launch_script(script: str, recipe: Path) -> None:
 def test_the_launcher_adds_nothing(tmp_path, ends, said):
     """DeepSpeed's own runner and launcher, which would report the exit code of a stopped run as an error."""
     script = tmp_path / "rank.py"
-    script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\nprint('hello', rank)\n{ends}\n")
+    hello = "os.write(1, f'hello {rank}\\n'.encode())"  # at once: both ranks write to one pipe
+    script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{hello}\n{ends}\n")
     recipe = folded_recipe(tmp_path, RECIPE, output=tmp_path / "out")
     succeeded, printed = run_ranks(launch_script, str(script), recipe, ranks=1)
     assert succeeded and said in printed, printed

@@ -222,14 +222,17 @@ def _pattern(expected: str, match: str) -> str:
     if re.match(WORD, expected[-1]):
         after = rf"(?!{WORD})"
     if expected[0].isdigit():  # not within 3.14, 1,000 or 1/2, nor after a sign, which follows no letter or digit
-        before += r"(?<!\d[.,/])(?<!(?<!\w)[-+.])"
+        before += rf"(?<!\d[.,/])(?<!(?<!{WORD})[-+.])"
+    elif re.match(r"[-+.]+\d", expected):  # its sign is not a minus or point between digits
+        before = rf"(?<!{WORD})"
     if expected[-1].isdigit():
         after += r"(?![.,/]\d)"
     return PATTERNS[match].format(before=before, text=re.escape(expected), after=after)
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).casefold()
+    """Returns the text with one kind of case, white space and minus sign."""
+    return " ".join(text.replace("\N{MINUS SIGN}", "-").split()).casefold()
 
 
 def read_questions(options: AnswersOptions) -> Iterator[Question | Problem]:

@@ -38,7 +38,10 @@ PATTERNS = {
     "begins": r"{text}{after}.*",
     "contains": r".*?{before}{text}{after}.*",
 }
-WORD = r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]"  # of scripts with spaces
+WORD = (  # a character of scripts with spaces between words
+    r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    r"\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
 
 SAID_OF = {"exact": "is", "begins": "begins with", "contains": "contains"}
 
@@ -207,7 +210,7 @@ def is_right(answer: str, expected: Sequence[str], match: str) -> bool:
 
 def _written(number: int | float) -> str:
     """Columns with gaps hold whole numbers as floats."""
-    return json.dumps(int(number) if float(number).is_integer() else number)
+    return json.dumps(int(number) if isinstance(number, float) and number.is_integer() else number)
 
 
 def _pattern(expected: str, match: str) -> str:
@@ -250,7 +253,7 @@ def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Pr
     found = []
     for name in (options.prompt_field, options.answer_field):
         value = find_field(fields, name)
-        if value is MISSING or value is None:
+        if value is MISSING or value is None or value != value:  # NaN is the gap of a column of numbers
             remedy = "name the right ones with --prompt-field and --answer-field, also within objects as a.b"
             return Problem(where, "missing field", f"{name!r}; there are {field_names(fields)}: {remedy}")
         found.append(value)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import pytest
 import torch
@@ -129,6 +130,8 @@ def test_a_line_that_can_not_be_used_is_named_or_counted(line, why, folder, tmp_
         ("答案是北京。", "北京", "contains", True),
         ("北京市", "北京", "begins", True),
         ("東京です", "東京", "begins", True),
+        ("𠮷𠮷", "𠮷", "begins", True),
+        ("ﾄｳｷｮｳﾃﾞｽ", "ﾄｳｷｮｳ", "begins", True),
         ("**Paris**", "paris", "exact", True),
         ('"Paris."', "paris", "exact", True),
         ("Not Paris", "paris", "exact", False),
@@ -149,3 +152,13 @@ def test_numbers_of_columns_with_gaps(tmp_path):
     assert (one.answers, two.answers) == (["42"], ["3.5"])
     assert gap.kind == "missing field" and broken.kind == wrong_encoding("", UnicodeError("")).kind
     assert broken.where == f"{path}:4"
+
+
+def test_numbers_that_no_float_holds(tmp_path):
+    """An answer with more digits than a float has stays whole; a prompt can be in a gap as well."""
+    path = tmp_path / "mine.jsonl"
+    large = str(math.factorial(200))
+    path.write_text(f'{{"prompt": "200!", "answer": {large}}}\n{{"prompt": NaN, "answer": "x"}}\n')
+    one, gap = read_questions(AnswersOptions(models=["m"], data=[str(path)]))
+    assert one.answers == [large]
+    assert gap.kind == "missing field" and gap.detail.startswith("'prompt'")

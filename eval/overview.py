@@ -36,6 +36,13 @@ class Figure:
     sign: str = ""
     remark: str = ""
 
+    def check(self) -> None:
+        """Raises `ValueError` unless value and bounds are finite numbers."""
+        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        for number in (self.value, *bounds):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise ValueError(f"{self.measure!r} of {self.model!r} has {number!r}, not a finite number")
+
     def __str__(self) -> str:
         shown = f"{self.sign} {self.value:,.{self.digits}f}".strip()
         if self.low is not None and self.high is not None:
@@ -66,7 +73,12 @@ class Overview:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def add(self, result: str, figures: Sequence[Figure], models: Iterable[dict[str, Any]] = ()) -> None:
-        """Adds the figures of a result, whose `models` have names and maybe the hash of their weights."""
+        """Adds the figures of a result, whose `models` have names and maybe the hash of their weights.
+
+        Raises `ValueError` for a figure that can't be shown, before any is added.
+        """
+        for figure in figures:
+            figure.check()
         for model in models:
             if weights := model.get("weights"):
                 self.weights[model["name"], result] = weights
@@ -136,19 +148,16 @@ def own_tables(path: Path) -> list[Table]:
 
 
 def own_figures(results: dict[str, Any]) -> list[Figure]:
-    """Returns those that the runner has stored. Raises `ValueError` for a value that is not a finite number."""
-    figures = [Figure(**one) for one in results.get("overview", [])]
-    for one in figures:
-        if isinstance(one.value, bool) or not isinstance(one.value, int | float) or not math.isfinite(one.value):
-            raise ValueError(f"the value of {one.measure!r} is {one.value!r}, not a finite number")
-    return figures
+    """Returns those that the runner has stored."""
+    return [Figure(**one) for one in results.get("overview", [])]
 
 
 @dataclass(frozen=True)
 class HarnessRun:
     """A run of lm-evaluation-harness: its tasks with their metrics, each with its standard error where there is one.
 
-    `source` is the folder or hub id of the model.
+    A metric can be infinite or NaN: the table shows it, and no figure is made of it. `source` is the
+    folder or hub id of the model.
     """
 
     source: str
@@ -166,7 +175,15 @@ class HarnessRun:
                 remark="" if error is None else f"standard error {error:.3f}",
             )
             for task, metric, value, error in self.scores
-            if task not in self.grouped
+            if task not in self.grouped and math.isfinite(value)
+        ]
+
+    def not_finite(self) -> list[str]:
+        """Returns the metrics without a figure because they are infinite or NaN."""
+        return [
+            f"{task}, {metric}"
+            for task, metric, value, _ in self.scores
+            if task not in self.grouped and not math.isfinite(value)
         ]
 
     def table(self, model: str) -> Table:
@@ -193,12 +210,12 @@ def read_harness(path: Path) -> HarnessRun:
             # RULER's groups say -1 of lengths that were not measured.
             if not isinstance(value, int | float) or metric.endswith("_stderr") or (metric.isdigit() and value < 0):
                 continue
-            if not kind or not math.isfinite(value):  # sample_len and other counts; a metric that is not defined
+            if not kind:  # sample_len and other counts
                 continue
             error = metrics.get(f"{metric}_stderr,{kind}")
             shown = metric if kind == "none" else f"{metric} ({kind})"
             scores.append((task, shown, float(value), float(error) if isinstance(error, int | float) else None))
-    scored = {task for task, *_ in scores}
+    scored = {task for task, _, value, _ in scores if math.isfinite(value)}
     groups = found.get("group_subtasks") or {}
     grouped = {task for group, tasks in groups.items() if group in scored for task in tasks}
     return HarnessRun(str(source), scores, grouped)

@@ -183,8 +183,8 @@ def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[S
             figures, tables = own_figures(results), own_tables(path)
             pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
             about = results.get("about") or "An evaluation of your own."
-            sections.append(Section(_title(path.stem, path, folder), about, tables, pictures, results))
             overview.add(result, figures, results.get("models") or ())
+            sections.append(Section(_title(path.stem, path, folder), about, tables, pictures, results))
         except Exception as error:
             skipped[result] = _why(error)
     tables = []
@@ -195,6 +195,8 @@ def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[S
             name = overview.names.get(run.source, Path(run.source).name)
             tables.append(run.table(name))
             overview.add(result, run.figures(name))
+            if missing := run.not_finite():
+                overview.left_out[f"{result}: {'; '.join(missing)}"] = "not a finite number"
             if run.grouped:
                 overview.left_out[f"{result}: {', '.join(sorted(run.grouped))}"] = "stand for themselves in the section"
         except Exception as error:

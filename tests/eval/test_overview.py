@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -163,8 +164,52 @@ def test_a_report_without_models_begins_with_its_results(tmp_path):
 def test_numbers_that_are_not_finite(tmp_path):
     scores = {"hellaswag": {"acc,none": 0.5, "mcc,none": float("nan"), "word_perplexity,none": float("inf")}}
     (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores)))
-    write_report(tmp_path)
-    assert json.loads((tmp_path / "overview.json").read_text())["figures"][0]["value"] == 0.5
+    page = write_report(tmp_path).read_text()
+    results = json.loads((tmp_path / "overview.json").read_text())
+    assert [figure["value"] for figure in results["figures"]] == [0.5]
+    assert results["left_out"] == {"results_1.json: hellaswag, mcc; hellaswag, word_perplexity": "not a finite number"}
+    scores_of = re.findall("<td>([^<]*)", page.split("<h3>m: scores</h3>")[1].split("</table>")[0])
+    assert scores_of[2::4] == ["0.5000", "nan", "inf"]
+
+
+def test_a_group_whose_score_is_not_finite(tmp_path):
+    """Its tasks have figures, as those of a group without a score."""
+    scores = {"group": {"acc,none": float("nan")}, "one": {"acc,none": 0.5}}
+    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores, group_subtasks={"group": ["one"]})))
+    run = read_harness(tmp_path / "results_1.json")
+    assert [figure.value for figure in run.figures("m")] == [0.5] and run.not_finite() == ["group, acc"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"value": "0.5"}, {"value": math.nan}, {"low": math.nan, "high": 2.0}, {"low": 0.0, "high": "2"}]
+)
+def test_a_figure_of_ones_own_that_is_not_a_number(wrong, tmp_path):
+    """The report is written, without the file, which the error names."""
+    scores = {"hellaswag": {"acc,none": 0.5}}
+    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores)))
+    run(Own(), tmp_path / "mine")
+    path = tmp_path / "mine" / "own.json"
+    results = json.loads(path.read_text())
+    results["overview"][0] |= wrong
+    path.write_text(json.dumps(results))
+    with pytest.raises(
+        ValueError, match=r"without files .*mine/own\.json \('size \[letters\]' of 'llama' has .*finite"
+    ):
+        write_report(tmp_path)
+    results = json.loads((tmp_path / "overview.json").read_text())
+    assert [figure["value"] for figure in results["figures"]] == [0.5] and "mine/own.json" in results["left_out"]
+    assert "An evaluation of your own." not in (tmp_path / "report.html").read_text()
+
+
+def test_a_task_with_a_figure_that_is_not_a_number(tmp_path):
+    """Results of the package's own tasks are guarded alike."""
+    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", {"hellaswag": {"acc,none": 0.5}})))
+    cell = {"model": "m", "accuracy": math.nan, "low": 0.0, "high": 1.0, "total": 1}
+    results = {"kind": "answers", **run_metadata(), "data": ["a.jsonl"], "match": "contains", "left_out": {}}
+    results["cells"] = [cell | {"longest_prompt": 1, "state_bytes": 1}]
+    (tmp_path / "answers.json").write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=r"without files .*answers\.json \('answers to a.jsonl .*nan, not a finite"):
+        write_report(tmp_path)
     assert len(json.loads((tmp_path / "overview.json").read_text())["figures"]) == 1
 
 

@@ -6,7 +6,7 @@ few of these, all documents are read again, in another order. Where there are no
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .examples import Example, Examples
 
@@ -19,28 +19,21 @@ class Lot(NamedTuple):
     is_enough: bool = True  # False where the source has no more
 
 
-class StoredExamples(Examples, Protocol):
-    """Examples of a range of documents."""
-
-    def num_sequences(self, total_length: int) -> int:
-        """The number of different ones. Raises `ValueError` where there is none."""
-        ...
-
-
-def continued(of: Callable[[int, int], StoredExamples], first: int, lots: Sequence[Lot]) -> Examples:
+def continued(of: Callable[[int, int], Examples], first: int, lots: Sequence[Lot]) -> Examples:
     """The sequences of a run whose steps have been those of each lot, one after another.
 
-    `of` makes the examples of the documents from one number up to another.
+    `of` makes the examples of the documents from one number up to another. Raises `ValueError` if the further steps ask
+    for a length that no document of theirs fits into.
     """
     asked, last, _ = lots[0]
     examples: Examples = of(first, last)
     for lot in lots[1:]:
         if lot.last > last:
             further = of(last if lot.is_enough else first, lot.last)
-            for total_length, number in lot.asked.items():  # an error now, and not in the middle of the run
-                if number > asked.get(total_length, 0):
-                    further.num_sequences(total_length)
             examples, last = Continued(examples, asked, further), lot.last
+        for total_length, number in lot.asked.items():  # an error now, and not in the middle of the run
+            if number > asked.get(total_length, 0):
+                examples.sequence(number - 1, total_length)
         asked = {length: max(asked.get(length, 0), lot.asked.get(length, 0)) for length in asked | lot.asked}
     return examples
 

@@ -1,27 +1,104 @@
-"""The sequences of a run that is given more steps."""
+"""Documents of a run that is given more steps: none is read twice while there are others, and those before stay."""
 
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from condense.training.data.answers import AnswerExamples
 from condense.training.data.continued import Lot, continued
+from condense.training.data.store import Tokens
+from condense.training.data.tasks import make_examples
+from condense.training.recipe import Stage, load_recipe
+from condense.training.small_llama import word_tokenizer
+
+from .test_tasks import WORDS, recipe  # noqa: F401  a fixture
+
+PER_STEP, AVAILABLE = 4, 120  # sequences of 8 tokens, which are two of each document
 
 
-class Long:
-    """New documents, which fit into no short sequence."""
-
-    def num_sequences(self, total_length):
-        if total_length < 2000:
-            raise ValueError(f"no prompt with its answer fits into total_length={total_length} tokens: allow more.")
-        return 4
-
-    def sequence(self, number, total_length):
-        return [f"new {number}"]
+def read(recipe, steps: int, former: list[int] = [], *overrides: str) -> list[tuple]:  # noqa: B006, F811
+    """The tokens of the sequences of all steps, in their order."""
+    stages = [[Stage(total_length=8, steps=number)] for number in former]
+    loaded = load_recipe(recipe, [f"steps={steps}", *overrides])
+    examples, _ = make_examples(loaded, word_tokenizer([WORDS]), former=stages)
+    places = [examples.sequence(number, 8)[0].place for number in range(steps * PER_STEP)]
+    assert all(examples.source(number, 8) == 0 for number in range(steps * PER_STEP))
+    return places
 
 
-class Former(Long):
-    def sequence(self, number, total_length):
-        return [f"old {number}"]
+@pytest.mark.parametrize("overrides", [[], ["evaluation.sequences=6"]], ids=["all", "some held out"])
+def test_further_steps_read_further_documents(recipe, overrides):  # noqa: F811
+    before = read(recipe, 10, [], *overrides)
+    after = read(recipe, 20, [10], *overrides)
+    assert after[:40] == before and len(set(after)) == 80
+    assert read(recipe, 25, [10, 20], *overrides)[:80] == after
+    assert len(set(read(recipe, 25, [10, 20], *overrides))) == 100
+
+
+def test_fewer_steps_than_were_planned_keep_the_order(recipe):  # noqa: F811
+    assert read(recipe, 12, [20]) == read(recipe, 20)[:48]
+    assert read(recipe, 20, [20, 12]) == read(recipe, 20)
+
+
+def test_all_documents_are_read_again_where_there_are_too_few_others(recipe):  # noqa: F811
+    before = read(recipe, 20)
+    after = read(recipe, 50, [20])
+    assert after[:80] == before
+    assert set(Counter(after[80:]).values()) == {1} and len(after[80:]) == AVAILABLE
+
+
+def test_epochs_go_on_where_all_documents_have_been_read(recipe):  # noqa: F811
+    """As in a run that had all the steps from its beginning."""
+    assert read(recipe, 70, [40]) == read(recipe, 70)
+    assert read(recipe, 70, [30, 40]) == read(recipe, 70)
+
+
+def test_the_limit_of_documents_holds(recipe):  # noqa: F811
+    limit = "data.max_documents=10"
+    assert set(read(recipe, 10, [5], limit)) == set(read(recipe, 5, [], limit))
+
+
+def test_packed_documents_and_ranks_that_compare_them(recipe):  # noqa: F811
+    tokenizer, former = word_tokenizer([WORDS]), [[Stage(total_length=12, steps=5)]]
+    loaded = load_recipe(recipe, ["data.fit=pack", "stages.0.total_length=12", "steps=10"])
+    examples, _ = make_examples(loaded, tokenizer, former=former)
+    rows = [row.place for number in range(40) for row in examples.sequence(number, 12)]
+    assert len(set(rows)) == len(rows)
+    assert examples.fingerprint() == make_examples(loaded, tokenizer, former=former)[0].fingerprint()
+    assert examples.fingerprint() != make_examples(loaded, tokenizer)[0].fingerprint()
+
+
+class Questions:
+    """Ten short questions with their answers, and then four of 2000 tokens."""
+
+    lengths = np.array([100] * 10 + [2000] * 4)
+
+    def __getitem__(self, number):
+        return Tokens(np.full(self.lengths[number], number, dtype=np.int32), 2)
+
+
+def numbers(lots, total_length):
+    """The documents of all sequences of a length that a run asks for."""
+    examples = continued(lambda first, last: AnswerExamples(Questions(), first, last, seed=3), 0, lots)
+    asked = max(lot.asked[total_length] for lot in lots)
+    return [int(examples.sequence(number, total_length)[0].input_ids[0]) for number in range(asked)]
+
+
+SHORT, LONG = Lot({512: 8, 4096: 8}, 10), Lot({512: 8, 4096: 12}, 14)
 
 
 def test_a_length_without_further_sequences_asks_no_new_documents():
-    lots = [Lot({512: 8, 4096: 8}, 10), Lot({512: 8, 4096: 12}, 14)]
-    examples = continued(lambda first, last: Former() if first == 0 else Long(), 0, lots)
-    assert examples.sequence(7, 512) == ["old 7"] and examples.sequence(7, 4096) == ["old 7"]
-    assert examples.sequence(8, 4096) == ["new 0"]
+    assert numbers([SHORT, LONG], 512) == numbers([SHORT], 512)
+    assert numbers([SHORT, LONG], 4096)[:8] == numbers([SHORT], 4096)
+    assert sorted(numbers([SHORT, LONG], 4096)[8:]) == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    "lots",
+    [[SHORT, Lot({512: 12, 4096: 8}, 14)], [SHORT, LONG, Lot({512: 12, 4096: 12}, 14, is_enough=False)]],
+    ids=["new documents", "no more documents"],
+)
+def test_further_sequences_that_no_document_fits_into_are_refused_at_once(lots):
+    with pytest.raises(ValueError, match="no prompt with its answer fits into total_length=512"):
+        continued(lambda first, last: AnswerExamples(Questions(), first, last, seed=3), 0, lots)

@@ -284,3 +284,23 @@ def test_lowest_values_that_are_missing_or_not_a_number():
     assert isinstance(absent, Problem) and absent.kind == "wrong type"
     dropped = make_document(("a.jsonl:2", {"text": "t", "meta": {"score": float("nan")}}), source, False)
     assert dropped == "meta.score under 3"
+
+
+def test_absent_objects_and_values_of_files_are_skipped(tmp_path):
+    """Parquet delivers an absent object as null, and a column of floats has NaN in it."""
+    nan = float("nan")
+    records = [
+        {"text": "kept", "meta": {"score": 4.0}},
+        {"text": "no object", "meta": None},
+        {"text": "no value", "meta": {"score": None}},
+        {"text": "not a number", "meta": {"score": nan}},
+        {"text": "kept too", "meta": {"score": 3.0}},
+    ]
+    rows = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.Table.from_pylist(records), rows)
+    lines = write_json_lines(tmp_path / "b.jsonl", records)
+    for path, absent in ((rows, [f"{rows}:row 1", f"{rows}:row 2"]), (lines, [f"{lines}:2", f"{lines}:3"])):
+        skipped = []
+        documents = read_documents([Source(files=str(path), at_least={"meta.score": 3})], False)
+        assert [one.text for one in good_documents(documents, "skip", skipped.append)] == ["kept", "kept too"]
+        assert [(one.where, one.kind) for one in skipped] == [(where, "wrong type") for where in absent]

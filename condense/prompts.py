@@ -10,6 +10,11 @@ from .fields import MISSING, field_names, find_field
 from .files import decode_text
 
 START = b'{"line": '  # of every record
+# What answers depend on: not logs and cards beside it.
+MODEL_FILES = (
+    "config.json", "generation_config.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*",
+    "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
+)  # fmt: skip
 
 
 class Prompt(NamedTuple):
@@ -57,14 +62,13 @@ def _text(line: bytes, field: str, where: str) -> str:
 
 
 def fingerprint(source: str) -> str:
-    """Returns a hash of a folder's configuration and weights, wherever it is; or the id of a model of the hub."""
+    """Returns a hash of the files of a model's folder, wherever it is; or the id of a model of the hub."""
     if not Path(source).is_dir():
         return source
     digest = hashlib.sha256()
-    for path in sorted(Path(source).iterdir()):
-        if path.suffix in (".safetensors", ".bin") or path.name == "config.json":
-            with path.open("rb") as file:
-                digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    for path in sorted({path for pattern in MODEL_FILES for path in Path(source).glob(pattern) if path.is_file()}):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return digest.hexdigest()[:16]
 
 
@@ -85,7 +89,7 @@ class AnswerFile:
         if not known or not (torn.startswith(START) or START.startswith(torn)):
             raise ValueError(
                 f"{path} holds something else than answers to these prompts under these options: pass another "
-                "--answers."
+                "--answers. A model whose files have changed is another one."
             )
         if torn:
             with path.open("r+b") as file:

@@ -195,12 +195,47 @@ def test_arguments_that_are_not_utf8(monkeypatch, capsys):
     assert "or rename the file or folder that it names." in capsys.readouterr().err
 
 
-def test_an_answer_belongs_to_the_weights_of_a_model(llama, tmp_path):
-    """Not to its path: a model that was trained further in its folder is another one."""
-    copy = tmp_path / "copy"
-    shutil.copytree(llama, copy)
-    assert fingerprint(str(copy)) == fingerprint(str(llama)) and fingerprint("org/model") == "org/model"
-    model = LlamaForCausalLM.from_pretrained(copy)
+def double_the_head(folder):
+    model = LlamaForCausalLM.from_pretrained(folder)
     model.lm_head.weight.data.mul_(2)
-    model.save_pretrained(copy)
-    assert fingerprint(str(copy)) != fingerprint(str(llama))
+    model.save_pretrained(folder)
+
+
+def give_penalties(folder):
+    GenerationConfig(**PENALTIES).save_pretrained(folder)
+
+
+def rename_a_token(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"grass"', '"turf"'))
+
+
+@pytest.mark.parametrize("change", [double_the_head, give_penalties, rename_a_token])
+def test_answers_of_a_model_that_has_changed_are_not_continued(change, llama, tmp_path):
+    """A model that was trained further in its folder is another one, and so is one that chooses or writes otherwise."""
+    folder, answers = tmp_path / "model", tmp_path / "answers.jsonl"
+    shutil.copytree(llama, folder)
+    command = ["--model", folder, *write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What"])]
+    assert run(*command, "--answers", answers).exit_code == 0
+    first, _ = answers.read_text().splitlines(keepends=True)
+    answers.write_text(first)  # the run was stopped
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    change(folder)
+    assert before != {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "A model whose files have changed is another one." in refusal(*command, "--answers", answers)
+    assert answers.read_text() == first
+
+
+def test_answers_of_a_model_are_continued_wherever_it_is(llama, tmp_path, monkeypatch):
+    """Under another path, in another folder, and with a card and a report beside it."""
+    folder, answers = tmp_path / "model", tmp_path / "answers.jsonl"
+    shutil.copytree(llama, folder)
+    options = [*write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What"]), "--answers", answers]
+    assert run("--model", llama, *options).exit_code == 0
+    written = answers.read_text()
+    for name in ("README.md", "report.json", "trainer_state.json"):
+        (folder / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for source in (folder, "model", "./model/"):
+        assert run("--model", source, *options).exit_code == 0 and answers.read_text() == written
+    assert fingerprint("org/model") == "org/model"

@@ -52,13 +52,14 @@ class ProfiledModel:
         if self.checkpoint is not None:
             return ["folded" if self.model_type == FOLDED else STOCK]
         known: Sequence[str] = DEFAULT_KINDS if self.model_type in FAMILIES else (STOCK,)
+        biased = self.is_llama_shape and bool(self.config.get("attention_bias") or self.config.get("mlp_bias"))
         if self.is_llama_shape:  # a Mistral has no biases
-            biased = self.config.get("attention_bias") or self.config.get("mlp_bias")
             known = [kind for kind in MODEL_KINDS if kind != "sliding_window" or not biased]
         found = [kind for kind in chosen or DEFAULT_KINDS if kind in known]
         if not found:
             raise ValueError(
-                f"kinds={list(chosen or ())}: {self.name!r} is of type {self.model_type!r}, which is measured as "
+                f"kinds={list(chosen or ())}: {self.name!r} is of type {self.model_type!r}"
+                f"{' with biases' if biased else ''}, which is measured as "
                 f"{' or '.join(known)}. Add one of these, or leave the model out."
             )
         return found

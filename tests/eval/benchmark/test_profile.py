@@ -289,5 +289,5 @@ def test_models_of_one_shape_have_the_same_biases(tmp_path):
         for kind in llama.kinds(["folded", "stock", "sliding_window", "stock_chunked_loss"])
     ]
     assert len(built) == 3 and len({model.num_parameters() for model in built}) == 1
-    with pytest.raises(ValueError, match="sliding_window"):
+    with pytest.raises(ValueError, match=r"sliding_window.* of type 'llama' with biases, which is measured as folded"):
         llama.kinds(["sliding_window"])

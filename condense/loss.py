@@ -23,10 +23,15 @@ from .loss_gradient import head_gradients
 from .segmentation import Chunk, UnpaddedBatch, on_device
 from .shared_weights import for_recomputation
 
-MAX_LOGITS = 2**26  # at a time: 256 MiB in float32, of which some copies exist
-BLOCK_TOKENS = 4096  # norm and loss wait for so many, and a vocabulary in use takes them in parts of MAX_LOGITS
+MAX_LOGITS = 2**26  # at a time: 256 MiB in float32
+BLOCK_TOKENS = 4096  # norm and loss wait for so many, and take them in parts of MAX_LOGITS
 
 TokenLosses = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]  # of a head, hidden states and targets
+
+
+def max_tokens(vocab_size: int) -> int:
+    """Returns the number of tokens that have logits at a time."""
+    return max(1, MAX_LOGITS // vocab_size)
 
 
 class Targets:
@@ -65,7 +70,7 @@ class LossAccumulator:
 
     def __init__(self, norm: nn.Module | None, head: Callable, vocab_size: int, targets: Targets):
         self.norm, self.head, self.vocab_size, self.targets = norm, head, vocab_size, targets
-        self.at_once = max(1, MAX_LOGITS // vocab_size)
+        self.max_tokens = max_tokens(vocab_size)
         self.gradients = head_gradients(head, norm) if torch.is_grad_enabled() else None
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.waiting_tokens = 0
@@ -90,11 +95,11 @@ class LossAccumulator:
         hidden_nD, target_n = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in tensors)
         self.waiting, self.waiting_tokens = [], 0
         if self.gradients is not None:
-            block_loss, losses_n = self.gradients.block_loss(hidden_nD, target_n, self.at_once)
+            block_loss, losses_n = self.gradients.block_loss(hidden_nD, target_n, self.max_tokens)
         else:
             normed_nD = hidden_nD if self.norm is None else self.norm(hidden_nD)
             recompute = self.vocab_size > normed_nD.shape[-1]  # else logits are no larger than what is kept for them
-            losses_n = cross_entropies(self.head, normed_nD, target_n, self.at_once, recompute)
+            losses_n = cross_entropies(self.head, normed_nD, target_n, self.max_tokens, recompute)
             block_loss, losses_n = losses_n.sum(), losses_n.detach()
         self.block_losses.append(block_loss)
         if len(set(sizes)) == 1:
@@ -117,16 +122,16 @@ def check_not_empty(losses: list) -> None:
 
 
 def cross_entropies(
-    head: Callable, hidden_nD: torch.Tensor, target_n: torch.Tensor, at_once: int, recompute: bool = True
+    head: Callable, hidden_nD: torch.Tensor, target_n: torch.Tensor, max_tokens: int, recompute: bool = True
 ) -> torch.Tensor:
-    """-log p(target) [n] in float32 (float64 for float64 models), of `at_once` tokens at a time.
+    """-log p(target) [n] in float32 (float64 for float64 models), of `max_tokens` tokens at a time.
 
     With `recompute`, the backward pass computes logits again.
     """
     token_losses: TokenLosses = _token_losses
     if recompute:
         token_losses = recomputed(token_losses, head)
-    parts = zip(hidden_nD.split(at_once), target_n.split(at_once), strict=True)
+    parts = zip(hidden_nD.split(max_tokens), target_n.split(max_tokens), strict=True)
     return torch.cat([token_losses(head, *part) for part in parts])
 
 

@@ -33,13 +33,13 @@ class HeadGradients:
         self.sums: dict[int, torch.Tensor] = {}  # by the weights' ids
 
     def block_loss(
-        self, hidden_nD: torch.Tensor, target_n: torch.Tensor, at_once: int
+        self, hidden_nD: torch.Tensor, target_n: torch.Tensor, max_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of -log p(target) in float32 (float64 for float64 models), and [n] what is summed, detached.
 
-        `at_once` is the number of tokens whose logits exist at a time.
+        `max_tokens` have logits at a time.
         """
-        return _BlockLoss.apply(self, at_once, target_n, hidden_nD)
+        return _BlockLoss.apply(self, max_tokens, target_n, hidden_nD)
 
     def total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         return _Total.apply(self, len(losses), *losses, *self.weights)
@@ -122,21 +122,24 @@ def _is_plain(module: nn.Module) -> bool:
 def cross_entropy_and_gradient(
     logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """-log p(target) [n] in float32 (float64 for float64 logits), and the gradient [n, V] of their sum in the dtype of
-    the logits: p(v) - [v = target]."""
-    log_p_nV = logits_nV.log_softmax(-1, dtype=sum_dtype(logits_nV.dtype))
-    losses_n = -log_p_nV.gather(1, target_n[:, None]).squeeze(1)
+    """Returns -log p(target) [n] in float32 (float64 for float64 logits), and the gradient [n, V] of their sum,
+    p(v) - [v = target], in the place of the logits: nothing else of their size is kept or, in float32, made."""
+    target_n1 = target_n[:, None]
+    exp_nV = logits_nV.to(sum_dtype(logits_nV.dtype))  # the logits themselves in float32
+    exp_nV.sub_(exp_nV.amax(-1, keepdim=True))
+    of_target_n1 = exp_nV.gather(1, target_n1)
+    sum_n1 = exp_nV.exp_().sum(-1, keepdim=True)
+    losses_n = (sum_n1.log() - of_target_n1).squeeze(1)
     if not needs_gradient:
         return losses_n, None
-    gradient_nV = log_p_nV.exp_()
-    gradient_nV.scatter_add_(1, target_n[:, None], gradient_nV.new_full((), -1).expand(len(target_n), 1))
-    return losses_n, gradient_nV.to(logits_nV.dtype)
+    exp_nV.div_(sum_n1).scatter_add_(1, target_n1, sum_n1.new_full((), -1).expand_as(sum_n1))
+    return losses_n, exp_nV if exp_nV is logits_nV else logits_nV.copy_(exp_nV)
 
 
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gradients: HeadGradients, at_once: int, target_n, hidden_nD):
-        parts = zip(hidden_nD.split(at_once), target_n.split(at_once), strict=True)
+    def forward(ctx, gradients: HeadGradients, max_tokens: int, target_n, hidden_nD):
+        parts = zip(hidden_nD.split(max_tokens), target_n.split(max_tokens), strict=True)
         losses, found = zip(*(gradients.compute(*part) for part in parts), strict=True)
         ctx.save_for_backward(None if found[0] is None else _joined(found))
         losses_n = _joined(losses)

@@ -15,7 +15,7 @@ from condense import loading, to_stock
 from condense.checks import check_full_attention
 from condense.configuration import IGNORE_INDEX
 from condense.families import FAMILIES
-from condense.loss import MAX_LOGITS
+from condense.loss import max_tokens
 from condense.shared_weights import for_recomputation, share_weights
 
 from .adapters import own_model
@@ -179,7 +179,7 @@ def place(teacher: Any, student: Any, shares_weights: bool) -> None:
 
 def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float) -> TokenLosses:
     """`heads` and `hidden_nD` are the student's and the teacher's; logits exist for a bounded number of targets."""
-    at_once = max(1, MAX_LOGITS // heads[0].weight.shape[0])
+    at_once = max_tokens(heads[0].weight.shape[0])
     parts = zip(*(tensor.split(at_once) for tensor in (*hidden_nD, target_n)), strict=True)
     with share_weights(None):
         block = for_recomputation(_block)

@@ -20,7 +20,6 @@ from .. import loss
 from ..configuration import IGNORE_INDEX
 from ..files import use_default_mode
 from ..generation_mixin import OwnCacheGenerationMixin
-from ..loss import MAX_LOGITS
 from ..shared_weights import share_weights
 from .late_cache import LateCache
 
@@ -194,4 +193,4 @@ def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) 
     """
     vocab_size, size = head.weight.shape
     with share_weights(None):
-        return loss.cross_entropies(head, hidden_nD, target_n, max(1, MAX_LOGITS // vocab_size), vocab_size > size)
+        return loss.cross_entropies(head, hidden_nD, target_n, loss.max_tokens(vocab_size), vocab_size > size)

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..attention import AttentionMetadata
 from ..checks import check_input, real_tokens
-from ..loss import MAX_LOGITS, Targets, check_not_empty, cross_entropies
+from ..loss import Targets, check_not_empty, cross_entropies, max_tokens
 from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
@@ -230,7 +230,7 @@ class _PipelineBatch:
         self.targets = Targets(self.tokens, labels)
         vocab_size = model.config.vocab_size
         recompute = not checkpointing and vocab_size > model.config.hidden_size
-        self.loss_options = max(1, MAX_LOGITS // vocab_size), recompute
+        self.loss_options = max_tokens(vocab_size), recompute
         self.weights = SharedWeights(every_pass=True)
         self.like = next(model.model.layers.parameters())
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)

@@ -15,7 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from condense import CondenseConfig, CondenseForCausalLM, loss
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.loss import cross_entropies, max_tokens
 from condense.loss_gradient import head_gradients
 
 from .cases import SCHEDULES, WITHOUT_SEGMENTS, ModelVariant
@@ -40,13 +41,12 @@ class ChunkedLossLlama(LlamaForCausalLM):
 
     def loss_in_blocks(self, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of hidden states."""
-        gradients, at_once = None, max(1, loss.MAX_LOGITS // self.config.vocab_size)
-        if torch.is_grad_enabled():
-            gradients = head_gradients(self.lm_head)
+        gradients = head_gradients(self.lm_head) if torch.is_grad_enabled() else None
+        tokens = max_tokens(self.config.vocab_size)
         if gradients is None:
-            total = loss.cross_entropies(self.lm_head, hidden_nD, target_n, at_once).sum()
+            total = cross_entropies(self.lm_head, hidden_nD, target_n, tokens).sum()
         else:
-            total = gradients.total([gradients.block_loss(hidden_nD, target_n, at_once)[0]])
+            total = gradients.total([gradients.block_loss(hidden_nD, target_n, tokens)[0]])
         return total / len(target_n)
 
 

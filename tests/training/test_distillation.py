@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 from condense import CondenseForCausalLM, to_stock
 from condense.configuration import IGNORE_INDEX
 from condense.depth import convert_to_depth
-from condense.training import distillation
 from condense.training.distillation import Distillation
 from condense.training.preflight import check_run
 from condense.training.recipe import load_recipe
@@ -77,7 +76,7 @@ def naive(model, teacher, ids, mask, labels, weight, temperature, hidden_weight)
 )
 @pytest.mark.parametrize("at_once", [2**26, 100], ids=["at once", "in blocks"])
 def test_losses_and_gradients_follow_the_formula(weight, temperature, hidden_weight, at_once, monkeypatch):
-    monkeypatch.setattr(distillation, "MAX_LOGITS", at_once)  # of a vocabulary of 61: one target at once
+    monkeypatch.setattr("condense.loss.MAX_LOGITS", at_once)  # of a vocabulary of 61: one target at once
     model = tiny_model().train()
     _, ids, mask = padded_batch([13, 6], "right")
     labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
@@ -121,7 +120,7 @@ def test_the_teacher_does_not_learn():
 
 
 def test_no_tensor_of_all_logits(monkeypatch):
-    monkeypatch.setattr(distillation, "MAX_LOGITS", 8 * 61)
+    monkeypatch.setattr("condense.loss.MAX_LOGITS", 8 * 61)
     model, ids = tiny_model().train(), random_ids(2, 33)
     largest = 0
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from condense.embedding import EMBEDDED_TOKENS
 from condense.families import family_of
-from condense.loss import BLOCK_TOKENS, MAX_LOGITS
+from condense.loss import BLOCK_TOKENS, max_tokens
 
 from ..distillation import Distillation
 from ..recipe import Recipe
@@ -45,7 +45,7 @@ def kept_by_distillation(
 ) -> dict[str, int]:
     """Beside what next tokens need: the last hidden states of both models, and logits of both for a block of tokens."""
     hidden = 2 * a_pass.tokens * config.hidden_size * element_size(recipe)
-    at_once = min(a_pass.tokens, max(1, MAX_LOGITS // config.vocab_size))
+    at_once = min(a_pass.tokens, max_tokens(config.vocab_size))
     loss = DISTILLED_LOGIT_COPIES * FLOAT32 * config.vocab_size * at_once
     if recipe.gradient_checkpointing:  # the logits are gone before a segment is recomputed
         loss = max(0, loss - next_token["activations"])
@@ -137,12 +137,12 @@ def _tokens_of_loss(config: LlamaConfig, a_pass: Pass) -> tuple[int, int]:
     """The tokens of a block of the loss, which waits for whole segments, and of a part that has logits at a time."""
     chunk = a_pass.rows * a_pass.segments[0]
     block = min(a_pass.tokens, chunk * ceil(BLOCK_TOKENS / chunk))
-    return block, min(block, max(1, MAX_LOGITS // config.vocab_size))
+    return block, min(block, max_tokens(config.vocab_size))
 
 
 def _logit_copies(size: int) -> int:
-    """Bytes of a logit and its log-softmax, whose place its gradient takes; below float32 with a copy."""
-    return size + FLOAT32 * (1 if size == FLOAT32 else 2)
+    """Bytes of a logit, whose place its gradient takes, with a copy if it is not in float32."""
+    return size + FLOAT32 * (size < FLOAT32)
 
 
 def _is_read(recipe: Recipe, *linear: str) -> bool:
@@ -239,18 +239,16 @@ def summed_gradients(
     (`condense/shared_weights.py`), and over all segments, down to the first, so that no ZeRO stage divides them before.
     The gradient of a weight with a single use is freed at once, where `freed_at_once` is true.
     """
-    numels, size = [shape.numel() for shape in weights.trained], element_size(recipe)
+    at_once = _computes_loss_at_once(recipe, zero_stage) and recipe.lora is None
+    forward = _head_gradients(config, recipe, a_pass, weights) if at_once else 0
+    if recipe.gradient_checkpointing:  # no group's activations exist while logits do
+        forward -= max(0, kept["activations"] - _loss(config, recipe, a_pass, at_once))
+    numels, size, segments = [shape.numel() for shape in weights.trained], element_size(recipe), len(a_pass.segments)
     largest, tied = max(numels), config.tie_word_embeddings
-    if len(a_pass.segments) > 1 and _computes_loss_at_once(recipe, zero_stage) and recipe.lora is None:
-        # In the forward pass the sum of the head's gradients exists beside the logits of all parts but the first. Below
-        # float32 that of a part exists, too, while the logits' own gradients do. The backward pass begins with the sum
-        # and its product with the gradient of the loss. In its last segment the sums of all layers exist. At the end
-        # their gradients do, with the head's and the embedding's, and with the sum of the last two or the embedding's
-        # own.
-        _, part = _tokens_of_loss(config, a_pass)
-        several = FLOAT32 * largest * (part < a_pass.tokens)
-        gone = part * config.vocab_size * (_logit_copies(size) - size)
-        forward = max(several, size * largest - gone + several * (size < FLOAT32))
+    if segments > 1 and at_once:
+        # The backward pass begins with the sum of the head's gradients, and its product with the gradient of the loss.
+        # In its last segment the sums of all layers exist. At the end their gradients do, with the head's and the
+        # embedding's, and with the sum of the last two or the embedding's own.
         head, layers = size * largest, sum(numels) - largest * (1 if tied else 2)
         begin, embedded = FLOAT32 * largest + head, a_pass.tokens > EMBEDDED_TOKENS
         layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
@@ -259,19 +257,39 @@ def summed_gradients(
         at_end = size * layers + 2 * head + (FLOAT32 * largest if size < FLOAT32 else head * tied)
         logits = max(0, kept["loss"] - reduce_buckets)
         if recipe.gradient_checkpointing:
-            return max(forward, FLOAT32 * (layers + largest) + head - logits)
-        later = max(begin + layer, summed + layer - last_segment, at_end - kept["activations"])
-        return max(forward, later - logits)
-    if len(a_pass.segments) > 1:
+            assert isinstance(recipe.model, CondenseModel) and isinstance(recipe.model.checkpoint_segments, int)
+            of_layers, backward = FLOAT32 * layers + head, FLOAT32 * (layers + largest) + head
+            if recipe.model.checkpoint_segments >= segments:  # else a later group is computed beside all sums
+                backward = max(of_layers, backward - last_segment)
+            backward -= logits
+        else:
+            backward = max(begin + layer, summed + layer - last_segment, at_end - kept["activations"]) - logits
+    elif segments > 1:
         # Another gradient of the head, and in float32 the sum with it, exist after the logits are freed.
         another = max(0, (2 if size == FLOAT32 else 1) * size * largest - kept["loss"])
-        freed = 0 if recipe.gradient_checkpointing else kept["activations"] // len(a_pass.segments)
-        return max(0, FLOAT32 * sum(numels) + another - freed)
-    length, tied_bytes = a_pass.segments[0], size * largest * (tied and recipe.lora is None)
-    first_layer = a_pass.rows * sum(part(config, recipe, length, 0) for part in (_layer, _layer_gradients))
-    # The head's gradient waits for the embedding's; at the end both exist, and their sum.
-    summed = (tied_bytes if freed_at_once else size * sum(numels)) + max(2 * tied_bytes, first_layer)
-    return max(0, summed - kept["activations"] - kept["loss"])
+        freed = 0 if recipe.gradient_checkpointing else kept["activations"] // segments
+        backward = FLOAT32 * sum(numels) + another - freed
+    else:
+        length, tied_bytes = a_pass.segments[0], size * largest * (tied and recipe.lora is None)
+        first_layer = a_pass.rows * sum(part(config, recipe, length, 0) for part in (_layer, _layer_gradients))
+        # The head's gradient waits for the embedding's; at the end both exist, and their sum.
+        summed = (tied_bytes if freed_at_once else size * sum(numels)) + max(2 * tied_bytes, first_layer)
+        backward = summed - kept["activations"] - kept["loss"]
+    return max(0, forward, backward)
+
+
+def _head_gradients(config: LlamaConfig, recipe: Recipe, a_pass: Pass, weights: Weights) -> int:
+    """Bytes that the gradients of a head add to the most that `_loss` counts.
+
+    Their sum exists beside the logits of all parts but the first. The product with a part exists beside the gradients
+    of its logits, and in float32 is added to the sum as it is computed.
+    """
+    size, largest = element_size(recipe), max(shape.numel() for shape in weights.trained)
+    _, part = _tokens_of_loss(config, a_pass)
+    summed = FLOAT32 * largest * (part < a_pass.tokens)
+    gone = part * config.vocab_size * (_logit_copies(size) - size)
+    product = size * largest * (size < FLOAT32 or not summed)
+    return max(summed, summed + product - gone)
 
 
 def _computes_loss_at_once(recipe: Recipe, zero_stage: int) -> bool:

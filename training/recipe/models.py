@@ -19,7 +19,7 @@ from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCH
 from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.families import FAMILIES
-from condense.loss import MAX_LOGITS
+from condense.loss import max_tokens
 
 from .section import MAY_CHANGE, Registry, Section, one_of
 
@@ -217,9 +217,9 @@ class CondenseModel(ModelKind):
                 f"schedule={self.schedule!r} calls many layers at once, and ZeRO-3 gathers one layer's weights when it "
                 "is called: set model.schedule='sequential' (or 'auto'), or use ZeRO-2."
             )
-        if not equal_lengths and tokens * vocab_size > MAX_LOGITS:  # ranks would take the loss in unequal numbers
+        if not equal_lengths and tokens > max_tokens(vocab_size):  # ranks would take the loss in unequal numbers
             raise ValueError(
-                f"under ZeRO-3, texts of unequal lengths may have at most {MAX_LOGITS // vocab_size} tokens a "
+                f"under ZeRO-3, texts of unequal lengths may have at most {max_tokens(vocab_size)} tokens a "
                 f"micro-batch with a vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}: use "
                 "ZeRO-2."
             )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from condense.loss import MAX_LOGITS
+from condense.loss import max_tokens
 from condense.loss_gradient import head_gradients
 
 from ..timing import free_memory, seconds_of
@@ -36,7 +36,7 @@ def losses(session: Session) -> None:
     def ours() -> torch.Tensor:
         gradients = head_gradients(head)
         assert gradients is not None
-        chunks, at_once = zip(hidden_nD, target_n, strict=True), max(1, MAX_LOGITS // shape["vocab_size"])
+        chunks, at_once = zip(hidden_nD, target_n, strict=True), max_tokens(shape["vocab_size"])
         return gradients.total([gradients.block_loss(*chunk, at_once)[0] for chunk in chunks])
 
     def fused(options: Any) -> torch.Tensor:

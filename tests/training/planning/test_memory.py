@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense import loss as loss_module
 from condense.execution.stacking import stack_of
-from condense.training import distillation, distributed
+from condense.loss import max_tokens
+from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
-from condense.training.planning import activations
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
 from condense.training.planning.fit import WAVE_ACTIVATIONS, wave_bytes
 from condense.training.planning.memory import estimate
@@ -116,7 +115,7 @@ def head_gradients(config, trained) -> int:
     The sum over several parts is in float32.
     """
     tokens = trained.micro_batch * trained.stages[0].total_length
-    single = tokens <= loss_module.MAX_LOGITS // config.vocab_size  # part of the loss
+    single = tokens <= max_tokens(config.vocab_size)  # part of the loss
     return config.vocab_size * config.hidden_size * (getattr(torch, trained.dtype).itemsize if single else 4)
 
 
@@ -263,8 +262,7 @@ def test_adapters_keep_what_is_estimated(dtype, kind, targets):
 def test_distillation_keeps_what_is_estimated(shape, dtype, checkpointing, tokens_at_once, monkeypatch):
     """Within 2 % what is kept, within 12 % the peak, where a block of logits is small beside it."""
     config = LlamaConfig(**SMALL | SHAPES[shape])
-    for module in (distillation, activations):
-        monkeypatch.setattr(module, "MAX_LOGITS", tokens_at_once * config.vocab_size)
+    monkeypatch.setattr("condense.loss.MAX_LOGITS", tokens_at_once * config.vocab_size)
     trained = recipe(128, 2, dtype, checkpointing=checkpointing, segment_length=32, objective={"kind": "distill"})
     parts = estimate(config, trained, PLAIN, 1)
     kept, peak = measure(config, trained)

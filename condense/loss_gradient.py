@@ -15,6 +15,7 @@ from torch import nn
 from .execution.stacking import has_hooks
 from .layers import RMSNorm, rms_norm
 from .linear import Linear, linear
+from .products import add_product
 from .shared_weights import sum_dtype
 from .transforms import is_transformed
 
@@ -88,14 +89,12 @@ class HeadGradients:
         return self.sums.get(id(weight))
 
     def _add_product(self, weight: torch.Tensor, gradient_nV: torch.Tensor, normed_nD: torch.Tensor) -> None:
-        """In float32 the product adds to the sum itself, and no other matrix of the weight's shape is made."""
         if not weight.requires_grad:
             return
-        earlier = self._earlier(weight)
-        if earlier is not None and gradient_nV.dtype == earlier.dtype:
-            earlier.addmm_(gradient_nV.t(), normed_nD)
+        if (earlier := self._earlier(weight)) is None:
+            self.sums[id(weight)] = gradient_nV.t() @ normed_nD
         else:
-            self._add(weight, gradient_nV.t() @ normed_nD)
+            add_product(earlier, gradient_nV.t(), normed_nD)
 
 
 def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradients | None:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .products import add_product, add_products
 from .transforms import is_transformed
 
 _of_thread = threading.local()  # backward passes run in threads of their own
@@ -46,6 +47,15 @@ class WeightSum:
         else:
             total = self._total_or_zeros(gradient)
             (total if members is None else total[members]).add_(gradient)
+
+    def add_product(self, left_xOn: torch.Tensor, right_xnI: torch.Tensor, members: slice | None = None) -> None:
+        """Adds the product of two matrices to that of a weight, or [m, ...] each to those of some members of a stack."""
+        if members is None and self.total() is None:
+            self.add(left_xOn @ right_xnI)
+        elif members is None:
+            add_product(self._total_or_zeros(left_xOn), left_xOn, right_xnI)
+        else:
+            add_products(self._total_or_zeros(left_xOn)[members], left_xOn, right_xnI)
 
     def add_rows(self, index_n: torch.Tensor, gradient_nD: torch.Tensor) -> None:
         """Adds to rows of a matrix; an index may occur several times."""
@@ -291,15 +301,12 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 of_input = gradient_xO @ given
             rows_O, rows_I = (x.reshape(-1, x.shape[-1]) if given.dim() == 2 else x for x in (gradient_xO, input_xI))
-            if ctx.needs_input_grad[2]:
-                of_weight = rows_O.transpose(-1, -2) @ rows_I
+            if ctx.needs_input_grad[2] and torch.is_grad_enabled():  # second derivatives need the gradient's own graph
+                of_weight = (rows_O.transpose(-1, -2) @ rows_I).to(ctx.dtype)
+            elif ctx.needs_input_grad[2]:
+                ctx.weight_sum.add_product(rows_O.transpose(-1, -2), rows_I, ctx.members)
             if ctx.needs_input_grad[3]:
                 of_bias = rows_O.sum(0)
-        if torch.is_grad_enabled():  # second derivatives need the graph of the gradient itself
-            of_weight = None if of_weight is None else of_weight.to(ctx.dtype)
-        elif of_weight is not None:
-            ctx.weight_sum.add(of_weight, ctx.members)
-            of_weight = None
         return of_input, None, of_weight, of_bias, None, None, None
 
 

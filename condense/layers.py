@@ -10,7 +10,7 @@ the next segment receives its keys and values; an input that passes its gradient
 Parameters are those of a Llama, under the same names, with the biases and norms of the checkpoint's family.
 
 Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hidden size, H query heads, G key/value
-heads, E head dimension, x any size, 1 a broadcast axis.
+heads, E head dimension, F intermediate size, x any size, 1 a broadcast axis.
 """
 
 import inspect
@@ -24,9 +24,12 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from .attention import AttentionMask, AttentionMetadata, attend
-from .attention.metadata import rotate
 from .configuration import CondenseConfig
 from .families import family_of
+from .kernels.rms_norm import add_rms_norm, takes_norm_kernel
+from .kernels.rms_norm import rms_norm as fused_rms_norm
+from .kernels.rotary import rotate
+from .kernels.swiglu import silu_product
 from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk, on_device
@@ -89,14 +92,26 @@ class RMSNorm(LlamaRMSNorm):
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon)
 
-    def fused(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden_RTD, self.weight.shape, used(self.weight), self.variance_epsilon)
+    def after_sum(self, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of two tensors, and its norm."""
+        plain = has_hooks(self) or "forward" in self.__dict__
+        if not plain and takes_norm_kernel(hidden_RTD, self.weight):
+            return add_rms_norm(hidden_RTD, residual_RTD, used(self.weight), self.variance_epsilon)
+        sum_RTD = hidden_RTD + residual_RTD
+        return sum_RTD, self(sum_RTD)
 
 
 def rms_norm(hidden_xD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
+    if takes_norm_kernel(hidden_xD, weight_D):
+        return fused_rms_norm(hidden_xD, weight_D, epsilon)
     if is_one_operation(hidden_xD):
         return F.rms_norm(hidden_xD, weight_D.shape, weight_D, epsilon)
     return LlamaRMSNorm.forward(NormAttributes(weight_D, epsilon), hidden_xD)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 class NormAttributes(NamedTuple):
@@ -111,6 +126,12 @@ def is_one_operation(hidden_RTD: torch.Tensor) -> bool:
     return hidden_RTD.is_cuda or (hidden_RTD.dtype == torch.float32 and not torch.is_grad_enabled())
 
 
+def project(input_RTD: torch.Tensor, *linears: nn.Module) -> list[torch.Tensor]:
+    """The outputs of several linear maps of one input; those of a stack share the gradient of the input."""
+    joint = getattr(linears[0], "joint", None)
+    return [linear(input_RTD) for linear in linears] if joint is None else joint(linears, input_RTD)
+
+
 class MLP(nn.Module):
     """A Llama's gated feed-forward network."""
 
@@ -121,9 +142,13 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
         self.act_fn = ACT2FN[config.hidden_act]
+        self.has_silu = config.hidden_act == "silu"
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_RTD)) * self.up_proj(hidden_RTD))
+        gate_RTF, up_RTF = project(hidden_RTD, self.gate_proj, self.up_proj)
+        if self.has_silu and not has_hooks(self.act_fn):
+            return self.down_proj(silu_product(gate_RTF, up_RTF))
+        return self.down_proj(self.act_fn(gate_RTF) * up_RTF)
 
 
 class CondenseAttention(nn.Module):
@@ -146,22 +171,22 @@ class CondenseAttention(nn.Module):
     def _split_heads(self, tensor_RTx: torch.Tensor) -> torch.Tensor:
         return tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _project_query(self, normed_RTD: torch.Tensor) -> torch.Tensor:
-        query_RHTE = self._split_heads(self.q_proj(normed_RTD))
+    def _queries(self, query_RTx: torch.Tensor) -> torch.Tensor:
+        query_RHTE = self._split_heads(query_RTx)
         if self.has_norms:  # under autocast, norms return float32
             query_RHTE = self.q_norm(query_RHTE).to(query_RHTE.dtype)
         return query_RHTE
 
-    def _project_key_value(self, normed_RTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key_RGTE = self._split_heads(self.k_proj(normed_RTD))
+    def _keys(self, key_RTx: torch.Tensor) -> torch.Tensor:
+        key_RGTE = self._split_heads(key_RTx)
         if self.has_norms:
             key_RGTE = self.k_norm(key_RGTE).to(key_RGTE.dtype)
-        return key_RGTE, self._split_heads(self.v_proj(normed_RTD))
+        return key_RGTE
 
     def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
         """The keys and values that the next segment sees of this chunk."""
-        key_RGTE, value_RGTE = self._project_key_value(normed_RTD)
-        return Memory(rotate(key_RGTE, metadata.memory_rotary), value_RGTE)
+        key_RTx, value_RTx = project(normed_RTD, self.k_proj, self.v_proj)
+        return Memory(rotate(self._keys(key_RTx), metadata.memory_rotary), self._split_heads(value_RTx))
 
     def forward(
         self,
@@ -171,8 +196,9 @@ class CondenseAttention(nn.Module):
         remembers_input: bool = False,
     ) -> tuple[torch.Tensor, Memory | None]:
         """The output [R, T, D] and, with `remembers_input`, the keys and values of `normed_RTD` as the next memory."""
-        query_RHTE = rotate(self._project_query(normed_RTD), metadata.rotary)
-        unrotated_RGTE, value_RGTE = self._project_key_value(normed_RTD)
+        query_RTx, key_RTx, value_RTx = project(normed_RTD, self.q_proj, self.k_proj, self.v_proj)
+        query_RHTE = rotate(self._queries(query_RTx), metadata.rotary)
+        unrotated_RGTE, value_RGTE = self._keys(key_RTx), self._split_heads(value_RTx)
         key_RGTE = rotate(unrotated_RGTE, metadata.rotary)
         output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata))
         if not remembers_input:
@@ -224,8 +250,8 @@ class CondenseDecoderLayer(nn.Module):
         from_input = metadata.writes_memory and not self.memory_from_output and not any(metadata.detach_R)
         normed_RTD = self.input_layernorm(input_RTD)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
-        residual_RTD = input_RTD + attention_RTD
-        output_RTD = residual_RTD + self.mlp(self.post_attention_layernorm(residual_RTD))
+        residual_RTD, normed_RTD = self.post_attention_layernorm.after_sum(attention_RTD, input_RTD)
+        output_RTD = residual_RTD + self.mlp(normed_RTD)
         if from_input or not metadata.writes_memory:
             return output_RTD, memory
         source_RTD = detach_rows(output_RTD if self.memory_from_output else input_RTD, metadata.detach_R)

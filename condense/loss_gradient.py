@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from .execution.stacking import has_hooks
-from .layers import RMSNorm, rms_norm
+from .kernels.cross_entropy import cross_entropy_and_gradient
+from .layers import RMSNorm, has_hooks, rms_norm
 from .linear import Linear, linear
 from .products import add_product
 from .shared_weights import sum_dtype
@@ -116,23 +116,6 @@ def _is_plain(module: nn.Module) -> bool:
     if "forward" in module.__dict__ or has_hooks(module):
         return False
     return all(type(weight) in (nn.Parameter, type(None)) for weight in module._parameters.values())
-
-
-def cross_entropy_and_gradient(
-    logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool = True
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns -log p(target) [n] in float32 (float64 for float64 logits), and the gradient [n, V] of their sum,
-    p(v) - [v = target], in the place of the logits: nothing else of their size is kept or, in float32, made."""
-    target_n1 = target_n[:, None]
-    exp_nV = logits_nV.to(sum_dtype(logits_nV.dtype))  # the logits themselves in float32
-    exp_nV.sub_(exp_nV.amax(-1, keepdim=True))
-    of_target_n1 = exp_nV.gather(1, target_n1)
-    sum_n1 = exp_nV.exp_().sum(-1, keepdim=True)
-    losses_n = (sum_n1.log() - of_target_n1).squeeze(1)
-    if not needs_gradient:
-        return losses_n, None
-    exp_nV.div_(sum_n1).scatter_add_(1, target_n1, sum_n1.new_full((), -1).expand_as(sum_n1))
-    return losses_n, exp_nV if exp_nV is logits_nV else logits_nV.copy_(exp_nV)
 
 
 class _BlockLoss(torch.autograd.Function):

@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .call import Call
 from .execution.checkpointing import storage_of
-from .execution.stacking import has_hooks
 from .hidden_states import HiddenStateAccumulator
+from .layers import has_hooks
 from .loss import LossAccumulator, Targets
 from .segmentation import Chunk
 

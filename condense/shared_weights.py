@@ -45,21 +45,21 @@ class WeightSum:
         if members is None and self.total() is None:
             self._total = gradient.to(sum_dtype(gradient.dtype), copy=True)
         else:
-            total = self._total_or_zeros(gradient)
+            total = self.total_or_zeros(gradient)
             (total if members is None else total[members]).add_(gradient)
 
     def add_product(self, left_xOn: torch.Tensor, right_xnI: torch.Tensor, members: slice | None = None) -> None:
-        """Adds the product of two matrices to that of a weight, or [m, ...] each to those of some members of a stack."""
+        """Adds a product to the gradient of a weight, or m of them to those of some `members` of a stack."""
         if members is None and self.total() is None:
             self.add(left_xOn @ right_xnI)
         elif members is None:
-            add_product(self._total_or_zeros(left_xOn), left_xOn, right_xnI)
+            add_product(self.total_or_zeros(left_xOn), left_xOn, right_xnI)
         else:
-            add_products(self._total_or_zeros(left_xOn)[members], left_xOn, right_xnI)
+            add_products(self.total_or_zeros(left_xOn)[members], left_xOn, right_xnI)
 
     def add_rows(self, index_n: torch.Tensor, gradient_nD: torch.Tensor) -> None:
         """Adds to rows of a matrix; an index may occur several times."""
-        total = self._total_or_zeros(gradient_nD)
+        total = self.total_or_zeros(gradient_nD)
         total.index_add_(0, index_n, gradient_nD.to(total.dtype))
 
     def take(self) -> list[torch.Tensor | None]:
@@ -76,7 +76,7 @@ class WeightSum:
             self._total, self._backward_pass = None, backward_pass
         return self._total
 
-    def _total_or_zeros(self, gradient: torch.Tensor) -> torch.Tensor:
+    def total_or_zeros(self, gradient: torch.Tensor) -> torch.Tensor:
         if self.total() is None:
             first, stacked = self.weights[0], (len(self.weights),) if self.is_stack else ()
             self._total = gradient.new_zeros((*stacked, *first.shape), dtype=sum_dtype(gradient.dtype))
@@ -89,10 +89,17 @@ class SharedWeights:
 
     `recomputed` is a module whose segments are computed again in the backward pass. `every_pass`: the call has several
     backward passes, and `deliver` ends them. `sums` is False for a call of a single chunk, whose weights have one use.
+    `every_dtype`: there are sums of weights in float32 and float64, too.
     """
 
-    def __init__(self, recomputed: nn.Module | None = None, every_pass: bool = False, sums: bool = True):
-        self.every_pass, self.recomputed, self.sums = every_pass, recomputed, sums
+    def __init__(
+        self,
+        recomputed: nn.Module | None = None,
+        every_pass: bool = False,
+        sums: bool = True,
+        every_dtype: bool = False,
+    ):
+        self.every_pass, self.recomputed, self.sums, self.every_dtype = every_pass, recomputed, sums, every_dtype
         self.versions = _versions(recomputed)
         self._checked_pass: int | None = None
         self._begun: dict[tuple[int, bool], tuple[WeightSum, torch.Tensor]] = {}  # by id: sums keep their weights
@@ -188,12 +195,9 @@ def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedW
     Sharded weights are not: what gathers them for each use also reduces their gradients for each use.
     """
     sums, first = active_weights(), weights[0]
-    if (
-        sums is None
-        or not sums.sums
-        or not torch.is_grad_enabled()
-        or (dtype or first.dtype).itemsize >= torch.float32.itemsize
-    ):
+    if sums is None or not sums.sums or not torch.is_grad_enabled():
+        return None
+    if (dtype or first.dtype).itemsize >= torch.float32.itemsize and not sums.every_dtype:
         return None
     plain = all(type(weight) is nn.Parameter for weight in weights)
     return sums if plain and any(weight.requires_grad for weight in weights) else None
@@ -233,19 +237,22 @@ def summed_linear(
     """As `F.linear`, in this dtype."""
     one, token = sums.begin([weight_OI])
     bias_O = None if bias_O is None else used(bias_O).to(dtype)
-    return _Product.apply(input_xI.to(dtype), sums.cast(weight_OI, dtype), weight_OI, bias_O, token, one, None)
+    return _Product.apply(input_xI.to(dtype), sums.cast(weight_OI, dtype), weight_OI, bias_O, token, one)
 
 
 def summed_products(
     sums: SharedWeights,
     input_mnI: torch.Tensor,
-    weight_mOI: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    stacks: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
     members: slice,
-) -> torch.Tensor:
-    """m products [m, n, O] with a part of a stack of weights, which is differentiable with respect to them."""
-    one, token = sums.begin(weights, is_stack=True)
-    return _Product.apply(input_mnI, weight_mOI, weight_mOI, None, token, one, members)
+) -> Sequence[torch.Tensor]:
+    """m products [m, n, O] with the `members` [m, O, I] of each stack, which are differentiable with respect to the
+    weights that the stack has."""
+    begun = [sums.begin(weights, is_stack=True) for _, weights in stacks]
+    tokens = [token for _, token in begun]
+    return _StackedProducts.apply(
+        [one for one, _ in begun], members, input_mnI, *[weight_mOI for weight_mOI, _ in stacks], *tokens
+    )
 
 
 def summed_embedding(sums: SharedWeights, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
@@ -275,21 +282,27 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if gradient is None or torch.is_grad_enabled():
+        if gradient is None or not _may_be_summed(gradient):
             return gradient, None, None, None
         ctx.weight_sum.add(gradient, ctx.members)
         return None, None, None, None
 
 
+def _may_be_summed(gradient: torch.Tensor) -> bool:
+    """Whether in place: second derivatives need the gradient's own graph, and of several gradients at once
+    (`is_grads_batched`) each has its own sum."""
+    return not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(gradient))
+
+
 class _Product(torch.autograd.Function):
-    """A product with a weight [O, I], or m products with [m, O, I]. `given` is the weight, or its cast."""
+    """A product with a weight [O, I]. `given` is the weight, or its cast."""
 
     @staticmethod
-    def forward(ctx, input_xI, given, weight, bias_O, token, weight_sum: WeightSum, members: slice | None):
+    def forward(ctx, input_xI, given, weight, bias_O, token, weight_sum: WeightSum):
         ctx.set_materialize_grads(False)
-        ctx.weight_sum, ctx.members, ctx.dtype = weight_sum, members, weight.dtype
+        ctx.weight_sum, ctx.dtype = weight_sum, weight.dtype
         ctx.save_for_backward(input_xI, given, weight)
-        return F.linear(input_xI, given, bias_O) if given.dim() == 2 else torch.bmm(input_xI, given.transpose(1, 2))
+        return F.linear(input_xI, given, bias_O)
 
     @staticmethod
     def backward(ctx, gradient_xO):
@@ -300,14 +313,45 @@ class _Product(torch.autograd.Function):
                 given = weight.to(given.dtype)
             if ctx.needs_input_grad[0]:
                 of_input = gradient_xO @ given
-            rows_O, rows_I = (x.reshape(-1, x.shape[-1]) if given.dim() == 2 else x for x in (gradient_xO, input_xI))
-            if ctx.needs_input_grad[2] and torch.is_grad_enabled():  # second derivatives need the gradient's own graph
-                of_weight = (rows_O.transpose(-1, -2) @ rows_I).to(ctx.dtype)
+            gradient_nO, input_nI = (x.reshape(-1, x.shape[-1]) for x in (gradient_xO, input_xI))
+            if ctx.needs_input_grad[2] and not _may_be_summed(gradient_xO):
+                of_weight = (gradient_nO.t() @ input_nI).to(ctx.dtype)
             elif ctx.needs_input_grad[2]:
-                ctx.weight_sum.add_product(rows_O.transpose(-1, -2), rows_I, ctx.members)
+                ctx.weight_sum.add_product(gradient_nO.t(), input_nI)
             if ctx.needs_input_grad[3]:
-                of_bias = rows_O.sum(0)
-        return of_input, None, of_weight, of_bias, None, None, None
+                of_bias = gradient_nO.sum(0)
+        return of_input, None, of_weight, of_bias, None, None
+
+
+class _StackedProducts(torch.autograd.Function):
+    """m products each with some weights [m, O, I]; their gradients of the input are added by the products."""
+
+    @staticmethod
+    def forward(ctx, weight_sums: Sequence[WeightSum], members: slice, input_mnI, *weights_and_tokens):
+        ctx.set_materialize_grads(False)
+        ctx.weight_sums, ctx.members = weight_sums, members
+        weights = weights_and_tokens[: len(weight_sums)]
+        ctx.save_for_backward(input_mnI, *weights)
+        return tuple(torch.bmm(input_mnI, weight_mOI.transpose(1, 2)) for weight_mOI in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        input_mnI, *weights = ctx.saved_tensors
+        of_input, of_weights = None, [None] * len(weights)
+        in_place = all(gradient_mnO is None or _may_be_summed(gradient_mnO) for gradient_mnO in gradients)
+        for number, (gradient_mnO, weight_mOI) in enumerate(zip(gradients, weights, strict=True)):
+            if gradient_mnO is None:
+                continue
+            if ctx.needs_input_grad[2] and of_input is not None and in_place:
+                of_input.baddbmm_(gradient_mnO, weight_mOI)
+            elif ctx.needs_input_grad[2]:
+                product_mnI = torch.bmm(gradient_mnO, weight_mOI)
+                of_input = product_mnI if of_input is None else of_input + product_mnI
+            if ctx.needs_input_grad[3 + number] and not in_place:
+                of_weights[number] = torch.bmm(gradient_mnO.transpose(1, 2), input_mnI)
+            elif ctx.needs_input_grad[3 + number]:
+                ctx.weight_sums[number].add_product(gradient_mnO.transpose(1, 2), input_mnI, ctx.members)
+        return None, None, of_input, *of_weights, *[None] * len(weights)
 
 
 class _Embedding(torch.autograd.Function):
@@ -323,7 +367,7 @@ class _Embedding(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         (ids,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if not _may_be_summed(gradient):
             padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
             of_weight = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.num_rows, padding_idx, False)
             return None, of_weight, None, None, None

@@ -12,11 +12,10 @@ import torch
 
 from ..control import control_of_chunk
 from ..evaluations import EvaluationCounts
+from ..kernels.rotary import RotaryTables
 from ..memory import KeyValueState, RecurrentState
 from ..segmentation import Chunk, UnpaddedBatch, on_device
 from .mask import AttentionMask
-
-RotaryTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of `rotary_tables`, each [R or 1, 1, T, E]
 
 
 def rotary_tables(
@@ -30,14 +29,6 @@ def rotary_tables(
     cos_RTE, sin_RTE = rotary_emb(like, position_RT)
     first, second = sin_RTE.chunk(2, dim=-1)
     return cos_RTE[:, None], torch.cat([-first, second], dim=-1)[:, None]
-
-
-def rotate(tensor_RHTE: torch.Tensor, rotary: RotaryTables) -> torch.Tensor:
-    """Rotary position embedding of queries or keys."""
-    cos_R1TE, sin_R1TE = rotary
-    rolled_RHTE = tensor_RHTE.roll(tensor_RHTE.shape[-1] // 2, dims=-1)
-    # Under autocast the tables are float32 and projections are not: keys must keep the dtype of values.
-    return (tensor_RHTE * cos_R1TE + rolled_RHTE * sin_R1TE).to(tensor_RHTE.dtype)
 
 
 @dataclass(frozen=True)

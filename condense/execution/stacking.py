@@ -17,9 +17,19 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..layers import MLP, CondenseAttention, CondenseDecoderLayer, NormAttributes, RMSNorm, is_one_operation
+from ..kernels.rms_norm import add_rms_norm, takes_norm_kernel
+from ..kernels.rms_norm import rms_norm as fused_rms_norm
+from ..layers import (
+    MLP,
+    CondenseAttention,
+    CondenseDecoderLayer,
+    NormAttributes,
+    RMSNorm,
+    has_hooks,
+    is_one_operation,
+)
 from ..linear import Linear
-from ..shared_weights import summed_products, sums_of, used, used_stack
+from ..shared_weights import SharedWeights, summed_products, sums_of, used, used_stack
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
 _stacking = threading.Lock()
@@ -148,11 +158,6 @@ def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
             )
 
 
-def has_hooks(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
-
-
 def _described(module: nn.Module) -> tuple:
     """A module's type, its parameters' names and its settings: numbers and names by value, all else by identity."""
     settings = sorted((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))
@@ -165,7 +170,7 @@ def _arrangement(layers: nn.ModuleList) -> list[tuple]:
     """Everything that a stack depends on."""
     modules: list[tuple] = [(id(module), has_hooks(module), *_described(module)) for module in layers.modules()]
     plain = [parameter for parameter in layers.parameters() if type(parameter) is nn.Parameter]
-    return modules + [(id(parameter), parameter.data_ptr(), parameter.dtype) for parameter in plain]
+    return modules + [(id(one), one.data_ptr(), one.dtype, one.requires_grad) for one in plain]
 
 
 def _common_memory(parameters: list[nn.Parameter]) -> torch.Tensor | None:
@@ -222,18 +227,15 @@ class _StackedParameter:
         if self.tensor_mx is None:
             return torch.stack([used(parameter) for parameter in self.all[self.members]])
         sums = sums_of(*self.all)
-        return self._shared() if sums is None else used_stack(sums, self._shared(), self.all, self.members)
+        return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
 
-    def products(self, input_mnI: torch.Tensor) -> torch.Tensor:
-        """The products [m, n, O] with weights [O, I]."""
-        if (sums := sums_of(*self.all)) is None:
-            return torch.bmm(input_mnI, self._shared().transpose(1, 2))
-        return summed_products(sums, input_mnI, self._shared(), self.all, self.members)
-
-    def _shared(self) -> torch.Tensor:
+    def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
+        """The members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not reach the parameters."""
         assert self.tensor_mx is not None
         if not torch.is_grad_enabled():
             return self.tensor_mx
+        if sums is not None and sums.every_pass:
+            return self.tensor_mx.detach().requires_grad_()
         return _SharedStack.apply(self.tensor_mx, *self.all[self.members])
 
 
@@ -265,15 +267,34 @@ class StackedLinear(_Stacked):
     """m linear maps, [m * R, T, I] to [m * R, T, O]: one batched product, or m products if the weights are apart."""
 
     def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
-        num_rows, width, _ = input_RTI.shape
-        weight, bias = self.stacked_parameters["weight"], self.stacked_parameters.get("bias")
-        if weight.tensor_mx is None:
-            parts = input_RTI.unflatten(0, (len(self.stacked), -1))
-            return torch.cat([module(part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
-        output_mxO = weight.products(input_RTI.reshape(len(self.stacked), -1, input_RTI.shape[-1]))
-        if bias is not None:
-            output_mxO = output_mxO + bias.stack()[:, None].to(output_mxO.dtype)  # they differ under autocast
-        return output_mxO.view(num_rows, width, -1)
+        return self.joint([self], input_RTI)[0]
+
+    @staticmethod
+    def joint(linears: Sequence["StackedLinear"], input_RTI: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs of several maps of the same layers and input."""
+        weights = [linear.stacked_parameters["weight"] for linear in linears]
+        if any(weight.tensor_mx is None for weight in weights):
+            return [linear.one_by_one(input_RTI) for linear in linears]
+        input_mnI = input_RTI.reshape(len(linears[0].stacked), -1, input_RTI.shape[-1])
+        found = [sums_of(*weight.all) for weight in weights]  # None for weights that are frozen
+        summed = [(weight.shared(sums), weight.all) for weight, sums in zip(weights, found, strict=True) if sums]
+        joint = iter(
+            summed_products(next(filter(None, found)), input_mnI, summed, weights[0].members) if summed else ()
+        )
+        outputs = [
+            next(joint) if sums else torch.bmm(input_mnI, weight.shared().transpose(1, 2))
+            for weight, sums in zip(weights, found, strict=True)
+        ]
+        return [linear.with_bias(output_mnO, input_RTI) for linear, output_mnO in zip(linears, outputs, strict=True)]
+
+    def with_bias(self, output_mnO: torch.Tensor, input_RTI: torch.Tensor) -> torch.Tensor:
+        if (bias := self.stacked_parameters.get("bias")) is not None:
+            output_mnO = output_mnO + bias.stack()[:, None].to(output_mnO.dtype)  # they differ under autocast
+        return output_mnO.view(*input_RTI.shape[:2], -1)
+
+    def one_by_one(self, input_RTI: torch.Tensor) -> torch.Tensor:
+        parts = input_RTI.unflatten(0, (len(self.stacked), -1))
+        return torch.cat([module(part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
 
 
 class StackedNorm(_Stacked):
@@ -281,9 +302,18 @@ class StackedNorm(_Stacked):
 
     def forward(self, hidden_RxD: torch.Tensor) -> torch.Tensor:
         weight_mD = self.stacked_parameters["weight"].stack()
+        if takes_norm_kernel(hidden_RxD, weight_mD):
+            return fused_rms_norm(hidden_RxD, weight_mD, self.stacked[0].variance_epsilon)
         weight_m1D = weight_mD.view(len(weight_mD), *[1] * (hidden_RxD.dim() - 1), -1)
         norm = NormAttributes(weight_m1D, self.stacked[0].variance_epsilon)
         return self.normalize(hidden_RxD.unflatten(0, (len(weight_mD), -1)), norm).flatten(0, 1)
+
+    def after_sum(self, hidden_RxD: torch.Tensor, residual_RxD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if takes_norm_kernel(hidden_RxD, self.stacked[0].weight):
+            weight_mD = self.stacked_parameters["weight"].stack()
+            return add_rms_norm(hidden_RxD, residual_RxD, weight_mD, self.stacked[0].variance_epsilon)
+        sum_RxD = hidden_RxD + residual_RxD
+        return sum_RxD, self(sum_RxD)
 
     def normalize(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
         return (

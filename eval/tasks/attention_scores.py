@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from condense import CondenseForCausalLM
-from condense.attention.metadata import rotate
+from condense.kernels.rotary import rotate
 
 CELLS = 128  # of a map, along a segment: longer ones are averaged in blocks
 

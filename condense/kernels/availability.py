@@ -1,0 +1,51 @@
+"""Whether an operation runs as a Triton kernel."""
+
+import logging
+import os
+from functools import cache
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..transforms import is_transformed
+
+logger = logging.getLogger(__name__)
+
+CAPABILITY = (8, 0)  # bfloat16 in hardware
+DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.bfloat16, torch.float32)}
+
+
+def uses_kernels(tensor: torch.Tensor) -> bool:
+    """Whether kernels can take this tensor: a plain one with elements, on a GPU that Triton supports or, in Triton's
+    interpreter (TRITON_INTERPRET=1), on the CPU; and nothing watches or transforms the operations."""
+    if is_transformed() or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return False
+    device = tensor.device
+    if tensor.dtype not in DTYPES.get(device.type, ()) or tensor.numel() == 0 or is_in_torch_dispatch_mode():
+        return False
+    if device.type == "cpu":
+        return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return _is_supported(device.index)
+
+
+@cache
+def has_triton() -> bool:
+    try:
+        import triton.language  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@cache
+def _is_supported(index: int) -> bool:
+    """Says once for each GPU why it has no kernels."""
+    if not has_triton():
+        logger.warning("Triton cannot be imported: plain operations take the place of fused kernels.")
+        return False
+    if torch.cuda.get_device_capability(index) < CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        logger.warning("%s is too old for the fused kernels: plain operations take their place.", name)
+        return False
+    return True

@@ -1,0 +1,80 @@
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from condense.kernels import availability
+from condense.kernels.availability import uses_kernels
+from condense.kernels.swiglu import silu_product
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_interpreted(dtype):
+    assert uses_kernels(torch.ones(2, dtype=dtype)) and uses_kernels(nn.Parameter(torch.ones(2, dtype=dtype)))
+
+
+def test_other_tensors():
+    for tensor in (torch.ones(2).double(), torch.ones(2).long(), torch.ones(2, device="meta"), torch.ones(0)):
+        assert not uses_kernels(tensor)
+    with torch._subclasses.FakeTensorMode():
+        assert not uses_kernels(torch.ones(2))
+
+
+def test_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not uses_kernels(torch.ones(2))
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    availability.has_triton.cache_clear()
+    try:
+        assert not uses_kernels(torch.ones(2))
+    finally:
+        availability.has_triton.cache_clear()
+
+
+@pytest.mark.parametrize(("has_triton", "capability", "said"), [(False, (9, 0), "imported"), (True, (7, 5), "too old")])
+def test_says_why_once(has_triton, capability, said, monkeypatch, caplog):
+    monkeypatch.setattr(availability, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
+    availability._is_supported.cache_clear()
+    try:
+        assert not availability._is_supported(0) and not availability._is_supported(0)
+    finally:
+        availability._is_supported.cache_clear()
+    assert len(caplog.messages) == 1 and said in caplog.text
+
+
+def test_watched():
+    with Watching():
+        assert not uses_kernels(torch.ones(2))
+
+
+def test_transformed():
+    seen = []
+
+    def function(tensor):
+        seen.append(uses_kernels(tensor))
+        return silu_product(tensor, tensor).sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(3, 2))
+    with torch.autograd.forward_ad.dual_level():
+        function(torch.ones(2))
+    assert seen == [False] * 3
+
+
+def test_compiled():
+    function = torch.compile(silu_product, backend="eager", fullgraph=True)
+    gate = torch.ones(2, 3)
+    assert torch.equal(function(gate, gate), nn.functional.silu(gate) * gate)

@@ -1,0 +1,133 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from condense.kernels import rms_norm as module
+from condense.kernels.rms_norm import add_rms_norm, plain_rms_norm, rms_norm
+
+from .checks import (
+    assert_near,
+    assert_same_function,
+    assert_same_second_derivatives,
+    dtypes,
+    poisoned,  # noqa: F401
+    random,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+EPSILON = 0.1
+SHAPES = {
+    "few": ((3, 5), (5,)),
+    "groups": ((4, 3, 5), (2, 5)),
+    "many groups": ((5, 4), (5, 4)),
+    "width 1": ((4, 1), (2, 1)),
+}
+
+shapes = pytest.mark.parametrize(("shape", "weight_shape"), SHAPES.values(), ids=SHAPES)
+
+
+def plain_add_rms_norm(hidden, residual, weight, epsilon):
+    return hidden + residual, plain_rms_norm(hidden + residual, weight, epsilon)
+
+
+@pytest.fixture(params=[(2048, 512), (16, 2)], ids=lambda sizes: "tile {}, programs {}".format(*sizes))
+def tiles(request, interpreter, monkeypatch):
+    from condense.kernels import triton_rms_norm
+
+    monkeypatch.setattr(triton_rms_norm, "TILE", request.param[0])
+    monkeypatch.setattr(triton_rms_norm, "PROGRAMS", request.param[1])
+
+
+@pytest.fixture
+def only_the_kernel(monkeypatch):
+    monkeypatch.setattr(module, "plain_rms_norm", None)
+
+
+@shapes
+@pytest.mark.usefixtures("tiles", "only_the_kernel")
+def test_norm(shape, weight_shape):
+    assert_same_function(rms_norm, plain_rms_norm, [random(*shape), 1 + random(*weight_shape, seed=1)], [EPSILON])
+
+
+@shapes
+@pytest.mark.usefixtures("tiles", "only_the_kernel")
+def test_norm_of_a_sum(shape, weight_shape):
+    inputs = [random(*shape), random(*shape, seed=1), 1 + random(*weight_shape, seed=2)]
+    assert_same_function(add_rms_norm, plain_add_rms_norm, inputs, [EPSILON], num_outputs=2)
+
+
+@pytest.mark.usefixtures("only_the_kernel")
+def test_bfloat16():
+    hidden, weight = random(6, 5, 11, dtype=torch.bfloat16), random(3, 11, seed=1, dtype=torch.bfloat16)
+    assert_same_function(rms_norm, plain_rms_norm, [hidden, weight], [EPSILON])
+    inputs = [hidden, random(6, 5, 11, seed=2, dtype=torch.bfloat16), weight]
+    assert_same_function(add_rms_norm, plain_add_rms_norm, inputs, [EPSILON], num_outputs=2)
+    total, normed = add_rms_norm(*inputs, EPSILON)
+    assert_near(
+        normed.float(),
+        module._normed(total.double().view(3, 2, 5, 11), weight[:, None, None], EPSILON).view(6, 5, 11).double(),
+        4e-3,
+    )
+
+
+@dtypes
+def test_weight_in_float32(dtype):
+    """As under autocast: the result has the dtype of the product."""
+    hidden, weight = random(4, 6, dtype=dtype).requires_grad_(), random(6).requires_grad_()
+    normed = rms_norm(hidden, weight, EPSILON)
+    assert normed.dtype == torch.float32 == plain_rms_norm(hidden, weight, EPSILON).dtype
+    of_hidden, of_weight = torch.autograd.grad(normed.sum(), [hidden, weight])
+    assert of_hidden.dtype == dtype and of_weight.dtype == torch.float32
+
+
+def test_against_torch():
+    hidden, weight = random(4, 6), random(6)
+    expected = F.rms_norm(hidden.double(), (6,), weight.double(), EPSILON)
+    assert_near(rms_norm(hidden, weight, EPSILON), expected)
+    assert_near(plain_rms_norm(hidden, weight, EPSILON), expected)
+
+
+@pytest.mark.usefixtures("only_the_kernel")
+def test_views():
+    """Rows of hidden states, and weights, are parts of larger tensors, and heads are transposed."""
+
+    def of_views(norm):
+        return lambda hidden, weight: norm(hidden[..., 2:9], weight[:, 1:8], EPSILON)
+
+    assert_same_function(of_views(rms_norm), of_views(plain_rms_norm), [random(4, 3, 12), random(2, 9, seed=1)])
+
+    def transposed(norm):
+        return lambda hidden, weight: norm(hidden.transpose(1, 2), weight, EPSILON)
+
+    assert_same_function(transposed(rms_norm), transposed(plain_rms_norm), [random(2, 3, 4, 6), random(6, seed=1)])
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_result_alone(used):
+    inputs = [random(3, 5), random(3, 5, seed=1), random(5, seed=2)]
+
+    def one(norm):
+        return lambda hidden, residual, weight: norm(hidden, residual, weight, EPSILON)[used] + 0 * weight
+
+    assert_same_function(one(add_rms_norm), one(plain_add_rms_norm), inputs)
+
+
+def test_no_gradient_of_the_weight():
+    hidden = random(3, 5).requires_grad_()
+    (found,) = torch.autograd.grad(rms_norm(hidden, random(5), EPSILON).square().sum(), hidden)
+    (expected,) = torch.autograd.grad(plain_rms_norm(hidden, random(5), EPSILON).square().sum(), hidden)
+    assert_near(found, expected.double())
+
+
+def test_second_derivatives():
+    inputs = [random(4, 3, 5), random(4, 3, 5, seed=1), random(2, 5, seed=2)]
+    assert_same_second_derivatives(rms_norm, plain_rms_norm, [inputs[0], inputs[2]], [EPSILON])
+    assert_same_second_derivatives(add_rms_norm, plain_add_rms_norm, inputs, [EPSILON])
+
+
+def test_plain():
+    for width in (5, 9000):
+        hidden = random(2, width, dtype=torch.float64 if width == 5 else torch.float32)
+        weight = torch.ones(width, dtype=hidden.dtype)
+        assert torch.equal(rms_norm(hidden, weight, EPSILON), plain_rms_norm(hidden, weight, EPSILON))

@@ -36,8 +36,8 @@ class CondenseConfig(LlamaConfig):
     bptt_segments: None lets gradients cross every segment border; `k` detaches the memory after
         segments k, 2k, 3k ..., so that a graph spans k segments.
     schedule: the order in which (layer, segment) cells run: `"sequential"` runs all layers of a segment and
-        then the next segment, `"wavefront"` runs all cells of a diagonal at once, `"auto"` chooses one of these by
-        size; `"graph"` replays a CUDA graph of all layers for every segment.
+        then the next segment, `"wavefront"` runs all cells of a diagonal at once, `"graph"` replays CUDA graphs of
+        groups of segments; `"auto"` trains by graphs on CUDA, and elsewhere chooses one of the others by size.
     depth: the settings of a depth block, which `condense.depth.convert_to_depth` puts in the place of some layers.
     position_anchor: the position of a token of fractional duration: the `"end"` or the `"start"` of its interval.
     family: the family of the checkpoint that was folded: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.

@@ -97,4 +97,4 @@ def test_each_list_of_names_stands_in_one_place():
     from condense.execution import EXECUTORS
 
     assert set(ATTENTION_IMPLEMENTATIONS) == {"auto", *IMPLEMENTATIONS}
-    assert set(SCHEDULES) == {"auto", *EXECUTORS}
+    assert set(SCHEDULES) == {"auto", "graph", *EXECUTORS}

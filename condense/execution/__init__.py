@@ -1,21 +1,22 @@
 """The order in which the (layer, segment) cells of a call run."""
 
+import torch
 from torch import nn
 
 from ..embedding import ChunkEmbedder
 from ..memory import RecurrentState, TransientState
 from .checkpointing import CheckpointedExecutor, CheckpointFunction
 from .executor import Executor
-from .segment_graph import GraphExecutor
-from .selection import choose_schedule, schedule_for
+from .graph import SEGMENTS, GraphExecutor
+from .selection import Schedule, choose_schedule, schedule_for
 from .sequential import SequentialExecutor
 from .wavefront import WavefrontExecutor
 
-EXECUTORS = {"sequential": SequentialExecutor, "wavefront": WavefrontExecutor, "graph": GraphExecutor}
+EXECUTORS = {"sequential": SequentialExecutor, "wavefront": WavefrontExecutor}
 
 
 def make_executor(
-    schedule: str,
+    schedule: Schedule,
     layers: nn.ModuleList,
     state: RecurrentState,
     embed: ChunkEmbedder,
@@ -23,18 +24,24 @@ def make_executor(
     checkpoint_segments: int = 1,
 ) -> Executor:
     """The executor of a call; with `checkpoint`, that of gradient checkpointing by groups of so many segments."""
+    kind = EXECUTORS[schedule.order]
+    executor: Executor
     if checkpoint is None:
-        return EXECUTORS[schedule](layers, state, embed)
-    assert isinstance(state, TransientState), "a cache is not checkpointed"
-    if schedule == "graph":
-        return GraphExecutor(layers, state, embed, checkpoint)
-    return CheckpointedExecutor(EXECUTORS[schedule], layers, state, embed, checkpoint, checkpoint_segments)
+        executor = kind(layers, state, embed)
+    else:
+        assert isinstance(state, TransientState), "a cache is not checkpointed"
+        executor = CheckpointedExecutor(kind, layers, state, embed, checkpoint, checkpoint_segments)
+    if not schedule.by_graph:
+        return executor
+    segments = checkpoint_segments if checkpoint is not None else None if torch.is_grad_enabled() else SEGMENTS
+    return GraphExecutor(layers, state, embed, executor, checkpoint, segments)
 
 
 __all__ = [
     "EXECUTORS",
     "Executor",
     "GraphExecutor",
+    "Schedule",
     "SequentialExecutor",
     "WavefrontExecutor",
     "choose_schedule",

@@ -1,5 +1,5 @@
-"""How computations of static shape are captured as CUDA graphs: new tokens (`static_decoding`) and whole segments
-(`segment_steps`)."""
+"""How computations of static shape are captured as CUDA graphs: new tokens (`static_decoding`) and groups of segments
+(`captured_groups`)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,11 +9,25 @@ import torch
 STATIC_IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
 
 
-class Graphs(NamedTuple):
-    """How a device warms up and captures steps; a capture returns a replay and the tensors of its outputs."""
+class Pool(NamedTuple):
+    """Where captures take their memory and on which stream they run. What a capture keeps no reference to, a later one
+    of the same pool may write over: its graphs replay one after the other."""
 
+    handle: Any
+    stream: Any
+
+
+class Graphs(NamedTuple):
+    """How a device warms up and captures computations; a capture returns a replay and the tensors of its outputs."""
+
+    new_pool: Callable[[torch.device], Pool]
     warm_up: Callable[[Callable[[], Any], torch.device], Any]
-    capture: Callable[[Callable[[], Any], torch.device], tuple[Callable[[], object], Any]]
+    capture: Callable[[Callable[[], Any], torch.device, Pool | None], tuple[Callable[[], object], Any]]
+
+
+def _new_pool_cuda(device: torch.device) -> Pool:
+    with torch.cuda.device(device):
+        return Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 
 def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
@@ -29,15 +43,18 @@ def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
     return outputs
 
 
-def _capture_cuda(compute: Callable[[], Any], device: torch.device) -> tuple[Callable[[], object], Any]:
+def _capture_cuda(
+    compute: Callable[[], Any], device: torch.device, pool: Pool | None = None
+) -> tuple[Callable[[], object], Any]:
     """Computes nothing; the replay does."""
     graph = torch.cuda.CUDAGraph()
     # A stream of this device: torch's own one for captures is of the first device that captured. Other threads may
     # allocate meanwhile.
-    aside = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+    handle, aside = pool or (None, torch.cuda.Stream(device))
+    capturing = torch.cuda.graph(graph, pool=handle, stream=aside, capture_error_mode="thread_local")
+    with torch.cuda.device(device), capturing:
         outputs = compute()
     return graph.replay, outputs
 
 
-GRAPHS = {"cuda": Graphs(_warm_up_cuda, _capture_cuda)}
+GRAPHS = {"cuda": Graphs(_new_pool_cuda, _warm_up_cuda, _capture_cuda)}

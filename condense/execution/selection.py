@@ -7,6 +7,7 @@ enough, and on a CPU where the tensors of a whole diagonal do not fit into the c
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from ..configuration import CondenseConfig
 from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
-from .segment_graph import check_graph, is_replayed
+from .graph import check_graph, has_whole_segments
 from .stacking import REMEDY, check_stackable, is_stackable
 
 # Measured on two CPU cores: docs/results/schedules.
@@ -26,6 +27,14 @@ CPU_BAND_BYTES = 16 * 2**20
 CUDA_CELLS_PER_DIAGONAL = 2
 # Not measured above 1,024. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
 CUDA_CELL_TOKENS = 4096
+CAPTURING_DEVICES = ("cuda",)  # where "auto" trains by graphs
+
+
+class Schedule(NamedTuple):
+    """The order of a call's cells, "sequential" or "wavefront", and whether groups of segments are captured."""
+
+    order: str
+    by_graph: bool = False
 
 
 def schedule_for(
@@ -35,7 +44,7 @@ def schedule_for(
     state: RecurrentState,
     checkpoint_segments: int | None,
     has_durations: bool,
-) -> str:
+) -> Schedule:
     """The schedule of a call with `lengths[b]` further tokens of each row: the configuration's, or for "auto" a choice.
 
     `root` is the model that is called, which has the layers. `checkpoint_segments` are those of a group of gradient
@@ -62,14 +71,32 @@ def schedule_for(
             )
         check_stackable(layers)  # before a part of the call is in a cache
     if state.is_recording:
-        return "sequential"
-    if requested == "graph" and is_replayed(lengths, state.positions):
-        check_graph(root.config, layers, checkpoint_segments, has_durations, sharded)
-    if requested != "auto":
-        return requested
+        return Schedule("sequential")
+    if requested in ("sequential", "wavefront"):
+        return Schedule(requested)
+    by_graph = has_whole_segments(lengths, state.positions)
+    if requested == "graph" and by_graph:
+        check_graph(root.config, layers, has_durations, sharded)
+    elif by_graph:
+        by_graph = _takes_graph(root.config, layers, has_durations, sharded)
     if sharded:
-        return "sequential"
-    return choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments)
+        return Schedule("sequential")
+    return Schedule(choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments), by_graph)
+
+
+def _takes_graph(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> bool:
+    """Whether "auto" captures groups: in training, unless they are refused or some layers are frozen, whose activations
+    a captured group would store."""
+    weight = next(layers.parameters(), None)
+    if weight is None or weight.device.type not in CAPTURING_DEVICES or not torch.is_grad_enabled():
+        return False
+    if {parameter.requires_grad for parameter in layers.parameters()} != {True}:
+        return False
+    try:
+        check_graph(config, layers, has_durations, sharded)
+    except ValueError:
+        return False
+    return True
 
 
 def choose_schedule(

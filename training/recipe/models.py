@@ -192,16 +192,6 @@ class CondenseModel(ModelKind):
                 "gradient checkpointing computes each segment again alone, and model.schedule=wavefront runs several "
                 "at once: set model.checkpoint_segments=8 (2 or more, or auto)"
             )
-        if self.schedule == "graph" and self.checkpoint_segments != 1:
-            raise ValueError(
-                f"model.checkpoint_segments={self.checkpoint_segments}: model.schedule=graph computes segments again "
-                "one by one: leave it out, or set another schedule"
-            )
-        if self.schedule == "graph" and not gradient_checkpointing:
-            raise ValueError(
-                "model.schedule=graph computes segments again in the backward pass: set gradient_checkpointing=true "
-                "too, or another schedule"
-            )
         if self.schedule == "graph" and attention not in STATIC_IMPLEMENTATIONS:
             raise ValueError(
                 f"model.schedule=graph has no attention={attention}: choose one of {', '.join(STATIC_IMPLEMENTATIONS)}"

@@ -21,14 +21,16 @@ from ...results import run_metadata, write_results
 from ..cases import SCHEDULES
 from ..timing import free_memory
 from .bars import judge, table
-from .correctness import correctness, flex, graph, segment_graph
+from .correctness import captured_groups, correctness, flex, graph
 from .kernels import kernels
 from .longest import longest
 from .losses import losses
 from .parts import attentions, decoding, prefills, schedule_table, training, training_large
+from .products import products
 from .schedule_ratios import draw, is_drawable, schedule_ratios
 from .session import OutOfTimeError, Session, log, new_session
 from .sizes import REAL, SMOKE, Sizes
+from .steps import steps
 
 ROOT = Path(__file__).resolve().parents[3]
 OUTPUT, SMOKE_OUTPUT = ROOT / "runs" / "gpu_bench", ROOT / "runs" / "gpu_bench_smoke"
@@ -61,7 +63,9 @@ PARTS = {
     "tests": Part(_tests, "pytest tests/condense, with --tests alone", 60, decides=True),
     "kernels": Part(kernels, "FlashAttention's kernel, and waits of the host by segments", 15),
     "loss": Part(losses, "the loss beside torch's fused linear_cross_entropy", 10),
-    "segment_graph": Part(segment_graph, "segments from a replayed graph against float64", 20),
+    "captured_groups": Part(captured_groups, "groups of segments by replayed graphs against float64", 20),
+    "products": Part(products, "products of a segment and of a diagonal, and of their weights' gradients", 10),
+    "steps": Part(steps, "training steps by default beside the stock model's, both shapes", 60),
     "training": Part(training, "memory and time of a training step, Table I shape", 40),
     "prefill": Part(prefills, "long prompts, 1.2 B shape", 40),
     "graph": Part(graph, "new tokens by a replayed graph against ordinary ones", 15),

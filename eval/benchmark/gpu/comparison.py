@@ -37,6 +37,7 @@ def compare_variants(
     variants: Sequence[ModelVariant],
     length: int,
     batch: int = 1,
+    warm_ups: int = 1,
 ) -> None:
     """Compares variants on a text of random tokens, and adds a point for each under the name `row`."""
     entries = []
@@ -45,7 +46,7 @@ def compare_variants(
         case = BenchmarkCase(**asdict(variant), mode=mode, length=length, batch=batch)
         call = WHOLE_TEXT_WORKLOADS[mode](model, random_ids(model, batch, length))
         entries.append(Entry(row, case, model, call))
-    compare(session, entries, session.sizes.repeats)
+    compare(session, entries, session.sizes.repeats, warm_ups)
 
 
 def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: int = 1) -> None:

@@ -21,7 +21,15 @@ from condense.checks import has_flash_cute
 
 from ..cases import SCHEDULES, ModelVariant
 from ..models import build_model, cast_parameters, configure
-from .reference import DECODED_TOKENS, decode_around, decode_over_two_borders, make_texts, outcome_of, reference_model
+from .reference import (
+    DECODED_TOKENS,
+    Outcome,
+    decode_around,
+    decode_over_two_borders,
+    make_texts,
+    outcome_of,
+    reference_model,
+)
 from .session import Session, has_graphs
 
 # The distances of a correct model stay below half of these limits. One query of each segment that sees one key too many
@@ -83,8 +91,12 @@ def graph(session: Session) -> None:
                     session.check(f"{name}: the steps were fixed ones, on CUDA a graph", replayed, "")
 
 
-def segment_graph(session: Session) -> None:
-    """Segments from a replayed graph: logits, and gradients with checkpointing, with a part of a segment left."""
+def captured_groups(session: Session) -> None:
+    """Groups of segments by replayed graphs: logits and gradients of two texts, with an optimizer's step before each.
+
+    Both texts have a part of a segment left. Without checkpoints, and with those of one and of two segments; then with
+    another text that waits for its backward pass.
+    """
     if not has_graphs(session):
         session.check("schedule='graph'", None, "there is no CUDA")
         return
@@ -92,21 +104,32 @@ def segment_graph(session: Session) -> None:
     for shape_name, (shape, segment) in session.sizes.checked.items():
         reference = reference_model(shape, segment)
         text = next(text for text in make_texts(shape["vocab_size"], segment) if text.name == "part of a segment left")
-        expected = outcome_of(reference, text, gradients=True)
-        for dtype, limits in LIMITS.items():
+        texts = [text, text._replace(ids_BN=text.ids_BN.flip(1)), text._replace(ids_BN=text.ids_BN.roll(1, 1))]
+        expected = [outcome_of(reference, each, gradients=True) for each in texts]
+        for dtype, implementation, group in product(LIMITS, ("sdpa", "eager"), (None, 1, 2)):
             model = cast_parameters(copy.deepcopy(reference).to(session.device), dtype)
-            for implementation in ("sdpa", "eager"):
-                name = f"{shape_name}, {implementation}, {_name(dtype)}"
-                with _failing(session, name):
-                    configure(model, replace(_variant(implementation, segment, "graph"), checkpointing=True))
-                    ours = [outcome_of(model, text, gradients) for gradients in (False, True)]
-                    for outcome in ours:
-                        _check_distance(
-                            session, f"{name}: logits", outcome.logits_nV, expected.logits_nV, limits["logits"]
-                        )
-                    assert ours[1].gradients_x is not None and expected.gradients_x is not None
-                    limit = limits["gradients"]
-                    _check_distance(session, f"{name}: gradients", ours[1].gradients_x, expected.gradients_x, limit)
+            name = f"{shape_name}, {implementation}, {_name(dtype)}, group of {group or 'all'}"
+            with _failing(session, name):
+                variant = replace(_variant(implementation, segment, "graph"), checkpointing=group is not None)
+                configure(model, replace(variant, checkpoint_segments=group or 1))
+                for number, (each, theirs) in enumerate(zip(texts, expected, strict=True)):
+                    _check_outcome(session, f"{name}, use {number + 1}", outcome_of(model, each, True), theirs, dtype)
+                waiting = texts[2].on(session.device)
+                model.zero_grad(set_to_none=True)
+                loss = model(**waiting, labels=waiting["input_ids"]).loss
+                with torch.no_grad():  # nor may a text without gradients write over those of the first
+                    model(**texts[0].on(session.device))
+                arguments = texts[1].on(session.device)
+                (loss + model(**arguments, labels=arguments["input_ids"]).loss).backward()
+                found_x = torch.cat([parameter.grad.flatten().double().cpu() for parameter in model.parameters()])
+                both_x = expected[1].gradients_x + expected[2].gradients_x
+                _check_distance(session, f"{name}, two texts", found_x, both_x, LIMITS[dtype]["gradients"])
+
+
+def _check_outcome(session: Session, name: str, ours: Outcome, theirs: Outcome, dtype: torch.dtype) -> None:
+    _check_distance(session, f"{name}: logits", ours.logits_nV, theirs.logits_nV, LIMITS[dtype]["logits"])
+    assert ours.gradients_x is not None and theirs.gradients_x is not None
+    _check_distance(session, f"{name}: gradients", ours.gradients_x, theirs.gradients_x, LIMITS[dtype]["gradients"])
 
 
 def _compare(session: Session, implementations: Sequence[str], gradients: bool = True) -> Iterator[str]:

@@ -36,7 +36,7 @@ def attentions() -> list[str]:
 def raced(session: Session, segments: Sequence[int], attention: str = "sdpa", graph: bool = True) -> list[ModelVariant]:
     """The schedules to race, without checkpointing: on CUDA the graph of a segment, unless it was found wrong."""
     variants = folded_variants(segments, attention)
-    right = all(check["passed"] for check in session.checks if check["part"] == "segment_graph")
+    right = all(check["passed"] for check in session.checks if check["part"] == "captured_groups")
     if graph and right and has_graphs(session) and attention in STATIC_IMPLEMENTATIONS:
         of_graph = ModelVariant(kind="folded", attention=attention, schedule="graph")
         variants += [replace(of_graph, segment_length=segment) for segment in segments]

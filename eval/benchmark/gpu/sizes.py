@@ -20,6 +20,7 @@ class Sizes:
     training_memory: int
     training_steps: tuple[int, ...]
     large_training: tuple[int, ...]  # of the large shape
+    steps: tuple[tuple[str, dict[str, Any], int, int], ...]  # name, shape, texts, tokens of each
     prefill_schedules: int
     prefill_full: int
     decode_short: int
@@ -54,9 +55,10 @@ TINY = _shape(layers=3, hidden=64, intermediate=96, heads=4, groups=4, head=16, 
 MIDDLE = _shape(layers=4, hidden=512, intermediate=1024, heads=8, groups=2, head=64, vocab=1024)
 REHEARSAL = _shape(layers=2, hidden=64, intermediate=96, heads=4, groups=2, head=16, vocab=101)
 
+LARGE = table_1() | {"hidden_size": 2048, "num_hidden_layers": 16}  # Llama-3.2-1B
 REAL = Sizes(
     table_1=table_1(),
-    large=table_1() | {"hidden_size": 2048, "num_hidden_layers": 16},  # Llama-3.2-1B
+    large=LARGE,
     checked={"tiny": (TINY, 16), "middle": (MIDDLE, 128)},
     waits_segments=(8, 32),
     segment=512,
@@ -65,6 +67,14 @@ REAL = Sizes(
     training_memory=16_384,
     training_steps=(4096, 2048),
     large_training=(8192, 32_768),
+    steps=(
+        ("Table I", table_1(), 1, 4096),
+        ("1.2 B", LARGE, 1, 8192),
+        ("Table I", table_1(), 1, 2048),
+        ("Table I", table_1(), 1, 16_384),
+        ("1.2 B", LARGE, 8, 4096),  # Table III's own step
+        ("1.2 B", LARGE, 1, 32_768),
+    ),
     prefill_schedules=65_536,
     prefill_full=131_072,
     decode_short=1024,
@@ -89,6 +99,7 @@ SMOKE = Sizes(
     training_memory=96,
     training_steps=(64, 32),
     large_training=(64,),
+    steps=(("rehearsal", REHEARSAL, 1, 64), ("rehearsal", REHEARSAL, 2, 32)),
     prefill_schedules=128,
     prefill_full=160,
     decode_short=32,

@@ -3,11 +3,14 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from condense.execution.cuda_graph import Graphs
+from condense.execution.cuda_graph import Graphs, Pool
 
 
 class Recording(TorchDispatchMode):
-    """`written` are the tensors that the computation changes: a capture does not compute."""
+    """`written` are the tensors that the computation changes: a capture does not compute.
+
+    Every tensor stays where it was recorded, and a replay writes its new values there, as a graph does.
+    """
 
     def __init__(self, compute, written=()):
         super().__init__()
@@ -17,9 +20,8 @@ class Recording(TorchDispatchMode):
             self.outputs = compute()
         for tensor, was in zip(written, before, strict=True):
             tensor.copy_(was)
-        with torch.no_grad():
-            for output in self.outputs:
-                output.zero_()
+        for output in self.outputs:
+            output.data.zero_()  # not noticed by autograd, which a capture is not either
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
@@ -28,21 +30,13 @@ class Recording(TorchDispatchMode):
         return result
 
     def replay(self):
-        replayed = {}
-
-        def current(item):
-            if isinstance(item, torch.Tensor):
-                return replayed.get(id(item), item)
-            return type(item)(map(current, item)) if isinstance(item, tuple | list) else item
-
-        with torch.no_grad():
+        with torch.inference_mode():  # the recorded tensors may be inference tensors
             for function, args, kwargs, result in self.records:
-                new_result = function(*map(current, args), **{name: current(value) for name, value in kwargs.items()})
+                new_result = function(*args, **kwargs)
                 results = (result, new_result) if isinstance(result, tuple | list) else ([result], [new_result])
-                replayed |= {id(old): new for old, new in zip(*results, strict=True)}
-        with torch.inference_mode():  # the outputs may be inference tensors
-            for output in self.outputs:
-                output.copy_(current(output))
+                for old, new in zip(*results, strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.data.copy_(new)
 
 
 def recordings(counts, written=lambda compute: ()):
@@ -52,7 +46,7 @@ def recordings(counts, written=lambda compute: ()):
         counts["warm_up"] += 1
         return compute()
 
-    def capture(compute, device):
+    def capture(compute, device, pool=None):
         counts["capture"] += 1
         recording = Recording(compute, written(compute))
 
@@ -62,4 +56,4 @@ def recordings(counts, written=lambda compute: ()):
 
         return replay, recording.outputs
 
-    return Graphs(warm_up, capture)
+    return Graphs(lambda device: Pool(None, None), warm_up, capture)

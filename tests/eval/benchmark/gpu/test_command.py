@@ -14,13 +14,12 @@ import pytest
 
 from condense.attention import AttentionMask
 from condense.eval.benchmark.gpu.command import PARTS, ROOT, main
-from condense.eval.benchmark.gpu.correctness import segment_graph
 from condense.eval.benchmark.gpu.longest import longest
 from condense.eval.benchmark.gpu.parts import raced, training_large
 from condense.eval.benchmark.gpu.schedule_ratios import schedule_ratios
 from condense.eval.benchmark.gpu.session import OutOfTimeError, new_session
 from condense.eval.benchmark.gpu.sizes import SMOKE
-from condense.execution import cuda_graph, segment_steps
+from condense.execution import cuda_graph
 
 from ....condense.execution.recording import recordings
 
@@ -165,9 +164,13 @@ def test_segments_from_a_recorded_graph(monkeypatch, tmp_path):
     counts = {"warm_up": 0, "capture": 0, "replay": 0}
     monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings(counts))
     session = new_session(SMOKE, time.monotonic() + 600, tmp_path)
-    session.part = "segment_graph"
-    segment_graph(session)
-    assert len(session.checks) == 2 * 2 * 3 and all(check["passed"] for check in session.checks) and counts["replay"]
+    session.part = "captured_groups"
+    captured_groups(session)
+    assert (
+        len(session.checks) == 2 * 2 * 3 * (2 * 3 + 1)
+        and all(check["passed"] for check in session.checks)
+        and counts["replay"]
+    )
     raced_now = [(one.segment_length, one.schedule) for one in raced(session, [16, 32])]
     assert raced_now[-2:] == [(16, "graph"), (32, "graph")] and len(raced_now) == 6
     assert len(raced(session, [16, 32], graph=False)) == len(raced(session, [16, 32], "flash_attention_2")) == 4
@@ -178,9 +181,10 @@ def test_segments_from_a_recorded_graph(monkeypatch, tmp_path):
     assert [point["row"] for point in graphs] == ["training, large, 64, checkpointing", "longest training text"]
     assert graphs[0]["checkpointing"] and "peak_bytes" not in graphs[0] and graphs[1]["longest"] == 128
 
-    run = segment_steps.StaticStep.run
-    monkeypatch.setattr(segment_steps.StaticStep, "run", lambda step, given: run(step, (given[0] * 1.2, *given[1:])))
-    segment_graph(session)
+    forward = groups_module.CapturedGroup.forward
+    wrong = lambda group, given: forward(group, (*given[:6], given[6] * 1.2, *given[7:]))  # noqa: E731
+    monkeypatch.setattr(groups_module.CapturedGroup, "forward", wrong)
+    captured_groups(session)
     assert not all(check["passed"] for check in session.checks)
     assert len(raced(session, [16, 32])) == 4
 

@@ -1,0 +1,358 @@
+"""A group of whole segments through all layers, captured as CUDA graphs when its shape is used a second time.
+
+The inputs of a group are its rotary tables, the hidden states of its segments, and the memories before it; its outputs
+are the last layer's hidden states and the memories after it. All else is part of a capture.
+
+Axes: R rows of a chunk, x tokens of a group, D hidden size.
+"""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from ..attention import AttentionMetadata
+from ..attention.mask import AttentionMask
+from ..memory import Memory, TransientState
+from .cuda_graph import GRAPHS, Graphs, Pool
+from .executor import Executor
+from .sequential import SequentialExecutor
+from .stacking import Stack, stack_of
+from .static_sums import StaticSums
+from .wavefront import WavefrontExecutor
+
+logger = logging.getLogger(__name__)
+
+Tensors = tuple[torch.Tensor, ...]
+MAX_GROUPS = 8  # captured at a time
+PATIENCE = 64  # groups that run without a captured one before another takes its place
+WAVE_TOKENS = 2048  # a diagonal's cells; from here on a single cell fills a GPU
+NUM_TABLES = 6
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive whole segments of the same rows."""
+
+    segments: tuple[AttentionMetadata, ...]
+    recomputed: bool  # by gradient checkpointing
+
+    @property
+    def has_memory(self) -> bool:
+        return self.segments[0].chunk.segments[0] > 0
+
+    @property
+    def writes_memory(self) -> bool:
+        return self.segments[-1].writes_memory
+
+    @cached_property
+    def tables(self) -> Tensors:
+        """Those of the first segment, which may be without a memory, of the others, and of all as a memory."""
+        first, last = self.segments[0], self.segments[-1]
+        return *first.rotary, *last.rotary, *first.memory_rotary
+
+    def key(self) -> tuple:
+        """What a capture depends on, beside the layers."""
+        chunk, gradients = self.segments[0].chunk, torch.is_grad_enabled()
+        detached = tuple(any(segment.detach_R) for segment in self.segments) if gradients else ()
+        shape = len(self.segments), len(chunk.rows), chunk.width, self.has_memory, self.writes_memory
+        tables = self.tables[0]
+        modes = gradients, gradients and self.recomputed, torch.is_inference_mode_enabled()
+        return *shape, *modes, detached, tables.shape, tables.dtype
+
+    def run(self, layers: nn.ModuleList, inputs: Tensors) -> Tensors:
+        """The outputs; a segment takes nothing but its shape from the metadata."""
+        tables, (hidden_RxD, *memories) = inputs[:NUM_TABLES], inputs[NUM_TABLES:]
+        chunk = self.segments[0].chunk
+        embedded = iter(hidden_RxD.split(chunk.width, dim=1))
+        state = TransientState(chunk.batch_size, chunk.segment_length, pairs_of(memories) or [None] * len(layers))
+        state.rows = chunk.rows
+        executor: Executor
+        if len(self.segments) > 1 and len(chunk.rows) * chunk.width < WAVE_TOKENS:
+            executor = WavefrontExecutor(layers, state, lambda chunk: next(embedded))
+        else:
+            stack = stack_of(layers)
+            one_by_one = [stack.band(number, number + 1) for number in range(len(layers))]
+            executor = SequentialExecutor(one_by_one, state, lambda chunk: next(embedded))
+        outputs = [each for segment in self._static(tables) for each in executor.submit(segment)] + executor.finish()
+        last_RxD = torch.cat([hidden_RTD for _, hidden_RTD in outputs], dim=1)
+        after = state.memories if self.writes_memory else []
+        return last_RxD, *chain.from_iterable(memory for memory in after if memory is not None)
+
+    def _static(self, tables: Tensors) -> list[AttentionMetadata]:
+        """The segments' metadata with these tables, and masks that are made within the capture."""
+        first, others, as_memory = ((tables[i], tables[i + 1]) for i in range(0, NUM_TABLES, 2))
+        masks: dict[tuple[Any, ...], torch.Tensor] = {}
+        return [
+            replace(
+                segment,
+                rotary=others if number else first,
+                memory_rotary=as_memory,
+                mask=AttentionMask(segment.chunk, None, masks),
+                detach_R=segment.detach_R if torch.is_grad_enabled() else (False,) * len(segment.chunk.rows),
+            )
+            for number, segment in enumerate(self.segments)
+        ]
+
+
+def pairs_of(tensors: Sequence[torch.Tensor]) -> list[Memory]:
+    return [Memory(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+
+
+class Flight:
+    """A text between the forward and the backward pass of a stored group; it ends with the graph of autograd."""
+
+    ended = False
+
+
+class CapturedGroup:
+    """A group without gradients, and the buffers of one with gradients."""
+
+    def __init__(self, layers: nn.ModuleList, group: Group, inputs: Tensors, graphs: Graphs, pool: Pool):
+        self.layers, self.group, self.graphs, self.pool = layers, group, graphs, pool
+        self.device = inputs[NUM_TABLES].device
+        self.inputs = tuple(one.detach().clone(memory_format=torch.contiguous_format) for one in inputs)
+        self._capture()
+
+    def _capture(self) -> None:
+        self._forward, self.outputs = self._captured(self._compute)
+
+    def _captured(self, *computations: Any) -> Any:
+        """Replay and outputs of each computation; all run once before the first is captured."""
+        for compute in computations:
+            self.graphs.warm_up(compute, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the warm-up took, the pool may need
+        found = [self.graphs.capture(compute, self.device, self.pool) for compute in computations]
+        return found[0] if len(found) == 1 else found
+
+    def _compute(self) -> Tensors:
+        with torch.no_grad():
+            return self.group.run(self.layers, self.inputs)
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        self._copy(self.inputs, inputs)
+        self._forward()
+        return self._copies(self.outputs)
+
+    def _copy(self, buffers: Tensors, tensors: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(buffers, [tensor.detach() for tensor in tensors])
+
+    def _copies(self, buffers: Sequence[torch.Tensor]) -> Tensors:
+        """The next replay writes over the buffers."""
+        copies = tuple(torch.empty_like(buffer) for buffer in buffers)
+        torch._foreach_copy_(copies, [buffer.detach() for buffer in buffers])
+        return copies
+
+
+class RecomputedGroup(CapturedGroup):
+    """As a checkpoint does: the graph of the backward pass computes the group again."""
+
+    def __init__(self, *arguments: Any, sums: StaticSums):
+        self.sums = sums
+        super().__init__(*arguments)
+
+    def _capture(self) -> None:
+        self.gradients: Tensors = ()
+        super()._capture()
+        self.gradients = tuple(torch.zeros_like(output) for output in self.outputs)
+        self._backward, self.input_gradients = self._captured(self._compute_again)
+
+    def _compute_again(self) -> Tensors:
+        return self._gradients(*self._compute_with_gradients())
+
+    def _compute_with_gradients(self) -> tuple[Tensors, Tensors]:
+        """Leaves and outputs. Hooks that would move what is saved to the host do not apply within a capture."""
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged), self.sums.active():
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in self.inputs[NUM_TABLES:])
+            return leaves, self.group.run(self.layers, (*self.inputs[:NUM_TABLES], *leaves))
+
+    def _gradients(self, leaves: Tensors, outputs: Tensors) -> Tensors:
+        """The gradients of the leaves; those of the weights are added to the sums."""
+        pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+
+    def begin(self) -> Flight:
+        return Flight()
+
+    def backward(self, flight: Flight, inputs: Tensors, gradients: Tensors) -> Tensors:
+        self._copy((*self.inputs, *self.gradients), (*inputs, *gradients))
+        self.sums.begin_pass()
+        self._backward()
+        return self._copies(self.input_gradients)
+
+
+class StoredGroup(RecomputedGroup):
+    """Without checkpointing: the activations wait on the memory of the graphs, those of one text at a time."""
+
+    def __init__(self, *arguments: Any, flights: "Flights", **keywords: Any):
+        self.flights = flights
+        super().__init__(*arguments, **keywords)
+
+    def _capture(self) -> None:
+        self.gradients = ()
+        with torch.no_grad():
+            self.gradients = tuple(
+                torch.zeros_like(output) for output in self.graphs.warm_up(self._compute, self.device)
+            )
+        found = self._captured(self._compute_stored, self._compute_gradients)
+        (self._forward, self.outputs), (self._backward, self.input_gradients) = found
+        self.outputs = tuple(output.detach() for output in self.outputs)
+        self._stored = None
+
+    def _compute_stored(self) -> Tensors:
+        self._stored: Any = self._compute_with_gradients()
+        return self._stored[1]
+
+    def _compute_gradients(self) -> Tensors:
+        return self._gradients(*self._stored)
+
+    def begin(self) -> Flight:
+        return self.flights.begin()
+
+    def backward(self, flight: Flight, inputs: Tensors, gradients: Tensors) -> Tensors:
+        self.flights.check(flight)
+        self._copy(self.gradients, gradients)
+        self.sums.begin_pass()
+        self._backward()
+        flight.ended = True
+        return self._copies(self.input_gradients)
+
+
+class Flights:
+    """Which text has its activations in the pool of stored groups."""
+
+    def __init__(self) -> None:
+        self._latest: ref[Flight] | None = None
+
+    def begin(self) -> Flight:
+        flight = Flight()
+        self._latest = ref(flight)
+        return flight
+
+    def is_busy(self) -> bool:
+        flight = None if self._latest is None else self._latest()
+        return flight is not None and not flight.ended
+
+    def check(self, flight: Flight) -> None:
+        if self._latest is None or self._latest() is not flight:
+            raise ValueError(
+                "a second backward pass through a call, after another call has written over its activations: set "
+                "model.config.schedule='wavefront' for calls whose graph is kept (retain_graph=True)."
+            )
+
+
+class CapturedGroups:
+    """The captured groups of a model's layers; they hold while the layers' stack does."""
+
+    def __init__(self, layers: nn.ModuleList, stack: Stack):
+        self.layers, self.stack = layers, stack
+        self.device = next(layers.parameters()).device
+        self.graphs = GRAPHS[self.device.type]
+        self.flights = Flights()
+        self.num_runs = 0
+        self._uses: Counter[tuple] = Counter()
+        self._refused: set[tuple] = set()
+        self._captured: OrderedDict[tuple, tuple[CapturedGroup, int]] = OrderedDict()
+        self._pools: dict[bool, Pool] = {}
+
+    def __reduce__(self):
+        return type(None), ()  # a copied model captures its own
+
+    @cached_property
+    def sums(self) -> StaticSums:
+        return StaticSums(self.stack)
+
+    def is_captured(self, group: Group) -> bool:
+        """Whether `find` is to be asked for a group that is about to run; counts its uses."""
+        key = self._key(group)
+        self.num_runs += 1
+        if torch._C._current_graph_task_id() != -1 or key in self._refused:
+            return False  # within a backward pass a capture would add to its sums
+        if self._is_stored(group) and (self.flights.is_busy() or moves_saved_tensors()):
+            return False
+        self._uses[key] += 1
+        if key in self._captured:
+            return True
+        if len(self._captured) == MAX_GROUPS:
+            _, last_run = next(iter(self._captured.values()))
+            if self.num_runs - last_run < PATIENCE:
+                return False
+        return self._uses[key] > 1
+
+    def find(self, group: Group, memories: Sequence[torch.Tensor]) -> CapturedGroup | None:
+        """The captured group; None, and never again for its shape, if there is not enough memory for it."""
+        key = self._key(group)
+        if key in self._captured:
+            captured, _ = self._captured[key]
+        else:
+            if len(self._captured) == MAX_GROUPS:
+                self._captured.popitem(last=False)
+            try:
+                captured = self._capture(group, memories)
+            except torch.OutOfMemoryError:
+                self._refuse(key, group)
+                return None
+        self._captured[key] = captured, self.num_runs
+        self._captured.move_to_end(key)
+        return captured
+
+    def _refuse(self, key: tuple, group: Group) -> None:
+        self._refused.add(key)
+        torch.cuda.empty_cache()
+        logger.warning(
+            "There is not enough memory to capture %d segments of %d rows as a CUDA graph: calls of this shape run "
+            "without one. schedule='wavefront' never captures.",
+            len(group.segments),
+            len(group.segments[0].chunk.rows),
+        )
+
+    def _capture(self, group: Group, memories: Sequence[torch.Tensor]) -> CapturedGroup:
+        stored, chunk = self._is_stored(group), group.segments[0].chunk
+        if stored not in self._pools:
+            self._pools[stored] = self.graphs.new_pool(self.device)
+        weight_D = self.layers[0].input_layernorm.weight
+        hidden_RxD = weight_D.new_zeros(len(chunk.rows), len(group.segments) * chunk.width, len(weight_D))
+        inputs = *group.tables, hidden_RxD, *memories
+        arguments = self.layers, group, inputs, self.graphs, self._pools[stored]
+        if not torch.is_grad_enabled():
+            return CapturedGroup(*arguments)
+        try:
+            if stored:
+                return StoredGroup(*arguments, sums=self.sums, flights=self.flights)
+            return RecomputedGroup(*arguments, sums=self.sums)
+        finally:
+            self.sums.end_pass()  # the warm-up has added to them
+
+    def _is_stored(self, group: Group) -> bool:
+        return torch.is_grad_enabled() and not group.recomputed
+
+    def _key(self, group: Group) -> tuple:
+        layer = self.layers[0]
+        return *group.key(), layer.training, layer.self_attn.config._attn_implementation
+
+
+def moves_saved_tensors() -> bool:
+    """Whether hooks would take what autograd saves elsewhere, as `torch.autograd.graph.save_on_cpu` does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def captured_groups_of(layers: nn.ModuleList) -> CapturedGroups:
+    """The layers' captured groups; new ones when modules, settings or parameters have changed."""
+    stack = stack_of(layers)
+    groups = layers.__dict__.get("_captured_groups")  # they live as long as the layers
+    if groups is None or groups.stack is not stack:
+        groups = layers.__dict__["_captured_groups"] = CapturedGroups(layers, stack)
+    return groups
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

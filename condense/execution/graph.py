@@ -1,0 +1,164 @@
+"""Groups of whole segments by CUDA graphs: one launch replaces those of all their layers.
+
+    model.config.schedule = "graph"
+
+With gradient checkpointing a group has the segments of a checkpoint: it stores its inputs, and the graph of its
+backward pass computes it again. Without, it has all whole segments in a row, whose activations wait on the graphs' own
+memory for the backward pass. Without gradients it has `SEGMENTS`.
+
+A shape is captured at its second use. Parts of segments, shapes that occur once or do not fit into memory, and a text
+that begins while another one waits for its backward pass run as without graphs. Embeddings, the final norm, the head
+and the loss are not part of a graph.
+
+Axes: R rows of a chunk, x tokens of a group, D hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..attention import AttentionMetadata
+from ..configuration import CondenseConfig
+from ..embedding import ChunkEmbedder
+from ..memory import RecurrentState
+from ..segmentation import SegmentPositions
+from ..transforms import is_transformed
+from .captured_groups import CapturedGroup, Flight, Group, captured_groups_of, pairs_of
+from .checkpointing import CheckpointFunction, storage_of
+from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
+from .executor import ChunkOutput, Executor
+from .stacking import REMEDY, check_stackable
+from .static_sums import Begin, check_gradient
+
+SEGMENTS = 8  # of a group without gradients
+
+
+class GraphExecutor:
+    """`others` runs what no graph does. `group_segments` is None for all whole segments in a row."""
+
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        state: RecurrentState,
+        embed: ChunkEmbedder,
+        others: Executor,
+        checkpoint: CheckpointFunction | None,
+        group_segments: int | None,
+    ):
+        self.groups, self.state, self.embed, self.others = captured_groups_of(layers), state, embed, others
+        self.checkpoint, self.group_segments = checkpoint, group_segments
+        self.segments: list[AttentionMetadata] = []
+        self.link: torch.Tensor | None = None
+
+    def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
+        outputs: list[ChunkOutput] = []
+        if self.segments and metadata.chunk.rows != self.segments[0].chunk.rows:
+            outputs = self._run_group()
+        if not metadata.chunk.whole_segments or metadata.mask.log_duration_RK is not None:
+            return outputs + self._run_group() + self.others.submit(metadata)
+        self.segments.append(metadata)
+        return outputs + (self._run_group() if len(self.segments) == self.group_segments else [])
+
+    def finish(self) -> list[ChunkOutput]:
+        return self._run_group() + self.others.finish()
+
+    def _run_group(self) -> list[ChunkOutput]:
+        segments, self.segments = tuple(self.segments), []
+        if not segments:
+            return []
+        group = Group(segments, recomputed=self.checkpoint is not None)
+        outputs: list[ChunkOutput] = []
+        if self.groups.is_captured(group):
+            outputs = self.others.finish()  # the state is complete then
+            memories = self._memories(group)
+            if (captured := self.groups.find(group, memories)) is not None:
+                return outputs + self._run_captured(captured, group, memories)
+        return outputs + [each for metadata in segments for each in self.others.submit(metadata)]
+
+    def _memories(self, group: Group) -> list[torch.Tensor]:
+        """Keys and values layer by layer."""
+        chunk = group.segments[0].chunk
+        memories = [item and item.memory(chunk) for item in self.state.key_values(chunk)]
+        tensors = [tensor for memory in memories if memory is not None for tensor in memory]
+        assert len(tensors) == (2 * len(memories) if group.has_memory else 0)
+        return tensors
+
+    def _run_captured(
+        self, captured: CapturedGroup, group: Group, memories: Sequence[torch.Tensor]
+    ) -> list[ChunkOutput]:
+        chunks = [metadata.chunk for metadata in group.segments]
+        inputs = [torch.cat([self.embed(chunk) for chunk in chunks], dim=1), *memories]
+        if torch.is_grad_enabled():
+            if self.link is None:
+                self.link = Begin.apply(self.groups.sums, inputs[0].new_zeros(()), *self.groups.sums.weights)
+            with storage_of(self.checkpoint):
+                self.link, last_RxD, *tensors = _Group.apply(captured, group, self.link, *inputs)
+        else:
+            last_RxD, *tensors = captured.forward((*group.tables, *inputs))
+        if group.writes_memory:
+            self.state.write_memory(pairs_of(tensors), chunks[-1])
+        return list(zip(chunks, last_RxD.split(chunks[0].width, dim=1), strict=True))
+
+
+class _Group(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, captured: Any, group: Group, link: torch.Tensor, *inputs: torch.Tensor):
+        ctx.captured, ctx.tables, ctx.flight = captured, group.tables, captured.begin()
+        ctx.save_for_backward(*inputs)
+        return link.clone(), *captured.forward((*group.tables, *inputs))
+
+    @staticmethod
+    def backward(ctx, link_gradient, *output_gradients):
+        check_gradient(next((gradient for gradient in output_gradients if gradient is not None), None))
+        flight: Flight = ctx.flight
+        gradients = ctx.captured.backward(flight, (*ctx.tables, *ctx.saved_tensors), output_gradients)
+        return None, None, link_gradient, *gradients
+
+
+def has_whole_segments(lengths: Sequence[int], positions: SegmentPositions) -> bool:
+    """Whether a call with `lengths[b]` further tokens of each row has a whole segment of all rows."""
+    length = positions.segment_length
+    if not any(positions.offsets):
+        return len({segment > 0 for segment in positions.segments}) == 1 and min(lengths) >= length
+    # The first chunk ends all rows' segments; after it, they run together.
+    rest = [tokens - (length - offset) for tokens, offset in zip(lengths, positions.offsets, strict=True)]
+    return min(rest) >= length
+
+
+def check_graph(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> None:
+    """Raises `ValueError` where segments can't be computed by graphs; changes nothing."""
+    device = next(layers.parameters()).device.type
+    if device not in GRAPHS:
+        raise ValueError(f"schedule='graph' replays CUDA graphs, and the model is on {device}: {REMEDY}.")
+    if config.depth is not None:
+        raise ValueError(f"schedule='graph' has no step for a depth block: {REMEDY}.")
+    if has_durations:
+        raise ValueError(f"schedule='graph' has no step for tokens with durations: {REMEDY}.")
+    if config._attn_implementation not in STATIC_IMPLEMENTATIONS:
+        raise ValueError(
+            f"schedule='graph' has no step for attn_implementation={config._attn_implementation!r}: call "
+            f"model.set_attn_implementation('sdpa'), or {REMEDY}."
+        )
+    if torch.is_grad_enabled() and layers[0].training and config.attention_dropout:
+        raise ValueError(
+            f"attention_dropout={config.attention_dropout}: a replayed graph would drop others in the backward pass "
+            f"than in the forward pass: set it to 0, or {REMEDY}."
+        )
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        raise ValueError(
+            "autocast keeps its casts of weights outside of a graph: leave autocast and load the model in the dtype of "
+            f"the computation (dtype=bfloat16 in a recipe does so under the DeepSpeed launcher), or {REMEDY}."
+        )
+    if sharded:
+        raise ValueError(f"FSDP gathers weights for each call, and a graph would keep their addresses: {REMEDY}.")
+    if is_transformed() or is_in_torch_dispatch_mode():
+        raise ValueError(
+            f"a replayed graph hides its operations from torch.compile, torch.func and modes that watch operations: "
+            f"{REMEDY}."
+        )
+    if torch.nn.modules.module._has_any_global_hook():
+        raise ValueError(f"there are hooks on all modules, which a replayed graph does not call: {REMEDY}.")
+    check_stackable(layers)

@@ -1,0 +1,86 @@
+"""The gradients of a stack's weights in float32, on buffers that captured graphs add to.
+
+    link = begin(weights)        once for each call
+    link = group(link, ...)      for each group; its backward pass adds to the buffers
+
+The link leads from each group to the weights: autograd runs the node of `begin` after those of all groups. It hands
+copies on: no buffer becomes the gradient of a weight.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..shared_weights import SharedWeights, WeightSum
+from .stacking import Stack
+
+
+def check_gradient(gradient: torch.Tensor | None) -> None:
+    """Raises `ValueError` in a backward pass that a captured graph can't take part in."""
+    if torch.is_grad_enabled():
+        reason = "create_graph=True: a captured CUDA graph has no second derivatives"
+    elif gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+        reason = "is_grads_batched=True: a captured CUDA graph computes the gradients of one vector at a time"
+    else:
+        return
+    raise ValueError(f"{reason}. Set model.config.schedule='wavefront' (or 'sequential').")
+
+
+class StaticSums(SharedWeights):
+    def __init__(self, stack: Stack):
+        super().__init__(every_pass=True, every_dtype=True)
+        trained = [one for one in stack.parameters.values() if any(weight.requires_grad for weight in one.all)]
+        self._sums = {id(one.all[0]): WeightSum(one.all, is_stack=True, every_pass=True) for one in trained}
+        for one in self._sums.values():
+            one.total_or_zeros(one.weights[0])
+        self._backward_pass: int | None = None
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return [weight for one in self._sums.values() for weight in one.weights]
+
+    def begin(
+        self, weights: Sequence[torch.Tensor] | None = None, is_stack: bool = False
+    ) -> tuple[WeightSum, torch.Tensor]:
+        """A token of its own for each use: autograd remembers the stream of a capture."""
+        assert is_stack, "captured layers are bands of a stack"
+        return self._sums[id(weights[0])], weights[0].new_empty(()).requires_grad_()
+
+    def begin_pass(self) -> None:
+        """Before a group's backward pass: another pass may have ended before it reached the weights."""
+        backward_pass = torch._C._current_graph_task_id()
+        if self._backward_pass != backward_pass:
+            torch._foreach_zero_(self._totals())
+            self._backward_pass = backward_pass
+
+    def end_pass(self) -> None:
+        self._backward_pass = None
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Copies of the gradients of `weights`; None after they have been taken, by another call of the same pass."""
+        if self._backward_pass != torch._C._current_graph_task_id():
+            return [None] * len(self.weights)
+        copies = [torch.empty_like(weight) for weight in self.weights]
+        torch._foreach_copy_(copies, [part for total in self._totals() for part in total.unbind(0)])
+        self.end_pass()
+        return copies
+
+    def _totals(self) -> list[torch.Tensor]:
+        totals = [one.total() for one in self._sums.values()]
+        assert all(total is not None for total in totals)
+        return totals
+
+
+class Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, sums: StaticSums, link: torch.Tensor, *weights: torch.Tensor):
+        ctx.sums = sums
+        ctx.save_for_backward(*weights)  # autograd then notices a weight that changes before the backward pass
+        return link.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        check_gradient(None)
+        ctx.saved_tensors  # noqa: B018
+        return None, None, *ctx.sums.take()

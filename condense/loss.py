@@ -41,7 +41,9 @@ class Targets:
         self.batch = batch
         self.targets_BN = batch.next_labels(labels_BN.cpu().long(), IGNORE_INDEX)
         self.targets_on_device_BN: torch.Tensor | None = None  # copied once the device is known
-        self.number = int((self.targets_BN != IGNORE_INDEX).sum())
+        counted_BN = self.targets_BN != IGNORE_INDEX
+        self.number = int(counted_BN.sum())
+        self._before_column = [0, *counted_BN.sum(0).cumsum(0).tolist()]
 
     def of(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states [n, D] of the chunk that have a target, and the targets [n]."""
@@ -49,14 +51,17 @@ class Targets:
         if self.targets_on_device_BN is None:
             self.targets_on_device_BN = on_device(self.targets_BN, device)
         target_RT = self.batch.gather(self.targets_on_device_BN, chunk)
+        if chunk.rectangular and self.number_in(chunk) == len(chunk.rows) * chunk.width:
+            return hidden_RTD.flatten(0, 1), target_RT.flatten()
         row_n, token_n = chunk.token_indices
         counted = self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX
-        if bool(counted.all()) and chunk.rectangular:
-            return hidden_RTD.flatten(0, 1), target_RT.flatten()
         selected = on_device(row_n[counted], device), on_device(token_n[counted], device)
         return hidden_RTD[selected], target_RT[selected]
 
     def number_in(self, chunk: Chunk) -> int:
+        if self.batch.mask_BN is None and chunk.all_rows and len(set(chunk.starts)) == 1 and chunk.rectangular:
+            first = chunk.starts[0]
+            return self._before_column[first + chunk.width] - self._before_column[first]
         row_n, token_n = chunk.token_indices
         return int((self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX).sum())
 

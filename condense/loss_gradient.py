@@ -19,6 +19,8 @@ from .products import add_product
 from .shared_weights import sum_dtype
 from .transforms import is_transformed
 
+GPU_PART = 4  # each part reads and writes the sum of the head's gradients, and has nothing else of the logits' size
+
 
 class HeadGradients:
     """The gradients of the weights of a head, and of a norm before it, summed in float32 over the blocks of one call.
@@ -38,7 +40,7 @@ class HeadGradients:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of -log p(target) in float32 (float64 for float64 models), and [n] what is summed, detached.
 
-        `max_tokens` have logits at a time.
+        `max_tokens` have logits at a time, on a GPU `GPU_PART` times as many.
         """
         return _BlockLoss.apply(self, max_tokens, target_n, hidden_nD)
 
@@ -118,10 +120,16 @@ def _is_plain(module: nn.Module) -> bool:
     return all(type(weight) in (nn.Parameter, type(None)) for weight in module._parameters.values())
 
 
+def part_tokens(max_tokens: int, device_type: str) -> int:
+    """Returns the number of tokens that have logits at a time."""
+    return max_tokens * (1 if device_type == "cpu" else GPU_PART)
+
+
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradients: HeadGradients, max_tokens: int, target_n, hidden_nD):
-        parts = zip(hidden_nD.split(max_tokens), target_n.split(max_tokens), strict=True)
+        at_once = part_tokens(max_tokens, hidden_nD.device.type)
+        parts = zip(hidden_nD.split(at_once), target_n.split(at_once), strict=True)
         losses, found = zip(*(gradients.compute(*part) for part in parts), strict=True)
         ctx.save_for_backward(None if found[0] is None else _joined(found))
         losses_n = _joined(losses)

@@ -17,6 +17,7 @@ hidden size.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from torch import nn
 from .products import add_product, add_products
 from .transforms import is_transformed
 
+Gradients = Sequence[torch.Tensor | None]
 _of_thread = threading.local()  # backward passes run in threads of their own
 
 
@@ -139,6 +141,14 @@ class SharedWeights:
             if found:
                 torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
 
+    def add_products(
+        self, sums: Sequence[WeightSum], members: slice, gradients: Gradients, input_mnI: torch.Tensor
+    ) -> None:
+        """Adds to the sums of stacks that have an input in common the products of its gradients [m, n, O] with it."""
+        for one, gradient_mnO in zip(sums, gradients, strict=True):
+            if gradient_mnO is not None:
+                one.add_product(gradient_mnO.transpose(1, 2), input_mnI, members)
+
     def check_unchanged(self) -> None:
         """Raises `ValueError` in a backward pass that would compute segments again with other weights."""
         backward_pass = torch._C._current_graph_task_id()
@@ -249,9 +259,9 @@ def summed_products(
     """m products [m, n, O] with the `members` [m, O, I] of each stack, which are differentiable with respect to the
     weights that the stack has."""
     begun = [sums.begin(weights, is_stack=True) for _, weights in stacks]
-    tokens = [token for _, token in begun]
+    add = partial(sums.add_products, [one for one, _ in begun], members)
     return _StackedProducts.apply(
-        [one for one, _ in begun], members, input_mnI, *[weight_mOI for weight_mOI, _ in stacks], *tokens
+        add, input_mnI, *[weight_mOI for weight_mOI, _ in stacks], *[token for _, token in begun]
     )
 
 
@@ -327,31 +337,33 @@ class _StackedProducts(torch.autograd.Function):
     """m products each with some weights [m, O, I]; their gradients of the input are added by the products."""
 
     @staticmethod
-    def forward(ctx, weight_sums: Sequence[WeightSum], members: slice, input_mnI, *weights_and_tokens):
+    def forward(ctx, add: Callable[[Gradients, torch.Tensor], None], input_mnI, *weights_and_tokens):
         ctx.set_materialize_grads(False)
-        ctx.weight_sums, ctx.members = weight_sums, members
-        weights = weights_and_tokens[: len(weight_sums)]
+        ctx.add = add
+        weights = weights_and_tokens[: len(weights_and_tokens) // 2]
         ctx.save_for_backward(input_mnI, *weights)
         return tuple(torch.bmm(input_mnI, weight_mOI.transpose(1, 2)) for weight_mOI in weights)
 
     @staticmethod
     def backward(ctx, *gradients):
         input_mnI, *weights = ctx.saved_tensors
-        of_input, of_weights = None, [None] * len(weights)
+        of_input: torch.Tensor | None = None
+        of_weights: list[torch.Tensor | None] = [None] * len(weights)
         in_place = all(gradient_mnO is None or _may_be_summed(gradient_mnO) for gradient_mnO in gradients)
         for number, (gradient_mnO, weight_mOI) in enumerate(zip(gradients, weights, strict=True)):
             if gradient_mnO is None:
                 continue
-            if ctx.needs_input_grad[2] and of_input is not None and in_place:
+            if ctx.needs_input_grad[1] and of_input is not None and in_place:
                 of_input.baddbmm_(gradient_mnO, weight_mOI)
-            elif ctx.needs_input_grad[2]:
+            elif ctx.needs_input_grad[1]:
                 product_mnI = torch.bmm(gradient_mnO, weight_mOI)
                 of_input = product_mnI if of_input is None else of_input + product_mnI
-            if ctx.needs_input_grad[3 + number] and not in_place:
+            if ctx.needs_input_grad[2 + number] and not in_place:
                 of_weights[number] = torch.bmm(gradient_mnO.transpose(1, 2), input_mnI)
-            elif ctx.needs_input_grad[3 + number]:
-                ctx.weight_sums[number].add_product(gradient_mnO.transpose(1, 2), input_mnI, ctx.members)
-        return None, None, of_input, *of_weights, *[None] * len(weights)
+        if in_place:
+            needed = ctx.needs_input_grad[2 : 2 + len(weights)]
+            ctx.add([one if need else None for one, need in zip(gradients, needed, strict=True)], input_mnI)
+        return None, of_input, *of_weights, *[None] * len(weights)
 
 
 class _Embedding(torch.autograd.Function):

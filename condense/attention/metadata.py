@@ -106,13 +106,12 @@ class AttentionMetadataBuilder:
         self._masks: dict[tuple[Any, ...], torch.Tensor] | None = {} if shares_masks else None
 
     def build(self, chunk: Chunk) -> AttentionMetadata:
-        position_RT, memory_position_RT, log_duration_RK = self._positions(chunk)
+        rotary, memory_rotary, log_duration_RK = self._tables_of(chunk)
         span = self.bptt_segments
-        first = chunk.offsets[0] if self.timeline is None and chunk.uniform else None
         return AttentionMetadata(
             chunk=chunk,
-            rotary=self._rotary(position_RT, None if first is None else first + chunk.memory_lengths[0]),
-            memory_rotary=self._rotary(memory_position_RT, first),
+            rotary=rotary,
+            memory_rotary=memory_rotary,
             mask=AttentionMask(chunk, log_duration_RK, self._masks),
             writes_memory=self.has_cache or chunk.starts[0] + chunk.width < max(self.batch.lengths),
             detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
@@ -120,12 +119,20 @@ class AttentionMetadataBuilder:
             evaluations=self.evaluations,
         )
 
+    def _tables_of(self, chunk: Chunk) -> tuple[RotaryTables, RotaryTables, torch.Tensor | None]:
+        """Tables after the memory and as the next memory, and log durations [R, K] if there are any."""
+        if self.timeline is None and chunk.uniform:
+            first = chunk.offsets[0]
+            after_memory = self._consecutive(first + chunk.memory_lengths[0], chunk.width)
+            return after_memory, self._consecutive(first, chunk.width), None
+        position_RT, local_RT, log_duration_RK = self._positions(chunk)
+        return self._rotary(position_RT), self._rotary(local_RT), log_duration_RK
+
     def _positions(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Positions [R or 1, T] after the memory and as the next memory, and log durations [R, K] if there are any."""
+        """Positions [R, T] after the memory and as the next memory, and log durations [R, K] if there are any."""
         if self.timeline is None or self.durations_BN is None:
-            num_rows = 1 if chunk.uniform else len(chunk.rows)  # rows at one offset share their positions
-            local_RT = torch.tensor(chunk.offsets[:num_rows])[:, None] + torch.arange(chunk.width)
-            return local_RT + torch.tensor(chunk.memory_lengths[:num_rows])[:, None], local_RT, None
+            local_RT = torch.tensor(chunk.offsets)[:, None] + torch.arange(chunk.width)
+            return local_RT + torch.tensor(chunk.memory_lengths)[:, None], local_RT, None
         position_RT, local_RT = self.timeline.advance(self.batch.gather(self.durations_BN, chunk), chunk)
         log_duration_RK = self.timeline.log_durations(chunk.rows)
         if chunk.uniform:
@@ -134,11 +141,11 @@ class AttentionMetadataBuilder:
         self.timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
         return position_RT, local_RT, on_device(log_duration_RK.to(accurate), self.like.device)
 
-    def _rotary(self, position_RT: torch.Tensor, first: int | None) -> RotaryTables:
-        """`first` is the first position where all rows have the same consecutive ones."""
-        if first is None:
-            return rotary_tables(self.rotary_emb, self.like, on_device(position_RT, self.like.device))
-        key = first, position_RT.shape[1]
-        if key not in self._tables:  # most segments begin at the same position
-            self._tables[key] = rotary_tables(self.rotary_emb, self.like, on_device(position_RT, self.like.device))
-        return self._tables[key]
+    def _consecutive(self, first: int, width: int) -> RotaryTables:
+        """The tables of all rows at consecutive positions: most segments begin at the same one."""
+        if (first, width) not in self._tables:
+            self._tables[first, width] = self._rotary(torch.arange(first, first + width)[None])
+        return self._tables[first, width]
+
+    def _rotary(self, position_RT: torch.Tensor) -> RotaryTables:
+        return rotary_tables(self.rotary_emb, self.like, on_device(position_RT, self.like.device))

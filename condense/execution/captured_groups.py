@@ -177,7 +177,8 @@ class RecomputedGroup(CapturedGroup):
     def _gradients(self, leaves: Tensors, outputs: Tensors) -> Tensors:
         """The gradients of the leaves; those of the weights are added to the sums."""
         pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        self.sums.add_waiting()
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
 
     def begin(self) -> Flight:
@@ -206,10 +207,10 @@ class StoredGroup(RecomputedGroup):
         found = self._captured(self._compute_stored, self._compute_gradients)
         (self._forward, self.outputs), (self._backward, self.input_gradients) = found
         self.outputs = tuple(output.detach() for output in self.outputs)
-        self._stored = None
+        self._stored: Any = None
 
     def _compute_stored(self) -> Tensors:
-        self._stored: Any = self._compute_with_gradients()
+        self._stored = self._compute_with_gradients()
         return self._stored[1]
 
     def _compute_gradients(self) -> Tensors:
@@ -319,7 +320,7 @@ class CapturedGroups:
         stored, chunk = self._is_stored(group), group.segments[0].chunk
         if stored not in self._pools:
             self._pools[stored] = self.graphs.new_pool(self.device)
-        weight_D = self.layers[0].input_layernorm.weight
+        weight_D = self.layers[0].get_parameter("input_layernorm.weight")
         hidden_RxD = weight_D.new_zeros(len(chunk.rows), len(group.segments) * chunk.width, len(weight_D))
         inputs = *group.tables, hidden_RxD, *memories
         arguments = self.layers, group, inputs, self.graphs, self._pools[stored]
@@ -336,7 +337,7 @@ class CapturedGroups:
         return torch.is_grad_enabled() and not group.recomputed
 
     def _key(self, group: Group) -> tuple:
-        layer = self.layers[0]
+        layer: Any = self.layers[0]
         return *group.key(), layer.training, layer.self_attn.config._attn_implementation
 
 

@@ -1,7 +1,9 @@
 """How computations of static shape are captured as CUDA graphs: new tokens (`static_decoding`) and groups of segments
 (`captured_groups`)."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ class Graphs(NamedTuple):
 
     new_pool: Callable[[torch.device], Pool]
     warm_up: Callable[[Callable[[], Any], torch.device], Any]
-    capture: Callable[[Callable[[], Any], torch.device, Pool | None], tuple[Callable[[], object], Any]]
+    capture: Callable[..., tuple[Callable[[], object], Any]]  # of a computation, a device, and perhaps a pool
 
 
 def _new_pool_cuda(device: torch.device) -> Pool:
@@ -46,15 +48,30 @@ def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
 def _capture_cuda(
     compute: Callable[[], Any], device: torch.device, pool: Pool | None = None
 ) -> tuple[Callable[[], object], Any]:
-    """Computes nothing; the replay does."""
+    """Computes nothing; the replay does.
+
+    Graphs that nothing refers to any more are destroyed before: a collection during the capture would break it off.
+    """
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     # A stream of this device: torch's own one for captures is of the first device that captured. Other threads may
     # allocate meanwhile.
     handle, aside = pool or (None, torch.cuda.Stream(device))
     capturing = torch.cuda.graph(graph, pool=handle, stream=aside, capture_error_mode="thread_local")
-    with torch.cuda.device(device), capturing:
+    with torch.cuda.device(device), _without_collections(), capturing:
         outputs = compute()
     return graph.replay, outputs
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 GRAPHS = {"cuda": Graphs(_new_pool_cuda, _warm_up_cuda, _capture_cuda)}

@@ -3,7 +3,7 @@
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from ..memory import KeyValueState, Memory
 from ..segmentation import Chunk
 
 ChunkOutput = tuple[Chunk, torch.Tensor]  # a chunk, and the last layer's output [R, T, D]
+Embed = Callable[[Chunk], torch.Tensor]  # the input [R, T, D] of the first layer for the next chunk
 
 
 class Executor(Protocol):

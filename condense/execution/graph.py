@@ -81,7 +81,7 @@ class GraphExecutor:
     def _memories(self, group: Group) -> list[torch.Tensor]:
         """Keys and values layer by layer."""
         chunk = group.segments[0].chunk
-        memories = [item and item.memory(chunk) for item in self.state.key_values(chunk)]
+        memories = [None if item is None else item.memory(chunk) for item in self.state.key_values(chunk)]
         tensors = [tensor for memory in memories if memory is not None for tensor in memory]
         assert len(tensors) == (2 * len(memories) if group.has_memory else 0)
         return tensors

@@ -81,7 +81,8 @@ def schedule_for(
         by_graph = _takes_graph(root.config, layers, has_durations, sharded)
     if sharded:
         return Schedule("sequential")
-    return Schedule(choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments), by_graph)
+    order = choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments, stackable=by_graph)
+    return Schedule(order, by_graph)
 
 
 def _takes_graph(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> bool:
@@ -105,12 +106,14 @@ def choose_schedule(
     lengths: Sequence[int],
     positions: SegmentPositions,
     checkpoint_segments: int | None = None,
+    stackable: bool = False,
 ) -> str:
     """`"sequential"` or `"wavefront"`, for `lengths[b]` further tokens of each row. A pure question: changes nothing.
 
     Sequential if a wave cannot run (rows at different offsets, hooks or adapters in the layers), if it would store too
     much (of a partly frozen model the activations of frozen layers), and under autocast, which casts the stacked
-    weights again for every diagonal. Under gradient checkpointing a wave is within a group of segments.
+    weights again for every diagonal. Under gradient checkpointing a wave is within a group of segments. `stackable`:
+    that the layers can be stacked is known.
     """
     num_segments, num_rows = longest_wave(lengths, positions)
     weight = next(layers.parameters(), None)
@@ -121,9 +124,10 @@ def choose_schedule(
     if reason_for_sequential(config, num_segments, num_rows, device, itemsize):
         return "sequential"
     # Of a partly frozen model the sequential order stores the activations of trained layers only.
-    if torch.is_grad_enabled() and len({parameter.requires_grad for parameter in layers.parameters()}) > 1:
+    trains = torch.is_grad_enabled() and not stackable
+    if trains and len({parameter.requires_grad for parameter in layers.parameters()}) > 1:
         return "sequential"
-    return "wavefront" if is_stackable(layers) else "sequential"
+    return "wavefront" if stackable or is_stackable(layers) else "sequential"
 
 
 def reason_for_sequential(

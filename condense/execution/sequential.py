@@ -6,14 +6,13 @@ Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 from collections.abc import Sequence
 
 from ..attention import AttentionMetadata
-from ..embedding import ChunkEmbedder
 from ..layers import DecoderBlock
 from ..memory import RecurrentState
-from .executor import ChunkOutput, run_layers
+from .executor import ChunkOutput, Embed, run_layers
 
 
 class SequentialExecutor:
-    def __init__(self, layers: Sequence[DecoderBlock], state: RecurrentState, embed: ChunkEmbedder):
+    def __init__(self, layers: Sequence[DecoderBlock], state: RecurrentState, embed: Embed):
         self.layers, self.state, self.embed = layers, state, embed
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:

@@ -3,17 +3,26 @@
     link = begin(weights)        once for each call
     link = group(link, ...)      for each group; its backward pass adds to the buffers
 
+A product of a segment's few tokens takes as long to write its sum as to compute it. So the gradients of a layer's
+outputs wait, with its inputs, until there are `TOKENS` of them.
+
 The link leads from each group to the weights: autograd runs the node of `begin` after those of all groups. It hands
 copies on: no buffer becomes the gradient of a weight.
+
+Axes: m layers of a band, n tokens of each, O and I output and input widths.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..shared_weights import SharedWeights, WeightSum
+from ..products import add_product
+from ..shared_weights import Gradients, SharedWeights, WeightSum
 from .stacking import Stack
+
+TOKENS = 4096  # of a layer, whose gradients wait
 
 
 def check_gradient(gradient: torch.Tensor | None) -> None:
@@ -35,17 +44,43 @@ class StaticSums(SharedWeights):
         for one in self._sums.values():
             one.total_or_zeros(one.weights[0])
         self._backward_pass: int | None = None
+        self._waiting: dict[tuple, list[tuple[Gradients, torch.Tensor]]] = defaultdict(list)
 
     @property
     def weights(self) -> list[nn.Parameter]:
         return [weight for one in self._sums.values() for weight in one.weights]
 
-    def begin(
-        self, weights: Sequence[torch.Tensor] | None = None, is_stack: bool = False
-    ) -> tuple[WeightSum, torch.Tensor]:
+    def begin(self, weights: Sequence[torch.Tensor], is_stack: bool = False) -> tuple[WeightSum, torch.Tensor]:
         """A token of its own for each use: autograd remembers the stream of a capture."""
         assert is_stack, "captured layers are bands of a stack"
         return self._sums[id(weights[0])], weights[0].new_empty(()).requires_grad_()
+
+    def add_products(
+        self, sums: Sequence[WeightSum], members: slice, gradients: Gradients, input_mnI: torch.Tensor
+    ) -> None:
+        tokens = input_mnI.shape[1]
+        if tokens >= TOKENS:
+            super().add_products(sums, members, gradients, input_mnI)
+            return
+        for number in range(len(input_mnI)):
+            key = number + members.start, tuple(sums)
+            of_layer = [None if one is None else one[number] for one in gradients]
+            self._waiting[key].append((of_layer, input_mnI[number]))
+            if len(self._waiting[key]) * tokens >= TOKENS:
+                self._add_waiting(key)
+
+    def add_waiting(self) -> None:
+        """At the end of a captured backward pass."""
+        for key in list(self._waiting):
+            self._add_waiting(key)
+
+    def _add_waiting(self, key: tuple) -> None:
+        layer, sums = key
+        found = self._waiting.pop(key)
+        input_nI = _joined([one for _, one in found])
+        for one, *gradients in zip(sums, *[of_layer for of_layer, _ in found], strict=True):
+            if gradients[0] is not None:
+                add_product(_known(one.total())[layer], _joined(gradients).t(), input_nI)
 
     def begin_pass(self) -> None:
         """Before a group's backward pass: another pass may have ended before it reached the weights."""
@@ -57,7 +92,7 @@ class StaticSums(SharedWeights):
     def end_pass(self) -> None:
         self._backward_pass = None
 
-    def take(self) -> list[torch.Tensor | None]:
+    def take(self) -> Sequence[torch.Tensor | None]:
         """Copies of the gradients of `weights`; None after they have been taken, by another call of the same pass."""
         if self._backward_pass != torch._C._current_graph_task_id():
             return [None] * len(self.weights)
@@ -67,9 +102,16 @@ class StaticSums(SharedWeights):
         return copies
 
     def _totals(self) -> list[torch.Tensor]:
-        totals = [one.total() for one in self._sums.values()]
-        assert all(total is not None for total in totals)
-        return totals
+        return [_known(one.total()) for one in self._sums.values()]
+
+
+def _known(total: torch.Tensor | None) -> torch.Tensor:
+    assert total is not None
+    return total
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class Begin(torch.autograd.Function):

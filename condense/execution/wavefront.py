@@ -22,9 +22,8 @@ from torch import nn
 
 from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import RotaryTables
-from ..embedding import ChunkEmbedder
 from ..memory import Memory, RecurrentState
-from .executor import ChunkOutput, run_layers
+from .executor import ChunkOutput, Embed, run_layers
 from .sequential import SequentialExecutor
 from .stacking import Stack, stack_of
 
@@ -35,7 +34,7 @@ class WavefrontExecutor:
     Raises `ValueError` for layers that cannot be stacked, when the first wave begins.
     """
 
-    def __init__(self, layers: nn.ModuleList, state: RecurrentState, embed: ChunkEmbedder):
+    def __init__(self, layers: nn.ModuleList, state: RecurrentState, embed: Embed):
         self.layers, self.state = layers, state
         self.sequential = SequentialExecutor(list(layers), state, embed)
         self.wave: _Wave | None = None

@@ -9,6 +9,8 @@ from ..shared_weights import sum_dtype
 from .availability import uses_kernels
 from .layout import with_unit_stride
 
+COPIED_LOGITS = 2**24  # in float32 at a time, without a kernel
+
 
 def cross_entropy_and_gradient(
     logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool = True
@@ -26,7 +28,18 @@ def cross_entropy_and_gradient(
 def plain_cross_entropy_and_gradient(
     logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In float32, nothing else of the logits' size is made."""
+    """Nothing else of the logits' size is made: below float32, some rows at a time have copies."""
+    if logits_nV.dtype == sum_dtype(logits_nV.dtype):
+        return _in_place(logits_nV, target_n, needs_gradient)
+    rows = max(1, COPIED_LOGITS // logits_nV.shape[1])
+    parts = zip(logits_nV.split(rows), target_n.split(rows), strict=True)
+    losses = [_in_place(*part, needs_gradient)[0] for part in parts]
+    return torch.cat(losses), logits_nV if needs_gradient else None
+
+
+def _in_place(
+    logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     target_n1 = target_n[:, None]
     exp_nV = logits_nV.to(sum_dtype(logits_nV.dtype))  # the logits themselves in float32
     exp_nV.sub_(exp_nV.amax(-1, keepdim=True))

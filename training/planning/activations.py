@@ -10,7 +10,9 @@ from transformers import LlamaConfig
 
 from condense.embedding import EMBEDDED_TOKENS
 from condense.families import family_of
+from condense.kernels.cross_entropy import COPIED_LOGITS
 from condense.loss import BLOCK_TOKENS, max_tokens
+from condense.loss_gradient import part_tokens
 
 from ..distillation import Distillation
 from ..recipe import Recipe
@@ -124,25 +126,27 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
 
 def _loss(config: LlamaConfig, recipe: Recipe, a_pass: Pass, at_once: bool) -> int:
     """Bytes of a folded model's logits, and of what is computed from them, of as many tokens as have some at a time."""
-    block, part = _tokens_of_loss(config, a_pass)
+    block, part = _tokens_of_loss(config, a_pass, at_once)
     size = element_size(recipe)
     if not at_once:
         return part * config.vocab_size * FLOAT32 * LOGIT_COPIES
     # Those of a block wait; a part of them is normed, and its norm has a backward pass when the logits are gone.
     hidden, normed = 2 * block * config.hidden_size * size, part * config.hidden_size * FLOAT32
-    return hidden + max(part * config.vocab_size * _logit_copies(size) + 2 * normed, 6 * normed)
+    logits = part * config.vocab_size * size + _copied_logits(config, part, size)
+    return hidden + max(logits + 2 * normed, 6 * normed)
 
 
-def _tokens_of_loss(config: LlamaConfig, a_pass: Pass) -> tuple[int, int]:
+def _tokens_of_loss(config: LlamaConfig, a_pass: Pass, at_once: bool = True) -> tuple[int, int]:
     """The tokens of a block of the loss, which waits for whole segments, and of a part that has logits at a time."""
     chunk = a_pass.rows * a_pass.segments[0]
     block = min(a_pass.tokens, chunk * ceil(BLOCK_TOKENS / chunk))
-    return block, min(block, max_tokens(config.vocab_size))
+    part = max_tokens(config.vocab_size)
+    return block, min(block, part_tokens(part, "cuda") if at_once else part)
 
 
-def _logit_copies(size: int) -> int:
-    """Bytes of a logit, whose place its gradient takes, with a copy if it is not in float32."""
-    return size + FLOAT32 * (size < FLOAT32)
+def _copied_logits(config: LlamaConfig, part: int, size: int) -> int:
+    """Bytes of copies in float32 of logits, which their gradients replace."""
+    return FLOAT32 * min(part * config.vocab_size, COPIED_LOGITS) * (size < FLOAT32)
 
 
 def _is_read(recipe: Recipe, *linear: str) -> bool:
@@ -287,7 +291,7 @@ def _head_gradients(config: LlamaConfig, recipe: Recipe, a_pass: Pass, weights: 
     size, largest = element_size(recipe), max(shape.numel() for shape in weights.trained)
     _, part = _tokens_of_loss(config, a_pass)
     summed = FLOAT32 * largest * (part < a_pass.tokens)
-    gone = part * config.vocab_size * (_logit_copies(size) - size)
+    gone = _copied_logits(config, part, size)
     product = size * largest * (size < FLOAT32 or not summed)
     return max(summed, summed + product - gone)
 

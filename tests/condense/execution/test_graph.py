@@ -80,7 +80,7 @@ def test_the_state_of_a_cache_over_several_calls(lengths, counts):
     for schedule in ("sequential", "graph"):
         model = tiny_model(schedule=schedule)
         cache, seen, found[schedule] = FoldedCache(model.config), mask[:, :0], []
-        more = list(random_ids(len(lengths), num_tokens, seed=num_tokens) for num_tokens in (22, 3, 10))
+        more = [random_ids(len(lengths), num_tokens, seed=num_tokens) for num_tokens in (22, 3, 10)]
         for _ in range(2):
             for part, part_mask in [(ids, mask), *((part, torch.ones_like(part)) for part in more)]:
                 seen = torch.cat([seen, part_mask], 1)

@@ -14,11 +14,13 @@ import pytest
 
 from condense.attention import AttentionMask
 from condense.eval.benchmark.gpu.command import PARTS, ROOT, main
+from condense.eval.benchmark.gpu.correctness import captured_groups
 from condense.eval.benchmark.gpu.longest import longest
 from condense.eval.benchmark.gpu.parts import raced, training_large
 from condense.eval.benchmark.gpu.schedule_ratios import schedule_ratios
 from condense.eval.benchmark.gpu.session import OutOfTimeError, new_session
 from condense.eval.benchmark.gpu.sizes import SMOKE
+from condense.execution import captured_groups as groups_module
 from condense.execution import cuda_graph
 
 from ....condense.execution.recording import recordings
@@ -58,7 +60,7 @@ def test_every_part_runs_and_is_written(rehearsal, capsys):
     names = {line.split()[0] for line in listed if line} - {"tests"}
     assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(names, "done")
     assert {point["part"] for point in results["points"]} == set(MEASURED)
-    checked = {"correctness", "kernels", "loss", "segment_graph", "graph", "flex"}
+    checked = {"correctness", "kernels", "loss", "captured_groups", "products", "graph", "flex"}
     assert {check["part"] for check in results["checks"]} == checked
     assert results["smoke"] and "rehearsal" in (rehearsal / "gpu.txt").read_text()
     assert {"torch", "transformers"} <= results["versions"].keys() and results["hardware"]

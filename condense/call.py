@@ -13,7 +13,8 @@ from .segmentation import UnpaddedBatch
 
 class Call:
     """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after it.
-    `checkpoint_function` is that of gradient checkpointing, None where it is off, by groups of `checkpoint_segments`.
+    `checkpoint_function` is that of gradient checkpointing, None where it is off, by groups of `checkpoint_segments`,
+    which are chosen if they are None.
     `control` is [B, C] or [B, N, C].
 
     Not a dataclass: FSDP rebuilds those among a module's arguments to watch the gradients of their tensors.
@@ -26,7 +27,7 @@ class Call:
         durations: torch.Tensor | None,
         cache: FoldedCache | None,
         checkpoint_function: CheckpointFunction | None,
-        checkpoint_segments: int,
+        checkpoint_segments: int | None,
         control: torch.Tensor | None = None,
     ):
         self.inputs, self.batch, self.durations, self.cache, self.control = inputs, batch, durations, cache, control

@@ -14,12 +14,14 @@ heads, E head dimension, F intermediate size, x any size, 1 a broadcast axis.
 """
 
 import inspect
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -28,12 +30,13 @@ from .configuration import CondenseConfig
 from .families import family_of
 from .kernels.rms_norm import add_rms_norm, takes_norm_kernel
 from .kernels.rms_norm import rms_norm as fused_rms_norm
-from .kernels.rotary import rotate
+from .kernels.rotary import RotaryTables, rotate
 from .kernels.swiglu import silu_product
 from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk, on_device
 from .shared_weights import used
+from .transforms import is_transformed
 
 # Blocks that a configuration can put into the decoder stack, by the field that holds their settings. A name leads to a
 # class without importing it: the core does not load what is built around it.
@@ -63,6 +66,25 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
     """
 
     forward = torch.no_grad()(inspect.unwrap(LlamaRotaryEmbedding.forward))
+
+    def kept_tables(self, first: int, width: int, like: torch.Tensor, make: Callable[[], RotaryTables]) -> RotaryTables:
+        """The tables of a segment's positions from `first` on, made by `make` for the first of the calls that need them
+        and kept while the frequencies stay as they are."""
+        if is_transformed() or is_in_torch_dispatch_mode():
+            return make()
+        frequencies = self.inv_freq
+        key = first, width, like.dtype, like.device, torch.is_inference_mode_enabled()
+        state = id(frequencies), None if frequencies.is_inference() else frequencies._version
+        kept = self.__dict__.setdefault("_kept_tables", {})
+        if kept.get("state") != state:
+            kept.clear()
+            kept["state"] = state
+        if key not in kept:
+            kept[key] = make()
+        return kept[key]
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_kept_tables"}
 
     def _apply(self, fn, recurse=True):
         """Moves to other devices alone: in half precision a position of 1,000 would be off by a whole turn."""

@@ -26,7 +26,7 @@ from .control import zero_control
 from .durations import Timeline
 from .embedding import ChunkEmbedder, Embedding
 from .evaluations import EvaluationCounts
-from .execution import make_executor, schedule_for
+from .execution import default_checkpoint_segments, make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction, non_reentrant, offload_checkpoint
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .files import use_default_mode
@@ -106,8 +106,8 @@ class CondensePreTrainedModel(PreTrainedModel):
         if isinstance(gradient_checkpointing_func, partial):
             function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
             keywords = non_reentrant(function, keywords)
-            segments, offload = keywords.pop("checkpoint_segments", 1), keywords.pop("offload_memories", False)
-            if not isinstance(segments, int) or segments < 1:
+            segments, offload = keywords.pop("checkpoint_segments", None), keywords.pop("offload_memories", False)
+            if segments is not None and (not isinstance(segments, int) or segments < 1):
                 raise ValueError(f"checkpoint_segments={segments!r}: pass the segments of a group, 1 or more.")
             self.base_model.checkpoint_segments = segments
             gradient_checkpointing_func = partial(function, **keywords)
@@ -129,7 +129,8 @@ class CondenseModel(CondensePreTrainedModel):
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config=config)
-        self.gradient_checkpointing, self.checkpoint_segments = False, 1
+        self.gradient_checkpointing = False
+        self.checkpoint_segments: int | None = None  # None: as many as make good use of a graph, otherwise 1
         self.post_init()
 
     @property
@@ -217,7 +218,7 @@ class CondenseModel(CondensePreTrainedModel):
         state = new if cache is None else cache.start(batch.batch_size, like)
         timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
         checkpointing = call.checkpoint_function is not None
-        segments = call.checkpoint_segments if checkpointing else None
+        segments = (call.checkpoint_segments or 1) if checkpointing else None
         layers = self.layers_in_use
         schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None)
         state.timeline = timeline  # all checks are done: the state may change
@@ -235,7 +236,10 @@ class CondenseModel(CondensePreTrainedModel):
         embed = ChunkEmbedder(
             getattr(self, "embed_tokens", None), inputs, batch, deepcopy(state.positions).chunks(batch.lengths)
         )
-        executor = make_executor(schedule, layers, state, embed, call.checkpoint_function, call.checkpoint_segments)
+        if call.checkpoint_segments is None and schedule.by_graph:
+            cell_tokens = batch.batch_size * self.config.segment_length
+            segments = default_checkpoint_segments(self.config, cell_tokens, like.element_size())
+        executor = make_executor(schedule, layers, state, embed, call.checkpoint_function, segments or 1)
         with share_weights(root if checkpointing else None, sums=not state.positions.is_one_chunk(batch.lengths)):
             for chunk in state.positions.chunks(batch.lengths):
                 for output in executor.submit(metadata.build(chunk)):
@@ -363,11 +367,12 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         field at each token.
 
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
-        labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed chunk by chunk, so
-        logits are returned with it only if `logits_to_keep` requests them, or in evaluation by Trainer, which passes
-        `num_items_in_batch` without gradients, unless `logits_in_evaluation` is False. The sums of the chunks are in
-        `segment_losses`. Its gradients are computed with it, and then it has no second derivatives: not where gradients
-        are disabled, under gradient checkpointing, and with a head that has hooks or is no plain linear map.
+        labels other than -100 or, with `num_items_in_batch`, the sum divided by it. It is computed after the last
+        layer, for blocks of about 4,096 tokens, so logits are returned with it only if `logits_to_keep` requests them,
+        or in evaluation by Trainer, which passes `num_items_in_batch` without gradients, unless `logits_in_evaluation`
+        is False. Its sums over the chunks are in `segment_losses`. Its gradients are computed with it, also under
+        gradient checkpointing, and then second derivatives (`create_graph=True`) are refused. Autograd computes them
+        if the head has hooks or is no plain linear map, and elsewhere (docs/performance.md, "The loss").
 
         logits_to_keep: None for all logits (with labels: see there), 0 for all, k for the last k columns.
 
@@ -391,19 +396,27 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
         if (documents := find_documents(given | more | unused)) is not None:
             output = self._forward_documents(documents, given, more | unused)
-            return output if return_dict is not False else output.to_tuple()
-        check_unused(unused, position_ids, past_key_values)
-        evaluation = labels is not None and not (self.training or torch.is_grad_enabled())
-        if evaluation and num_items_in_batch is not None and self.logits_in_evaluation:
+        else:
+            check_unused(unused, position_ids, past_key_values)
+            output = self._forward_texts(given, labels, logits_to_keep, num_items_in_batch)
+        return output if return_dict is not False else output.to_tuple()
+
+    def _forward_texts(
+        self,
+        given: dict[str, Any],
+        labels: torch.LongTensor | None,
+        logits_to_keep: int | None,
+        num_items_in_batch: int | torch.Tensor | None,
+    ) -> CondenseOutput:
+        """Computes the output of at most one text in each row; `given` are the arguments of the model without head."""
+        if labels is not None and num_items_in_batch is not None and self._evaluates_with_logits():
             logits_to_keep = logits_to_keep or 0
         call = self.model.prepare_call(given, labels, logits_to_keep)
+        output_hidden_states = given["output_hidden_states"]
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        if input_ids is not None and labels is None and durations is None and not output_hidden_states:
-            cache = call.cache
-            if cache is not None and fixed_decoding_of(self, cache) and can_decode(self, cache, call.batch):
-                output = CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
-                return output if return_dict is not False else output.to_tuple()
+        if labels is None and not output_hidden_states and (decoded := self._decode_static(given, call)) is not None:
+            return decoded
         previous_BD = call.previous_last_hidden(self.model.norm.weight, self.config.hidden_size)
         num_kept = (logits_to_keep or call.batch.num_columns) if labels is None or logits_to_keep is not None else None
         with LayerOutputs(self.model, call, output_hidden_states) as layer_outputs:
@@ -416,7 +429,23 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         output.hidden_states = layer_outputs.hidden_states(previous_BD)
         output.function_evaluations = call.evaluations.collect()
         call.end()
-        return output if return_dict is not False else output.to_tuple()
+        return output
+
+    def _evaluates_with_logits(self) -> bool:
+        """Returns whether Trainer's calls with labels get logits: those of its evaluation do."""
+        return self.logits_in_evaluation and not (self.training or torch.is_grad_enabled())
+
+    def _decode_static(self, given: dict[str, Any], call: Call) -> CondenseOutput | None:
+        """Reads a new token of each row by a step of fixed shape; None where `fixed_decoding` is off or does not apply.
+
+        The call is one without labels and `output_hidden_states`.
+        """
+        cache, input_ids = call.cache, given["input_ids"]
+        if cache is None or input_ids is None or given["durations"] is not None:
+            return None
+        if not (fixed_decoding_of(self, cache) and can_decode(self, cache, call.batch)):
+            return None
+        return CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
 
     def _forward_documents(
         self, documents: PackedDocuments, given: dict[str, Any], more: dict[str, Any]

@@ -222,7 +222,7 @@ def checkpointing_options(recipe: Recipe, ranks: int) -> dict[str, Any]:
     """Further arguments of the model's `gradient_checkpointing_enable`."""
     if not recipe.gradient_checkpointing:
         return {}
-    if isinstance(recipe.model, CondenseModel) and recipe.model.checkpoint_segments == "auto":
+    if isinstance(recipe.model, CondenseModel) and not isinstance(recipe.model.checkpoint_segments, int):
         recipe = with_checkpoint_segments(recipe.model.load_config(), recipe, ranks)
     return recipe.model.checkpointing_options()
 

@@ -6,6 +6,7 @@ control.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class AttentionMetadataBuilder:
         evaluations: EvaluationCounts | None = None,
     ):
         self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
+        self.segment_length = state.positions.segment_length
         self.timeline, self.durations_BN = state.timeline, durations_BN
         self.bptt_segments, self.has_cache = bptt_segments, has_cache
         self.control, self.evaluations = control, evaluations
@@ -144,7 +146,10 @@ class AttentionMetadataBuilder:
     def _consecutive(self, first: int, width: int) -> RotaryTables:
         """The tables of all rows at consecutive positions: most segments begin at the same one."""
         if (first, width) not in self._tables:
-            self._tables[first, width] = self._rotary(torch.arange(first, first + width)[None])
+            positions = partial(torch.arange, first, first + width)
+            keeps = getattr(self.rotary_emb, "kept_tables", None) if width == self.segment_length else None
+            make = lambda: self._rotary(positions()[None])  # noqa: E731
+            self._tables[first, width] = make() if keeps is None else keeps(first, width, self.like, make)
         return self._tables[first, width]
 
     def _rotary(self, position_RT: torch.Tensor) -> RotaryTables:

@@ -8,7 +8,7 @@ from ..memory import RecurrentState, TransientState
 from .checkpointing import CheckpointedExecutor, CheckpointFunction
 from .executor import Executor
 from .graph import SEGMENTS, GraphExecutor
-from .selection import Schedule, choose_schedule, schedule_for
+from .selection import Schedule, choose_schedule, default_checkpoint_segments, schedule_for
 from .sequential import SequentialExecutor
 from .wavefront import WavefrontExecutor
 
@@ -45,6 +45,7 @@ __all__ = [
     "SequentialExecutor",
     "WavefrontExecutor",
     "choose_schedule",
+    "default_checkpoint_segments",
     "make_executor",
     "schedule_for",
 ]

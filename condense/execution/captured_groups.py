@@ -1,9 +1,9 @@
 """A group of whole segments through all layers, captured as CUDA graphs when its shape is used a second time.
 
 The inputs of a group are its rotary tables, the hidden states of its segments, and the memories before it; its outputs
-are the last layer's hidden states and the memories after it. All else is part of a capture.
+are the last layer's hidden states of each segment, and the memories after it. All else is part of a capture.
 
-Axes: R rows of a chunk, x tokens of a group, D hidden size.
+Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
 import logging
@@ -69,9 +69,9 @@ class Group:
 
     def run(self, layers: nn.ModuleList, inputs: Tensors) -> Tensors:
         """The outputs; a segment takes nothing but its shape from the metadata."""
-        tables, (hidden_RxD, *memories) = inputs[:NUM_TABLES], inputs[NUM_TABLES:]
+        tables, rest = inputs[:NUM_TABLES], inputs[NUM_TABLES:]
+        embedded, memories = iter(rest[: len(self.segments)]), rest[len(self.segments) :]
         chunk = self.segments[0].chunk
-        embedded = iter(hidden_RxD.split(chunk.width, dim=1))
         state = TransientState(chunk.batch_size, chunk.segment_length, pairs_of(memories) or [None] * len(layers))
         state.rows = chunk.rows
         executor: Executor
@@ -82,9 +82,9 @@ class Group:
             one_by_one = [stack.band(number, number + 1) for number in range(len(layers))]
             executor = SequentialExecutor(one_by_one, state, lambda chunk: next(embedded))
         outputs = [each for segment in self._static(tables) for each in executor.submit(segment)] + executor.finish()
-        last_RxD = torch.cat([hidden_RTD for _, hidden_RTD in outputs], dim=1)
         after = state.memories if self.writes_memory else []
-        return last_RxD, *chain.from_iterable(memory for memory in after if memory is not None)
+        memories_after = chain.from_iterable(memory for memory in after if memory is not None)
+        return *(hidden_RTD for _, hidden_RTD in outputs), *memories_after
 
     def _static(self, tables: Tensors) -> list[AttentionMetadata]:
         """The segments' metadata with these tables, and masks that are made within the capture."""
@@ -321,8 +321,8 @@ class CapturedGroups:
         if stored not in self._pools:
             self._pools[stored] = self.graphs.new_pool(self.device)
         weight_D = self.layers[0].get_parameter("input_layernorm.weight")
-        hidden_RxD = weight_D.new_zeros(len(chunk.rows), len(group.segments) * chunk.width, len(weight_D))
-        inputs = *group.tables, hidden_RxD, *memories
+        hidden_RTD = weight_D.new_zeros(len(chunk.rows), chunk.width, len(weight_D))
+        inputs = *group.tables, *[hidden_RTD] * len(group.segments), *memories
         arguments = self.layers, group, inputs, self.graphs, self._pools[stored]
         if not torch.is_grad_enabled():
             return CapturedGroup(*arguments)

@@ -10,7 +10,7 @@ A shape is captured at its second use. Parts of segments, shapes that occur once
 that begins while another one waits for its backward pass run as without graphs. Embeddings, the final norm, the head
 and the loss are not part of a graph.
 
-Axes: R rows of a chunk, x tokens of a group, D hidden size.
+Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
 from collections.abc import Sequence
@@ -90,17 +90,17 @@ class GraphExecutor:
         self, captured: CapturedGroup, group: Group, memories: Sequence[torch.Tensor]
     ) -> list[ChunkOutput]:
         chunks = [metadata.chunk for metadata in group.segments]
-        inputs = [torch.cat([self.embed(chunk) for chunk in chunks], dim=1), *memories]
+        inputs = [*(self.embed(chunk) for chunk in chunks), *memories]
         if torch.is_grad_enabled():
             if self.link is None:
                 self.link = Begin.apply(self.groups.sums, inputs[0].new_zeros(()), *self.groups.sums.weights)
             with storage_of(self.checkpoint):
-                self.link, last_RxD, *tensors = _Group.apply(captured, group, self.link, *inputs)
+                self.link, *outputs = _Group.apply(captured, group, self.link, *inputs)
         else:
-            last_RxD, *tensors = captured.forward((*group.tables, *inputs))
+            outputs = list(captured.forward((*group.tables, *inputs)))
         if group.writes_memory:
-            self.state.write_memory(pairs_of(tensors), chunks[-1])
-        return list(zip(chunks, last_RxD.split(chunks[0].width, dim=1), strict=True))
+            self.state.write_memory(pairs_of(outputs[len(chunks) :]), chunks[-1])
+        return list(zip(chunks, outputs[: len(chunks)], strict=True))
 
 
 class _Group(torch.autograd.Function):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from ..configuration import CondenseConfig
 from ..memory import RecurrentState
@@ -27,6 +27,7 @@ CPU_BAND_BYTES = 16 * 2**20
 CUDA_CELLS_PER_DIAGONAL = 2
 # Not measured above 1,024. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
 CUDA_CELL_TOKENS = 4096
+GROUP_TOKENS, GROUP_BYTES = 4096, 8 * 2**30
 CAPTURING_DEVICES = ("cuda",)  # where "auto" trains by graphs
 
 
@@ -150,6 +151,16 @@ def reason_for_sequential(
             "which fill a GPU without a wave"
         )
     return None
+
+
+def default_checkpoint_segments(config: LlamaConfig, cell_tokens: int, itemsize: int) -> int:
+    """The segments of a group of gradient checkpointing that is captured: as many as have `GROUP_TOKENS`, unless their
+    activations take more than `GROUP_BYTES`. `cell_tokens` are those of a segment in all rows."""
+    keys = config.num_key_value_heads * config.head_dim
+    width = 5 * config.hidden_size + 2 * config.num_attention_heads * config.head_dim
+    token_bytes = itemsize * config.num_hidden_layers * (width + 6 * keys + 3 * config.intermediate_size)
+    segments = min(GROUP_TOKENS // cell_tokens, GROUP_BYTES // (cell_tokens * token_bytes))
+    return 2 ** (max(segments, 1).bit_length() - 1)
 
 
 def faster_as_wave(config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int) -> bool:

@@ -247,7 +247,8 @@ class _StackedParameter:
         return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
 
     def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
-        """The members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not reach the parameters."""
+        """The members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not reach the
+        parameters."""
         assert self.tensor_mx is not None
         if not torch.is_grad_enabled():
             return self.tensor_mx

@@ -93,7 +93,7 @@ def configure(model: Any, variant: ModelVariant) -> None:
 def set_checkpointing(model: Any, enabled: bool, segments: int = 1) -> None:
     """Gradient checkpointing: by layer in stock models, by groups of segments in a folded one."""
     if enabled:
-        groups = {"checkpoint_segments": segments} if segments > 1 else {}
+        groups = {"checkpoint_segments": segments} if hasattr(model.config, "segment_length") else {}
         model.gradient_checkpointing_enable({"use_reentrant": False, **groups})
     else:
         model.gradient_checkpointing_disable()

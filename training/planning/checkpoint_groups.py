@@ -1,21 +1,31 @@
-"""The segments that gradient checkpointing computes again at once: what `model.checkpoint_segments=auto` stands for."""
+"""The segments that gradient checkpointing computes again at once: what `model.checkpoint_segments` stands for as null
+and as "auto"."""
 
 from transformers import LlamaConfig
+
+from condense.execution import default_checkpoint_segments
 
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .activations import kept_by_condense
-from .passes import Pass, passes
+from .passes import Pass, element_size, passes
+
+WAVE_SEGMENTS = 8
 
 
 def with_checkpoint_segments(config: LlamaConfig, recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with a number in the place of "auto": the one that needs the least memory at its longest texts.
+    """The recipe with a number in the place of None, by the rule of the model's own default, and of "auto": the number
+    that needs the least memory at its longest texts.
 
     Large groups store few memories and hold many activations. Equal numbers of bytes go to the larger group. Without
     gradient checkpointing the recipe is as it was.
     """
     model = recipe.model
-    if not isinstance(model, CondenseModel) or model.checkpoint_segments != "auto" or not recipe.gradient_checkpointing:
+    if not isinstance(model, CondenseModel) or not recipe.gradient_checkpointing:
+        return recipe
+    if model.checkpoint_segments is None:
+        return _with(recipe, _default(config, recipe, ranks))
+    if model.checkpoint_segments != "auto":
         return recipe
     longest = max(passes(config, recipe, ranks), key=lambda each: len(each.segments))
     candidates = [2**power for power in range(len(longest.segments).bit_length())]
@@ -24,6 +34,21 @@ def with_checkpoint_segments(config: LlamaConfig, recipe: Recipe, ranks: int) ->
     return min(
         (_with(recipe, number) for number in reversed(candidates)), key=lambda each: _bytes(config, each, longest)
     )
+
+
+def _default(config: LlamaConfig, recipe: Recipe, ranks: int) -> int:
+    """Groups pay where a GPU can capture them: not with adapters, depth blocks or ZeRO-3."""
+    assert isinstance(recipe.model, CondenseModel)
+    if recipe.model.schedule == "wavefront":
+        return WAVE_SEGMENTS
+    zero_3 = (recipe.deepspeed_settings().get("zero_optimization") or {}).get("stage") == 3
+    has_depth = getattr(config, "depth", None) is not None
+    if recipe.model.schedule == "sequential" or recipe.lora is not None or zero_3 or has_depth:
+        return 1
+    longest = max(len(each.segments) for each in passes(config, recipe, ranks))
+    cell_tokens = recipe.micro_batch * recipe.model.tokens_per_segment(config)
+    default = default_checkpoint_segments(config, cell_tokens, element_size(recipe))
+    return min(default, 2 ** (longest.bit_length() - 1))
 
 
 def _with(recipe: Recipe, segments: int) -> Recipe:

@@ -131,8 +131,10 @@ class CondenseModel(ModelKind):
     offload_memories: Annotated[bool, MAY_CHANGE] = Field(
         False, description="checkpoints wait for the backward pass in the host's memory"
     )
-    checkpoint_segments: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], MAY_CHANGE] = Field(
-        1, description="segments that checkpointing computes again at once; auto: those that need least memory"
+    checkpoint_segments: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"] | None, MAY_CHANGE] = Field(
+        None,
+        description="segments that checkpointing computes again at once; auto: those that need least memory; null: "
+        "those that fill a GPU",
     )
 
     has_segments = True
@@ -168,8 +170,8 @@ class CondenseModel(ModelKind):
         return {"schedule": self.schedule}
 
     def checkpointing_options(self) -> dict[str, Any]:
-        assert self.checkpoint_segments != "auto", "see planning.checkpoint_groups"
-        segments = {"checkpoint_segments": self.checkpoint_segments} if self.checkpoint_segments > 1 else {}
+        assert isinstance(self.checkpoint_segments, int), "see planning.checkpoint_groups"
+        segments = {"checkpoint_segments": self.checkpoint_segments}
         return segments | ({"offload_memories": True} if self.offload_memories else {})
 
     def tokens_per_segment(self, config: Any) -> int:
@@ -182,7 +184,7 @@ class CondenseModel(ModelKind):
                 "model.offload_memories=true moves the memories that checkpoints keep: set gradient_checkpointing=true "
                 "too"
             )
-        if self.checkpoint_segments != 1 and not gradient_checkpointing:
+        if self.checkpoint_segments not in (None, 1) and not gradient_checkpointing:
             raise ValueError(
                 f"model.checkpoint_segments={self.checkpoint_segments} is a number of gradient checkpointing: set "
                 "gradient_checkpointing=true too"

@@ -1,5 +1,5 @@
-"""Groups of segments from a graph give the logits, state and gradients of the equations. A CUDA graph is replaced by a recording
-that replays on the CPU."""
+"""Groups of segments from a graph give the logits, state and gradients of the equations. A CUDA graph is replaced by a
+recording that replays on the CPU."""
 
 import copy
 import gc

@@ -15,6 +15,8 @@ def recipe(total_length, rows=2, dtype="bfloat16", attention="sdpa", checkpointi
     fields = {"global_batch": rows, "stages": [{"total_length": total_length, "steps": 100}]} | fields
     keys = ("segment_length", "bptt_segments", "schedule", "checkpoint_segments")
     model = {name: fields.pop(name) for name in keys if name in fields}
+    if kind == "condense":
+        model.setdefault("checkpoint_segments", 1)
     return Recipe(
         model={"kind": kind, "source": "m", **model},
         output="o",

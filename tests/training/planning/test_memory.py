@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.execution.stacking import stack_of
 from condense.loss import max_tokens
+from condense.loss_gradient import part_tokens
 from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
@@ -115,7 +116,7 @@ def head_gradients(config, trained) -> int:
     The sum over several parts is in float32.
     """
     tokens = trained.micro_batch * trained.stages[0].total_length
-    single = tokens <= max_tokens(config.vocab_size)  # part of the loss
+    single = tokens <= part_tokens(max_tokens(config.vocab_size), "cuda")  # part of the loss
     return config.vocab_size * config.hidden_size * (getattr(torch, trained.dtype).itemsize if single else 4)
 
 
@@ -223,6 +224,25 @@ def test_auto_takes_the_group_that_needs_least(segments, chosen):
     assert resolved == min(needed, key=needed.__getitem__) == chosen
     assert estimate(config, auto, PLAIN, 1).total == needed[chosen]
     assert with_checkpoint_segments(config, recipe(64), 1).model.checkpoint_segments == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "segments", "fields", "chosen"),
+    [
+        (1, 16, {}, 8),
+        (1, 4, {}, 4),
+        (8, 16, {}, 1),
+        (1, 16, {"schedule": "wavefront"}, 8),
+        (1, 16, {"schedule": "sequential"}, 1),
+        (1, 16, {"deepspeed": "zero3"}, 1),
+        (1, 16, {"lora": {"rank": 4}}, 1),
+    ],
+)
+def test_groups_fill_a_gpu_unless_they_are_set(rows, segments, fields, chosen):
+    """4,096 tokens, where a graph can be captured; a model's own default is the same number."""
+    config = CondenseConfig(**LLAMA_1B, segment_length=512)
+    free = recipe(512 * segments, rows, checkpointing=True, segment_length=512, checkpoint_segments=None, **fields)
+    assert with_checkpoint_segments(config, free, 1).model.checkpoint_segments == chosen
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -343,7 +363,8 @@ def test_zero_2_comes_down_to_the_weights_and_what_is_owned():
 def test_the_curriculums_length_that_needs_most():
     config = LlamaConfig(**SMALL)
     curriculum = {"steps": 100, "tokens_per_step": 2048, "first_segments": 2, "last_segments": 16}
-    fields = {"model": {"source": "m", "segment_length": 32}, "output": "o", "data": {"task": "passkey"}}
+    model = {"source": "m", "segment_length": 32, "checkpoint_segments": 1}
+    fields = {"model": model, "output": "o", "data": {"task": "passkey"}}
     fields |= {"curriculum": curriculum}
     parts = [
         estimate(config, Recipe(**fields, gradient_checkpointing=checkpointing), PLAIN, 2)

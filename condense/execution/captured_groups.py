@@ -280,6 +280,8 @@ class CapturedGroups:
             return False  # within a backward pass a capture would add to its sums
         if self._is_stored(group) and (self.flights.is_busy() or moves_saved_tensors()):
             return False
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # by the caller
         self._uses[key] += 1
         if key in self._captured:
             return True

@@ -87,12 +87,48 @@ def train(
     """
     # Preflight checks the package of report_to.
     check_installed("condense train", "train", without=("tensorboard", *(["deepspeed"] if dry_run else [])))
-    if report is not None and not dry_run:
+    if dry_run:
+        _print_plan(recipe, overrides or [], ranks, report, gpu_memory, tokens_per_second)
+    else:
+        _check_no_plan_options(report, gpu_memory, tokens_per_second)
+        _run_recipe(recipe, overrides or [], ranks)
+
+
+def _check_no_plan_options(report: Path | None, gpu_memory: float | None, tokens_per_second: str | None) -> None:
+    """Raises `ValueError` for options that belong to a dry run."""
+    if report is not None:
         raise ValueError(f"--report {report} needs --dry-run: a run writes log.jsonl into its output.")
     for name, value in (("--gpu-memory", gpu_memory), ("--tokens-per-second", tokens_per_second)):
-        if value is not None and not dry_run:
+        if value is not None:
             raise ValueError(f"{name} {value} needs --dry-run: it changes what is planned, not what is run.")
+
+
+def _print_plan(
+    recipe: str,
+    overrides: list[str],
+    ranks: int | None,
+    report: Path | None,
+    gpu_memory: float | None,
+    tokens_per_second: str | None,
+) -> None:
+    """Prints the plan of a run and the memory that it needs, and writes the figures to the report, if there is one."""
+    import torch
+
     from condense.files import check_output_file
+    from condense.training.planning.dry_run import dry_run
+    from condense.training.recipe import load_recipe
+
+    if report is not None:
+        check_output_file(report)
+    planned = load_recipe(recipe, overrides)
+    figures, text = dry_run(planned, ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second)
+    print(text)
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
+
+
+def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
+    """Checks a run and launches its ranks, unless it is finished. Exits with their code where they were stopped."""
     from condense.training.checkpoints.resume import finished
     from condense.training.launch import how_ranks_ended, launch, local_overrides, num_ranks
     from condense.training.output_lock import check_unlocked
@@ -100,33 +136,19 @@ def train(
     from condense.training.recipe import load_recipe
     from condense.training.subprocesses import STOPPED
 
-    if report is not None:
-        check_output_file(report)
-    given = overrides or []
-    if not dry_run:
-        quiet()
-        resolved = load_recipe(recipe, local_overrides(given))
-        check_unlocked(resolved.output)
-        if (said := finished(resolved)) is not None:
-            print(said)
-            return
-        check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
-        try:
-            launch(recipe, given, ranks)
-        except subprocess.CalledProcessError as error:
-            if error.returncode == STOPPED:
-                raise typer.Exit(STOPPED) from None
-            raise ValueError(how_ranks_ended(error.returncode)) from None
+    quiet()
+    resolved = load_recipe(recipe, local_overrides(overrides))
+    check_unlocked(resolved.output)
+    if (said := finished(resolved)) is not None:
+        print(said)
         return
-    import torch
-
-    from condense.training.planning.dry_run import dry_run as describe
-
-    planned = load_recipe(recipe, given)
-    figures, text = describe(planned, ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second)
-    print(text)
-    if report is not None:
-        report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
+    try:
+        launch(recipe, overrides, ranks)
+    except subprocess.CalledProcessError as error:
+        if error.returncode == STOPPED:
+            raise typer.Exit(STOPPED) from None
+        raise ValueError(how_ranks_ended(error.returncode)) from None
 
 
 @app.command(epilog=f"Recipes of this package: {', '.join(recipe_names())}.")

@@ -66,12 +66,8 @@ def generate(
 ) -> None:
     """Reads a prompt of any length in constant memory and streams the answer."""
     quiet()
-    import torch
-
-    from condense.chat import chat_text, check_chat_template, end_tokens
     from condense.checks import check_attention, check_dtype
     from condense.files import check_output_file, read_text
-    from condense.prompts import AnswerFile, fingerprint
 
     check_dtype(dtype)
     check_attention(attention)
@@ -83,38 +79,21 @@ def generate(
     fields = {} if segment_length is None else {"segment_length": segment_length}
     components = None if control is None else _components(control, model)
     fixed = "compiled" if compiled_decoding else fixed_decoding
-    file = None
-    if answers is not None:
-        check_output_file(answers)
-        settings = {
-            "model": fingerprint(model), "prompt_file": hashlib.sha256(before.encode()).hexdigest() if before else None,
-            "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "dtype": dtype,
-            "attention": attention, "chat": chat, "fixed_decoding": fixed, "control": components, **fields,
-        }  # fmt: skip
-        file = AnswerFile(answers, asked, settings)
+    settings = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "dtype": dtype,
+        "attention": attention, "chat": chat, "fixed_decoding": fixed, "control": components, **fields,
+    }  # fmt: skip
+    file = None if answers is None else _answer_file(answers, asked, model, before, settings)
     if chat:
-        template = _load_tokenizer(model)
-        check_chat_template(template, model)
-        for one in asked:
-            chat_text(template, before + one.text)
+        _check_chat(model, before, asked)
     loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
     loaded.fixed_decoding = fixed
     options = {"max_new_tokens": max_new_tokens, **sampling}
-    if chat:
-        options["eos_token_id"] = sorted(end_tokens(loaded, tokenizer, chat=True)) or None
-    given = {} if components is None else {"control": torch.tensor([components], device=loaded.device)}
-
-    def answer(text: str, stream: bool) -> dict[str, Any]:
-        figures = _answer(loaded, tokenizer, before + text, chat, seed, options, given, stream)
-        return figures | {"chat": chat, "control": components}
-
+    answer = _answering(loaded, tokenizer, before, chat, seed, components, options)
     if file is not None:
         _answer_all(asked, file, answer)
-        return
-    figures = answer(prompt, stream=True)
-    _print_figures(figures)
-    if report is not None:
-        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
+    else:
+        _report_answer(answer(prompt, stream=True), report)
 
 
 def _asked(
@@ -137,6 +116,51 @@ def _asked(
     if answers.exists() and prompts.exists() and answers.samefile(prompts):
         raise ValueError(f"--answers {answers} is the file of --prompts: pass another one.")
     return read_prompts(prompts, prompt_field)
+
+
+def _answer_file(path: Path, asked: Sequence[Any], model: str, before: str, settings: dict[str, Any]) -> Any:
+    """Opens the file of answers, which keeps the settings and what identifies the model and the text before."""
+    from condense.files import check_output_file
+    from condense.prompts import AnswerFile, fingerprint
+
+    check_output_file(path)
+    prompt_file = hashlib.sha256(before.encode()).hexdigest() if before else None
+    return AnswerFile(path, asked, {"model": fingerprint(model), "prompt_file": prompt_file, **settings})
+
+
+def _check_chat(model: str, before: str, asked: Sequence[Any]) -> None:
+    """Raises `ValueError` for a model without a chat template, and for a prompt that its template does not take."""
+    from condense.chat import chat_text, check_chat_template
+
+    tokenizer = _load_tokenizer(model)
+    check_chat_template(tokenizer, model)
+    for one in asked:
+        chat_text(tokenizer, before + one.text)
+
+
+def _answering(
+    model: Any,
+    tokenizer: Any,
+    before: str,
+    chat: bool,
+    seed: int,
+    components: list[float] | None,
+    options: dict[str, Any],
+) -> Callable[..., dict[str, Any]]:
+    """Returns the function that answers a prompt; `options` are arguments of `generate`."""
+    import torch
+
+    from condense.chat import end_tokens
+
+    if chat:
+        options = options | {"eos_token_id": sorted(end_tokens(model, tokenizer, chat=True)) or None}
+    given = {} if components is None else {"control": torch.tensor([components], device=model.device)}
+
+    def answer(text: str, stream: bool) -> dict[str, Any]:
+        figures = _answer(model, tokenizer, before + text, chat, seed, options, given, stream)
+        return figures | {"chat": chat, "control": components}
+
+    return answer
 
 
 def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str, Any]]) -> None:
@@ -266,6 +290,13 @@ def _decode(
             **options,
         )
     return output, time.perf_counter() - start
+
+
+def _report_answer(figures: dict[str, Any], report: Path | None) -> None:
+    """Prints the figures of a single answer, and writes them to the report, if there is one."""
+    _print_figures(figures)
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

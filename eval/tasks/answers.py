@@ -7,13 +7,13 @@ within a longer word or number.
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import regex
 import torch
 
 from condense.chat import chat_ids, end_tokens
@@ -33,15 +33,17 @@ from .chat import check_chat, shown_name
 from .grids import pooled
 from .options import AnswersOptions
 
-PATTERNS = {
-    "exact": r"[^\w.+-]*{before}{text}{after}\W*",
+# Scripts without spaces between words. Both kana use the marks of length and voicing, which are of neither script.
+WITHOUT_SPACES = (
+    r"[\p{Script=Thai}\p{Script=Lao}\p{Script=Myanmar}\p{Script=Khmer}\p{Script=Han}"
+    r"\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]"
+)
+WORD = rf"(?!{WITHOUT_SPACES})[\pL\pN_]"  # a character of the other scripts
+PATTERNS = {  # [\pL\pN_]: the \w of `regex` has combining marks as well
+    "exact": r"[^\pL\pN_.+-]*{before}{text}{after}[^\pL\pN_]*",
     "begins": r"{text}{after}.*",
     "contains": r".*?{before}{text}{after}.*",
 }
-WORD = (  # a character of scripts with spaces between words
-    r"[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
-    r"\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
-)
 
 SAID_OF = {"exact": "is", "begins": "begins with", "contains": "contains"}
 
@@ -205,7 +207,7 @@ def _files(results: Results) -> str:
 def is_right(answer: str, expected: Sequence[str], match: str) -> bool:
     """Whether an answer matches one of those expected."""
     text = _plain(answer)
-    return any(re.fullmatch(_pattern(_plain(one), match), text) for one in expected)
+    return any(regex.fullmatch(_pattern(_plain(one), match), text) for one in expected)
 
 
 def _written(number: int | float) -> str:
@@ -220,17 +222,17 @@ def _pattern(expected: str, match: str) -> str:
     between digits, belong to a number.
     """
     before = after = ""
-    if re.match(WORD, expected[0]):
+    if regex.match(WORD, expected[0]):
         before = rf"(?<!{WORD})"
-    if re.match(WORD, expected[-1]):
+    if regex.match(WORD, expected[-1]):
         after = rf"(?!{WORD})"
     if expected[0].isdigit():  # not within 3.14, 1,000 or 1/2, nor after a sign, which follows no letter or digit
         before += rf"(?<!\d[.,/])(?<!(?<!{WORD})[-+.])"
-    elif re.match(r"[-+.]+\d", expected):  # its sign is not a minus or point between digits
+    elif regex.match(r"[-+.]+\d", expected):  # its sign is not a minus or point between digits
         before = rf"(?<!{WORD})"
     if expected[-1].isdigit():
         after += r"(?![.,/]\d)"
-    return PATTERNS[match].format(before=before, text=re.escape(expected), after=after)
+    return PATTERNS[match].format(before=before, text=regex.escape(expected), after=after)
 
 
 def _plain(text: str) -> str:

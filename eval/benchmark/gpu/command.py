@@ -30,7 +30,7 @@ from .products import products
 from .schedule_ratios import draw, is_drawable, schedule_ratios
 from .session import OutOfTimeError, Session, log, new_session
 from .sizes import REAL, SMOKE, Sizes
-from .steps import steps
+from .steps import step_table, steps
 
 ROOT = Path(__file__).resolve().parents[3]
 OUTPUT, SMOKE_OUTPUT = ROOT / "runs" / "gpu_bench", ROOT / "runs" / "gpu_bench_smoke"
@@ -219,7 +219,8 @@ def _write(output: Path, sizes: Sizes, results: dict[str, Any]) -> str:
         made.append("A rehearsal at tiny sizes: these figures are no measurement.")
     for name, part in results["parts"].items():
         made.append(": ".join(filter(None, (name, part["status"], part["reason"]))))
-    tables = [schedule_ratios(points), table(results["bars"])]
+    judged = [bar for bar in results["bars"] if bar["measured"] is not None or results["smoke"]]
+    tables = [step_table(points), schedule_ratios(points), table(judged)]
     text = "\n\n".join(["\n".join(made), *(str(table) for table in tables if table.rows)])
     write_results(output / "partial", results, points)
     (output / "partial.txt").write_text(text + "\n", encoding="utf-8")

@@ -1,12 +1,14 @@
-"""Training steps beside the stock model's: the package's default, and the order that it had before graphs.
+"""Training steps beside the stock model's: the package's default, and waves without graphs.
 
 Stock and folded models are built one after the other, so that each has the memory for itself.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ...results import Table
 from ..cases import ModelVariant
 from ..timing import free_memory
 from .comparison import compare_variants
@@ -36,6 +38,51 @@ def steps(session: Session) -> None:
                     session.points[-1]["reserved_bytes"] = torch.cuda.memory_reserved()
             del models
             free_memory()
+
+
+COLUMNS = ["training step", "stock [ms]", "by default [ms]", "lowest to highest [ms]", "stock / default", "target"]
+COLUMNS += ["single segments [ms]", "waves, no graph [ms]", "reserved [GiB]"]
+TARGETS = {  # of stock / default, by a model of each kernel's time on an H100
+    "Table I, 1 x 2,048": 1.7,
+    "Table I, 1 x 4,096": 1.68,
+    "Table I, 1 x 16,384": 2.3,
+    "Table I, 1 x 4,096, checkpointing": 1.6,
+    "1.2 B, 1 x 8,192, checkpointing": 1.35,
+    "1.2 B, 1 x 32,768, checkpointing": 2.1,
+    "1.2 B, 8 x 4,096, checkpointing": 1.28,
+}
+
+
+def step_table(points: list[dict[str, Any]]) -> Table:
+    """The steps of the part `steps`, the default beside the stock model."""
+    rows = []
+    for row in dict.fromkeys(point["row"] for point in points if point["row"].startswith("step, ")):
+        stock, *folded = [point for point in points if point["row"] == row]
+        default, single = folded[0], [point for point in folded[1:] if point["schedule"] == "auto"]
+        waves = [point for point in folded if point["schedule"] == "wavefront"]
+        name, known = row.removeprefix("step, "), stock.get("seconds") and default.get("seconds")
+        spread = [f"{1000 * default[key]:.1f}" for key in ("seconds_low", "seconds_high") if key in default]
+        reserved = default.get("reserved_bytes")
+        rows.append(
+            [
+                name,
+                _milliseconds([stock]),
+                _milliseconds([default]),
+                " to ".join(spread),
+                f"{stock['seconds'] / default['seconds']:.2f}" if known else "",
+                f"{TARGETS[name]:g}" if name in TARGETS else "",
+                _milliseconds(single),
+                _milliseconds(waves),
+                "" if reserved is None else f"{reserved / 2**30:.1f}",
+            ]
+        )
+    return Table("training steps", COLUMNS, rows)
+
+
+def _milliseconds(points: list[dict[str, Any]]) -> str:
+    if not points:
+        return ""
+    return "out of memory" if points[0]["out_of_memory"] else f"{1000 * points[0]['seconds']:.1f}"
 
 
 def _variants(segment: int, checkpointing: bool, ungraphed: bool) -> list[ModelVariant]:

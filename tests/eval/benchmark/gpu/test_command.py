@@ -28,7 +28,7 @@ from ....condense.execution.recording import recordings
 EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
 # On a CPU torch traces FlexAttention for each new mask, which takes seconds, and then runs the same code.
 UNTRACED = "from torch.nn.attention import flex_attention; flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True"
-MEASURED = ("training", "training_large", "prefill", "decoding", "schedules", "longest")
+MEASURED = ("training", "training_large", "products", "steps", "prefill", "decoding", "schedules", "longest")
 
 
 def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess:
@@ -204,7 +204,7 @@ def test_parts_by_name_and_by_time(tmp_path, capsys):
     assert "choose from correctness" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("folder", ["gpu", "gpu/longest"])
+@pytest.mark.parametrize("folder", ["gpu", "gpu/longest", "gpu/h100"])
 def test_stored_results_are_judged_again(folder, tmp_path, capsys):
     """The stored tables are those of the present bars, and of the present rule of schedule="auto"."""
     stored = ROOT / "docs" / "results" / folder

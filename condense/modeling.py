@@ -236,7 +236,7 @@ class CondenseModel(CondensePreTrainedModel):
         embed = ChunkEmbedder(
             getattr(self, "embed_tokens", None), inputs, batch, deepcopy(state.positions).chunks(batch.lengths)
         )
-        if call.checkpoint_segments is None and schedule.by_graph:
+        if call.checkpoint_segments is None and schedule.stack is not None:
             cell_tokens = batch.batch_size * self.config.segment_length
             segments = default_checkpoint_segments(self.config, cell_tokens, like.element_size())
         executor = make_executor(schedule, layers, state, embed, call.checkpoint_function, segments or 1)

@@ -50,6 +50,30 @@ class SegmentLosses:
         return sums_2S[0].cpu(), sums_2S[1].cpu()
 
 
+class PendingLosses:
+    """Losses of micro-batches on their way to the host, which does not wait for them: before it launches the backward
+    pass, a GPU would have to finish everything else."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[str, torch.Tensor, torch.cuda.Event | None]] = []
+
+    def add(self, where: str, loss: torch.Tensor) -> None:
+        on_host = loss.detach().to("cpu", non_blocking=True)  # into pinned memory
+        copied = torch.cuda.Event() if loss.is_cuda else None
+        if copied is not None:
+            copied.record()
+        self.copies.append((where, on_host, copied))
+
+    def check(self) -> None:
+        """Raises `FloatingPointError` if a loss is not finite."""
+        copies, self.copies = self.copies, []
+        for where, on_host, copied in copies:
+            if copied is not None:
+                copied.synchronize()
+            if not math.isfinite(on_host.item()):
+                raise FloatingPointError(f"{where} is {on_host.item()}. {UNTOUCHED}")
+
+
 def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, float]:
     """Mean loss of segment 1, 2, 3-4, 5-8, ...: does the memory help later segments?"""
     means, first = {}, 1
@@ -112,6 +136,7 @@ class RecipeTrainer(Trainer):
         self.answers = answers
         self.seconds_at_peak = seconds_at_peak or (lambda tokens: math.nan)
         self.names: list[str] = []  # of the micro-batches of the current step
+        self.pending_losses = PendingLosses()
         self._start_window()
 
     def _start_window(self) -> None:
@@ -130,7 +155,7 @@ class RecipeTrainer(Trainer):
         return self.accelerator.gather(own.to(device)).sum()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The objective's loss; one that is not finite ends the run before its gradients are computed."""
+        """The objective's loss; one that is not finite ends the run before the optimizer moves."""
         assert not return_outputs and num_items_in_batch is not None
         self.names.append(inputs.pop("name"))
         lengths = text_lengths(inputs)
@@ -138,20 +163,25 @@ class RecipeTrainer(Trainer):
         self.window_at_peak += sum(map(self.seconds_at_peak, lengths))
         losses = self.objective.losses(model, inputs, num_items_in_batch)
         loss = losses.loss * self.accelerator.num_processes  # gradients are averaged over ranks, targets are summed
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(
-                f"step {self.state.global_step + 1}, rank {self.args.process_index}: the loss of {self.names[-1]} is "
-                f"{loss.item()}. {UNTOUCHED}"
-            )
+        step, rank = self.state.global_step + 1, self.args.process_index
+        self.pending_losses.add(f"step {step}, rank {rank}: the loss of {self.names[-1]}", loss)
         if self.by_segment:
             self.window.add(losses.sums_S, losses.targets_S)
         return loss
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """Trainer's optimizer, which checks the losses before it moves: DeepSpeed's engine calls it on its own."""
+        is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
+        if is_new:
+            optimizer.register_step_pre_hook(lambda *_: self.pending_losses.check())
+        return optimizer
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Trainer's gradient norm; one that is not finite ends the run, or is counted as the recipe allows.
 
         Without DeepSpeed this runs before the optimizer's step; with it, DeepSpeed has already skipped the step.
         """
+        self.pending_losses.check()  # those of a step that DeepSpeed has skipped
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         names, self.names = self.names, []
         message = (

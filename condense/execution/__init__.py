@@ -31,10 +31,10 @@ def make_executor(
     else:
         assert isinstance(state, TransientState), "a cache is not checkpointed"
         executor = CheckpointedExecutor(kind, layers, state, embed, checkpoint, checkpoint_segments)
-    if not schedule.by_graph:
+    if schedule.stack is None:
         return executor
     segments = checkpoint_segments if checkpoint is not None else None if torch.is_grad_enabled() else SEGMENTS
-    return GraphExecutor(layers, state, embed, executor, checkpoint, segments)
+    return GraphExecutor(layers, schedule.stack, state, embed, executor, checkpoint, segments)
 
 
 __all__ = [

@@ -348,9 +348,8 @@ def moves_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def captured_groups_of(layers: nn.ModuleList) -> CapturedGroups:
-    """The layers' captured groups; new ones when modules, settings or parameters have changed."""
-    stack = stack_of(layers)
+def captured_groups_of(layers: nn.ModuleList, stack: Stack) -> CapturedGroups:
+    """Returns the layers' captured groups; new ones if the stack is another one than theirs."""
     groups = layers.__dict__.get("_captured_groups")  # they live as long as the layers
     if groups is None or groups.stack is not stack:
         groups = layers.__dict__["_captured_groups"] = CapturedGroups(layers, stack)

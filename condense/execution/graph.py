@@ -30,7 +30,7 @@ from .captured_groups import CapturedGroup, Flight, Group, captured_groups_of, p
 from .checkpointing import CheckpointFunction, storage_of
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import ChunkOutput, Executor
-from .stacking import REMEDY, check_stackable
+from .stacking import REMEDY, Stack, stack_of
 from .static_sums import Begin, check_gradient
 
 SEGMENTS = 8  # of a group without gradients
@@ -42,13 +42,15 @@ class GraphExecutor:
     def __init__(
         self,
         layers: nn.ModuleList,
+        stack: Stack,
         state: RecurrentState,
         embed: ChunkEmbedder,
         others: Executor,
         checkpoint: CheckpointFunction | None,
         group_segments: int | None,
     ):
-        self.groups, self.state, self.embed, self.others = captured_groups_of(layers), state, embed, others
+        self.groups = captured_groups_of(layers, stack)
+        self.state, self.embed, self.others = state, embed, others
         self.checkpoint, self.group_segments = checkpoint, group_segments
         self.segments: list[AttentionMetadata] = []
         self.link: torch.Tensor | None = None
@@ -128,8 +130,9 @@ def has_whole_segments(lengths: Sequence[int], positions: SegmentPositions) -> b
     return min(rest) >= length
 
 
-def check_graph(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> None:
-    """Raises `ValueError` where segments can't be computed by graphs; changes nothing."""
+def graph_stack(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> Stack:
+    """Returns the layers' stack, which graphs read. Raises `ValueError`, before anything has changed, if segments can't
+    be computed by graphs."""
     device = next(layers.parameters()).device.type
     if device not in GRAPHS:
         raise ValueError(f"schedule='graph' replays CUDA graphs, and the model is on {device}: {REMEDY}.")
@@ -161,4 +164,4 @@ def check_graph(config: CondenseConfig, layers: nn.ModuleList, has_durations: bo
         )
     if torch.nn.modules.module._has_any_global_hook():
         raise ValueError(f"there are hooks on all modules, which a replayed graph does not call: {REMEDY}.")
-    check_stackable(layers)
+    return stack_of(layers)

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from ..configuration import CondenseConfig
 from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
-from .graph import check_graph, has_whole_segments
-from .stacking import REMEDY, check_stackable, is_stackable
+from .graph import graph_stack, has_whole_segments
+from .stacking import REMEDY, Stack, check_stackable, is_stackable
 
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
@@ -32,10 +32,11 @@ CAPTURING_DEVICES = ("cuda",)  # where "auto" trains by graphs
 
 
 class Schedule(NamedTuple):
-    """The order of a call's cells, "sequential" or "wavefront", and whether groups of segments are captured."""
+    """The order of a call's cells, "sequential" or "wavefront", and the layers' stack if groups of segments are
+    captured."""
 
     order: str
-    by_graph: bool = False
+    stack: Stack | None = None
 
 
 def schedule_for(
@@ -75,30 +76,33 @@ def schedule_for(
         return Schedule("sequential")
     if requested in ("sequential", "wavefront"):
         return Schedule(requested)
-    by_graph = has_whole_segments(lengths, state.positions)
-    if requested == "graph" and by_graph:
-        check_graph(root.config, layers, has_durations, sharded)
-    elif by_graph:
-        by_graph = _takes_graph(root.config, layers, has_durations, sharded)
+    stack = None
+    if has_whole_segments(lengths, state.positions):
+        find = graph_stack if requested == "graph" else _graph_stack_of_auto
+        stack = find(root.config, layers, has_durations, sharded)
     if sharded:
         return Schedule("sequential")
-    order = choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments, stackable=by_graph)
-    return Schedule(order, by_graph)
+    stackable = stack is not None
+    order = choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments, stackable)
+    return Schedule(order, stack)
 
 
-def _takes_graph(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> bool:
-    """Whether "auto" captures groups: in training, unless they are refused or some layers are frozen, whose activations
-    a captured group would store."""
+def _graph_stack_of_auto(
+    config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool
+) -> Stack | None:
+    """Returns the stack if "auto" captures groups: in training, unless they are refused or some layers are frozen.
+
+    Captured groups would store the activations of frozen layers.
+    """
     weight = next(layers.parameters(), None)
     if weight is None or weight.device.type not in CAPTURING_DEVICES or not torch.is_grad_enabled():
-        return False
+        return None
     if {parameter.requires_grad for parameter in layers.parameters()} != {True}:
-        return False
+        return None
     try:
-        check_graph(config, layers, has_durations, sharded)
+        return graph_stack(config, layers, has_durations, sharded)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def choose_schedule(

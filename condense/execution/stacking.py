@@ -170,7 +170,7 @@ def _described(module: nn.Module) -> tuple:
 def _arrangement(layers: nn.ModuleList) -> list[Any]:
     """Everything that a stack depends on, but not whether it trains.
 
-    The order is that of `layers.modules()`, ten times as fast: every call of the model asks twice.
+    The order is that of `layers.modules()`, ten times as fast: every call of the model asks.
     """
     found: list[Any] = []
     modules: list[nn.Module] = [layers]

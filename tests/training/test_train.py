@@ -10,6 +10,7 @@ from random import Random
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
@@ -274,6 +275,37 @@ def test_a_loss_that_is_not_finite_stops_the_run(stages, tmp_path):
     assert "The optimizer has not moved" in printed
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
     assert [line["step"] for line in log_lines(tmp_path)] == [1]
+
+
+def train_with_an_infinite_loss(arguments: list[str]) -> None:
+    """In step 3, of 2 micro-batches, the loss of the first is infinite and its gradient finite."""
+    forward, calls, moves = CondenseForCausalLM.forward, [0], [0]
+
+    def count(*_):
+        moves[0] += 1
+
+    def poisoned(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        calls[0] += self.training
+        if calls[0] == 5:
+            output.loss = output.loss + float("inf")
+        return output
+
+    CondenseForCausalLM.forward = poisoned
+    register_optimizer_step_post_hook(count)
+    try:
+        train_with(arguments)
+    finally:
+        print(f"{calls[0]} micro-batches, {moves[0]} moves")
+
+
+def test_an_infinite_loss_with_a_finite_gradient_moves_no_weight(stages, tmp_path):
+    """DeepSpeed sees nothing wrong: the optimizer itself asks for the losses. It moves its two groups one by one."""
+    overrides = [f"output={tmp_path}", "deepspeed=deepspeed_configs/zero2_cpu.json"]
+    succeeded, printed = run_ranks(train_with_an_infinite_loss, ["--recipe", str(stages), *overrides])
+    assert not succeeded
+    assert "step 3, rank 0: the loss of sequences" in printed and "is inf" in printed
+    assert "6 micro-batches, 4 moves" in printed
 
 
 def train_with_a_poisoned_gradient(arguments: list[str]) -> None:

@@ -38,27 +38,35 @@ def compare_variants(
     length: int,
     batch: int = 1,
     warm_ups: int = 1,
+    in_a_row: int = 1,
 ) -> None:
-    """Compares variants on a text of random tokens, and adds a point for each under the name `row`."""
+    """Compares variants on a text of random tokens, and adds a point for each under the name `row`.
+
+    A repeat makes `in_a_row` calls, as a loop of training does: while the device is busy with a call, the host prepares
+    the next one. `seconds` are those of one call.
+    """
     entries = []
     for variant in variants:
         model = models[variant.kind]
         case = BenchmarkCase(**asdict(variant), mode=mode, length=length, batch=batch)
         call = WHOLE_TEXT_WORKLOADS[mode](model, random_ids(model, batch, length))
         entries.append(Entry(row, case, model, call))
-    compare(session, entries, session.sizes.repeats, warm_ups)
+    compare(session, entries, session.sizes.repeats, warm_ups, in_a_row)
 
 
-def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: int = 1) -> None:
+def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: int = 1, in_a_row: int = 1) -> None:
     """Measures the entries in turn and adds their points.
 
-    `first_seconds` is the time of the first call, in which kernels are loaded and a graph is captured unless a call
+    `first_seconds` is the time of the first repeat, in which kernels are loaded and a graph is captured unless a call
     before did so; `seconds` is the median of the repeats. `peak_bytes` is the peak during them, on CUDA without what
     other entries hold, and absent for graphs; `before_bytes` is the model alone. An entry that does not fit into memory
     has `out_of_memory`.
     """
     free_memory()
-    contenders = [Contender(entry.model, entry.call, partial(configure, entry.model, entry.case)) for entry in entries]
+    contenders = [
+        Contender(entry.model, partial(_repeat, entry.call, in_a_row), partial(configure, entry.model, entry.case))
+        for entry in entries
+    ]
     firsts = [sample(contender, session.memory) for contender in contenders]
     fitting = [contender for contender, first in zip(contenders, firsts, strict=True) if first is not None]
     measured = iter(measure_in_turn(fitting, session.memory, repeats, warm_ups - 1, partial(_has_time, session)))
@@ -73,11 +81,17 @@ def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: 
             "before_bytes": parameter_bytes(entry.model),
         }
         if first is not None and samples:
-            point |= {"first_seconds": first.seconds, **summarize([one.seconds for one in samples])}
+            point |= {"first_seconds": first.seconds, **summarize([one.seconds / in_a_row for one in samples])}
+            point |= {} if in_a_row == 1 else {"in_a_row": in_a_row}
             if not _is_replayed(entry.case):
                 point["peak_bytes"] = max(one.peak_bytes for one in samples)
         session.points.append(point)
         log(f"  {describe(point)}")
+
+
+def _repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def _is_replayed(case: BenchmarkCase) -> bool:

@@ -15,7 +15,7 @@ from .comparison import compare_variants
 from .parts import CHECKPOINT_SEGMENTS
 from .session import OutOfTimeError, Session, build_models
 
-WARM_UPS = 4  # a shape is captured at its second use
+IN_A_ROW = 4  # steps of a repeat; a shape is captured at its second use, in the first repeat
 UNGRAPHED = 8192  # tokens up to which waves are measured without graphs, too: the host takes seconds for more
 
 
@@ -28,12 +28,12 @@ def steps(session: Session) -> None:
             row = f"step, {name}, {batch} x {length:,}" + ", checkpointing" * checkpointing
             stock = [ModelVariant(kind="stock", checkpointing=checkpointing)]
             models = build_models(session, shape, ["stock"])
-            compare_variants(session, row, "training", models, stock, length, batch)
+            compare_variants(session, row, "training", models, stock, length, batch, in_a_row=IN_A_ROW)
             del models
             free_memory()
             models = build_models(session, shape, ["folded"])
             for variant in _variants(session.sizes.segment, checkpointing, ungraphed=batch * length <= UNGRAPHED):
-                compare_variants(session, row, "training", models, [variant], length, batch, WARM_UPS)
+                compare_variants(session, row, "training", models, [variant], length, batch, in_a_row=IN_A_ROW)
                 if session.device.type == "cuda":
                     session.points[-1]["reserved_bytes"] = torch.cuda.memory_reserved()
             del models

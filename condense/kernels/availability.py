@@ -21,12 +21,12 @@ def uses_kernels(tensor: torch.Tensor) -> bool:
     interpreter (TRITON_INTERPRET=1), on the CPU; and nothing watches or transforms the operations."""
     if is_transformed() or type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
-    device = tensor.device
-    if tensor.dtype not in DTYPES.get(device.type, ()) or tensor.numel() == 0 or is_in_torch_dispatch_mode():
+    device, dtype = tensor.device, tensor.dtype
+    if device.type not in DTYPES or not dtype.is_floating_point or tensor.numel() == 0 or is_in_torch_dispatch_mode():
         return False
     if device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
-    return _is_supported(device.index)
+        return dtype in DTYPES["cpu"] and os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return _is_supported(device.index) and _has_kernels(dtype)
 
 
 @cache
@@ -36,6 +36,14 @@ def has_triton() -> bool:
     except ImportError:
         return False
     return True
+
+
+@cache
+def _has_kernels(dtype: torch.dtype) -> bool:
+    """Says once for each dtype that it has no kernels on a GPU."""
+    if dtype not in DTYPES["cuda"]:
+        logger.warning("There are no fused kernels for %s: plain operations take their place.", dtype)
+    return dtype in DTYPES["cuda"]
 
 
 @cache

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from condense.execution.selection import CAPTURING_DEVICES
+
 from ..cases import BenchmarkCase, ModelVariant
 from ..models import configure, parameter_bytes
 from ..timing import Contender, free_memory, measure_in_turn, sample, summarize
@@ -83,7 +85,7 @@ def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: 
         if first is not None and samples:
             point |= {"first_seconds": first.seconds, **summarize([one.seconds / in_a_row for one in samples])}
             point |= {} if in_a_row == 1 else {"in_a_row": in_a_row}
-            if not _is_replayed(entry.case):
+            if not _is_replayed(entry):
                 point["peak_bytes"] = max(one.peak_bytes for one in samples)
         session.points.append(point)
         log(f"  {describe(point)}")
@@ -94,9 +96,11 @@ def _repeat(call: Callable[[], object], times: int) -> None:
         call()
 
 
-def _is_replayed(case: BenchmarkCase) -> bool:
+def _is_replayed(entry: Entry) -> bool:
     """A graph holds its memory between calls, and the allocator's peak does not count what a replay uses of it."""
-    return case.schedule == "graph" or case.fixed_decoding
+    case, device = entry.case, entry.model.device.type
+    by_default = case.schedule == "auto" and case.mode == "training" and device in CAPTURING_DEVICES
+    return case.schedule == "graph" or case.fixed_decoding or by_default
 
 
 def _has_time(session: Session, seconds_of_a_repeat: float) -> bool:

@@ -25,6 +25,7 @@ from .session import OutOfTimeError, Session, build_models, has_graphs
 TRAINED_KINDS = ("folded", *WITHOUT_SEGMENTS)
 WARM_UP_TOKENS = 4
 CHECKPOINT_SEGMENTS = 8  # of a group of gradient checkpointing
+WARM_UPS = 3  # of training: a shape is captured at its second use
 SEGMENTS_PER_CALL = 64  # of a context that is read before decoding
 
 
@@ -70,7 +71,7 @@ def training(session: Session) -> None:
                 ours = [each for variant in ours for each in checkpointed(variant)]
             variants = [*without_segments(attention, checkpointing), *ours]
             row += ", checkpointing" * checkpointing
-            compare_variants(session, row, "training", models, variants, length)
+            compare_variants(session, row, "training", models, variants, length, warm_ups=WARM_UPS)
 
 
 def training_large(session: Session) -> None:
@@ -79,7 +80,8 @@ def training_large(session: Session) -> None:
     for length in sizes.large_training:
         ours = [each for variant in raced(session, [sizes.segment]) for each in checkpointed(variant)]
         variants = [*without_segments("sdpa", checkpointing=True), *ours]
-        compare_variants(session, f"training, large, {length:,}, checkpointing", "training", models, variants, length)
+        row = f"training, large, {length:,}, checkpointing"
+        compare_variants(session, row, "training", models, variants, length, warm_ups=WARM_UPS)
 
 
 def prefills(session: Session) -> None:

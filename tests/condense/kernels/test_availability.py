@@ -55,6 +55,13 @@ def test_says_why_once(has_triton, capability, said, monkeypatch, caplog):
     assert len(caplog.messages) == 1 and said in caplog.text
 
 
+def test_says_once_that_a_dtype_has_no_kernels(caplog):
+    availability._has_kernels.cache_clear()
+    assert availability._has_kernels(torch.bfloat16)
+    assert not availability._has_kernels(torch.float64) and not availability._has_kernels(torch.float64)
+    assert len(caplog.messages) == 1 and "torch.float64" in caplog.text
+
+
 def test_watched():
     with Watching():
         assert not uses_kernels(torch.ones(2))

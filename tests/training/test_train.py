@@ -1,9 +1,12 @@
 """Training on two ranks of a CPU, through the launcher and without it, against training written out plainly."""
 
+import atexit
 import json
 import os
+import re
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -14,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
+from condense.execution import cuda_graph, selection
 from condense.training.checkpoints.complete import MARKER, checkpoints, newest_checkpoint
 from condense.training.checkpoints.resume import find_checkpoint
 from condense.training.data.batches import ValidationBatches
@@ -21,6 +25,7 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
+from ..condense.execution.recording import recordings
 from .ranks import run_ranks, started_ranks
 from .runs import ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, tie, train_alone, train_with
 
@@ -108,6 +113,26 @@ def test_the_same_with_checkpointing_and_validation(stages, tmp_path):
         losses = [model(**batches[n], num_items_in_batch=1).loss.item() for n in range(len(batches))]
     targets = [int((batches[n]["labels"] != -100).sum()) for n in range(len(batches))]
     assert lines[-1]["eval_loss"] == pytest.approx(sum(losses) / sum(targets), abs=1e-4)
+
+
+def train_by_recorded_graphs(arguments: list[str]) -> None:
+    counts = Counter()
+    cuda_graph.GRAPHS["cpu"], selection.CAPTURING_DEVICES = recordings(counts), ("cpu",)
+    atexit.register(lambda: print(f"{counts['capture']} captures, {counts['replay']} replays", flush=True))
+    train_with(arguments)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["data.shortest=1"], ["gradient_checkpointing=true", "model.checkpoint_segments=2"]], ids=str
+)
+def test_two_ranks_of_zero_2_by_graphs(overrides, stages, tmp_path):
+    """A recording stands for a CUDA graph: ZeRO-2 flattens, reduces and changes the weights that it reads."""
+    arguments = rank_arguments(stages, tmp_path, *overrides)
+    succeeded, printed = run_ranks(train_by_recorded_graphs, arguments)
+    assert succeeded, printed[-3000:]
+    replays = re.findall(r"captures, (\d+) replays", printed)
+    assert len(replays) == 2 and min(map(int, replays)) > 8
+    assert_same_training(stages, tmp_path, *overrides)
 
 
 @pytest.fixture(scope="module")

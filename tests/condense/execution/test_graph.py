@@ -477,3 +477,28 @@ def test_autograd_adds_nothing_of_a_weights_shape(group, counts):
     ]
     assert added and not [args for args in added if tuple(args[0].shape) in shapes]
     assert any(function is torch.ops.condense.add_products_.default for function, *_ in recorded)
+
+
+@pytest.mark.parametrize(
+    ("group", "forward", "backward"), [pytest.param(None, 53, 81, id="stored"), pytest.param(64, 53, 134, id="again")]
+)
+def test_operations_of_a_diagonal(group, forward, backward, counts):
+    """One more segment is one more diagonal: its operations, without views, by plain forms of the fused kernels."""
+    found = []
+    for segments in (8, 9):
+        model = uses(trained(group, dtype=torch.bfloat16), random_ids(1, 5 * segments))
+        ((captured, _),) = model.model.layers.__dict__["_captured_groups"]._captured.values()
+        found.append([num_operations(replay) for replay in (captured._forward, captured._backward)])
+    (before, again), (more, more_again) = found
+    assert (more - before, more_again - again) == (forward, backward)
+
+
+def num_operations(replay):
+    records = replay.__closure__[1].cell_contents.records
+    return sum(not is_view(function) and "empty" not in str(function) for function, *_ in records)
+
+
+def is_view(function):
+    schema = function._schema
+    writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+    return not writes and any(one.alias_info is not None for one in schema.returns)

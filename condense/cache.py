@@ -21,8 +21,8 @@ from .segmentation import Chunk, SegmentPositions, on_device
 
 # The fields that a cache and a model must have in common.
 SHARED_FIELDS = (
-    "segment_length", "memory_source", "position_anchor", "num_hidden_layers", "num_key_value_heads", "head_dim",
-    "hidden_size", "rope_parameters", "depth",
+    "segment_length", "memory_source", "memory_share", "position_anchor", "num_hidden_layers", "num_key_value_heads",
+    "head_dim", "hidden_size", "rope_parameters", "depth",
 )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from .loading import REGISTERED_BY
 CARD = "README.md"
 OURS = "<!-- condense writes this file when the model is saved: delete this line to keep your own text. -->"
 MEMORIES = {
-    "layer_output": "each layer's output for the segment before",
-    "layer_input": "each layer's input in the segment before, as in Transformer-XL",
+    (1.0,): "each layer's output for the segment before",
+    (0.0,): "each layer's input in the segment before, as in Transformer-XL",
 }
 
 
@@ -38,7 +38,7 @@ def _card(model: Any) -> str:
     )
     auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
     rows = [f"| base model | {f'[{base}](https://huggingface.co/{base})' if base else 'not known'} |"]
-    rows += [f"| segment length | {config.segment_length} tokens |", f"| memory | {MEMORIES[config.memory_source]} |"]
+    rows += [f"| segment length | {config.segment_length} tokens |", f"| memory | {_memory(config)} |"]
     rows += [f"| depth block | in the place of {config.depth['num_replaced']} layers |"] if config.depth else []
     table = "\n".join(rows)
     return f"""---
@@ -68,6 +68,14 @@ model = {auto}.from_pretrained("THIS_FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 ```
 """
+
+
+def _memory(config: Any) -> str:
+    shares = config.memory_shares
+    if (known := MEMORIES.get(tuple(sorted(set(shares))))) is not None:
+        return known
+    values = ", ".join(f"{share:g}" for share in (shares if len(set(shares)) > 1 else shares[:1]))
+    return f"X + a (Y - X) of each layer's input X and output Y in the segment before, a = {values}"
 
 
 def base_model(source: str | None) -> str | None:

@@ -32,7 +32,10 @@ class CondenseConfig(LlamaConfig):
 
     segment_length: tokens per segment, L; attention spans the last segment and the current one.
     memory_source: the hidden states that a layer stores of a segment: its own output (`"layer_output"`) or its
-        input (`"layer_input"`, as in Transformer-XL, for comparison).
+        input (`"layer_input"`, as in Transformer-XL), another name for the share 0.
+    memory_share: the share a of a layer's output Y in what it stores of a segment, beside its input X:
+        M = X + a (Y - X). One number, or a list with one for each layer; with any above 0 information passes through
+        any number of segments.
     bptt_segments: None lets gradients cross every segment border; `k` detaches the memory after
         segments k, 2k, 3k ..., so that a graph spans k segments.
     schedule: the order in which (layer, segment) cells run: `"sequential"` runs all layers of a segment and
@@ -52,6 +55,7 @@ class CondenseConfig(LlamaConfig):
 
     segment_length: int = 512
     memory_source: str = "layer_output"
+    memory_share: float | list[float] = 1.0
     bptt_segments: int | None = None
     schedule: str = "auto"
     position_anchor: str = "end"
@@ -81,6 +85,21 @@ class CondenseConfig(LlamaConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}.")
+        _check_share(self.memory_share, self.num_hidden_layers)
+        if self.memory_source == "layer_input" and self.memory_share != 1:
+            raise ValueError(
+                f"memory_share={self.memory_share!r} with memory_source='layer_input', which is the share 0 of every "
+                "layer: pass memory_source='layer_output' to use the share, or memory_share=1.0 to keep the input."
+            )
+
+    @property
+    def memory_shares(self) -> tuple[float, ...]:
+        """Each layer's share of its output in its memory."""
+        if self.memory_source == "layer_input":
+            return (0.0,) * self.num_hidden_layers
+        if isinstance(self.memory_share, list):
+            return tuple(map(float, self.memory_share))
+        return (float(self.memory_share),) * self.num_hidden_layers
 
     @property
     def control_size(self) -> int:
@@ -176,6 +195,17 @@ def _check_rope_length(config: CondenseConfig) -> None:
             f"text, and a segment and its memory have 2 x {config.segment_length} tokens. Choose a segment_length of "
             f"at most {limit // 2}."
         )
+
+
+def _check_share(share: Any, num_layers: int) -> None:
+    if isinstance(share, list) and len(share) != num_layers:
+        raise ValueError(
+            f"memory_share={share!r} has {len(share)} numbers for {num_layers} layers: pass one number, or one for "
+            "each layer."
+        )
+    for one in share if isinstance(share, list) else [share]:
+        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
+            raise ValueError(f"memory_share={share!r}: pass a number from 0 to 1, or a list of them.")
 
 
 def _check_count(name: str, value, alternative: str = "") -> None:

@@ -99,7 +99,7 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
 
 def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
     """The layers of a configuration, with the block that it may put among them."""
-    layers: list[nn.Module] = [CondenseDecoderLayer(config) for _ in range(config.num_hidden_layers)]
+    layers: list[nn.Module] = [CondenseDecoderLayer(config, number) for number in range(config.num_hidden_layers)]
     for name, block in BLOCKS.items():
         if getattr(config, name) is not None:
             made = resolve_name(block)(config)
@@ -255,10 +255,32 @@ class CondenseAttention(nn.Module):
         return attend(implementation, query_RHTE, key_RGKE, value_RGKE, mask, self.scale, dropout)
 
 
-class CondenseDecoderLayer(nn.Module):
-    def __init__(self, config: CondenseConfig):
+class MemoryShare(nn.Module):
+    """What is remembered of a segment: M = X + a (Y - X), of a layer's input X and output Y."""
+
+    def __init__(self, share: float):
         super().__init__()
-        self.memory_from_output = config.memory_source == "layer_output"
+        self.share = share
+
+    @property
+    def takes_input(self) -> bool:
+        return self.share == 0
+
+    def forward(self, input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
+        return blend(input_RTD, output_RTD, self.share)
+
+
+def blend(input_RTD: torch.Tensor, output_RTD: torch.Tensor, share: float) -> torch.Tensor:
+    """Returns one of the two as it is for a share of 0 or 1."""
+    if share in (0, 1):
+        return output_RTD if share else input_RTD
+    return torch.lerp(input_RTD, output_RTD, share)
+
+
+class CondenseDecoderLayer(nn.Module):
+    def __init__(self, config: CondenseConfig, layer_idx: int = 0):
+        super().__init__()
+        self.memory_share = MemoryShare(config.memory_shares[layer_idx])
         self.self_attn = CondenseAttention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -269,14 +291,14 @@ class CondenseDecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, Memory | None]:
         """The layer's output [R, T, D] and, if `metadata.writes_memory`, its keys and values for the next segment."""
         # A memory of the input that passes its gradient on has the keys and values of this segment, rotated otherwise.
-        from_input = metadata.writes_memory and not self.memory_from_output and not any(metadata.detach_R)
+        from_input = metadata.writes_memory and self.memory_share.takes_input and not any(metadata.detach_R)
         normed_RTD = self.input_layernorm(input_RTD)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
         residual_RTD, normed_RTD = self.post_attention_layernorm.after_sum(attention_RTD, input_RTD)
         output_RTD = residual_RTD + self.mlp(normed_RTD)
         if from_input or not metadata.writes_memory:
             return output_RTD, memory
-        source_RTD = detach_rows(output_RTD if self.memory_from_output else input_RTD, metadata.detach_R)
+        source_RTD = detach_rows(self.memory_share(input_RTD, output_RTD), metadata.detach_R)
         return output_RTD, self.project_memory(source_RTD, metadata)
 
     def project_memory(self, source_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:

@@ -303,6 +303,8 @@ class CondenseModel(CondensePreTrainedModel):
             raise ValueError(f"layers {first} to {end}: choose 0 <= first < end <= {len(self.layers)}.")
         self.layers = nn.ModuleList([*self.layers[:first], block, *self.layers[end:]])
         self.config.num_hidden_layers = len(self.layers)
+        if isinstance(shares := self.config.memory_share, list):
+            self.config.memory_share = [*shares[:first], shares[end - 1], *shares[end:]]
         name_as_in_memory(self, self.config.name_or_path, "changed")
 
 

@@ -1,6 +1,7 @@
 """The equations of the model as a plain loop: one row, one segment, one layer, one head, one query at a time.
 
     memory        M = Y_n(s - 1), layer n's own output for segment s - 1            (equation 17; none in segment 1)
+                  or X_n(s - 1) + a_n (Y_n(s - 1) - X_n(s - 1)) with a share a_n of it
     keys, values  K = [M ; X_n(s)] W_K,  V = [M ; X_n(s)] W_V                       (18, 19)
     queries       Q = X_n(s) W_Q, which see M and, causally, X_n(s)                 (20)
     durations     y = sum_k softmax_k(q . k_k / sqrt(E) + log d_k) v_k, at positions that are cumulative durations
@@ -34,7 +35,10 @@ def reference_hidden(
     ends_N = durations_N.cumsum(0)
     positions_N = ends_N if config.position_anchor == "end" else ends_N - durations_N
 
-    memories: list[Tensor | None] = [None] * config.num_hidden_layers  # M of each layer
+    share, num_layers = config.memory_share, config.num_hidden_layers
+    shares = [0] * num_layers if config.memory_source == "layer_input" else share
+    shares = shares if isinstance(shares, list) else [share] * num_layers
+    memories: list[Tensor | None] = [None] * num_layers  # M of each layer
     hidden_ND = []
     for segment, start in enumerate(range(0, num_tokens, length)):
         current = slice(start, min(start + length, num_tokens))
@@ -45,7 +49,7 @@ def reference_hidden(
             memory_LD = memories[n]
             context_KD = x_TD if memory_LD is None else torch.cat([memory_LD, x_TD])  # [M ; X]
             y_TD = decoder_layer(w, config, x_TD, context_KD, positions_N[both], durations_N[both])
-            memory_LD = y_TD if config.memory_source == "layer_output" else x_TD
+            memory_LD = x_TD + shares[n] * (y_TD - x_TD)
             memories[n] = memory_LD.detach() if detach_after and (segment + 1) % detach_after == 0 else memory_LD
             x_TD = y_TD
         hidden_ND.append(rms_norm(x_TD, weights["model.norm.weight"], config))

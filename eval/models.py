@@ -51,6 +51,7 @@ class EvaluatedModel:
                 "parameters": model.num_parameters(),
                 "segment_length": self.segment_length,
                 "memory_source": getattr(self.config, "memory_source", None),
+                **_share(self.config),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": model.device.type,
                 "weights": _fingerprint(model),
@@ -90,6 +91,12 @@ class StoredModel(EvaluatedModel):
     @property
     def model(self) -> Any:
         return self._in_memory.model_of(self, lambda: self._load(self.source))
+
+
+def _share(config: Any) -> dict[str, Any]:
+    """The memory's share of a layer's output, where it is not all of it."""
+    share = getattr(config, "memory_share", 1)
+    return {} if share == 1 else {"memory_share": share}
 
 
 def _fingerprint(model: Any) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..attention import AttentionMetadata
 from ..configuration import CondenseConfig
-from ..layers import CondenseDecoderLayer, RMSNorm, detach_rows
+from ..layers import CondenseDecoderLayer, MemoryShare, RMSNorm, detach_rows
 from ..memory import KeyValueState, Memory
 from ..segmentation import Chunk, on_device
 from .fields import MLPField, Tau
@@ -167,7 +167,7 @@ class DepthBlock(DepthFlow):
         config.depth = settings.to_dict()  # with the defaults of fields that were left out
         super().__init__(build_field(config, settings), settings)
         self.position = settings.position
-        self.memory_from_output = config.memory_source == "layer_output"
+        self.memory_share = MemoryShare(config.memory_shares[settings.position])
 
     def forward(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
@@ -183,7 +183,7 @@ class DepthBlock(DepthFlow):
         metadata.count_evaluations(solution.num_evaluations)
         if not metadata.writes_memory:
             return solution.end_xD, None
-        source_RTD = detach_rows(solution.end_xD if self.memory_from_output else input_RTD, metadata.detach_R)
+        source_RTD = detach_rows(self.memory_share(input_RTD, solution.end_xD), metadata.detach_R)
         return solution.end_xD, self.field.memory_of(source_RTD, control_RTC, metadata)
 
     def _flow_of_tokens(self, input_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk) -> Solution:

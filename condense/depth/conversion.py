@@ -66,13 +66,18 @@ def convert_to_depth(
 
 
 def check_range(config: Any, first: int, end: int) -> None:
-    """Raises `ValueError` where a model of this configuration has no layers `first` to `end - 1` to replace."""
+    """Raises `ValueError` if no block can replace layers `first` to `end - 1` of a model of this configuration."""
     if (depth := getattr(config, "depth", None)) is not None:
         raise ValueError(f"the model has a depth block at position {depth['position']}: a model has one.")
     num_layers = config.num_hidden_layers
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (first, end))
     if not whole or not 0 <= first < end <= num_layers:
         raise ValueError(f"depth {first}:{end}: choose FIRST:END with 0 <= FIRST < END <= {num_layers}, the layers.")
+    if len(shares := set(getattr(config, "memory_shares", ())[first:end])) > 1:
+        raise ValueError(
+            f"depth {first}:{end}: the layers have the memory shares {', '.join(map(str, sorted(shares)))}, and a "
+            "block has one: choose layers of one share, or load the model with another memory_share."
+        )
 
 
 def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) -> DepthSettings:

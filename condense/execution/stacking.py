@@ -10,6 +10,7 @@ of a linear map, D hidden size, x rows and tokens together.
 import copy
 import threading
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from ..layers import (
     MLP,
     CondenseAttention,
     CondenseDecoderLayer,
+    MemoryShare,
     NormAttributes,
     RMSNorm,
+    blend,
     has_hooks,
     is_one_operation,
 )
@@ -139,7 +142,7 @@ def _check_module(module: nn.Module, where: str) -> None:
             f"{where} is a {type(module).__name__}, which a wavefront cannot stack: {REMEDY}, or merge the "
             "adapter into the model first."
         )
-    if leaf and not isinstance(module._parameters.get("weight"), torch.Tensor):
+    if leaf and module._parameters and not isinstance(module._parameters.get("weight"), torch.Tensor):
         raise ValueError(f"{where} has no weight of its own (a replica, or kept elsewhere): {REMEDY}.")
 
 
@@ -162,7 +165,9 @@ def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
 
 def _described(module: nn.Module) -> tuple:
     """A module's type, its parameters' names and its settings: numbers and names by value, all else by identity."""
-    settings = sorted((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))
+    own = OWN_SETTINGS.get(type(module), ())
+    public = ((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))
+    settings = sorted((name, value) for name, value in public if name not in own)
     described = [(name, value if isinstance(value, PLAIN) else id(value)) for name, value in settings]
     return type(module), list(module._parameters), list(module._buffers), described
 
@@ -342,4 +347,28 @@ class StackedNorm(_Stacked):
         return norm.weight * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, norm.variance_epsilon)
 
 
-STACKED = {Linear: StackedLinear, nn.Linear: StackedLinear, RMSNorm: StackedNorm}
+class StackedMemoryShare(_Stacked):
+    """m shares over [m * R, T, D]; layers with the same one are blended together."""
+
+    @property
+    def takes_input(self) -> bool:
+        return all(module.takes_input for module in self.stacked)
+
+    def forward(self, input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
+        num_rows = len(input_RTD) // len(self.stacked)
+        runs = [(share, len(list(run)) * num_rows) for share, run in groupby(module.share for module in self.stacked)]
+        if len(runs) == 1:
+            return blend(input_RTD, output_RTD, runs[0][0])
+        parts = (tensor.split([rows for _, rows in runs]) for tensor in (input_RTD, output_RTD))
+        return torch.cat(
+            [blend(inputs, outputs, share) for inputs, outputs, (share, _) in zip(*parts, runs, strict=True)]
+        )
+
+
+STACKED = {
+    Linear: StackedLinear,
+    nn.Linear: StackedLinear,
+    RMSNorm: StackedNorm,
+    MemoryShare: StackedMemoryShare,
+}
+OWN_SETTINGS: dict[type, tuple[str, ...]] = {MemoryShare: ("share",)}  # in which layers of a stack may differ

@@ -272,7 +272,7 @@ def _variant(model: CondenseForCausalLM, curve: str) -> Any:
     if model.config.memory_source == source:
         return model
     config = deepcopy(model.config)
-    config.memory_source = source
+    config.memory_source, config.memory_share = source, 1.0
     other = CondenseForCausalLM(config)
     other.load_state_dict(model.state_dict(), assign=True)
     if model.lm_head.weight is model.model.embed_tokens.weight:

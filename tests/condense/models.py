@@ -36,6 +36,14 @@ def tiny_config(**fields) -> CondenseConfig:
     return CondenseConfig(**fields, attn_implementation=attention)
 
 
+MEMORIES = {  # what a layer stores of a segment, in models of three layers
+    "output": {},
+    "input": {"memory_source": "layer_input"},
+    "share": {"memory_share": 0.2},
+    "shares": {"memory_share": [1.0, 0.0, 0.3]},
+}
+
+
 def tiny_model(dtype=torch.float64, seed=0, **fields) -> CondenseForCausalLM:
     torch.manual_seed(seed)
     model = CondenseForCausalLM(tiny_config(**fields)).to(dtype).eval()

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from condense import FoldedCache
 from condense.hidden_states import HiddenStateAccumulator
 
-from .models import random_durations, random_ids, tiny_model
+from .models import MEMORIES, random_durations, random_ids, tiny_model
 
 
 def logits_in_parts(model, ids, sizes, durations=None, mask=None):
@@ -41,10 +41,10 @@ def partitions(total):
 
 
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
-@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
 @torch.no_grad()
-def test_parts_of_any_size_equal_one_call(with_durations, memory_source):
-    model = tiny_model(memory_source=memory_source)
+def test_parts_of_any_size_equal_one_call(with_durations, memory):
+    model = tiny_model(**memory)
     ids = random_ids(2, 23)
     durations = random_durations(2, 23) if with_durations else None
     expected = model(ids, durations=durations, use_cache=False).logits

@@ -13,6 +13,7 @@ from condense.execution.checkpointing import _say_non_reentrant
 from condense.memory import TransientState
 
 from .models import (
+    MEMORIES,
     VOCAB,
     Operations,
     assert_same_gradients,
@@ -27,18 +28,19 @@ from .models import (
 LENGTH = 23  # four whole segments of 5 and a short one
 
 
-@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_gradients_through_the_memory_follow_the_equations(memory_source, implementation):
-    model = tiny_model(memory_source=memory_source, attn_implementation=implementation)
+def test_gradients_through_the_memory_follow_the_equations(memory, implementation):
+    model = tiny_model(attn_implementation=implementation, **memory)
     ids = random_ids(2, LENGTH)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
 
 
+@pytest.mark.parametrize("memory", list(MEMORIES.values())[1:], ids=list(MEMORIES)[1:])
 @pytest.mark.parametrize("segments", [1, 2])
-def test_truncated_memories_of_the_input_follow_the_equations(segments):
+def test_truncated_memories_of_the_input_follow_the_equations(segments, memory):
     """Those that pass a gradient share the segment's own keys and values, the others don't."""
-    model = tiny_model(memory_source="layer_input", bptt_segments=segments)
+    model = tiny_model(bptt_segments=segments, **memory)
     ids = random_ids(1, LENGTH)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids, detach_after=segments), 1e-5)
 

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from condense import CondenseForCausalLM, to_stock
 from condense.reference import reference_logits
 
-from .models import random_durations, random_ids, tiny_model, weights
+from .models import MEMORIES, random_durations, random_ids, tiny_model, weights
 
 LENGTHS = [1, 4, 5, 6, 10, 13, 23]
 
@@ -34,9 +34,9 @@ def test_one_segment_of_a_pretrained_llama_equals_the_stock_llama(stories):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
-def test_logits_follow_the_equations(length, memory_source):
-    model = tiny_model(memory_source=memory_source)
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_logits_follow_the_equations(length, memory):
+    model = tiny_model(**memory)
     ids = random_ids(2, length)
     with torch.no_grad():
         logits = model(ids).logits

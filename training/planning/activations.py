@@ -96,6 +96,8 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
             kept_once += tokens * width * FLOAT32
         if not at_once:  # the final norm's; else the gradients of hidden states, below
             kept_once += tokens * _norm(config, recipe, "lm_head")
+        if projected and not cut and size == FLOAT32:  # not the next layer's input
+            kept_once += stack.blended * tokens * width * FLOAT32
         activations.append(a_pass.rows * (stack.runs * layer + projected * source + kept_once))
         memory = tokens
     first = a_pass.segments[0]

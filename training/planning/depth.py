@@ -17,6 +17,7 @@ class Stack:
     runs: times that a decoder layer reads the tokens, with the evaluations of the field `layer`.
     memories: members that have keys and values in the next segment.
     shared: of these, members that have the same ones in this segment, where the memory passes a gradient.
+    blended: of these, members whose memory is a mean of their input and output.
     evaluations: of the block's field for each token; 0 without a block.
     width: of an MLP field; 0 without one.
     kept: evaluations whose activations wait for the backward pass.
@@ -29,6 +30,7 @@ class Stack:
     kept: int = 0
     is_adjoint: bool = False
     shared: int = 0
+    blended: int = 0
 
     def projected(self, is_detached: bool) -> int:
         """Members that compute keys and values for the next segment alone."""
@@ -38,22 +40,28 @@ class Stack:
 def stack_of(config: LlamaConfig) -> Stack:
     """Raises `ValueError` for an adaptive solver, whose evaluations depend on the text."""
     num_layers, depth = config.num_hidden_layers, getattr(config, "depth", None)
-    from_input = getattr(config, "memory_source", None) == "layer_input"
+    shares = list(getattr(config, "memory_shares", ()))
+    blended = sum(0 < share < 1 for share in shares)
     if depth is None:
-        return Stack(num_layers, num_layers, shared=num_layers if from_input else 0)
+        return Stack(num_layers, num_layers, shared=shares.count(0), blended=blended)
     settings = DepthSettings.from_dict(depth)
     if settings.is_adaptive:
         raise ValueError(
             f"a plan counts evaluations before the run, and the depth block's solver {settings.solver!r} chooses them "
             "by token: start the run without a plan, or convert with a solver of fixed steps, such as euler."
         )
-    shared = num_layers - 1 if from_input else 0
+    own = shares.pop(settings.position) if shares else 1
+    shared = shares.count(0)
+    if settings.field != "layer" and 0 < own < 1:
+        blended -= 1  # such a block has no memory
     evaluations, is_adjoint = num_fixed_evaluations(settings), settings.gradient == "adjoint"
     if settings.field == "layer":
-        return Stack(num_layers - 1 + evaluations, num_layers, evaluations, kept=evaluations, shared=shared)
+        return Stack(
+            num_layers - 1 + evaluations, num_layers, evaluations, kept=evaluations, shared=shared, blended=blended
+        )
     assert settings.field_size is not None
     kept = 0 if is_adjoint else evaluations
-    return Stack(num_layers - 1, num_layers - 1, evaluations, settings.field_size, kept, is_adjoint, shared)
+    return Stack(num_layers - 1, num_layers - 1, evaluations, settings.field_size, kept, is_adjoint, shared, blended)
 
 
 def repeated_weights(config: LlamaConfig, stack: Stack) -> float:

@@ -118,12 +118,19 @@ def attention_option(attention: str) -> str | None:
 MODELS = Registry[ModelKind](default="condense")
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
 @MODELS.register
 class CondenseModel(ModelKind):
     """A folded model; `source` holds a folded one, or a stock one of a family that condense folds."""
 
     kind: Literal["condense"] = "condense"
     segment_length: int | None = Field(None, ge=1, description="None: the model's own")
+    memory_share: Share | list[Share] | None = Field(
+        None,
+        description="share of a layer's output in its memory, one number or one for each layer; None: the model's own",
+    )
     bptt_segments: int | None = Field(None, ge=1, description="segments that a gradient crosses; None: all")
     schedule: Annotated[str, one_of(SCHEDULES), MAY_CHANGE] = Field(
         "auto", description="order in which (layer, segment) cells are run"
@@ -162,9 +169,10 @@ class CondenseModel(ModelKind):
         model.logits_in_evaluation = False  # validation reads losses only
         return model
 
-    def _given(self) -> dict[str, int]:
-        given = {"segment_length": self.segment_length, "bptt_segments": self.bptt_segments}
-        return {name: value for name, value in given.items() if value is not None}
+    def _given(self) -> dict[str, Any]:
+        """The fields of the configuration that the recipe sets."""
+        names = ("segment_length", "memory_share", "bptt_segments")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def run_configuration(self) -> dict[str, Any]:
         return {"schedule": self.schedule}

@@ -37,6 +37,7 @@ def reference_logits(model, ids_N, control_NC, durations_N=None, detach_after=No
     durations_N = torch.ones(len(ids_N), dtype=torch.float64) if durations_N is None else durations_N
     positions_N = durations_N.cumsum(0)
     memories, hidden_ND, length = {}, [], config.segment_length
+    share = 0 if config.memory_source == "layer_input" else config.memory_share
     for segment, start in enumerate(range(0, len(ids_N), length)):
         cut = detach_after and (segment + 1) % detach_after == 0
         current = slice(start, min(start + length, len(ids_N)))
@@ -50,12 +51,12 @@ def reference_logits(model, ids_N, control_NC, durations_N=None, detach_after=No
             if n != depth["position"]:
                 context_KD = x_TD if memory is None else torch.cat([memory, x_TD])
                 y_TD = decoder_layer(w, config, x_TD, context_KD, *where)
-                source_TD = y_TD if config.memory_source == "layer_output" else x_TD
+                source_TD = x_TD + share * (y_TD - x_TD)
                 memories[n] = source_TD.detach() if cut else source_TD
             else:
                 y_TD = reference_flow(w, config, depth, x_TD, control_NC[current], memory, where)
                 if depth["field"] == "layer":
-                    source_TD = y_TD if config.memory_source == "layer_output" else x_TD
+                    source_TD = x_TD + share * (y_TD - x_TD)
                     memories[n] = controlled(w, source_TD.detach() if cut else source_TD, control_NC[current])
             x_TD = y_TD
         hidden_ND.append(rms_norm(x_TD, weights["model.norm.weight"], config))

@@ -36,12 +36,19 @@ def model(request):
 
 @pytest.mark.parametrize("solver", ["euler", "midpoint", "rk4"])
 @pytest.mark.parametrize(
-    ("field", "memory_source"),
-    [("mlp", "layer_output"), ("mlp_tau", "layer_output"), ("layer", "layer_output"), ("layer", "layer_input")],
+    ("field", "memory"),
+    [
+        ("mlp", {}),
+        ("mlp_tau", {"memory_share": 0.3}),
+        ("layer", {}),
+        ("layer", {"memory_source": "layer_input"}),
+        ("layer", {"memory_share": 0.3}),
+    ],
+    ids=str,
 )
-def test_equals_the_equations(field, solver, memory_source):
+def test_equals_the_equations(field, solver, memory):
     """Over three segments: the memory of a flow of a layer is its end state."""
-    model = depth_model(field, depth={"solver": solver, "steps": 2}, memory_source=memory_source)
+    model = depth_model(field, depth={"solver": solver, "steps": 2}, **memory)
     ids, control, durations = random_ids(1, N), random_control(1, N, 2), random_durations(1, N)
     with torch.no_grad():
         output = model(ids, control=control, durations=durations)

@@ -54,6 +54,7 @@ FIELDS = {
     "plain": {},
     "eager": {"attn_implementation": "eager"},
     "layer_input": {"memory_source": "layer_input"},
+    "shares": {"memory_share": [1.0, 0.0, 0.3]},
     "biases and tied embeddings": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "norms of queries and keys": {"family": "qwen3"},
 }

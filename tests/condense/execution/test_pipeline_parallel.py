@@ -144,6 +144,7 @@ TWO_RANKS = [
     ),  # all parameters of the first rank
     ({"bptt_segments": 1}, text(), {}),
     ({"bptt_segments": 2, "memory_source": "layer_input"}, text(), {"checkpointing": True}),
+    ({"memory_share": [1.0, 0.0, 0.3]}, text(), {}),
     ({}, padded([9, 23, 14]), {}),
     ({"bptt_segments": 2}, padded([9, 23, 14]), {"checkpointing": True}),
     ({}, without_labels(5, 12), {}),

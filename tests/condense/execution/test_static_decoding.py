@@ -78,11 +78,12 @@ def assert_same_state(found, expected):
         {},
         {"attn_implementation": "eager"},
         {"memory_source": "layer_input"},
+        {"memory_share": [1.0, 0.0, 0.3]},
         {"segment_length": 1},
         {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "bptt_segments": 1},
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     ],
-    ids=["plain", "eager", "layer_input", "segment 1", "other weights", "linear rope"],
+    ids=["plain", "eager", "layer_input", "shares", "segment 1", "other weights", "linear rope"],
 )
 @pytest.mark.parametrize("lengths", [LENGTHS, [3, 3]], ids=str)
 @torch.no_grad()

@@ -15,6 +15,7 @@ from condense.layers import RMSNorm
 from condense.reference import reference_logits
 
 from ..models import (
+    MEMORIES,
     assert_same_gradients,
     gradients,
     random_durations,
@@ -54,6 +55,9 @@ def bands(monkeypatch):
     [
         {},
         {"memory_source": "layer_input"},
+        {"memory_share": 0.2},
+        {"memory_share": [1.0, 0.6, 0.3], "bptt_segments": 2},
+        {"memory_share": [0.3, 1.0, 1.0, 0.7], "num_hidden_layers": 4},
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         {"num_hidden_layers": 1},
         {"num_hidden_layers": 6, "num_key_value_heads": 4},
@@ -83,9 +87,9 @@ def test_logits_losses_and_gradients_equal_those_of_the_sequential_order(fields,
         assert_same_gradients(*found, 1e-10)
 
 
-@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
-def test_logits_and_gradients_follow_the_equations(memory_source):
-    model = tiny_model(memory_source=memory_source, num_hidden_layers=4)
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_logits_and_gradients_follow_the_equations(memory):
+    model = tiny_model(**memory)
     model.config.schedule = "wavefront"
     ids = random_ids(1, 38)
     logits = model(ids, use_cache=False).logits

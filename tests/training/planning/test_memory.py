@@ -143,6 +143,18 @@ def test_a_folded_pass_keeps_what_is_estimated(shape, dtype, attention):
         assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("share", [0.0, 0.2, [1.0, 0.0, 0.3]])
+def test_shares_of_the_output_in_the_memory(share, dtype):
+    """In float32 a mean of a layer's input and output is kept, where either is the next layer's anyway."""
+    config = CondenseConfig(**SMALL, segment_length=32, memory_share=share)
+    trained = recipe(256, 2, dtype, "sdpa", segment_length=32)
+    parts, (kept, peak) = estimate(config, trained, PLAIN, 1), measure(config, trained)
+    kept -= head_gradients(config, trained)
+    assert parts.activations + parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.02)
+    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.05)
+
+
 @pytest.mark.parametrize(("layers", "length", "total"), [(4, 64, 256), (4, 512, 600), (4, 512, 1024), (16, 512, 600)])
 def test_short_passes_of_a_large_head(layers, length, total, monkeypatch):
     """The gradients of the head and of the embedding are most of the peak; on the meta device, within 4 %."""

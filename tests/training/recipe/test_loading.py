@@ -50,6 +50,22 @@ def test_the_example_for_own_documents(tmp_path):
     assert recipe.steps == 1500 and recipe.data.sources[0].files == "train.jsonl"
 
 
+@pytest.mark.parametrize(("share", "shares"), [("0.2", (0.2,)), ("[1, 0]", (1.0, 0.0)), ("null", (0.5,))])
+def test_the_share_of_a_memory(share, shares, tmp_path):
+    layers = len(shares)
+    CondenseConfig(segment_length=64, num_hidden_layers=layers, memory_share=0.5).save_pretrained(tmp_path / "folded")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    overrides = [f"model={tmp_path / 'folded'}", "model.segment_length=null", f"model.memory_share={share}"]
+    assert load_recipe(tmp_path / "recipe.yaml", overrides).model.load_config().memory_shares == shares
+
+
+@pytest.mark.parametrize(("share", "message"), [("2", "less than or equal to 1"), ("half", "memory_share")])
+def test_a_share_that_is_none(share, message, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "recipe.yaml", [f"model.memory_share={share}"])
+
+
 def test_a_folded_model_whose_segments_the_recipe_would_change(tmp_path, capsys):
     """The recipe's length was written for its own model: with another one it has to be said again."""
     CondenseConfig(segment_length=16, num_hidden_layers=1).save_pretrained(tmp_path / "folded")

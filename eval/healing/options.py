@@ -1,5 +1,6 @@
 """The options of `condense eval healing`. The docstring is the help text of the command."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,6 +16,17 @@ METHODS = {
     "lora": "adapters of the folded model, distillation",
     UNTRAINED: "not trained, Transformer-XL's memory",
 }
+
+
+def share_of(text: str) -> float | list[float]:
+    """A share, or one for each layer. Raises `ValueError` for another text."""
+    try:
+        shares = [float(part) for part in text.split(":")]
+    except ValueError:
+        shares = [math.nan]
+    if not all(0 <= share <= 1 for share in shares):
+        raise ValueError(f"shares={text}: pass numbers from 0 to 1, or one for each layer (1:0:0:0:0).")
+    return shares if ":" in text else shares[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +53,15 @@ class HealingOptions(Options):
             f"Of {', '.join(METHODS)}; stock is always run.", spelling=NAMES, choices=tuple(METHODS), may_change=True
         ),
     ] = tuple(METHODS)
+    shares: Annotated[
+        Sequence[str],
+        Option(
+            "Shares of a layer's output in its memory, of models that are trained: 1 is the fold, 0 Transformer-XL's "
+            "memory, 1:0:0:0:0 has one for each layer.",
+            spelling=NAMES,
+            may_change=True,
+        ),
+    ] = ("1",)
     total_length: Annotated[int, Option("Tokens of a text.", flags=("--length",), min=2)] = 512
     batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 256
@@ -56,6 +77,10 @@ class HealingOptions(Options):
             raise ValueError("--text and --held-out belong together: pass both, or none for the model's own samples.")
         if set(self.methods) <= {"stock", UNTRAINED}:
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model; stock is always run.")
+        for share in self.shares:
+            share_of(share)
+        if "1" not in self.shares:
+            raise ValueError(f"shares={list(self.shares)}: name 1 too, the fold whose cost is to be won back.")
         if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:
             raise ValueError(
                 f"segments of {longest[0]} tokens: texts of {self.total_length} tokens have fewer than four of them, "

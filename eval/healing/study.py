@@ -10,6 +10,7 @@ sees a segment as the fold does, and is not trained.
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from ..statistics import bootstrap
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
 from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
-from .options import METHODS, UNTRAINED, HealingOptions
+from .options import METHODS, UNTRAINED, HealingOptions, share_of
 
 DISTILLED = ("distill", "lora")
 VALIDATIONS = 16  # of a run, after the one before its first step
@@ -45,11 +46,12 @@ COLORS = {
 
 
 class Run(NamedTuple):
-    """`segment_length` is 0 for the stock model."""
+    """`segment_length` is 0 for the stock model; `share` is that of a layer's output in its memory, see `share_of`."""
 
     method: str
     segment_length: int
     seed: int
+    share: str = "1"
 
     @property
     def is_trained(self) -> bool:
@@ -57,7 +59,10 @@ class Run(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return f"{self.method}-{self.segment_length}-{self.seed}" if self.segment_length else f"stock-{self.seed}"
+        if not self.segment_length:
+            return f"stock-{self.seed}"
+        share = "" if self.share == "1" else f"-share-{self.share.replace(':', '_')}"
+        return f"{self.method}-{self.segment_length}{share}-{self.seed}"
 
 
 class Healing(Task[Run]):
@@ -91,18 +96,24 @@ class Healing(Task[Run]):
         for seed in range(self.options.seeds):
             found.append(Run("stock", 0, seed))  # its loss before training is what others are compared with
             methods = [method for method in self.options.methods if method != "stock"]
-            found += [Run(method, length, seed) for length in self.options.segment_lengths for method in methods]
+            for length, method in product(self.options.segment_lengths, methods):
+                shares = ["1"] if method == UNTRAINED else self.options.shares
+                found += [Run(method, length, seed, share) for share in shares]
         return [run for run in found if run.is_trained or run.seed == 0]  # not trained, it is the same with all seeds
 
     def key(self, item: Run) -> Key:
-        return {"method": item.method, "segment_length": item.segment_length, "seed": item.seed}
+        key: Key = {"method": item.method, "segment_length": item.segment_length, "seed": item.seed}
+        return key if item.share == "1" else key | {"share": item.share}
 
     def recipe(self, item: Run) -> Recipe:
         """The recipe of a run, which `condense train` could run too."""
         options, steps = self.options, self.options.steps
         quarter = max(1, steps // 4)
         is_stock, is_lora = item.method == "stock", item.method == "lora"
-        model = {"kind": "stock"} if is_stock else {"kind": "condense", "segment_length": item.segment_length}
+        model: dict[str, Any] = {"kind": "stock"}
+        if not is_stock:
+            share = None if item.share == "1" else share_of(item.share)
+            model = {"kind": "condense", "segment_length": item.segment_length, "memory_share": share}
         prepared = self.output / "prepared"
         evaluation: dict[str, Any] = {"every": max(1, steps // VALIDATIONS), "sequences": options.sequences}
         data: dict[str, Any] = {"task": "samples", "prepared": prepared}
@@ -144,7 +155,8 @@ class Healing(Task[Run]):
 
     def _trained(self, item: Run, recipe: Recipe) -> Any:
         source = self.options.model if item.method == "lora" else recipe.output
-        model = loading.load_model(CondenseForCausalLM, source, segment_length=item.segment_length)
+        fields = {"segment_length": item.segment_length, "memory_share": share_of(item.share)}
+        model = loading.load_model(CondenseForCausalLM, source, **fields)
         model = merge_adapters(model, recipe.output) if item.method == "lora" else model
         return _placed(model)
 
@@ -162,8 +174,8 @@ class Healing(Task[Run]):
         return [torch.as_tensor(examples.sequence(number, length)[0].input_ids) for number in numbers]
 
     def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
-        """`runs`, each with its losses by validation, and the share of the cost that it has `won_back` at each: None
-        where folding costs nothing.
+        """`runs`, each with its losses by validation, and how much of the fold's cost it has `won_back` at each: None
+        where folding costs nothing. With a share below 1 something is won back before any training.
 
         What is left of the cost is the loss above that of the stock model: of what learns next tokens, above the stock
         model that was trained with as many tokens or not at all, whichever is lower, since what any model learns of a
@@ -182,9 +194,10 @@ class Healing(Task[Run]):
                 if run.method in DISTILLED:  # what they learn from
                     trained = [stock] * len(losses)
                 left = [loss - min(stock, known) for loss, known in zip(losses, trained, strict=True)]
-                shares = [1 - one / left[0] for one in left] if left[0] > 0 else None
-                until = None if shares is None else tokens_to_bar(self._tokens(record), shares)
-                found |= {"won_back": shares, "tokens_to_bar": until, **record["memory"]}
+                fold = by_run[run._replace(share="1")]["curve"][0]["loss"] - min(stock, trained[0])
+                won_back = [1 - one / fold for one in left] if fold > 0 else None
+                until = None if won_back is None else tokens_to_bar(self._tokens(record), won_back)
+                found |= {"won_back": won_back, "tokens_to_bar": until, **record["memory"]}
             runs.append(found)
         seeds = self.options.seeds
         return {"seeds": seeds, "stock_loss": stock, "tokens": self._tokens(measured[0][1]), "runs": runs}
@@ -198,6 +211,7 @@ class Healing(Task[Run]):
         for run in results["runs"]:
             for number, loss in enumerate(run["losses"]):
                 key = {name: run[name] for name in ("method", "segment_length", "seed")}
+                key["share"] = run.get("share", "1")
                 won_back = run["won_back"][number] if run.get("won_back") else None
                 lines.append(key | {"tokens": results["tokens"][number], "loss": loss, "won_back": won_back})
         return lines
@@ -262,12 +276,27 @@ def _lengths(results: Results) -> list[int]:
     return sorted({run["segment_length"] for run in results["runs"]} - {0})
 
 
-def _select(results: Results, method: str, length: int) -> list[dict[str, Any]]:
-    return [run for run in results["runs"] if (run["method"], run["segment_length"]) == (method, length)]
+class Arm(NamedTuple):
+    """Runs that differ in their seeds only."""
+
+    name: str
+    method: str
+    runs: list[dict[str, Any]]
+    color: Any
 
 
-def _methods(results: Results, length: int) -> list[str]:
-    return [method for method in METHODS if _select(results, method, length)]
+def _arms(results: Results, length: int) -> list[Arm]:
+    """By method, and then by share in the order of the runs."""
+    of_length = [run for run in results["runs"] if run["segment_length"] == length]
+    keys = dict.fromkeys((run["method"], run.get("share", "1")) for run in of_length)
+    has_shares = len({share for _, share in keys}) > 1
+    found: list[Arm] = []
+    for method, share in sorted(keys, key=lambda key: list(METHODS).index(key[0])):
+        runs = [run for run in of_length if (run["method"], run.get("share", "1")) == (method, share)]
+        shown_share = f", share {share}" if has_shares and method != UNTRAINED else ""
+        color = f"C{len(found)}" if has_shares and method not in ("stock", UNTRAINED) else COLORS[method]
+        found.append(Arm(METHODS[method] + shown_share, method, runs, color))
+    return found
 
 
 def _costs(results: Results) -> Table:
@@ -278,12 +307,12 @@ def _costs(results: Results) -> Table:
     columns += [f"tokens until {BAR:.0%} is won back"]
     rows: list[list[Any]] = []
     for length in (0, *_lengths(results)):
-        for method in _methods(results, length):
-            runs = _select(results, method, length)
+        for arm in _arms(results, length):
+            runs = arm.runs
             # Before training all seeds are the same model.
             before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
             cost = f"{runs[0]['cost']:.4f}" if length else "-"
-            row = [length or "-", METHODS[method], before, "-" if method == UNTRAINED else after, cost]
+            row = [length or "-", arm.name, before, "-" if arm.method == UNTRAINED else after, cost]
             if "won_back" not in runs[0]:
                 rows.append([*row, *["-"] * (len(columns) - len(row))])
                 continue
@@ -301,11 +330,11 @@ def _memories(results: Results) -> Table:
     columns += ["worth of those beyond the last one", "interval over texts, worst seed", "segments measured"]
     rows = []
     for length in _lengths(results):
-        for method in _methods(results, length):
-            runs = _select(results, method, length)
+        for arm in _arms(results, length):
+            runs = arm.runs
             losses = [shown([run["by_before"][number] for run in runs], 4) for number in (0, 1, -1)]
             worst = min(runs, key=lambda run: run["further_low"])
-            row: list[Any] = [length, METHODS[method], *losses, len(runs[0]["by_before"]) - 1]
+            row: list[Any] = [length, arm.name, *losses, len(runs[0]["by_before"]) - 1]
             row += [shown([run["further"] for run in runs], 4)]
             row += [f"{worst['further_low']:.4f} to {worst['further_high']:.4f}", runs[0]["segments"]]
             rows.append(row)
@@ -313,15 +342,13 @@ def _memories(results: Results) -> Table:
 
 
 def _draw_losses(results: Results, length: int, panel: Any) -> None:
-    tokens, folded = results["tokens"], _methods(results, length)
-    for method in ("stock", *folded):
-        runs = _select(results, method, 0 if method == "stock" else length)
-        if method == UNTRAINED:
-            panel.axhline(
-                runs[0]["losses"][0], color=COLORS[method], linestyle=":", linewidth=0.8, label=METHODS[method]
-            )
-            continue
-        band(panel, tokens, [run["losses"] for run in runs], METHODS[method], COLORS[method], marker=".")
+    for arm in (*_arms(results, 0), *_arms(results, length)):
+        if arm.method == UNTRAINED:
+            loss = arm.runs[0]["losses"][0]
+            panel.axhline(loss, color=arm.color, linestyle=":", linewidth=0.8, label=arm.name)
+        else:
+            losses = [run["losses"] for run in arm.runs]
+            band(panel, results["tokens"], losses, arm.name, arm.color, marker=".")
     panel.axhline(results["stock_loss"], color="black", linestyle="--", linewidth=0.8, label="stock model, not trained")
     panel.set_title(f"segments of {length} tokens", fontsize=10)
     panel.set_xlabel("tokens")
@@ -330,10 +357,10 @@ def _draw_losses(results: Results, length: int, panel: Any) -> None:
 
 
 def _draw_memory(results: Results, length: int, panel: Any) -> None:
-    for method in _methods(results, length):
-        curves = [run["by_before"] for run in _select(results, method, length)]
-        style = ":" if method == UNTRAINED else "-"
-        band(panel, range(len(curves[0])), curves, METHODS[method], COLORS[method], marker=".", linestyle=style)
+    for arm in _arms(results, length):
+        curves = [run["by_before"] for run in arm.runs]
+        style = ":" if arm.method == UNTRAINED else "-"
+        band(panel, range(len(curves[0])), curves, arm.name, arm.color, marker=".", linestyle=style)
     panel.set_xlabel("segments before")
     panel.set_ylabel("loss of the same segments [nats a token]")
     panel.grid(alpha=0.3)

@@ -118,6 +118,38 @@ def test_the_memory_of_transformer_xl_is_not_trained(start, studied):
     assert found["cost"] == pytest.approx(found["losses"][0] - results["stock_loss"]) and len(found["by_before"]) == 3
 
 
+def test_shares_of_the_output_in_the_memory(start, tmp_path):
+    """Each is an arm of its own, whose cost before training is its own; what is won back is of the fold's."""
+    shares = ("1", "0", "1:0")
+    few = SMALL | {"steps": 2, "seeds": 1, "methods": ("distill",), "shares": shares}
+    task = Healing(HealingOptions(model=str(start), **few), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+        results = run(task, tmp_path)
+    found = [one for one in results["runs"] if one["method"] == "distill"]
+    assert [one.get("share") for one in found] == [None, "0", "1:0"]
+    stock = loss_of(LlamaForCausalLM.from_pretrained(start), task.held_out)
+    costs = []
+    for share in (1.0, 0.0, [1.0, 0.0]):
+        model = CondenseForCausalLM.from_pretrained(start, segment_length=4, memory_share=share)
+        costs.append(loss_of(model, task.held_out) - stock)
+    assert [one["cost"] for one in found] == pytest.approx(costs, abs=1e-4)
+    assert [one["won_back"][0] for one in found] == pytest.approx([1 - cost / costs[0] for cost in costs], abs=1e-3)
+    trained = [CondenseForCausalLM.from_pretrained(path) for path in sorted((tmp_path / "runs").glob("distill*"))]
+    assert [model.config.memory_shares for model in trained] == [(1, 1), (0, 0), (1, 0)]
+    assert {row[1] for row in Healing.tables(results)[0].rows} >= {
+        "folded model, distillation, share 1", "folded model, distillation, share 1:0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"), [(("1", "2"), "from 0 to 1"), (("1", "half"), "shares=half"), (("0.2",), "name 1 too")]
+)
+def test_shares_that_are_refused(shares, message, start):
+    with pytest.raises(ValueError, match=message):
+        HealingOptions(model=str(start), **SMALL, shares=shares)
+
+
 @pytest.mark.usefixtures("without_pictures")
 def test_files(studied, monkeypatch):
     options, output, results = studied

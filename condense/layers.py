@@ -5,8 +5,9 @@
     Z = X + Attention(Q, K, V) W_O,  Y = Z + MLP(norm(Z))
 
 X is the layer's input and Y its output for the current segment. The memory M is the layer's own output Y for the
-segment before or, with `memory_source="layer_input"`, its input X. M is projected once, at the end of its chunk, and
-the next segment receives its keys and values; an input that passes its gradient on has been projected already, as X'.
+segment before, its input X (`memory_source="layer_input"`), or X + a (Y - X) with a share a between them. M is
+projected once, at the end of its chunk, and the next segment receives its keys and values; an input that passes its
+gradient on has been projected already, as X'.
 Parameters are those of a Llama, under the same names, with the biases and norms of the checkpoint's family.
 
 Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hidden size, H query heads, G key/value
@@ -15,6 +16,7 @@ heads, E head dimension, F intermediate size, x any size, 1 a broadcast axis.
 
 import inspect
 from collections.abc import Callable
+from itertools import groupby
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
@@ -34,7 +36,7 @@ from .kernels.rotary import RotaryTables, rotate
 from .kernels.swiglu import silu_product
 from .linear import Linear
 from .memory import KeyValueState, Memory
-from .segmentation import Chunk, on_device
+from .segmentation import Chunk
 from .shared_weights import used
 from .transforms import is_transformed
 
@@ -312,5 +314,6 @@ def detach_rows(source_RTD: torch.Tensor, detach_R: tuple[bool, ...]) -> torch.T
         return source_RTD.detach()
     if not any(detach_R):
         return source_RTD
-    detach_R11 = on_device(torch.tensor(detach_R), source_RTD.device)[:, None, None]
-    return source_RTD.detach().where(detach_R11, source_RTD)
+    runs = [(detach, len(list(run))) for detach, run in groupby(detach_R)]
+    parts = source_RTD.split([rows for _, rows in runs])
+    return torch.cat([part.detach() if detach else part for part, (detach, _) in zip(parts, runs, strict=True)])

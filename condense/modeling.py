@@ -240,7 +240,8 @@ class CondenseModel(CondensePreTrainedModel):
             cell_tokens = batch.batch_size * self.config.segment_length
             segments = default_checkpoint_segments(self.config, cell_tokens, like.element_size())
         executor = make_executor(schedule, layers, state, embed, call.checkpoint_function, segments or 1)
-        with share_weights(root if checkpointing else None, sums=not state.positions.is_one_chunk(batch.lengths)):
+        recomputed = [layers, *([self.embed_tokens] if hasattr(self, "embed_tokens") else [])] if checkpointing else []
+        with share_weights(recomputed, sums=not state.positions.is_one_chunk(batch.lengths)):
             for chunk in state.positions.chunks(batch.lengths):
                 for output in executor.submit(metadata.build(chunk)):
                     accumulated.add(output[1], output[0])

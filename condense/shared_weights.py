@@ -89,14 +89,14 @@ class WeightSum:
 class SharedWeights:
     """The weights of one call. Sums are kept of weights below float32, and under autocast of products of all weights.
 
-    `recomputed` is a module whose segments are computed again in the backward pass. `every_pass`: the call has several
+    `recomputed` are modules that compute segments again in the backward pass. `every_pass`: the call has several
     backward passes, and `deliver` ends them. `sums` is False for a call of a single chunk, whose weights have one use.
     `every_dtype`: there are sums of weights in float32 and float64, too.
     """
 
     def __init__(
         self,
-        recomputed: nn.Module | None = None,
+        recomputed: Sequence[nn.Module] = (),
         every_pass: bool = False,
         sums: bool = True,
         every_dtype: bool = False,
@@ -162,16 +162,16 @@ class SharedWeights:
         self._checked_pass = backward_pass
 
 
-def _versions(module: nn.Module | None) -> list[tuple[int, int]] | None:
+def _versions(modules: Sequence[nn.Module]) -> list[tuple[int, int]] | None:
     """Identity and version of each weight; None if ZeRO-3, FSDP or offloading replaces weights between their uses."""
-    weights = [] if module is None else list(module.parameters())
+    weights = [weight for module in modules for weight in module.parameters()]
     for one in weights:
         if type(one) not in (nn.Parameter, torch.Tensor) or hasattr(one, "ds_id") or one.is_meta or one.is_inference():
             return None
     return [(id(one), one._version) for one in weights]
 
 
-def share_weights(recomputed: nn.Module | None, sums: bool = True) -> AbstractContextManager[None]:
+def share_weights(recomputed: Sequence[nn.Module] = (), sums: bool = True) -> AbstractContextManager[None]:
     """The weights of a call within; nothing if there is no backward pass, or if torch transforms the computation."""
     if is_transformed() or not torch.is_grad_enabled():
         return nullcontext()

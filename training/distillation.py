@@ -181,7 +181,7 @@ def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature
     """`heads` and `hidden_nD` are the student's and the teacher's; logits exist for a bounded number of targets."""
     at_once = max_tokens(heads[0].weight.shape[0])
     parts = zip(*(tensor.split(at_once) for tensor in (*hidden_nD, target_n)), strict=True)
-    with share_weights(None):
+    with share_weights():
         block = for_recomputation(_block)
         found = [checkpoint(block, heads, *part, temperature, use_reentrant=False) for part in parts]
     divergences, cross_entropies = zip(*found, strict=True)

@@ -192,5 +192,5 @@ def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) 
     The backward pass computes logits again, unless the vocabulary is smaller than the hidden size.
     """
     vocab_size, size = head.weight.shape
-    with share_weights(None):
+    with share_weights():
         return loss.cross_entropies(head, hidden_nD, target_n, loss.max_tokens(vocab_size), vocab_size > size)

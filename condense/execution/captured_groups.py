@@ -7,6 +7,7 @@ Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
 import logging
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,11 @@ class Group:
         modes = gradients, gradients and self.recomputed, torch.is_inference_mode_enabled()
         return *shape, *modes, detached, tables.shape, tables.dtype
 
+    @property
+    def has_mixed_rows(self) -> bool:
+        """Whether the memories of some rows alone are detached, which the key does not tell."""
+        return any(any(segment.detach_R) and not all(segment.detach_R) for segment in self.segments)
+
     def run(self, layers: nn.ModuleList, inputs: Tensors) -> Tensors:
         """The outputs; a segment takes nothing but its shape from the metadata."""
         tables, rest = inputs[:NUM_TABLES], inputs[NUM_TABLES:]
@@ -116,15 +122,22 @@ class CapturedGroup:
     """A group without gradients, and the buffers of one with gradients."""
 
     def __init__(self, layers: nn.ModuleList, group: Group, inputs: Tensors, graphs: Graphs, pool: Pool):
-        self.layers, self.group, self.graphs, self.pool = layers, group, graphs, pool
+        self._layers = ref(layers)  # which hold this
+        self.group, self.graphs, self.pool = group, graphs, pool
         self.device = inputs[NUM_TABLES].device
         self.inputs = tuple(one.detach().clone(memory_format=torch.contiguous_format) for one in inputs)
         self._capture()
 
-    def _capture(self) -> None:
-        self._forward, self.outputs = self._captured(self._compute)
+    @property
+    def layers(self) -> nn.ModuleList:
+        layers = self._layers()
+        assert layers is not None
+        return layers
 
-    def _captured(self, *computations: Any) -> Any:
+    def _capture(self) -> None:
+        self._forward, self.outputs = self._graph_of(self._compute)
+
+    def _graph_of(self, *computations: Any) -> Any:
         """Replay and outputs of each computation; all run once before the first is captured."""
         for compute in computations:
             self.graphs.warm_up(compute, self.device)
@@ -152,21 +165,13 @@ class CapturedGroup:
         return copies
 
 
-class RecomputedGroup(CapturedGroup):
-    """As a checkpoint does: the graph of the backward pass computes the group again."""
+class TrainedGroup(CapturedGroup):
+    """A group with gradients: those of its outputs, and of its inputs."""
 
     def __init__(self, *arguments: Any, sums: StaticSums):
         self.sums = sums
-        super().__init__(*arguments)
-
-    def _capture(self) -> None:
         self.gradients: Tensors = ()
-        super()._capture()
-        self.gradients = tuple(torch.zeros_like(output) for output in self.outputs)
-        self._backward, self.input_gradients = self._captured(self._compute_again)
-
-    def _compute_again(self) -> Tensors:
-        return self._gradients(*self._compute_with_gradients())
+        super().__init__(*arguments)
 
     def _compute_with_gradients(self) -> tuple[Tensors, Tensors]:
         """Leaves and outputs. Hooks that would move what is saved to the host do not apply within a capture."""
@@ -181,6 +186,18 @@ class RecomputedGroup(CapturedGroup):
         self.sums.add_waiting()
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
 
+
+class RecomputedGroup(TrainedGroup):
+    """As a checkpoint does: the graph of the backward pass computes the group again."""
+
+    def _capture(self) -> None:
+        super()._capture()
+        self.gradients = tuple(torch.zeros_like(output) for output in self.outputs)
+        self._backward, self.input_gradients = self._graph_of(self._compute_again)
+
+    def _compute_again(self) -> Tensors:
+        return self._gradients(*self._compute_with_gradients())
+
     def begin(self) -> Flight:
         return Flight()
 
@@ -191,7 +208,7 @@ class RecomputedGroup(CapturedGroup):
         return self._copies(self.input_gradients)
 
 
-class StoredGroup(RecomputedGroup):
+class StoredGroup(TrainedGroup):
     """Without checkpointing: the activations wait on the memory of the graphs, those of one text at a time."""
 
     def __init__(self, *arguments: Any, flights: "Flights", **keywords: Any):
@@ -199,12 +216,11 @@ class StoredGroup(RecomputedGroup):
         super().__init__(*arguments, **keywords)
 
     def _capture(self) -> None:
-        self.gradients = ()
         with torch.no_grad():
             self.gradients = tuple(
                 torch.zeros_like(output) for output in self.graphs.warm_up(self._compute, self.device)
             )
-        found = self._captured(self._compute_stored, self._compute_gradients)
+        found = self._graph_of(self._compute_stored, self._compute_gradients)
         (self._forward, self.outputs), (self._backward, self.input_gradients) = found
         self.outputs = tuple(output.detach() for output in self.outputs)
         self._stored: Any = None
@@ -244,25 +260,29 @@ class Flights:
         return flight is not None and not flight.ended
 
     def check(self, flight: Flight) -> None:
-        if self._latest is None or self._latest() is not flight:
+        """Raises `ValueError` if the activations are gone: a backward pass writes its gradients over them."""
+        if flight.ended or self._latest is None or self._latest() is not flight:
             raise ValueError(
-                "a second backward pass through a call, after another call has written over its activations: set "
+                "a second backward pass through a call: a captured CUDA graph has written over its activations. Set "
                 "model.config.schedule='wavefront' for calls whose graph is kept (retain_graph=True)."
             )
 
 
 class CapturedGroups:
-    """The captured groups of a model's layers; they hold while the layers' stack does."""
+    """The captured groups of a model's layers; they hold while the layers' stack does.
+
+    They belong to the thread that makes them: a graph has one set of buffers. Other threads run without graphs.
+    """
 
     def __init__(self, layers: nn.ModuleList, stack: Stack):
-        self.layers, self.stack = layers, stack
+        self._layers, self.stack, self.thread = ref(layers), stack, threading.get_ident()
         self.device = next(layers.parameters()).device
         self.graphs = GRAPHS[self.device.type]
         self.flights = Flights()
         self.num_runs = 0
         self._uses: Counter[tuple] = Counter()
         self._refused: set[tuple] = set()
-        self._captured: OrderedDict[tuple, tuple[CapturedGroup, int]] = OrderedDict()
+        self._groups: OrderedDict[tuple, tuple[CapturedGroup, int]] = OrderedDict()
         self._pools: dict[bool, Pool] = {}
 
     def __reduce__(self):
@@ -272,21 +292,25 @@ class CapturedGroups:
     def sums(self) -> StaticSums:
         return StaticSums(self.stack)
 
-    def is_captured(self, group: Group) -> bool:
-        """Whether `find` is to be asked for a group that is about to run; counts its uses."""
+    def count_use(self, group: Group) -> bool:
+        """Counts a use of a group that is about to run; returns whether `find` is to be asked for it."""
+        if threading.get_ident() != self.thread or group.has_mixed_rows:
+            return False
         key = self._key(group)
         self.num_runs += 1
         if torch._C._current_graph_task_id() != -1 or key in self._refused:
             return False  # within a backward pass a capture would add to its sums
-        if self._is_stored(group) and (self.flights.is_busy() or moves_saved_tensors()):
+        if torch.is_grad_enabled() and moves_saved_tensors():
+            return False
+        if self._is_stored(group) and self.flights.is_busy():
             return False
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # by the caller
         self._uses[key] += 1
-        if key in self._captured:
+        if key in self._groups:
             return True
-        if len(self._captured) == MAX_GROUPS:
-            _, last_run = next(iter(self._captured.values()))
+        if len(self._groups) == MAX_GROUPS:
+            _, last_run = next(iter(self._groups.values()))
             if self.num_runs - last_run < PATIENCE:
                 return False
         return self._uses[key] > 1
@@ -294,18 +318,18 @@ class CapturedGroups:
     def find(self, group: Group, memories: Sequence[torch.Tensor]) -> CapturedGroup | None:
         """The captured group; None, and never again for its shape, if there is not enough memory for it."""
         key = self._key(group)
-        if key in self._captured:
-            captured, _ = self._captured[key]
+        if key in self._groups:
+            captured, _ = self._groups[key]
         else:
-            if len(self._captured) == MAX_GROUPS:
-                self._captured.popitem(last=False)
+            if len(self._groups) == MAX_GROUPS:
+                self._groups.popitem(last=False)
             try:
                 captured = self._capture(group, memories)
             except torch.OutOfMemoryError:
                 self._refuse(key, group)
                 return None
-        self._captured[key] = captured, self.num_runs
-        self._captured.move_to_end(key)
+        self._groups[key] = captured, self.num_runs
+        self._groups.move_to_end(key)
         return captured
 
     def _refuse(self, key: tuple, group: Group) -> None:
@@ -322,10 +346,12 @@ class CapturedGroups:
         stored, chunk = self._is_stored(group), group.segments[0].chunk
         if stored not in self._pools:
             self._pools[stored] = self.graphs.new_pool(self.device)
-        weight_D = self.layers[0].get_parameter("input_layernorm.weight")
+        weight_D = self.stack.parameters["input_layernorm.weight"].all[0]
         hidden_RTD = weight_D.new_zeros(len(chunk.rows), chunk.width, len(weight_D))
         inputs = *group.tables, *[hidden_RTD] * len(group.segments), *memories
-        arguments = self.layers, group, inputs, self.graphs, self._pools[stored]
+        layers = self._layers()
+        assert layers is not None
+        arguments = layers, group, inputs, self.graphs, self._pools[stored]
         if not torch.is_grad_enabled():
             return CapturedGroup(*arguments)
         try:
@@ -339,12 +365,13 @@ class CapturedGroups:
         return torch.is_grad_enabled() and not group.recomputed
 
     def _key(self, group: Group) -> tuple:
-        layer: Any = self.layers[0]
+        layer: Any = self.stack.layers[0]
         return *group.key(), layer.training, layer.self_attn.config._attn_implementation
 
 
 def moves_saved_tensors() -> bool:
-    """Whether hooks would take what autograd saves elsewhere, as `torch.autograd.graph.save_on_cpu` does."""
+    """Whether hooks would take what autograd saves elsewhere, as `torch.autograd.graph.save_on_cpu` does, or count it,
+    as a checkpoint of the caller's around the model."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

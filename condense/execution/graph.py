@@ -73,7 +73,7 @@ class GraphExecutor:
             return []
         group = Group(segments, recomputed=self.checkpoint is not None)
         outputs: list[ChunkOutput] = []
-        if self.groups.is_captured(group):
+        if self.groups.count_use(group):
             outputs = self.others.finish()  # the state is complete then
             memories = self._memories(group)
             if (captured := self.groups.find(group, memories)) is not None:
@@ -93,6 +93,11 @@ class GraphExecutor:
     ) -> list[ChunkOutput]:
         chunks = [metadata.chunk for metadata in group.segments]
         inputs = [*(self.embed(chunk) for chunk in chunks), *memories]
+        if inputs[0].dtype != captured.outputs[0].dtype:
+            raise ValueError(
+                f"inputs_embeds in {inputs[0].dtype}, and the model's weights are in {captured.outputs[0].dtype}: "
+                "cast one of them."
+            )
         if torch.is_grad_enabled():
             if self.link is None:
                 self.link = Begin.apply(self.groups.sums, inputs[0].new_zeros(()), *self.groups.sums.weights)
@@ -109,12 +114,18 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def forward(ctx, captured: Any, group: Group, link: torch.Tensor, *inputs: torch.Tensor):
         ctx.captured, ctx.tables, ctx.flight = captured, group.tables, captured.begin()
+        ctx.versions = captured.sums.weight_versions()
         ctx.save_for_backward(*inputs)
         return link.clone(), *captured.forward((*group.tables, *inputs))
 
     @staticmethod
     def backward(ctx, link_gradient, *output_gradients):
         check_gradient(next((gradient for gradient in output_gradients if gradient is not None), None))
+        if ctx.versions != ctx.captured.sums.weight_versions():
+            raise ValueError(
+                "the model's weights have changed since the forward pass, in place: call backward() before weights "
+                "change."
+            )
         flight: Flight = ctx.flight
         gradients = ctx.captured.backward(flight, (*ctx.tables, *ctx.saved_tensors), output_gradients)
         return None, None, link_gradient, *gradients
@@ -131,8 +142,7 @@ def has_whole_segments(lengths: Sequence[int], positions: SegmentPositions) -> b
 
 
 def graph_stack(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> Stack:
-    """Returns the layers' stack, which graphs read. Raises `ValueError`, before anything has changed, if segments can't
-    be computed by graphs."""
+    """Returns the layers' stack, which graphs read. Raises `ValueError` if segments can't be computed by graphs."""
     device = next(layers.parameters()).device.type
     if device not in GRAPHS:
         raise ValueError(f"schedule='graph' replays CUDA graphs, and the model is on {device}: {REMEDY}.")
@@ -157,6 +167,8 @@ def graph_stack(config: CondenseConfig, layers: nn.ModuleList, has_durations: bo
         )
     if sharded:
         raise ValueError(f"FSDP gathers weights for each call, and a graph would keep their addresses: {REMEDY}.")
+    if torch.is_anomaly_enabled():
+        raise ValueError(f"autograd's anomaly detection reads every gradient, which a graph can't: {REMEDY}.")
     if is_transformed() or is_in_torch_dispatch_mode():
         raise ValueError(
             f"a replayed graph hides its operations from torch.compile, torch.func and modes that watch operations: "
@@ -164,4 +176,10 @@ def graph_stack(config: CondenseConfig, layers: nn.ModuleList, has_durations: bo
         )
     if torch.nn.modules.module._has_any_global_hook():
         raise ValueError(f"there are hooks on all modules, which a replayed graph does not call: {REMEDY}.")
-    return stack_of(layers)
+    stack = stack_of(layers)
+    if stack.is_apart:
+        raise ValueError(
+            f"weights of the layers lie at unequal distances in memory that is not theirs alone (as with ZeRO's "
+            f"round_robin_gradients), and a graph reads them as one tensor: {REMEDY}."
+        )
+    return stack

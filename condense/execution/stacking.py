@@ -50,6 +50,7 @@ class Stack:
             for name, _ in layers[0].named_parameters()
         }
         self.arrangement = _arrangement(layers)
+        self.is_apart = any(one.tensor_mx is None for one in self.parameters.values())
         self._bands: dict[tuple[int, int, bool], nn.Module] = {}
 
     def band(self, first: int, end: int) -> nn.Module:

@@ -1,12 +1,12 @@
 """The gradients of a stack's weights in float32, on buffers that captured graphs add to.
 
-    link = begin(weights)        once for each call
-    link = group(link, ...)      for each group; its backward pass adds to the buffers
+    link = Begin.apply(sums, ..., *weights)    once for each call
+    link, ... = _Group.apply(..., link, ...)   for each group; its backward pass adds to the buffers
 
 A product of a segment's few tokens takes as long to write its sum as to compute it. So the gradients of a layer's
 outputs wait, with its inputs, until there are `TOKENS` of them.
 
-The link leads from each group to the weights: autograd runs the node of `begin` after those of all groups. It hands
+The link leads from each group to the weights: autograd runs the node of `Begin` after those of all groups. It hands
 copies on: no buffer becomes the gradient of a weight.
 
 Axes: m layers of a band, n tokens of each, O and I output and input widths.
@@ -50,6 +50,10 @@ class StaticSums(SharedWeights):
     def weights(self) -> list[nn.Parameter]:
         return [weight for one in self._sums.values() for weight in one.weights]
 
+    def weight_versions(self) -> list[int]:
+        """They change with the weights: in place, by an optimizer's step."""
+        return [weight._version for one in self._sums.values() for weight in one.weights]
+
     def begin(self, weights: Sequence[torch.Tensor], is_stack: bool = False) -> tuple[WeightSum, torch.Tensor]:
         """A token of its own for each use: autograd remembers the stream of a capture."""
         assert is_stack, "captured layers are bands of a stack"
@@ -86,7 +90,8 @@ class StaticSums(SharedWeights):
         """Before a group's backward pass: another pass may have ended before it reached the weights."""
         backward_pass = torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
-            torch._foreach_zero_(self._totals())
+            if totals := self._totals():  # none are trained
+                torch._foreach_zero_(totals)
             self._backward_pass = backward_pass
 
     def end_pass(self) -> None:
@@ -118,11 +123,9 @@ class Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sums: StaticSums, link: torch.Tensor, *weights: torch.Tensor):
         ctx.sums = sums
-        ctx.save_for_backward(*weights)  # autograd then notices a weight that changes before the backward pass
         return link.clone()
 
     @staticmethod
     def backward(ctx, _):
         check_gradient(None)
-        ctx.saved_tensors  # noqa: B018
         return None, None, *ctx.sums.take()

@@ -3,10 +3,13 @@ recording that replays on the CPU."""
 
 import copy
 import gc
+import threading
+import weakref
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
 
 from condense import FoldedCache
 from condense.execution import captured_groups, cuda_graph, selection
@@ -246,7 +249,9 @@ def test_a_backward_pass_for_some_tensors_leaves_nothing_behind(group, counts):
     uses(model, ids).zero_grad()
     embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
     loss = model(inputs_embeds=embeddings, labels=ids).loss
-    torch.autograd.grad(loss, embeddings, retain_graph=True)
+    torch.autograd.grad(loss, embeddings, retain_graph=group is not None)
+    if group is None:  # a kept graph is refused
+        loss = model(inputs_embeds=embeddings, labels=ids).loss
     loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in model.model.layers.named_parameters()}
     model.zero_grad()
@@ -282,7 +287,7 @@ def test_graphs_are_bounded(counts, monkeypatch):
         for _ in range(25):
             model(random_ids(batch_size, 15), use_cache=False)
     assert counts["capture"] == captured_groups.MAX_GROUPS + 1
-    assert len(model.model.layers.__dict__["_captured_groups"]._captured) == captured_groups.MAX_GROUPS
+    assert len(model.model.layers.__dict__["_captured_groups"]._groups) == captured_groups.MAX_GROUPS
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -328,17 +333,141 @@ def test_a_text_that_is_given_up_waits_for_nothing(counts):
     assert counts["replay"] == replays + 2
 
 
-def test_a_kept_graph(counts):
-    """Its backward pass may run again, until another call has written over its activations."""
+def test_a_kept_graph_is_refused(counts):
+    """A backward pass writes its gradients over the activations, as another call does."""
     model, ids = uses(trained(None), random_ids(1, LENGTH)), random_ids(1, LENGTH, seed=1)
     loss = model(ids, labels=ids).loss
     weight = model.model.layers[0].mlp.up_proj.weight
-    (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, weight, retain_graph=True)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    gradients(model, ids)
-    with pytest.raises(ValueError, match="another call has written over its activations"):
+    torch.autograd.grad(loss, weight, retain_graph=True)
+    with pytest.raises(ValueError, match="a second backward pass through a call.*'wavefront'"):
         loss.backward()
+    loss = model(ids, labels=ids).loss
+    gradients(model, ids)  # without a graph: the first text waits
+    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    del loss
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_a_kept_graph_of_checkpoints(group, counts):
+    model, ids = uses(trained(group), random_ids(1, LENGTH)), random_ids(1, LENGTH, seed=1)
+    loss = model(ids, labels=ids).loss
+    weight = model.model.layers[0].mlp.up_proj.weight
+    first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_rows_that_detach_at_different_segments_run_without_graphs(counts):
+    """A capture would keep which rows do."""
+    model, other = (tiny_model(schedule=schedule, bptt_segments=2).train() for schedule in ("graph", "sequential"))
+    for lengths in ([5, 10], [5, 10], [10, 5]):
+        _, ids, mask = padded_batch(lengths, "left")
+        more, found = random_ids(2, 15), []
+        for each in (model, other):
+            cache = FoldedCache(each.config)
+            with torch.no_grad():
+                each(ids, attention_mask=mask, past_key_values=cache)
+            each.zero_grad()
+            whole = torch.cat([mask, torch.ones_like(more)], 1)
+            each(more, attention_mask=whole, past_key_values=cache, labels=more).loss.backward()
+            found.append({name: weight.grad.clone() for name, weight in each.named_parameters()})
+        for name, gradient in found[1].items():
+            torch.testing.assert_close(found[0][name], gradient, atol=1e-9, rtol=1e-6)
+
+
+def test_weights_that_lie_unevenly_are_refused(counts, monkeypatch):
+    """Those of a flat buffer in another order, as ZeRO's `round_robin_gradients` lays them out: a wave takes them."""
+    monkeypatch.setattr(selection, "CAPTURING_DEVICES", ("cpu",))
+    model, ids = tiny_model().train(), random_ids(1, LENGTH)
+    weights = [weight for number in (0, 2, 1) for weight in model.model.layers[number].parameters()]
+    flat = torch.empty(sum(map(torch.Tensor.numel, weights)), dtype=torch.float64)
+    for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+        weight.data = part.view(weight.shape).copy_(weight.data)
+    for _ in range(3):
+        assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert not counts["capture"]
+    model.config.schedule = "graph"
+    with pytest.raises(ValueError, match="at unequal distances"):
+        model(ids)
+
+
+def test_another_thread_runs_without_graphs(counts):
+    model, ids, found = uses(trained(None), random_ids(1, LENGTH)), random_ids(1, LENGTH), []
+    expected, replays = reference_gradients(model, ids), counts["replay"]
+    thread = threading.Thread(target=lambda: found.append(gradients(model, ids)))
+    thread.start()
+    thread.join()
+    assert counts["replay"] == replays
+    assert_same_gradients(found[0], expected, 1e-5)
+
+
+def test_anomaly_detection_runs_without_graphs(counts, monkeypatch):
+    monkeypatch.setattr(selection, "CAPTURING_DEVICES", ("cpu",))
+    model, ids = tiny_model().train(), random_ids(1, LENGTH)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        uses(model, ids, 3)
+    assert not counts["capture"]
+
+
+@pytest.mark.parametrize("group", [None, 2])
+def test_weights_that_change_before_the_gradient_of_an_input(group, counts):
+    model, ids = uses(trained(group), random_ids(1, 30)), random_ids(1, 30)
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embeddings, labels=ids).loss
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(ValueError, match="weights have changed since the forward pass"):
+        torch.autograd.grad(loss, embeddings)
+
+
+@pytest.mark.parametrize("group", [None, 2])
+def test_frozen_layers(group, counts):
+    """Their inputs may need gradients all the same."""
+    found = []
+    for schedule in ("sequential", "graph"):
+        model = tiny_model(schedule=schedule).train()
+        model = model if group is None else checkpointed(model)
+        model.model.layers.requires_grad_(False)
+        for _ in range(3):
+            model.zero_grad()
+            model(random_ids(1, LENGTH), labels=random_ids(1, LENGTH)).loss.backward()
+        found.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [None, 2])
+def test_a_checkpoint_of_the_caller_around_the_model(group, counts):
+    """It counts what is saved, and the pass that computes the model again has no captures."""
+    model, ids = uses(trained(group), random_ids(1, LENGTH)), random_ids(1, LENGTH)
+    expected = reference_gradients(model, ids)
+    for _ in range(3):
+        model.zero_grad()
+        embeddings = model.get_input_embeddings()(ids)
+        loss = checkpoint(lambda each: model(inputs_embeds=each, labels=ids).loss, embeddings, use_reentrant=False)
+        loss.backward()
+    assert_same_gradients((loss, {name: one.grad for name, one in model.named_parameters()}), expected, 1e-5)
+
+
+def test_a_deleted_model_frees_its_weights_and_graphs_at_once(counts):
+    model = uses(trained(None), random_ids(1, LENGTH))
+    alive = [weakref.ref(model.model.layers[0].mlp.up_proj.weight)]
+    alive.append(weakref.ref(model.model.layers.__dict__["_captured_groups"]))
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_embeddings_in_another_dtype_are_refused(counts):
+    model, ids = trained(None, dtype=torch.bfloat16), random_ids(1, 30)
+    embeddings = model.get_input_embeddings()(ids).detach().float()
+    with pytest.raises(RuntimeError, match="same dtype"):  # torch's
+        model(inputs_embeds=embeddings)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"inputs_embeds in torch.float32.*torch.bfloat16"):
+            model(inputs_embeds=embeddings)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -468,7 +597,7 @@ def test_autograd_adds_nothing_of_a_weights_shape(group, counts):
     shapes |= {(3, *shape) for shape in shapes}
     recorded = [
         record
-        for captured, _ in model.model.layers.__dict__["_captured_groups"]._captured.values()
+        for captured, _ in model.model.layers.__dict__["_captured_groups"]._groups.values()
         for record in captured._backward.__closure__[1].cell_contents.records
     ]
     added = [
@@ -488,7 +617,7 @@ def test_operations_of_a_diagonal(group, forward, backward, counts):
     found = []
     for segments in (8, 9):
         model = uses(trained(group, dtype=torch.bfloat16), random_ids(1, 5 * segments))
-        ((captured, _),) = model.model.layers.__dict__["_captured_groups"]._captured.values()
+        ((captured, _),) = model.model.layers.__dict__["_captured_groups"]._groups.values()
         found.append([num_operations(replay) for replay in (captured._forward, captured._backward)])
     (before, again), (more, more_again) = found
     assert (more - before, more_again - again) == (forward, backward)

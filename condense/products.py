@@ -1,4 +1,6 @@
-"""Products that are added to a sum in place.
+"""Products of stacks of matrices, and products that are added to a sum in place.
+
+Weights that lie side by side take one product of an input, as one matrix.
 
 On CUDA a product in half precision adds to a sum in float32 itself: there is no other matrix of its shape, and one
 operation instead of two. It is an operation of torch's own registry, so that modes which count or record operations
@@ -7,10 +9,39 @@ see one, on the meta device too.
 Axes: m matrices, O and I output and input widths, n what is summed over.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 _library = torch.library.Library("condense", "DEF")  # lives as long as the module: so do its operations
 _library.define("add_products_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+
+
+def side_by_side(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
+    """Returns the tensors as one, if each begins along an axis where the one before it ends."""
+    first, offset = tensors[0], tensors[0].storage_offset()
+    if len({(one.dtype, one.stride(), one.untyped_storage().data_ptr()) for one in tensors}) > 1:
+        return None
+    shapes = [list(one.shape) for one in tensors]
+    size = sum(shape.pop(dim) for shape in shapes)
+    overlaps = dim > 0 and first.shape[dim - 1] > 1 and size * first.stride(dim) > first.stride(dim - 1)
+    if overlaps or any(shape != shapes[0] for shape in shapes):
+        return None
+    for tensor in tensors:
+        if tensor.storage_offset() != offset:
+            return None
+        offset += tensor.shape[dim] * tensor.stride(dim)
+    joint = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+    return first.as_strided(joint, first.stride(), first.storage_offset())
+
+
+def stacked_products(input_mnI: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The products [m, n, O] of an input with stacks of weights [m, O, I], without gradients."""
+    joint_mOI = side_by_side(weights, dim=1) if len(weights) > 1 else None
+    if joint_mOI is None:
+        return [torch.bmm(input_mnI, weight_mOI.transpose(1, 2)) for weight_mOI in weights]
+    sizes = [weight_mOI.shape[1] for weight_mOI in weights]
+    return list(torch.bmm(input_mnI, joint_mOI.transpose(1, 2)).split(sizes, dim=2))
 
 
 def add_product(total_OI: torch.Tensor, left_On: torch.Tensor, right_nI: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .products import add_product, add_products
+from .products import add_product, add_products, side_by_side, stacked_products
 from .transforms import is_transformed
 
 Gradients = Sequence[torch.Tensor | None]
@@ -342,28 +342,38 @@ class _StackedProducts(torch.autograd.Function):
         ctx.add = add
         weights = weights_and_tokens[: len(weights_and_tokens) // 2]
         ctx.save_for_backward(input_mnI, *weights)
-        return tuple(torch.bmm(input_mnI, weight_mOI.transpose(1, 2)) for weight_mOI in weights)
+        return tuple(stacked_products(input_mnI, weights))
 
     @staticmethod
     def backward(ctx, *gradients):
         input_mnI, *weights = ctx.saved_tensors
-        of_input: torch.Tensor | None = None
+        needed = ctx.needs_input_grad[2 : 2 + len(weights)]
+        known = [pair for pair in zip(gradients, weights, strict=True) if pair[0] is not None]
+        in_place = all(_may_be_summed(gradient_mnO) for gradient_mnO, _ in known)
+        of_input = _sum_of_products(known, in_place) if ctx.needs_input_grad[1] and known else None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
-        in_place = all(gradient_mnO is None or _may_be_summed(gradient_mnO) for gradient_mnO in gradients)
-        for number, (gradient_mnO, weight_mOI) in enumerate(zip(gradients, weights, strict=True)):
-            if gradient_mnO is None:
-                continue
-            if ctx.needs_input_grad[1] and of_input is not None and in_place:
-                of_input.baddbmm_(gradient_mnO, weight_mOI)
-            elif ctx.needs_input_grad[1]:
-                product_mnI = torch.bmm(gradient_mnO, weight_mOI)
-                of_input = product_mnI if of_input is None else of_input + product_mnI
-            if ctx.needs_input_grad[2 + number] and not in_place:
-                of_weights[number] = torch.bmm(gradient_mnO.transpose(1, 2), input_mnI)
+        wanted = [one if need else None for one, need in zip(gradients, needed, strict=True)]
         if in_place:
-            needed = ctx.needs_input_grad[2 : 2 + len(weights)]
-            ctx.add([one if need else None for one, need in zip(gradients, needed, strict=True)], input_mnI)
+            ctx.add(wanted, input_mnI)
+        else:
+            of_weights = [None if one is None else torch.bmm(one.transpose(1, 2), input_mnI) for one in wanted]
         return None, of_input, *of_weights, *[None] * len(weights)
+
+
+def _sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
+    """Of gradients [m, n, O] and weights [m, O, I]; one product if both lie side by side."""
+    gradients, weights = zip(*pairs, strict=True)
+    if in_place and len(pairs) > 1:
+        joint_mnO, joint_mOI = side_by_side(gradients, dim=2), side_by_side(weights, dim=1)
+        if joint_mnO is not None and joint_mOI is not None:
+            return torch.bmm(joint_mnO, joint_mOI)
+    total_mnI = torch.bmm(gradients[0], weights[0])
+    for gradient_mnO, weight_mOI in pairs[1:]:
+        if in_place:
+            total_mnI.baddbmm_(gradient_mnO, weight_mOI)
+        else:
+            total_mnI = total_mnI + torch.bmm(gradient_mnO, weight_mOI)
+    return total_mnI
 
 
 class _Embedding(torch.autograd.Function):

@@ -32,7 +32,9 @@ from ..layers import (
     is_one_operation,
 )
 from ..linear import Linear
-from ..shared_weights import SharedWeights, summed_products, sums_of, used, used_stack
+from ..products import stacked_products
+from ..shared_weights import summed_products, sums_of
+from .stacked_parameters import StackedParameter, stacked_parameters
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
 _stacking = threading.Lock()
@@ -45,10 +47,7 @@ class Stack:
 
     def __init__(self, layers: nn.ModuleList):
         self.layers = list(layers)
-        self.parameters = {
-            name: _StackedParameter([layer.get_parameter(name) for layer in layers])
-            for name, _ in layers[0].named_parameters()
-        }
+        self.parameters = stacked_parameters(layers)
         self.arrangement = _arrangement(layers)
         self.is_apart = any(one.tensor_mx is None for one in self.parameters.values())
         self._bands: dict[tuple[int, int, bool], nn.Module] = {}
@@ -196,92 +195,10 @@ def _arrangement(layers: nn.ModuleList) -> list[Any]:
     return found
 
 
-def _common_memory(parameters: list[nn.Parameter]) -> torch.Tensor | None:
-    """The parameters as one tensor [M, ...] that shares their memory; None if they are apart and can't be moved.
-
-    A parameter that fills its storage is moved, and gets a storage of its own over its part of the common memory: code
-    that saves or shares parameters by storage sees each of them alone. A parameter in a larger storage (ZeRO), or one
-    that other processes share, is not ours to move.
-    """
-    first = parameters[0]
-    if (distance := _distance(parameters)) is not None:
-        return first.detach().as_strided((len(parameters), *first.shape), (distance, *first.stride()))
-    for parameter in parameters:
-        fills = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
-        shared = parameter.device.type == "cpu" and parameter.is_shared()
-        if not fills or shared or not parameter.is_contiguous():
-            return None
-    with torch.inference_mode(False), torch.no_grad():
-        together = torch.stack(list(parameters))
-        for parameter, part in zip(parameters, together, strict=True):
-            parameter.data = part if part.is_meta else torch.from_dlpack(part)
-    return together
-
-
-def _distance(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The constant number of elements from each tensor to the next in their common storage; None if there is none."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first.numel()
-    distance = int(tensors[1].storage_offset() - first.storage_offset())
-    even = all(
-        tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and tensor.storage_offset() == first.storage_offset() + n * distance
-        and tensor.stride() == first.stride()
-        for n, tensor in enumerate(tensors)
-    )
-    return distance if even and distance >= first.numel() else None
-
-
-class _StackedParameter:
-    """A parameter of M modules; `tensor_mx` are those of some `members` as a stack, None if they are apart."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]):
-        self.all, self.members = list(parameters), slice(0, len(parameters))
-        self.tensor_mx = _common_memory(self.all)
-
-    def of(self, members: slice) -> "_StackedParameter":
-        part = copy.copy(self)
-        part.members, part.tensor_mx = members, None if self.tensor_mx is None else self.tensor_mx[members]
-        return part
-
-    def stack(self) -> torch.Tensor:
-        """The members [m, ...], differentiable with respect to the parameters."""
-        if self.tensor_mx is None:
-            return torch.stack([used(parameter) for parameter in self.all[self.members]])
-        sums = sums_of(*self.all)
-        return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
-
-    def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
-        """The members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not reach the
-        parameters."""
-        assert self.tensor_mx is not None
-        if not torch.is_grad_enabled():
-            return self.tensor_mx
-        if sums is not None and sums.every_pass:
-            return self.tensor_mx.detach().requires_grad_()
-        return _SharedStack.apply(self.tensor_mx, *self.all[self.members])
-
-
-class _SharedStack(torch.autograd.Function):
-    """The stack [m, ...] of parameters that it shares memory with: its gradients are theirs."""
-
-    @staticmethod
-    def forward(ctx, stack, *parameters):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*parameters)  # autograd then notices a parameter that changes before the backward pass
-        return stack.view_as(stack)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        parameters = ctx.saved_tensors
-        return None, *([None] * len(parameters) if gradient is None else gradient.unbind(0))
-
-
 class _Stacked(nn.Module):
     """m modules as one."""
 
-    def __init__(self, modules: Sequence[Any], parameters: dict[str, _StackedParameter]):
+    def __init__(self, modules: Sequence[Any], parameters: dict[str, StackedParameter]):
         super().__init__()
         self.stacked = list(modules)  # a plain list: these modules are registered elsewhere
         self.stacked_parameters = parameters
@@ -302,13 +219,15 @@ class StackedLinear(_Stacked):
         input_mnI = input_RTI.reshape(len(linears[0].stacked), -1, input_RTI.shape[-1])
         found = [sums_of(*weight.all) for weight in weights]  # None for weights that are frozen
         summed = [(weight.shared(sums), weight.all) for weight, sums in zip(weights, found, strict=True) if sums]
-        joint = iter(
-            summed_products(next(filter(None, found)), input_mnI, summed, weights[0].members) if summed else ()
-        )
-        outputs = [
-            next(joint) if sums else torch.bmm(input_mnI, weight.shared().transpose(1, 2))
-            for weight, sums in zip(weights, found, strict=True)
-        ]
+        if not torch.is_grad_enabled():
+            outputs = stacked_products(input_mnI, [weight.shared() for weight in weights])
+        else:
+            sums = next(filter(None, found), None)
+            joint = iter(summed_products(sums, input_mnI, summed, weights[0].members) if sums else ())
+            outputs = [
+                next(joint) if one else torch.bmm(input_mnI, weight.shared().transpose(1, 2))
+                for weight, one in zip(weights, found, strict=True)
+            ]
         return [linear.with_bias(output_mnO, input_RTI) for linear, output_mnO in zip(linears, outputs, strict=True)]
 
     def with_bias(self, output_mnO: torch.Tensor, input_RTI: torch.Tensor) -> torch.Tensor:

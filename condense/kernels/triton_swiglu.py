@@ -24,14 +24,16 @@ def silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor) -> torch.Tensor:
 def silu_product_gradients(
     gate_xF: torch.Tensor, up_xF: torch.Tensor, gradient_xF: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both lie side by side, as the weights do that they come from: one product takes them to the input."""
     gate, up, gradient = as_rows(gate_xF), as_rows(up_xF), as_rows(gradient_xF)
-    of_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    of_up = torch.empty_like(of_gate)
+    width = gate.shape[1]
+    both_xF = gate.new_empty(*gate_xF.shape[:-1], 2 * width)
+    of_gate, of_up = both_xF.view(-1, 2 * width).split(width, dim=1)
     grid, options = _launch(gate)
     strides = gate.stride(0), up.stride(0), gradient.stride(0)
     with torch.cuda.device_of(gate):
-        _backward[grid](gate, up, gradient, of_gate, of_up, gate.shape[1], *strides, **options)
-    return of_gate.view(gate_xF.shape), of_up.view(gate_xF.shape)
+        _backward[grid](gate, up, gradient, of_gate, of_up, width, *strides, **options)
+    return both_xF[..., :width], both_xF[..., width:]
 
 
 def _launch(rows_nF: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -62,5 +64,5 @@ def _backward(gate, up, gradient, of_gate, of_up, width, gate_stride, up_stride,
     sigmoid = tl.sigmoid(g)
     silu = g * sigmoid
     for_gate = d * u * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(of_gate + row * width + column, for_gate.to(of_gate.dtype.element_ty), mask=inside)
-    tl.store(of_up + row * width + column, (d * silu).to(of_up.dtype.element_ty), mask=inside)
+    tl.store(of_gate + row * 2 * width + column, for_gate.to(of_gate.dtype.element_ty), mask=inside)
+    tl.store(of_up + row * 2 * width + column, (d * silu).to(of_up.dtype.element_ty), mask=inside)

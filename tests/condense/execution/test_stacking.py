@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from condense import CondenseForCausalLM, FoldedCache, to_stock
-from condense.execution import choose_schedule, stacking, wavefront
+from condense import CondenseForCausalLM, FoldedCache, products, shared_weights, to_stock
+from condense.execution import choose_schedule, stacked_parameters, stacking, wavefront
 from condense.segmentation import SegmentPositions
 
 from ..models import (
@@ -338,3 +338,78 @@ def test_concurrent_first_waves_share_one_stack(monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         for logits in pool.map(read, range(4)):
             torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Weights with one input side by side, as on CUDA; the products that are taken at once."""
+    monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
+    taken, find = [], products.side_by_side
+
+    def recorded(tensors, dim):
+        found = find(tensors, dim)
+        if found is not None and len(tensors) > 1:
+            taken.append((len(tensors), dim))
+        return found
+
+    for module in (products, shared_weights):
+        monkeypatch.setattr(module, "side_by_side", recorded)
+    return taken
+
+
+FIELDS = [{}, {"attention_bias": True, "mlp_bias": True, "family": "qwen3"}, {"memory_source": "layer_input"}]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=["plain", "biases and norms", "layer_input"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_one_input_are_one_product(dtype, fields, joined):
+    model, other = (tiny_model(dtype, schedule=schedule, **fields) for schedule in ("wavefront", "sequential"))
+    ids = random_ids(2, 33)
+    limit = 1e-9 if dtype == torch.float64 else 0.05
+    with torch.no_grad():
+        found, expected = model(ids, use_cache=False).logits, other(ids, use_cache=False).logits
+    assert (found - expected).norm() <= limit * expected.norm()
+    assert {taken for taken in joined if taken[1] == 1} >= {(3, 1), (2, 1)}
+    joined.clear()
+    assert_same_gradients(gradients(model.train(), ids), gradients(other.train(), ids), 10 * limit)
+    assert bool(joined) == (dtype == torch.bfloat16)  # gradients in float64 are autograd's own
+    query, key = (model.model.layers[1].self_attn.get_submodule(name).weight for name in ("q_proj", "k_proj"))
+    assert key.data_ptr() == query.data_ptr() + query.numel() * query.element_size()
+    assert key.untyped_storage().nbytes() == key.numel() * key.element_size()
+
+
+def test_joined_weights_that_are_partly_frozen(joined):
+    found = []
+    for schedule in ("wavefront", "sequential"):
+        model = tiny_model(torch.float32, schedule=schedule).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" not in name and "up_proj" not in name)
+        found.append(gradients_of_trained(model, random_ids(1, 33)))
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, atol=1e-5, rtol=1e-3)
+
+
+def gradients_of_trained(model, ids):
+    model(ids, labels=ids).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_weights_in_the_order_of_a_flat_storage_are_joined_in_place(in_order, joined):
+    """ZeRO's flat buffers hold a layer's weights one after the other."""
+    model, ids = tiny_model(), random_ids(1, 30)
+    expected = gradients(model, ids)
+    parameters = list(model.model.layers.parameters())
+    flat = torch.empty(sum(map(torch.Tensor.numel, parameters)), dtype=torch.float64)
+    by_layer = [list(layer.parameters()) for layer in model.model.layers]
+    ordered = [weight for weights in by_layer for weight in (weights if in_order else reversed(weights))]
+    for weight, part in zip(ordered, flat.split([weight.numel() for weight in ordered]), strict=True):
+        weight.data = part.view(weight.shape).copy_(weight.data)
+    pointers = [weight.data_ptr() for weight in parameters]
+    model.config.schedule = "wavefront"
+    assert_same_gradients(gradients(model, ids), expected, 1e-10)
+    assert [weight.data_ptr() for weight in parameters] == pointers
+    joined.clear()
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    assert bool(joined) == in_order

@@ -1,9 +1,12 @@
 import pytest
 import torch
 
+from condense import shared_weights
+from condense.execution import stacked_parameters
 from condense.kernels import swiglu
 from condense.kernels.swiglu import plain_silu_product, silu_product
 
+from ..models import assert_same_gradients, gradients, random_ids, tiny_model
 from .checks import assert_same_function, assert_same_second_derivatives, dtypes, poisoned, random  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -68,3 +71,21 @@ def test_second_derivatives():
 @pytest.mark.parametrize("up", [random(5), random(3, 5).double()], ids=["broadcast", "float64"])
 def test_plain(up):
     assert torch.equal(silu_product(random(3, 5), up), plain_silu_product(random(3, 5), up))
+
+
+def test_both_gradients_go_to_the_input_by_one_product(monkeypatch):
+    """They lie side by side, as the weights do, through the views between the kernel and the products."""
+    monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
+    joined, find = [], shared_weights.side_by_side
+
+    def recorded(tensors, dim):
+        found = find(tensors, dim)
+        joined.append((len(tensors), dim, found is not None))
+        return found
+
+    monkeypatch.setattr(shared_weights, "side_by_side", recorded)
+    model, ids = tiny_model(torch.bfloat16, schedule="wavefront").train(), random_ids(1, 25)
+    found = gradients(model, ids)
+    assert (2, 2, True) in joined
+    model.config.schedule = "sequential"
+    assert_same_gradients(found, gradients(model, ids), 0.1)

@@ -1,0 +1,131 @@
+"""The parameters of several layers as stacks that share their memory.
+
+On CUDA, weights that have an input in common lie side by side in each layer, so that one product takes them all.
+
+Axes: M layers of a model, m layers of a band, x the axes of a parameter.
+"""
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from ..shared_weights import SharedWeights, sums_of, used, used_stack
+
+JOINED = (
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+)
+JOINING_DEVICES = ("cuda",)  # on a CPU fewer products make nothing faster: docs/performance.md
+
+
+def stacked_parameters(layers: nn.ModuleList) -> dict[str, "StackedParameter"]:
+    """The stacks of all layers' parameters by their names in a layer. Moves parameters; see `_common_memory`."""
+    parameters = {name: [layer.get_parameter(name) for layer in layers] for name, _ in layers[0].named_parameters()}
+    stacks: dict[str, StackedParameter] = {}
+    for names in JOINED:
+        members = [parameters[name] for name in names if name in parameters]
+        if len(members) < len(names) or not _may_be_joined(members):
+            continue
+        if (memory := _common_memory(list(zip(*members, strict=True)))) is None:
+            continue
+        sizes = [len(weights[0]) for weights in members]
+        for name, weights, end, size in zip(names, members, accumulate(sizes), sizes, strict=True):
+            stacks[name] = StackedParameter(weights, memory[:, end - size : end])
+    for name, weights in parameters.items():
+        if name not in stacks:
+            stacks[name] = StackedParameter(weights, _common_memory([(weight,) for weight in weights]))
+    return stacks
+
+
+def _may_be_joined(members: Sequence[Sequence[nn.Parameter]]) -> bool:
+    kinds = {(weights[0].shape[1:], weights[0].dtype, weights[0].device) for weights in members}
+    return len(kinds) == 1 and members[0][0].device.type in JOINING_DEVICES
+
+
+def _common_memory(members: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor | None:
+    """The parameters as one tensor [M, ...] that shares their memory, those of a member side by side; None if they are
+    apart and can't be moved.
+
+    A parameter that fills its storage is moved, and gets a storage of its own over its part of the common memory: code
+    that saves or shares parameters by storage sees each of them alone. A parameter in a larger storage (ZeRO), or one
+    that other processes share, is not ours to move.
+    """
+    first = members[0][0]
+    rows = sum(len(parameter) for parameter in members[0])
+    if (distance := _distance(members)) is not None:
+        return first.detach().as_strided((len(members), rows, *first.shape[1:]), (distance, *first.stride()))
+    for parameter in (parameter for member in members for parameter in member):
+        fills = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+        shared = parameter.device.type == "cpu" and parameter.is_shared()
+        if not fills or shared or not parameter.is_contiguous():
+            return None
+    with torch.inference_mode(False), torch.no_grad():
+        together = first.new_empty(len(members), rows, *first.shape[1:])
+        for member, memory in zip(members, together, strict=True):
+            for parameter, part in zip(member, memory.split([len(one) for one in member]), strict=True):
+                part.copy_(parameter)
+                parameter.data = part if part.is_meta else torch.from_dlpack(part)
+    return together
+
+
+def _distance(members: Sequence[Sequence[torch.Tensor]]) -> int | None:
+    """The constant number of elements from each member to the next in their common storage; None if there is none, or
+    if the parameters of a member do not follow one another."""
+    first, size = members[0][0], sum(parameter.numel() for parameter in members[0])
+    distance = size if len(members) == 1 else members[1][0].storage_offset() - first.storage_offset()
+    for number, member in enumerate(members):
+        offset = first.storage_offset() + number * distance
+        for parameter in member:
+            same_storage = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            if not same_storage or parameter.storage_offset() != offset or parameter.stride() != first.stride():
+                return None
+            offset += parameter.numel()
+    return int(distance) if distance >= size else None
+
+
+class StackedParameter:
+    """A parameter of M modules; `tensor_mx` are those of some `members` as a stack, None if they are apart."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], tensor_mx: torch.Tensor | None):
+        self.all, self.members = list(parameters), slice(0, len(parameters))
+        self.tensor_mx = tensor_mx
+
+    def of(self, members: slice) -> "StackedParameter":
+        part = copy.copy(self)
+        part.members, part.tensor_mx = members, None if self.tensor_mx is None else self.tensor_mx[members]
+        return part
+
+    def stack(self) -> torch.Tensor:
+        """The members [m, ...], differentiable with respect to the parameters."""
+        if self.tensor_mx is None:
+            return torch.stack([used(parameter) for parameter in self.all[self.members]])
+        sums = sums_of(*self.all)
+        return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
+
+    def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
+        """The members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not reach the
+        parameters."""
+        assert self.tensor_mx is not None
+        if not torch.is_grad_enabled():
+            return self.tensor_mx
+        if sums is not None and sums.every_pass:
+            return self.tensor_mx.detach().requires_grad_()
+        return _SharedStack.apply(self.tensor_mx, *self.all[self.members])
+
+
+class _SharedStack(torch.autograd.Function):
+    """The stack [m, ...] of parameters that it shares memory with: its gradients are theirs."""
+
+    @staticmethod
+    def forward(ctx, stack, *parameters):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*parameters)  # autograd then notices a parameter that changes before the backward pass
+        return stack.view_as(stack)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parameters = ctx.saved_tensors
+        return None, *([None] * len(parameters) if gradient is None else gradient.unbind(0))

@@ -276,11 +276,12 @@ def blend(input_RTD: torch.Tensor, output_RTD: torch.Tensor, share: float) -> to
     """Returns one of the two as it is for a share of 0 or 1."""
     if share in (0, 1):
         return output_RTD if share else input_RTD
-    return torch.lerp(input_RTD, output_RTD, share)
+    dtype = torch.promote_types(input_RTD.dtype, output_RTD.dtype)  # they differ for embeddings of another dtype
+    return torch.lerp(input_RTD.to(dtype), output_RTD.to(dtype), share)
 
 
 class CondenseDecoderLayer(nn.Module):
-    def __init__(self, config: CondenseConfig, layer_idx: int = 0):
+    def __init__(self, config: CondenseConfig, layer_idx: int):
         super().__init__()
         self.memory_share = MemoryShare(config.memory_shares[layer_idx])
         self.self_attn = CondenseAttention(config)

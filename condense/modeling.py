@@ -220,7 +220,8 @@ class CondenseModel(CondensePreTrainedModel):
         checkpointing = call.checkpoint_function is not None
         segments = (call.checkpoint_segments or 1) if checkpointing else None
         layers = self.layers_in_use
-        schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None)
+        hidden_dtype = (inputs if inputs.is_floating_point() else getattr(self.embed_tokens, "weight", like)).dtype
+        schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None, hidden_dtype)
         state.timeline = timeline  # all checks are done: the state may change
 
         metadata = self.metadata_builder(

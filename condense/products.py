@@ -20,7 +20,7 @@ _library.define("add_products_(Tensor(a!) total, Tensor left, Tensor right) -> (
 def side_by_side(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
     """Returns the tensors as one, if each begins along an axis where the one before it ends."""
     first, offset = tensors[0], tensors[0].storage_offset()
-    if len({(one.dtype, one.stride(), one.untyped_storage().data_ptr()) for one in tensors}) > 1:
+    if len({(one.dtype, one.stride(), one.untyped_storage()._cdata) for one in tensors}) > 1:
         return None
     shapes = [list(one.shape) for one in tensors]
     size = sum(shape.pop(dim) for shape in shapes)

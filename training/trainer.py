@@ -58,7 +58,7 @@ class PendingLosses:
         self.copies: list[tuple[str, torch.Tensor, torch.cuda.Event | None]] = []
 
     def add(self, where: str, loss: torch.Tensor) -> None:
-        on_host = loss.detach().to("cpu", non_blocking=True)  # into pinned memory
+        on_host = loss.detach().to("cpu", non_blocking=loss.is_cuda)  # into pinned memory
         copied = torch.cuda.Event() if loss.is_cuda else None
         if copied is not None:
             copied.record()
@@ -170,7 +170,7 @@ class RecipeTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Trainer's optimizer, which checks the losses before it moves: DeepSpeed's engine calls it on its own."""
+        """Trainer's optimizer, which checks the losses before it moves: DeepSpeed's engine calls `step` on its own."""
         is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
         if is_new:
             optimizer.register_step_pre_hook(lambda *_: self.pending_losses.check())

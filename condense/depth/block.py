@@ -15,7 +15,7 @@ from torch import nn
 
 from ..attention import AttentionMetadata
 from ..configuration import CondenseConfig
-from ..layers import CondenseDecoderLayer, MemoryShare, RMSNorm, detach_rows
+from ..layers import CondenseDecoderLayer, RMSNorm, detach_rows
 from ..memory import KeyValueState, Memory
 from ..segmentation import Chunk, on_device
 from .fields import MLPField, Tau
@@ -123,8 +123,9 @@ class LayerField(CondenseDecoderLayer):
     Queries see the memory, and the current segment's keys and values of the same evaluation.
     """
 
-    def __init__(self, config: CondenseConfig, control_size: int):
-        super().__init__(config)
+    def __init__(self, config: CondenseConfig, settings: DepthSettings):
+        super().__init__(config, settings.position)
+        control_size = settings.control_size
         self.control_proj = nn.Linear(control_size, config.hidden_size, bias=False) if control_size else None
 
     def bind(
@@ -167,7 +168,6 @@ class DepthBlock(DepthFlow):
         config.depth = settings.to_dict()  # with the defaults of fields that were left out
         super().__init__(build_field(config, settings), settings)
         self.position = settings.position
-        self.memory_share = MemoryShare(config.memory_shares[settings.position])
 
     def forward(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
@@ -183,7 +183,7 @@ class DepthBlock(DepthFlow):
         metadata.count_evaluations(solution.num_evaluations)
         if not metadata.writes_memory:
             return solution.end_xD, None
-        source_RTD = detach_rows(self.memory_share(input_RTD, solution.end_xD), metadata.detach_R)
+        source_RTD = detach_rows(self.field.memory_share(input_RTD, solution.end_xD), metadata.detach_R)
         return solution.end_xD, self.field.memory_of(source_RTD, control_RTC, metadata)
 
     def _flow_of_tokens(self, input_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk) -> Solution:
@@ -202,7 +202,7 @@ class DepthBlock(DepthFlow):
 def build_field(config: CondenseConfig, settings: DepthSettings) -> nn.Module:
     """The field of a folded model's block, with random weights."""
     if settings.field == "layer":
-        return LayerField(config, settings.control_size)
+        return LayerField(config, settings)
     if settings.field_size is None:
         raise ValueError(
             "depth: field_size is missing: pass the field's width, or make the model with convert_to_depth."

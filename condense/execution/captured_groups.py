@@ -70,8 +70,10 @@ class Group:
 
     @property
     def has_mixed_rows(self) -> bool:
-        """Whether the memories of some rows alone are detached, which the key does not tell."""
-        return any(any(segment.detach_R) and not all(segment.detach_R) for segment in self.segments)
+        """Whether the memories of only some rows are detached, which the key does not tell."""
+        return torch.is_grad_enabled() and any(
+            any(segment.detach_R) and not all(segment.detach_R) for segment in self.segments
+        )
 
     def run(self, layers: nn.ModuleList, inputs: Tensors) -> Tensors:
         """The outputs; a segment takes nothing but its shape from the metadata."""

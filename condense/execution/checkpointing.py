@@ -56,7 +56,7 @@ class CheckpointedExecutor:
         run_group = partial(_run_group, self.executor, self.layers, self.embed, group)
         outputs, memories = run_checkpointed(self.checkpoint, run_group, group[0], None, key_values)
         if memories is not None:
-            self.state.write_memory([memory and Memory(*map(_alone, memory)) for memory in memories], group[-1].chunk)
+            self.state.write_memory(memories, group[-1].chunk)
         return outputs
 
 
@@ -139,9 +139,3 @@ def offload_checkpoint(checkpoint: CheckpointFunction, function: Callable, *argu
     """As `checkpoint`; the stored hidden states and memories are kept in host memory until the backward pass."""
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *arguments)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a part of a larger tensor, which would wait for the backward pass as a whole."""
-    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.clone() if is_part else tensor

@@ -93,11 +93,6 @@ class GraphExecutor:
     ) -> list[ChunkOutput]:
         chunks = [metadata.chunk for metadata in group.segments]
         inputs = [*(self.embed(chunk) for chunk in chunks), *memories]
-        if inputs[0].dtype != captured.outputs[0].dtype:
-            raise ValueError(
-                f"inputs_embeds in {inputs[0].dtype}, and the model's weights are in {captured.outputs[0].dtype}: "
-                "cast one of them."
-            )
         if torch.is_grad_enabled():
             if self.link is None:
                 self.link = Begin.apply(self.groups.sums, inputs[0].new_zeros(()), *self.groups.sums.weights)
@@ -141,9 +136,12 @@ def has_whole_segments(lengths: Sequence[int], positions: SegmentPositions) -> b
     return min(rest) >= length
 
 
-def graph_stack(config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool) -> Stack:
+def graph_stack(
+    config: CondenseConfig, layers: nn.ModuleList, hidden_dtype: torch.dtype, has_durations: bool, sharded: bool
+) -> Stack:
     """Returns the layers' stack, which graphs read. Raises `ValueError` if segments can't be computed by graphs."""
-    device = next(layers.parameters()).device.type
+    weight = next(layers.parameters())
+    device = weight.device.type
     if device not in GRAPHS:
         raise ValueError(f"schedule='graph' replays CUDA graphs, and the model is on {device}: {REMEDY}.")
     if config.depth is not None:
@@ -167,6 +165,11 @@ def graph_stack(config: CondenseConfig, layers: nn.ModuleList, has_durations: bo
         )
     if sharded:
         raise ValueError(f"FSDP gathers weights for each call, and a graph would keep their addresses: {REMEDY}.")
+    if hidden_dtype != weight.dtype:
+        raise ValueError(
+            f"embeddings are in {hidden_dtype} and the layers in {weight.dtype}, which a graph does not mix: cast one "
+            f"of them, or {REMEDY}."
+        )
     if torch.is_anomaly_enabled():
         raise ValueError(f"autograd's anomaly detection reads every gradient, which a graph can't: {REMEDY}.")
     if is_transformed() or is_in_torch_dispatch_mode():

@@ -46,11 +46,12 @@ def schedule_for(
     state: RecurrentState,
     checkpoint_segments: int | None,
     has_durations: bool,
+    hidden_dtype: torch.dtype,
 ) -> Schedule:
     """The schedule of a call with `lengths[b]` further tokens of each row: the configuration's, or for "auto" a choice.
 
-    `root` is the model that is called, which has the layers. `checkpoint_segments` are those of a group of gradient
-    checkpointing, None without it.
+    `root` is the model that is called, which has the layers; `hidden_dtype` is that of their input.
+    `checkpoint_segments` are those of a group of gradient checkpointing, None without it.
 
     A cache that records is read sequentially: a wave does not write the tokens that `crop` goes back to.
 
@@ -79,7 +80,7 @@ def schedule_for(
     stack = None
     if has_whole_segments(lengths, state.positions):
         find = graph_stack if requested == "graph" else _graph_stack_of_auto
-        stack = find(root.config, layers, has_durations, sharded)
+        stack = find(root.config, layers, hidden_dtype, has_durations, sharded)
     if sharded:
         return Schedule("sequential")
     stackable = stack is not None
@@ -88,7 +89,7 @@ def schedule_for(
 
 
 def _graph_stack_of_auto(
-    config: CondenseConfig, layers: nn.ModuleList, has_durations: bool, sharded: bool
+    config: CondenseConfig, layers: nn.ModuleList, hidden_dtype: torch.dtype, has_durations: bool, sharded: bool
 ) -> Stack | None:
     """Returns the stack if "auto" captures groups: in training, unless they are refused or some layers are frozen.
 
@@ -100,7 +101,7 @@ def _graph_stack_of_auto(
     if {parameter.requires_grad for parameter in layers.parameters()} != {True}:
         return None
     try:
-        return graph_stack(config, layers, has_durations, sharded)
+        return graph_stack(config, layers, hidden_dtype, has_durations, sharded)
     except ValueError:
         return None
 

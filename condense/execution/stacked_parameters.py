@@ -22,14 +22,18 @@ JOINING_DEVICES = ("cuda",)  # on a CPU fewer products make nothing faster: docs
 
 
 def stacked_parameters(layers: nn.ModuleList) -> dict[str, "StackedParameter"]:
-    """The stacks of all layers' parameters by their names in a layer. Moves parameters; see `_common_memory`."""
+    """Returns stacks of all layers' parameters by their names in a layer. Moves parameters; see `_common_memory`."""
     parameters = {name: [layer.get_parameter(name) for layer in layers] for name, _ in layers[0].named_parameters()}
     stacks: dict[str, StackedParameter] = {}
     for names in JOINED:
         members = [parameters[name] for name in names if name in parameters]
         if len(members) < len(names) or not _may_be_joined(members):
             continue
-        if (memory := _common_memory(list(zip(*members, strict=True)))) is None:
+        try:
+            memory = _common_memory(list(zip(*members, strict=True)))
+        except torch.OutOfMemoryError:  # one after the other they may fit
+            memory = None
+        if memory is None:
             continue
         sizes = [len(weights[0]) for weights in members]
         for name, weights, end, size in zip(names, members, accumulate(sizes), sizes, strict=True):
@@ -46,8 +50,8 @@ def _may_be_joined(members: Sequence[Sequence[nn.Parameter]]) -> bool:
 
 
 def _common_memory(members: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor | None:
-    """The parameters as one tensor [M, ...] that shares their memory, those of a member side by side; None if they are
-    apart and can't be moved.
+    """Returns the parameters as one tensor [M, ...] that shares their memory, those of a member side by side; None if
+    they are apart and can't be moved.
 
     A parameter that fills its storage is moved, and gets a storage of its own over its part of the common memory: code
     that saves or shares parameters by storage sees each of them alone. A parameter in a larger storage (ZeRO), or one
@@ -72,8 +76,8 @@ def _common_memory(members: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor | 
 
 
 def _distance(members: Sequence[Sequence[torch.Tensor]]) -> int | None:
-    """The constant number of elements from each member to the next in their common storage; None if there is none, or
-    if the parameters of a member do not follow one another."""
+    """Returns the number of elements from each member to the next in their common storage; None if it varies, or if
+    the parameters of a member do not follow one another."""
     first, size = members[0][0], sum(parameter.numel() for parameter in members[0])
     distance = size if len(members) == 1 else members[1][0].storage_offset() - first.storage_offset()
     for number, member in enumerate(members):
@@ -81,6 +85,8 @@ def _distance(members: Sequence[Sequence[torch.Tensor]]) -> int | None:
         for parameter in member:
             same_storage = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
             if not same_storage or parameter.storage_offset() != offset or parameter.stride() != first.stride():
+                return None
+            if len(member) > 1 and not parameter.is_contiguous():
                 return None
             offset += parameter.numel()
     return int(distance) if distance >= size else None
@@ -99,15 +105,15 @@ class StackedParameter:
         return part
 
     def stack(self) -> torch.Tensor:
-        """The members [m, ...], differentiable with respect to the parameters."""
+        """Returns the members [m, ...], differentiable with respect to the parameters."""
         if self.tensor_mx is None:
             return torch.stack([used(parameter) for parameter in self.all[self.members]])
         sums = sums_of(*self.all)
         return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
 
     def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
-        """The members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not reach the
-        parameters."""
+        """Returns the members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not
+        reach the parameters."""
         assert self.tensor_mx is not None
         if not torch.is_grad_enabled():
             return self.tensor_mx

@@ -165,7 +165,7 @@ def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
 
 def _described(module: nn.Module) -> tuple:
     """A module's type, its parameters' names and its settings: numbers and names by value, all else by identity."""
-    own = OWN_SETTINGS.get(type(module), ())
+    own = VARYING_SETTINGS.get(type(module), ())
     public = ((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))
     settings = sorted((name, value) for name, value in public if name not in own)
     described = [(name, value if isinstance(value, PLAIN) else id(value)) for name, value in settings]
@@ -291,4 +291,4 @@ STACKED = {
     RMSNorm: StackedNorm,
     MemoryShare: StackedMemoryShare,
 }
-OWN_SETTINGS: dict[type, tuple[str, ...]] = {MemoryShare: ("share",)}  # in which layers of a stack may differ
+VARYING_SETTINGS: dict[type, tuple[str, ...]] = {MemoryShare: ("share",)}  # in which layers of a stack may differ

@@ -79,6 +79,8 @@ class HealingOptions(Options):
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model; stock is always run.")
         for share in self.shares:
             share_of(share)
+        if len({str(share_of(share)) for share in self.shares}) < len(self.shares):
+            raise ValueError(f"shares={list(self.shares)}: name each once.")
         if "1" not in self.shares:
             raise ValueError(f"shares={list(self.shares)}: name 1 too, the fold whose cost is to be won back.")
         if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:

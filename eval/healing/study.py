@@ -260,6 +260,8 @@ def memory_worth(model: Any, texts: Sequence[torch.Tensor], segment_length: int)
 
 def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | None:
     """The tokens after which `BAR` of the cost is won back, interpolated between two validations; None where never."""
+    if won_back[0] >= BAR:
+        return tokens[0]
     for (start, before), (end, after) in zip(
         zip(tokens, won_back, strict=True), zip(tokens[1:], won_back[1:], strict=True), strict=False
     ):

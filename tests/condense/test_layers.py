@@ -37,7 +37,7 @@ class HalfStepLayer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.layer = CondenseDecoderLayer(config)
+        self.layer = CondenseDecoderLayer(config, layer_idx=0)
 
     def forward(self, input_RTD, key_values, metadata):
         output_RTD, memory = self.layer(input_RTD, key_values, metadata)

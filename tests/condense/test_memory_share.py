@@ -71,5 +71,6 @@ def test_shares_follow_the_layers_that_a_block_replaces():
         convert_to_depth(model, 0, 2, field="mlp")
     convert_to_depth(model, 1, 3, field="layer")
     assert model.config.memory_share == [1.0, 0.2, 0.0]
-    assert [layer.memory_share.share for layer in model.model.layers] == [1.0, 0.2, 0.0]
+    members = [getattr(layer, "field", layer) for layer in model.model.layers]
+    assert [member.memory_share.share for member in members] == [1.0, 0.2, 0.0]
     CondenseConfig(**model.config.to_dict())

@@ -58,7 +58,8 @@ def step_table(points: list[dict[str, Any]]) -> Table:
     rows = []
     for row in dict.fromkeys(point["row"] for point in points if point["row"].startswith("step, ")):
         stock, *folded = [point for point in points if point["row"] == row]
-        default, single = folded[0], [point for point in folded[1:] if point["schedule"] == "auto"]
+        default = folded[0] if folded else {}  # none after an error
+        single = [point for point in folded[1:] if point["schedule"] == "auto"]
         waves = [point for point in folded if point["schedule"] == "wavefront"]
         name, known = row.removeprefix("step, "), stock.get("seconds") and default.get("seconds")
         spread = [f"{1000 * default[key]:.1f}" for key in ("seconds_low", "seconds_high") if key in default]
@@ -67,7 +68,7 @@ def step_table(points: list[dict[str, Any]]) -> Table:
             [
                 name,
                 _milliseconds([stock]),
-                _milliseconds([default]),
+                _milliseconds(folded[:1]),
                 " to ".join(spread),
                 f"{stock['seconds'] / default['seconds']:.2f}" if known else "",
                 f"{TARGETS[name]:g}" if name in TARGETS else "",

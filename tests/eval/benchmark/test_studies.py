@@ -188,7 +188,7 @@ def test_the_operations_of_a_diagonal_are_those_of_the_layers():
     metadata = AttentionMetadata(chunk, tables, tables, AttentionMask(chunk), True, (False,))
     output_MTD, key_MHTE, value_MHTE = diagonal.all()
     for number in range(layers):
-        layer = CondenseDecoderLayer(config).eval()
+        layer = CondenseDecoderLayer(config, layer_idx=0).eval()
         attention, mlp = layer.self_attn, layer.mlp
         for linear, weights in (
             (attention.q_proj, diagonal.query_MDD), (attention.k_proj, diagonal.key_MDD),

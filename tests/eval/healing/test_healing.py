@@ -143,7 +143,13 @@ def test_shares_of_the_output_in_the_memory(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shares", "message"), [(("1", "2"), "from 0 to 1"), (("1", "half"), "shares=half"), (("0.2",), "name 1 too")]
+    ("shares", "message"),
+    [
+        (("1", "2"), "from 0 to 1"),
+        (("1", "half"), "shares=half"),
+        (("0.2",), "name 1 too"),
+        (("1", "1.0"), "name each once"),
+    ],
 )
 def test_shares_that_are_refused(shares, message, start):
     with pytest.raises(ValueError, match=message):

@@ -61,18 +61,18 @@ def _common_memory(members: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor | 
     rows = sum(len(parameter) for parameter in members[0])
     if (distance := _distance(members)) is not None:
         return first.detach().as_strided((len(members), rows, *first.shape[1:]), (distance, *first.stride()))
-    for parameter in (parameter for member in members for parameter in member):
+    parameters: list[torch.Tensor] = [parameter for member in members for parameter in member]
+    for parameter in parameters:
         fills = parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
         shared = parameter.device.type == "cpu" and parameter.is_shared()
         if not fills or shared or not parameter.is_contiguous():
             return None
     with torch.inference_mode(False), torch.no_grad():
-        together = first.new_empty(len(members), rows, *first.shape[1:])
-        for member, memory in zip(members, together, strict=True):
-            for parameter, part in zip(member, memory.split([len(one) for one in member]), strict=True):
-                part.copy_(parameter)
-                parameter.data = part if part.is_meta else torch.from_dlpack(part)
-    return together
+        together = torch.cat(parameters)
+        parts = together.split([len(parameter) for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part if part.is_meta else torch.from_dlpack(part)
+    return together.view(len(members), rows, *first.shape[1:])
 
 
 def _distance(members: Sequence[Sequence[torch.Tensor]]) -> int | None:

@@ -220,7 +220,8 @@ class CondenseModel(CondensePreTrainedModel):
         checkpointing = call.checkpoint_function is not None
         segments = (call.checkpoint_segments or 1) if checkpointing else None
         layers = self.layers_in_use
-        hidden_dtype = (inputs if inputs.is_floating_point() else getattr(self.embed_tokens, "weight", like)).dtype
+        embedding = getattr(self, "embed_tokens", None)
+        hidden_dtype = (inputs if inputs.is_floating_point() else getattr(embedding, "weight", like)).dtype
         schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None, hidden_dtype)
         state.timeline = timeline  # all checks are done: the state may change
 
@@ -234,14 +235,12 @@ class CondenseModel(CondensePreTrainedModel):
             control=None if call.control is None else call.control.to(like),
             evaluations=call.evaluations,
         )
-        embed = ChunkEmbedder(
-            getattr(self, "embed_tokens", None), inputs, batch, deepcopy(state.positions).chunks(batch.lengths)
-        )
+        embed = ChunkEmbedder(embedding, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
         if call.checkpoint_segments is None and schedule.stack is not None:
             cell_tokens = batch.batch_size * self.config.segment_length
             segments = default_checkpoint_segments(self.config, cell_tokens, like.element_size())
         executor = make_executor(schedule, layers, state, embed, call.checkpoint_function, segments or 1)
-        recomputed = [layers, *([self.embed_tokens] if hasattr(self, "embed_tokens") else [])] if checkpointing else []
+        recomputed = [one for one in (layers, embedding) if one is not None] if checkpointing else []
         with share_weights(recomputed, sums=not state.positions.is_one_chunk(batch.lengths)):
             for chunk in state.positions.chunks(batch.lengths):
                 for output in executor.submit(metadata.build(chunk)):

@@ -2,8 +2,9 @@
 
     python -m condense.eval.benchmark.studies.gpu_trace > docs/results/gpu/trace.txt
 
-Training steps of the Table I shape, and new tokens of the 1.2 B shape, of the stock model with and without cuDNN's
-attention. A kernel is also a copy or a fill; those of several streams that overlap are counted once in the busy time.
+Training steps by default and by waves without graphs beside stock's, and new tokens of the 1.2 B shape, of the stock
+model with and without cuDNN's attention. A kernel is also a copy or a fill; those of several streams that overlap are
+counted once in the busy time.
 """
 
 import statistics
@@ -20,25 +21,26 @@ from condense.attention.sdpa import without_cudnn
 
 from ...results import Table
 from ..cases import ModelVariant
-from ..gpu.parts import TRAINED_KINDS, WITHOUT_SEGMENTS
+from ..gpu.parts import CHECKPOINT_SEGMENTS
 from ..gpu.sizes import REAL
 from ..models import build_model, cast_parameters, configure
 from ..timing import free_memory, seconds_of
 from ..workloads import decoding_step, random_ids, read_context, training_step
 
 SEGMENT, REPEATS, LARGEST, NEW_TOKENS = 512, 7, 8, 60
+WARM_UPS = 3  # a shape is captured at its second use
 COLUMNS = ["call", "time [ms]", "device busy [ms]", "busy", "kernels", "a kernel [us]", "time a kernel [us]"]
 FOLDED = ModelVariant(kind="folded", segment_length=SEGMENT)
 VARIANTS = {
-    **{kind: ModelVariant(kind=kind) for kind in WITHOUT_SEGMENTS},
-    "sequential": replace(FOLDED, schedule="sequential"),
-    "wavefront": replace(FOLDED, schedule="wavefront"),
+    "stock": ModelVariant(kind="stock"),
+    "by default": replace(FOLDED, schedule="auto"),
+    "waves without graphs": replace(FOLDED, schedule="wavefront"),
     "checkpointing, stock": ModelVariant(kind="stock", checkpointing=True),
-    "checkpointing, waves in groups of 8": replace(
-        FOLDED, schedule="wavefront", checkpointing=True, checkpoint_segments=8
+    "checkpointing, by default": replace(
+        FOLDED, schedule="auto", checkpointing=True, checkpoint_segments=CHECKPOINT_SEGMENTS
     ),
-    "checkpointing, graph": replace(FOLDED, schedule="graph", checkpointing=True),
 }
+STEPS = (("Table I", REAL.table_1, 4096), ("Table I", REAL.table_1, 16_384), ("1.2 B", REAL.large, 8192))
 
 
 @dataclass(frozen=True)
@@ -93,24 +95,22 @@ def largest(kernels: Sequence[Kernel]) -> str:
 
 
 def _steps() -> None:
-    models = {
-        kind: cast_parameters(build_model(kind, REAL.table_1, SEGMENT, "sdpa"), torch.bfloat16).to("cuda")
-        for kind in TRAINED_KINDS
-    }
-    for length in REAL.training_steps:
+    for shape_name, shape, length in STEPS:
         rows, shares = [], []
         for name, variant in VARIANTS.items():
-            model = models[variant.kind]
+            with torch.device("cuda"):
+                model = cast_parameters(build_model(variant.kind, shape, SEGMENT, "sdpa"), torch.bfloat16)
             configure(model, variant)
             step = training_step(model, random_ids(model, 1, length))
-            for _ in range(2):
+            for _ in range(WARM_UPS):
                 step()
             seconds = statistics.median(seconds_of(step) for _ in range(REPEATS))
             kernels = kernels_of(step)
             rows.append(row(name, seconds, kernels))
             shares.append(f"{name}\n{largest(kernels)}")
-            model.zero_grad(set_to_none=True)
-        print(Table(f"training step, Table I shape, {length:,} tokens, segments of {SEGMENT}", COLUMNS, rows))
+            del model, step
+            free_memory()
+        print(Table(f"training step, {shape_name} shape, {length:,} tokens, segments of {SEGMENT}", COLUMNS, rows))
         print("\n".join(shares), flush=True)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from condense import CondenseConfig
 from condense.attention import AttentionMask, AttentionMetadata, blocked
+from condense.eval.benchmark.gpu.sizes import REHEARSAL
 from condense.eval.benchmark.models import table_1
 from condense.eval.benchmark.studies import (
     attention,
@@ -15,8 +16,10 @@ from condense.eval.benchmark.studies import (
     costs,
     decoding,
     diagonals,
+    gpu_kernels,
     gpu_launches,
     gpu_memory,
+    gpu_peers,
     gpu_trace,
     gradient_sums,
     products,
@@ -70,9 +73,25 @@ def test_the_busy_time_of_a_device_counts_overlapping_kernels_once():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a CUDA device")
-def test_a_trace_needs_a_gpu():
+@pytest.mark.parametrize("study", [gpu_trace, gpu_peers, gpu_kernels], ids=lambda study: study.__name__.split(".")[-1])
+def test_what_needs_a_gpu(study):
     with pytest.raises(SystemExit, match="no CUDA device"):
-        gpu_trace.main()
+        study.main()
+
+
+def test_peers_on_a_cpu():
+    """The stock and the folded model at tiny sizes: Liger's kernels need a GPU."""
+    points = gpu_peers.measure_all({"tiny": (REHEARSAL, 32)}, "cpu", ("stock", "folded"))
+    assert [(point["row"], point["kind"]) for point in points] == [
+        ("tiny", "stock"), ("tiny, checkpointing", "stock"), ("tiny", "folded"), ("tiny, checkpointing", "folded"),
+    ]  # fmt: skip
+    rows = gpu_peers.table(points).rows
+    assert [one[:2] for one in rows] == [
+        ["tiny", "stock"], ["tiny", "folded"], ["tiny, checkpointing", "stock"], ["tiny, checkpointing", "folded"],
+    ]  # fmt: skip
+    assert rows[0][-1] == "1.00" and float(rows[1][-1]) == pytest.approx(
+        points[2]["seconds"] / points[0]["seconds"], abs=0.01
+    )
 
 
 def test_counted_costs_are_the_stored_ones(capsys):

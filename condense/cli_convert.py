@@ -11,6 +11,7 @@ import typer
 
 from condense.eval.cli import quiet
 from condense.eval.options import DTYPE_HELP, Option, Options, parameters
+from condense.memory_share import parse_share
 
 
 class ModelFormat(StrEnum):
@@ -89,7 +90,7 @@ def convert(
         str | None,
         typer.Option(
             help="Share of a layer's output in its memory, from 0 (layer_input) to 1 (layer_output): one number, or "
-            "one for each layer (1,0,0,0).",
+            "one for each layer (1:0:0:0).",
             show_default=False,
         ),
     ] = None,
@@ -107,7 +108,8 @@ def convert(
     those that a depth block replaces (docs/depth.md).
     """
     stock = to is not ModelFormat.condense
-    given = {"segment_length": segment_length, "memory_source": memory_source, "memory_share": _shares(memory_share)}
+    share = None if memory_share is None else parse_share(memory_share)
+    given = {"segment_length": segment_length, "memory_source": memory_source, "memory_share": share}
     fields = {name: value for name, value in given.items() if value is not None}
     if stock and fields:
         raise ValueError(f"a stock model has no {' or '.join(fields)}: leave the option out with --to {to}.")
@@ -198,15 +200,3 @@ def _described_block(model: Any) -> str:
 _own = [parameter for name, parameter in inspect.signature(convert).parameters.items() if name != "depth"]
 convert.__signature__ = inspect.Signature([*_own, *parameters(BlockOptions)])  # type: ignore[attr-defined]
 convert.__annotations__ = {}  # typer reads the types of the signature
-
-
-def _shares(text: str | None) -> float | list[float] | None:
-    if text is None:
-        return None
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--memory-share {text}: pass a number from 0 to 1, or one for each layer (1,0,0,0)."
-        ) from None
-    return shares if "," in text else shares[0]

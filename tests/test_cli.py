@@ -106,9 +106,9 @@ def test_convert_there_and_back(llama, tmp_path):
     printed("convert", tmp_path / "folded", tmp_path / "again", "--memory-source", "layer_input")
     again = CondenseForCausalLM.from_pretrained(tmp_path / "again").config
     assert (again.segment_length, again.memory_source) == (16, "layer_input")  # other fields keep their values
-    printed("convert", tmp_path / "folded", tmp_path / "share", "--memory-share", "1,0")
+    printed("convert", tmp_path / "folded", tmp_path / "share", "--memory-share", "1:0")
     assert CondenseForCausalLM.from_pretrained(tmp_path / "share").config.memory_shares == (1, 0)
-    for share, message in (("half", "or one for each layer"), ("2", r"memory_share=2\.0"), ("0,1,0", "2 layers")):
+    for share, message in (("half", "'half': pass a number"), ("2", "'2': pass a number"), ("0:1:0", "2 layers")):
         with pytest.raises(ValueError, match=message):
             printed("convert", llama, tmp_path / "none", "--memory-share", share)
     printed("convert", tmp_path / "folded", tmp_path / "back", "--to", "llama")

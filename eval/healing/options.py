@@ -1,9 +1,10 @@
 """The options of `condense eval healing`. The docstring is the help text of the command."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
+
+from condense.memory_share import parse_share
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
@@ -16,17 +17,6 @@ METHODS = {
     "lora": "adapters of the folded model, distillation",
     UNTRAINED: "not trained, Transformer-XL's memory",
 }
-
-
-def share_of(text: str) -> float | list[float]:
-    """A share, or one for each layer. Raises `ValueError` for another text."""
-    try:
-        shares = [float(part) for part in text.split(":")]
-    except ValueError:
-        shares = [math.nan]
-    if not all(0 <= share <= 1 for share in shares):
-        raise ValueError(f"shares={text}: pass numbers from 0 to 1, or one for each layer (1:0:0:0:0).")
-    return shares if ":" in text else shares[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +68,8 @@ class HealingOptions(Options):
         if set(self.methods) <= {"stock", UNTRAINED}:
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model; stock is always run.")
         for share in self.shares:
-            share_of(share)
-        if len({str(share_of(share)) for share in self.shares}) < len(self.shares):
+            parse_share(share)
+        if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):
             raise ValueError(f"shares={list(self.shares)}: name each once.")
         if "1" not in self.shares:
             raise ValueError(f"shares={list(self.shares)}: name 1 too, the fold whose cost is to be won back.")

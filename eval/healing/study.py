@@ -20,6 +20,7 @@ import torch
 from condense import CondenseForCausalLM, loading
 from condense.adapters import merge_adapters
 from condense.checks import check_full_attention
+from condense.memory_share import parse_share
 from condense.training.data.shards import source_files
 from condense.training.data.tasks import make_examples
 from condense.training.preflight import check_run
@@ -35,7 +36,7 @@ from ..statistics import bootstrap
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
 from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
-from .options import METHODS, UNTRAINED, HealingOptions, share_of
+from .options import METHODS, UNTRAINED, HealingOptions
 
 DISTILLED = ("distill", "lora")
 VALIDATIONS = 16  # of a run, after the one before its first step
@@ -46,7 +47,7 @@ COLORS = {
 
 
 class Run(NamedTuple):
-    """`segment_length` is 0 for the stock model; `share` is that of a layer's output in its memory, see `share_of`."""
+    """`segment_length` is 0 for the stock model; `share` is written as `parse_share` reads it."""
 
     method: str
     segment_length: int
@@ -112,7 +113,7 @@ class Healing(Task[Run]):
         is_stock, is_lora = item.method == "stock", item.method == "lora"
         model: dict[str, Any] = {"kind": "stock"}
         if not is_stock:
-            share = None if item.share == "1" else share_of(item.share)
+            share = None if item.share == "1" else parse_share(item.share)
             model = {"kind": "condense", "segment_length": item.segment_length, "memory_share": share}
         prepared = self.output / "prepared"
         evaluation: dict[str, Any] = {"every": max(1, steps // VALIDATIONS), "sequences": options.sequences}
@@ -155,7 +156,7 @@ class Healing(Task[Run]):
 
     def _trained(self, item: Run, recipe: Recipe) -> Any:
         source = self.options.model if item.method == "lora" else recipe.output
-        fields = {"segment_length": item.segment_length, "memory_share": share_of(item.share)}
+        fields = {"segment_length": item.segment_length, "memory_share": parse_share(item.share)}
         model = loading.load_model(CondenseForCausalLM, source, **fields)
         model = merge_adapters(model, recipe.output) if item.method == "lora" else model
         return _placed(model)

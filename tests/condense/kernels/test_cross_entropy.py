@@ -22,7 +22,7 @@ def only_the_kernel(monkeypatch):
     monkeypatch.setattr(cross_entropy, "plain_cross_entropy_and_gradient", None)
 
 
-def check(logits_nV, target_n):
+def assert_losses_and_gradient(logits_nV, target_n):
     expected_n, of_expected_nV = plain_cross_entropy_and_gradient(logits_nV.double(), target_n)
     dtype, before_nV = logits_nV.dtype, logits_nV.clone()
     losses_n, nothing = cross_entropy_and_gradient(logits_nV, target_n, needs_gradient=False)
@@ -43,14 +43,14 @@ def test_cross_entropy(vocabulary, dtype):
         losses_n, gradient_nV = cross_entropy_and_gradient(logits_nV, target_n)
         assert losses_n.eq(0).all() and gradient_nV.eq(0).all()
     else:
-        check(logits_nV, target_n)
+        assert_losses_and_gradient(logits_nV, target_n)
 
 
 def test_rows_apart():
     """The logits are a part of wider rows, whose other columns do not change."""
     wide_nW = random(4, 50)
     before_nW = wide_nW.clone()
-    check(wide_nW[:, 5:42], torch.tensor([0, 36, 15, 16]))
+    assert_losses_and_gradient(wide_nW[:, 5:42], torch.tensor([0, 36, 15, 16]))
     assert torch.equal(wide_nW[:, :5], before_nW[:, :5]) and torch.equal(wide_nW[:, 42:], before_nW[:, 42:])
 
 
@@ -67,7 +67,7 @@ def test_extreme_logits(shift):
     logits_nV[1, :20] += shift
     logits_nV[2] *= abs(shift)
     logits_nV[3] += shift
-    check(logits_nV, torch.tensor([3, 30, int(logits_nV[2].argmax()), 39]))
+    assert_losses_and_gradient(logits_nV, torch.tensor([3, 30, int(logits_nV[2].argmax()), 39]))
 
 
 def test_excluded_tokens():
@@ -75,7 +75,7 @@ def test_excluded_tokens():
     logits_nV = random(4, 64)
     logits_nV[0, :40] = logits_nV[1, 10:] = -float("inf")
     logits_nV[2, 1:] = logits_nV[3, :63] = -float("inf")
-    check(logits_nV, torch.tensor([50, 9, 0, 63]))
+    assert_losses_and_gradient(logits_nV, torch.tensor([50, 9, 0, 63]))
 
 
 def test_an_impossible_target():

@@ -8,6 +8,7 @@ from condense.memory_share import parse_share
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
+TEACHER = "teacher"  # the stock model as it is, which is measured in any case
 UNTRAINED = "transformer_xl"  # the stock model's weights, with memories of each layer's input
 # What is trained, and on what.
 METHODS = {
@@ -40,7 +41,10 @@ class HealingOptions(Options):
     methods: Annotated[
         Sequence[str],
         Option(
-            f"Of {', '.join(METHODS)}; stock is always run.", spelling=NAMES, choices=tuple(METHODS), may_change=True
+            f"Of {', '.join(METHODS)}; full trains stock too, its control.",
+            spelling=NAMES,
+            choices=tuple(METHODS),
+            may_change=True,
         ),
     ] = tuple(METHODS)
     shares: Annotated[
@@ -66,7 +70,7 @@ class HealingOptions(Options):
         if (self.text is None) != (self.held_out is None):
             raise ValueError("--text and --held-out belong together: pass both, or none for the model's own samples.")
         if set(self.methods) <= {"stock", UNTRAINED}:
-            raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model; stock is always run.")
+            raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model.")
         for share in self.shares:
             parse_share(share)
         if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):

@@ -2,7 +2,7 @@
 
 Every run starts from the same stock checkpoint. What folding costs is the held-out loss of the folded model before any
 training, less that of the stock model with full attention over the whole text; a run wins back a part of it. The stock
-model trained on the same texts is the control: a text of another kind than the checkpoint's makes any model better.
+model trained on the same texts is the control of learning next tokens: new text makes any model better.
 Transformer-XL's memory, which holds a layer's input as the checkpoint's keys and values expect it, is the other one: it
 sees a segment as the fold does, and is not trained.
 """
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from condense import CondenseForCausalLM, loading
 from condense.adapters import merge_adapters
@@ -36,13 +37,15 @@ from ..statistics import bootstrap
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
 from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
-from .options import METHODS, UNTRAINED, HealingOptions
+from .options import METHODS, TEACHER, UNTRAINED, HealingOptions
 
+ARMS = {TEACHER: "stock model, not trained", **METHODS}
 DISTILLED = ("distill", "lora")
 VALIDATIONS = 16  # of a run, after the one before its first step
 BAR = 0.8  # of the cost: the tokens until so much is won back are in the table
 COLORS = {
-    "stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green", UNTRAINED: "tab:red",
+    TEACHER: "black", "stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green",
+    UNTRAINED: "tab:red",
 }  # fmt: skip
 
 
@@ -56,7 +59,7 @@ class Run(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        return self.method != UNTRAINED
+        return self.method not in (TEACHER, UNTRAINED)
 
     @property
     def folder(self) -> str:
@@ -81,7 +84,7 @@ class Healing(Task[Run]):
         for item in self.items():  # what can't be trained is refused before anything is
             if item.seed == 0 and item.is_trained:
                 check_run(self.recipe(item), 1, None)
-        config = self.recipe(Run("stock", 0, 0)).model.load_config()
+        config = self.recipe(Run(TEACHER, 0, 0)).model.load_config()
         check_full_attention(config, options.total_length, "the stock model that folded ones are compared with")
 
     def settings(self) -> dict[str, Any]:
@@ -95,12 +98,17 @@ class Healing(Task[Run]):
     def items(self) -> list[Run]:
         found = []
         for seed in range(self.options.seeds):
-            found.append(Run("stock", 0, seed))  # its loss before training is what others are compared with
+            found.append(Run(self._stock, 0, seed))  # its loss before training is what others are compared with
             methods = [method for method in self.options.methods if method != "stock"]
             for length, method in product(self.options.segment_lengths, methods):
                 shares = ["1"] if method == UNTRAINED else self.options.shares
                 found += [Run(method, length, seed, share) for share in shares]
         return [run for run in found if run.is_trained or run.seed == 0]  # not trained, it is the same with all seeds
+
+    @property
+    def _stock(self) -> str:
+        """The method of the stock model: trained where others learn next tokens, which it controls."""
+        return "stock" if {"stock", "full"} & set(self.options.methods) else TEACHER
 
     def key(self, item: Run) -> Key:
         key: Key = {"method": item.method, "segment_length": item.segment_length, "seed": item.seed}
@@ -110,7 +118,7 @@ class Healing(Task[Run]):
         """The recipe of a run, which `condense train` could run too."""
         options, steps = self.options, self.options.steps
         quarter = max(1, steps // 4)
-        is_stock, is_lora = item.method == "stock", item.method == "lora"
+        is_stock, is_lora = item.method in ("stock", TEACHER), item.method == "lora"
         model: dict[str, Any] = {"kind": "stock"}
         if not is_stock:
             share = None if item.share == "1" else parse_share(item.share)
@@ -142,6 +150,9 @@ class Healing(Task[Run]):
         return Recipe.model_validate(fields)
 
     def measure(self, item: Run) -> Record:
+        if item.method == TEACHER:
+            stock = _placed(AutoModelForCausalLM.from_pretrained(self.options.model))
+            return {"curve": [{"step": 0, "loss": mean_loss(stock, self.held_out)}]}
         if not item.is_trained:
             model = self._transformer_xl(item.segment_length)
             curve = [{"step": 0, "loss": mean_loss(model, self.held_out)}]
@@ -168,7 +179,7 @@ class Healing(Task[Run]):
     @cached_property
     def held_out(self) -> list[torch.Tensor]:
         """The token ids [N] of the texts that losses are taken of."""
-        recipe = self.recipe(Run("stock", 0, 0))
+        recipe = self.recipe(Run(TEACHER, 0, 0))
         _, examples = make_examples(recipe, recipe.model.load_tokenizer(recipe.model.load_config()))
         assert examples is not None
         numbers, length = range(self.options.sequences), self.options.total_length
@@ -183,17 +194,17 @@ class Healing(Task[Run]):
         new text is not won back; of what is distilled, above the stock model that it learns from.
         """
         by_run = dict(measured)
-        stock = by_run[Run("stock", 0, 0)]["curve"][0]["loss"]
+        stock = by_run[Run(self._stock, 0, 0)]["curve"][0]["loss"]
         runs = []
         for run, record in measured:
             losses = [point["loss"] for point in record["curve"]]
             found = {**self.key(run), "losses": losses, "cost": losses[0] - stock}
-            if not run.is_trained:
+            if run.method == UNTRAINED:
                 found |= record["memory"]
             elif run.segment_length:
-                trained = [point["loss"] for point in by_run[Run("stock", 0, run.seed)]["curve"]]
-                if run.method in DISTILLED:  # what they learn from
-                    trained = [stock] * len(losses)
+                trained = [stock] * len(losses)  # what the distilled ones learn from
+                if run.method not in DISTILLED:
+                    trained = [point["loss"] for point in by_run[Run("stock", 0, run.seed)]["curve"]]
                 left = [loss - min(stock, known) for loss, known in zip(losses, trained, strict=True)]
                 fold = by_run[run._replace(share="1")]["curve"][0]["loss"] - min(stock, trained[0])
                 won_back = [1 - one / fold for one in left] if fold > 0 else None
@@ -201,7 +212,8 @@ class Healing(Task[Run]):
                 found |= {"won_back": won_back, "tokens_to_bar": until, **record["memory"]}
             runs.append(found)
         seeds = self.options.seeds
-        return {"seeds": seeds, "stock_loss": stock, "tokens": self._tokens(measured[0][1]), "runs": runs}
+        tokens = next(self._tokens(record) for run, record in measured if run.is_trained)
+        return {"seeds": seeds, "stock_loss": stock, "tokens": tokens, "runs": runs}
 
     def _tokens(self, record: Record) -> list[int]:
         return [int(point["step"]) * self.options.batch * self.options.total_length for point in record["curve"]]
@@ -294,11 +306,11 @@ def _arms(results: Results, length: int) -> list[Arm]:
     keys = dict.fromkeys((run["method"], run.get("share", "1")) for run in of_length)
     has_shares = len({share for _, share in keys}) > 1
     found: list[Arm] = []
-    for method, share in sorted(keys, key=lambda key: list(METHODS).index(key[0])):
+    for method, share in sorted(keys, key=lambda key: list(ARMS).index(key[0])):
         runs = [run for run in of_length if (run["method"], run.get("share", "1")) == (method, share)]
         shown_share = f", share {share}" if has_shares and method != UNTRAINED else ""
-        color = f"C{len(found)}" if has_shares and method not in ("stock", UNTRAINED) else COLORS[method]
-        found.append(Arm(METHODS[method] + shown_share, method, runs, color))
+        color = f"C{len(found)}" if has_shares and method not in ("stock", TEACHER, UNTRAINED) else COLORS[method]
+        found.append(Arm(ARMS[method] + shown_share, method, runs, color))
     return found
 
 
@@ -315,7 +327,7 @@ def _costs(results: Results) -> Table:
             # Before training all seeds are the same model.
             before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
             cost = f"{runs[0]['cost']:.4f}" if length else "-"
-            row = [length or "-", arm.name, before, "-" if arm.method == UNTRAINED else after, cost]
+            row = [length or "-", arm.name, before, after if len(runs[0]["losses"]) > 1 else "-", cost]
             if "won_back" not in runs[0]:
                 rows.append([*row, *["-"] * (len(columns) - len(row))])
                 continue
@@ -346,13 +358,14 @@ def _memories(results: Results) -> Table:
 
 def _draw_losses(results: Results, length: int, panel: Any) -> None:
     for arm in (*_arms(results, 0), *_arms(results, length)):
-        if arm.method == UNTRAINED:
-            loss = arm.runs[0]["losses"][0]
-            panel.axhline(loss, color=arm.color, linestyle=":", linewidth=0.8, label=arm.name)
+        if len(arm.runs[0]["losses"]) == 1:  # not trained
+            loss, style = arm.runs[0]["losses"][0], "--" if arm.method == TEACHER else ":"
+            panel.axhline(loss, color=arm.color, linestyle=style, linewidth=0.8, label=arm.name)
         else:
             losses = [run["losses"] for run in arm.runs]
             band(panel, results["tokens"], losses, arm.name, arm.color, marker=".")
-    panel.axhline(results["stock_loss"], color="black", linestyle="--", linewidth=0.8, label="stock model, not trained")
+    if not any(arm.method == TEACHER for arm in _arms(results, 0)):
+        panel.axhline(results["stock_loss"], color=COLORS[TEACHER], linestyle="--", linewidth=0.8, label=ARMS[TEACHER])
     panel.set_title(f"segments of {length} tokens", fontsize=10)
     panel.set_xlabel("tokens")
     panel.set_ylabel("held-out loss [nats a token]")

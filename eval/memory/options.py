@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from condense.memory_share import parse_share
+
 from ..options import NAMES, Option, Options, check_rate
 
 # What a token sees of the text before its own segment.
@@ -17,6 +19,13 @@ MEMORIES = {
     "full_attention": "full attention",
     "no_memory": "no memory",
 }
+
+
+SHARE = "share "  # begins the name of a memory with shares of the layers' outputs
+
+
+def label(memory: str) -> str:
+    return MEMORIES.get(memory, f"folded, {memory}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +46,15 @@ class MemoryOptions(Options):
         Sequence[str],
         Option(f"Of {', '.join(MEMORIES)}.", spelling=NAMES, choices=tuple(MEMORIES), may_change=True),
     ] = tuple(MEMORIES)
+    shares: Annotated[
+        Sequence[str],
+        Option(
+            "Folded models beside these, by the shares of a layer's output in its memory: 0.2, or 1:0:0:0 for each "
+            "layer.",
+            spelling=NAMES,
+            may_change=True,
+        ),
+    ] = ()
     segment_length: Annotated[int, Option("Tokens of a segment.", flags=("--segment",), min=2)] = 64
     total_length: Annotated[int, Option("Tokens of a text in training.", flags=("--length",), min=4)] = 1024
     segments_before: Annotated[int, Option("Segments before a segment in the evaluation, at most.", min=2)] = 63
@@ -56,6 +74,12 @@ class MemoryOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for share in self.shares:
+            found = parse_share(share)
+            if isinstance(found, list) and len(found) != self.layers:
+                raise ValueError(
+                    f"the memory share {share!r} has {len(found)} values for {self.layers} layers: pass one a layer."
+                )
         if self.segments_held_out <= self.segments_before:
             raise ValueError(
                 f"segments_held_out={self.segments_held_out}: no segment has segments_before={self.segments_before} "
@@ -68,6 +92,11 @@ class MemoryOptions(Options):
             )
         if self.width % 32:
             raise ValueError(f"width={self.width}: heads are 32 wide; take a multiple of 32.")
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The names of all memories."""
+        return (*self.memories, *(f"{SHARE}{share}" for share in self.shares))
 
     @property
     def segments(self) -> int:

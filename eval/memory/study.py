@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 import torch
 from transformers import (
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from condense import CondenseForCausalLM
+from condense.memory_share import parse_share
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Recipe, Source
 
@@ -35,7 +37,7 @@ from ..runner import Results, Task
 from ..tasks.windows import paired_losses, read_texts
 from ..texts import check_apart, train_tokenizer
 from ..training_runs import DTYPE, check_one_gpu, inputs_folder, make_once, read_curve, remove_checkpoints, train_alone
-from .options import MEMORIES, MemoryOptions
+from .options import MEMORIES, SHARE, MemoryOptions, label
 
 HEAD_DIM = 32
 VALIDATION_TEXTS = 16  # at most
@@ -54,7 +56,7 @@ class Trained(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return f"{self.memory}-{self.seed}"
+        return f"{self.memory}-{self.seed}".replace(" ", "-").replace(":", "_")
 
 
 class Memory(Task[Trained]):
@@ -81,7 +83,7 @@ class Memory(Task[Trained]):
         return stored(self.options) | {"texts": fingerprint, "dtype": DTYPE}
 
     def items(self) -> list[Trained]:
-        return [Trained(memory, seed) for seed in range(self.options.seeds) for memory in self.options.memories]
+        return [Trained(memory, seed) for seed in range(self.options.seeds) for memory in self.options.compared]
 
     def key(self, item: Trained) -> Key:
         return {"memory": item.memory, "seed": item.seed}
@@ -209,6 +211,8 @@ class Memory(Task[Trained]):
             model = {"kind": "stock"}
         elif memory.startswith("folded_"):
             model["bptt_segments"] = int(memory.removeprefix("folded_"))
+        elif memory.startswith(SHARE):
+            model["memory_share"] = parse_share(memory.removeprefix(SHARE))
         # Without memory, the segments of a text are texts of their own.
         texts = self.options.segments if memory == "no_memory" else 1
         model["source"] = str(self.start(item))
@@ -260,7 +264,7 @@ class Memory(Task[Trained]):
                     "segments_measured": record["segments_measured"],
                 }
             )
-        return {"models": models, "seeds": self.options.seeds, "memories": list(self.options.memories)}
+        return {"models": models, "seeds": self.options.seeds, "memories": list(self.options.compared)}
 
     def _against(self, losses_S: list[float], folded_S: list[float]) -> list[float]:
         """The same segments are measured of all models, so that this is the mean of paired differences."""
@@ -290,7 +294,7 @@ class Memory(Task[Trained]):
             cells = [shown([curve[at] for curve in curves], 4) if at < len(curves[0]) else "-" for at in shown_at]
             more = [model["against_folded"] or [None, None] for model in models]
             against = [shown([values[which] for values in more], 4) for which in (0, 1)]
-            rows.append([MEMORIES[memory], f"{models[0]['parameters']:,}", *cells, *against])
+            rows.append([label(memory), f"{models[0]['parameters']:,}", *cells, *against])
         counted = results["models"][0]["segments_measured"]
         return [Table(f"loss of the same {counted:,} segments by the segments before [nats a token]", columns, rows)]
 
@@ -299,10 +303,10 @@ class Memory(Task[Trained]):
         """Loss by segments before; by position in the segment; validation loss in training."""
         with picture(path, columns=3, figsize=(15, 4.5)) as (before, position, training):
             for memory in results["memories"]:
-                models, look = _select(results, memory), (MEMORIES[memory], COLORS[memory])
+                models, look = _select(results, memory), (label(memory), _color(memory, results))
                 curves = [model["loss_by_segments_before"] for model in models]
                 if len(curves[0]) == 1:
-                    before.axhline(np.mean(curves), color=COLORS[memory], linestyle="--", label=MEMORIES[memory])
+                    before.axhline(np.mean(curves), color=look[1], linestyle="--", label=look[0])
                 else:
                     band(before, range(1, len(curves[0]) + 1), curves, *look)
                 band(position, range(results["segment_length"]), [model["by_position"] for model in models], *look)
@@ -315,6 +319,13 @@ class Memory(Task[Trained]):
                 panel.set_ylabel("loss [nats a token]")
                 panel.grid(alpha=0.3)
             before.legend(fontsize=7)
+
+
+def _color(memory: str, results: Results) -> Any:
+    if memory in COLORS:
+        return COLORS[memory]
+    shares = [name for name in results["memories"] if name.startswith(SHARE)]
+    return matplotlib.colormaps["viridis"]((1 + shares.index(memory)) / (1 + len(shares)))
 
 
 def _copy_model(source: Path, folder: Path) -> None:

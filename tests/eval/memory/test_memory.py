@@ -132,6 +132,26 @@ def test_models_may_begin_as_one_that_was_trained_without_memory(compared, tmp_p
     assert task.recipe(Trained("folded", 0)).steps == 2 and not list(recipe.output.glob("checkpoint-*"))
 
 
+def test_shares_are_memories_of_their_own(compared, tmp_path):
+    """They begin with the weights of the others; a share of 1 is the fold."""
+    options, _, _ = compared
+    some = options.__dict__ | {"memories": ("folded", "transformer_xl"), "shares": ("1", "0", "0.5"), "layers": 2}
+    task = Memory(MemoryOptions(**some), tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+        results = run(task, tmp_path)
+    folded, transformer_xl, *shares = [model["loss_by_segments_before"] for model in results["models"]]
+    assert shares[0] == folded and shares[1] == pytest.approx(transformer_xl, abs=1e-6)
+    assert max(abs(np.subtract(shares[2], folded))) > 1e-6 and max(abs(np.subtract(shares[2], transformer_xl))) > 1e-6
+    assert [row[0] for row in Memory.tables(results)[0].rows][2:] == [
+        "folded, share 1",
+        "folded, share 0",
+        "folded, share 0.5",
+    ]
+    with pytest.raises(ValueError, match="'1:0:0' has 3 values for 2 layers"):
+        MemoryOptions(**some | {"shares": ("1:0:0",)})
+
+
 def test_the_fold_is_loaded_with_its_segments(compared):
     options, output, _ = compared
     model = CondenseForCausalLM.from_pretrained(Memory(options, output).recipe(Trained("folded_2", 0)).output)

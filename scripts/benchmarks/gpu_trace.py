@@ -1,0 +1,147 @@
+"""What a call leaves a GPU to do: the time that kernels run, their number, and the time of the call without a trace.
+
+    python -m scripts.benchmarks.gpu_trace > docs/results/gpu/trace.txt
+
+Training steps by default and by waves without graphs beside stock's, and new tokens of the 1.2 B shape, of the stock
+model with and without cuDNN's attention. A kernel is also a copy or a fill; those of several streams that overlap are
+counted once in the busy time.
+"""
+
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from condense.attention.sdpa import without_cudnn
+from condense.eval.benchmark.cases import ModelVariant
+from condense.eval.benchmark.models import build_model, cast_parameters, configure
+from condense.eval.benchmark.timing import free_memory, seconds_of
+from condense.eval.benchmark.workloads import decoding_step, random_ids, read_context, training_step
+from condense.eval.results import Table
+
+from .gpu.parts import CHECKPOINT_SEGMENTS
+from .gpu.sizes import REAL
+
+SEGMENT, REPEATS, LARGEST, NEW_TOKENS = 512, 7, 8, 60
+WARM_UPS = 3  # a shape is captured at its second use
+COLUMNS = ["call", "time [ms]", "device busy [ms]", "busy", "kernels", "a kernel [us]", "time a kernel [us]"]
+FOLDED = ModelVariant(kind="folded", segment_length=SEGMENT)
+VARIANTS = {
+    "stock": ModelVariant(kind="stock"),
+    "by default": replace(FOLDED, schedule="auto"),
+    "waves without graphs": replace(FOLDED, schedule="wavefront"),
+    "checkpointing, stock": ModelVariant(kind="stock", checkpointing=True),
+    "checkpointing, by default": replace(
+        FOLDED, schedule="auto", checkpointing=True, checkpoint_segments=CHECKPOINT_SEGMENTS
+    ),
+}
+STEPS = (("Table I", REAL.table_1, 4096), ("Table I", REAL.table_1, 16_384), ("1.2 B", REAL.large, 8192))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a trace; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def busy_us(kernels: Iterable[Kernel]) -> float:
+    """The time in which at least one of the kernels runs."""
+    total, reached = 0.0, -float("inf")
+    for kernel in sorted(kernels, key=lambda one: one.start):
+        total += max(0.0, kernel.end - max(kernel.start, reached))
+        reached = max(reached, kernel.end)
+    return total
+
+
+def kernels_of(call: Callable[[], object]) -> list[Kernel]:
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        seconds_of(call)
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def row(name: str, seconds: float, kernels: Sequence[Kernel]) -> list[str]:
+    busy, count = busy_us(kernels), max(len(kernels), 1)
+    share, time_us = busy / (1e6 * seconds), 1e6 * seconds
+    return [
+        name, f"{1e3 * seconds:.2f}", f"{busy / 1e3:.2f}", f"{share:.0%}", f"{len(kernels):,}", f"{busy / count:.1f}",
+        f"{time_us / count:.1f}",
+    ]  # fmt: skip
+
+
+def largest(kernels: Sequence[Kernel]) -> str:
+    """The kernels that take most of the time, with their number and their share of the sum."""
+    times: dict[str, float] = defaultdict(float)
+    counts = Counter[str]()
+    for kernel in kernels:
+        times[kernel.name] += kernel.end - kernel.start
+        counts[kernel.name] += 1
+    total = sum(times.values())
+    return "\n".join(
+        f"    {time / total:6.1%} {counts[name]:6,} x {name[:90]}"
+        for name, time in sorted(times.items(), key=lambda item: -item[1])[:LARGEST]
+    )
+
+
+def _steps() -> None:
+    for shape_name, shape, length in STEPS:
+        rows, shares = [], []
+        for name, variant in VARIANTS.items():
+            with torch.device("cuda"):
+                model = cast_parameters(build_model(variant.kind, shape, SEGMENT, "sdpa"), torch.bfloat16)
+            configure(model, variant)
+            step = training_step(model, random_ids(model, 1, length))
+            for _ in range(WARM_UPS):
+                step()
+            seconds = statistics.median(seconds_of(step) for _ in range(REPEATS))
+            kernels = kernels_of(step)
+            rows.append(row(name, seconds, kernels))
+            shares.append(f"{name}\n{largest(kernels)}")
+            del model, step
+            free_memory()
+        print(Table(f"training step, {shape_name} shape, {length:,} tokens, segments of {SEGMENT}", COLUMNS, rows))
+        print("\n".join(shares), flush=True)
+
+
+def _tokens() -> None:
+    """The folded model leaves cuDNN's kernel out by itself; one token takes part that no call has prepared."""
+    rows, lines = [], []
+    for name in ("folded", "stock without cuDNN", "stock"):
+        kind, *without = name.split(" without ")
+        with torch.device("cuda"):
+            model = cast_parameters(build_model(kind, REAL.large, SEGMENT, "sdpa"), torch.bfloat16)
+        if kind == "folded":
+            configure(model, replace(FOLDED, schedule="auto"))
+        context_BN = random_ids(model, 1, REAL.decode_short)
+        token = decoding_step(model, read_context(model, context_BN, REAL.decode_short)[0], context_BN[:, -1:])
+        with without_cudnn() if without else nullcontext():
+            seconds = [seconds_of(token) for _ in range(NEW_TOKENS)]
+            rows.append(row(name, statistics.median(seconds), kernels_of(token)))
+        lines.append(f"{name}: " + " ".join(f"{1e3 * one:.1f}" for one in seconds))
+        del model, token
+        free_memory()
+    print(Table(f"new tokens, 1.2 B shape, after {REAL.decode_short:,} tokens", COLUMNS, rows))
+    print("milliseconds of each token\n" + "\n".join(lines), flush=True)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("gpu_trace: there is no CUDA device.")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, bfloat16, one text")
+    _steps()
+    _tokens()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The studies of docs/results: their counted output is that of the stored files, the timed ones run at small sizes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from condense import CondenseConfig
+from condense.attention import AttentionMask, AttentionMetadata, blocked
+from condense.eval.benchmark.models import table_1
+from condense.eval.benchmark.workloads import training_step
+from condense.execution import static_decoding
+from condense.layers import CondenseDecoderLayer
+from condense.memory import Memory
+from condense.segmentation import Chunk
+from scripts.benchmarks import (
+    attention,
+    attention_alternatives,
+    checkpoint_groups,
+    costs,
+    decoding,
+    diagonals,
+    gpu_kernels,
+    gpu_launches,
+    gpu_memory,
+    gpu_peers,
+    gpu_trace,
+    gradient_sums,
+    products,
+    schedule_rule,
+    short_texts,
+    training_floor,
+)
+from scripts.benchmarks.gpu.sizes import REHEARSAL
+
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
+
+
+def test_the_rule_of_auto_gives_the_stored_table(capsys):
+    schedule_rule.main()
+    assert capsys.readouterr().out == (RESULTS / "schedules" / "rule.txt").read_text()
+
+
+def test_estimates_beside_a_gpu_are_the_stored_ones(capsys):
+    gpu_memory.main()
+    printed = capsys.readouterr().out
+    assert printed == (RESULTS / "gpu" / "memory.txt").read_text()
+    stock = [line for line in printed.splitlines() if "stock sdpa" in line]
+    assert len(stock) == 22 and all(0.99 < float(line.split()[-1]) < 1.003 for line in stock)
+
+
+def test_launches_on_a_gpu_are_the_stored_ones(capsys):
+    gpu_launches.main()
+    printed = capsys.readouterr().out
+    assert printed == (RESULTS / "gpu" / "launches.txt").read_text()
+    assert len(printed.splitlines()) == 2 + 8  # both orders at four lengths
+
+
+def test_the_busy_time_of_a_device_counts_overlapping_kernels_once():
+    kernels = [
+        gpu_trace.Kernel("product", 0.0, 2.0),
+        gpu_trace.Kernel("copy", 5.2, 5.5),  # within the sum
+        gpu_trace.Kernel("product", 1.0, 3.0),
+        gpu_trace.Kernel("sum", 5.0, 6.0),
+    ]
+    assert gpu_trace.busy_us(kernels) == 4.0
+    assert gpu_trace.row("step", 8e-6, kernels)[2:] == ["0.00", "50%", "4", "1.0", "2.0"]
+    assert [line.split() for line in gpu_trace.largest(kernels).splitlines()] == [
+        ["75.5%", "2", "x", "product"],
+        ["18.9%", "1", "x", "sum"],
+        ["5.7%", "1", "x", "copy"],
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a CUDA device")
+@pytest.mark.parametrize("study", [gpu_trace, gpu_peers, gpu_kernels], ids=lambda study: study.__name__.split(".")[-1])
+def test_what_needs_a_gpu(study):
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        study.main()
+
+
+def test_peers_on_a_cpu():
+    """The stock and the folded model at tiny sizes: Liger's kernels need a GPU."""
+    points = gpu_peers.measure_all({"tiny": (REHEARSAL, 32)}, "cpu", ("stock", "folded"))
+    assert [(point["row"], point["kind"]) for point in points] == [
+        ("tiny", "stock"), ("tiny, checkpointing", "stock"), ("tiny", "folded"), ("tiny, checkpointing", "folded"),
+    ]  # fmt: skip
+    rows = gpu_peers.table(points).rows
+    assert [one[:2] for one in rows] == [
+        ["tiny", "stock"], ["tiny", "folded"], ["tiny, checkpointing", "stock"], ["tiny, checkpointing", "folded"],
+    ]  # fmt: skip
+    assert rows[0][-1] == "1.00" and float(rows[1][-1]) == pytest.approx(
+        points[2]["seconds"] / points[0]["seconds"], abs=0.01
+    )
+
+
+def test_counted_costs_are_the_stored_ones(capsys):
+    stored = (RESULTS / "costs" / "costs.txt").read_text()
+    costs.print_texts()
+    costs.print_borders()
+    printed = capsys.readouterr().out
+    assert stored.startswith(printed)
+    assert len(printed.splitlines()) > 20
+    model = costs.meta_model()
+    counts = [costs.count_launches(model, 2048, schedule) for schedule in ("sequential", "wavefront")]
+    assert f"  2,048 tokens: sequential {counts[0]:,}, wavefront {counts[1]:,};" in stored
+
+
+@pytest.mark.parametrize("mode", ["training", "durations", "reading", "decoding"])
+def test_implementations_of_a_case_agree(mode):
+    tensors, visibility = attention.case_of("stories", 32, mode, torch.float64)
+    sdpa, blocked, eager = (attention.attend(name, tensors, visibility) for name in attention.NAMES)
+    torch.testing.assert_close(sdpa, eager)
+    torch.testing.assert_close(blocked, eager)
+    attention.run("sdpa", tensors, visibility)
+    assert all(tensor.requires_grad == (mode in ("training", "durations")) for tensor in tensors)
+
+
+def test_alternatives_are_one_attention(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", blocked.BLOCK_BYTES)  # the variants set it
+    query, key, value = (torch.randn(1, 2, length, 8, dtype=torch.float64) for length in (16, 32, 32))
+    expected = attention_alternatives.ALTERNATIVES["one call with a mask"](query, key, value)
+    for variant in (*attention_alternatives.ALTERNATIVES.values(), *attention_alternatives.SIZES.values()):
+        torch.testing.assert_close(variant(query, key, value), expected)
+
+
+def test_floors_are_timed():
+    for kind, tokens in (("folded", 256), ("stock", 16)):
+        for seconds in (
+            training_floor.product_seconds(kind, tokens, torch.float32, repeats=1),
+            training_floor.attention_seconds(kind, tokens, torch.float32, repeats=1),
+        ):
+            assert min(seconds) > 0
+
+
+def test_floors_of_a_step_are_sums(monkeypatch):
+    """Of 1,024 tokens: four segments, of which one has no memory and one writes none, against one text."""
+    attention = {("stock", 1024): (10.0, 20.0), ("stock", 256): (1.0, 2.0), ("folded", 256): (3.0, 5.0)}
+    monkeypatch.setattr(
+        training_floor,
+        "attention_seconds",
+        lambda kind, tokens, dtype: training_floor.Seconds(*attention[kind, tokens]),
+    )
+    monkeypatch.setattr(training_floor, "product_seconds", lambda *_: training_floor.Seconds(1.0, 2.0))
+    weights, head = 4 * 512 * (2 * 32 * 64 + 2 * 8 * 64 + 3 * 8192), 8192 * 512
+    products, seconds, again = training_floor.step_seconds("stock", 1024, torch.float32)
+    assert products == (2048 * (weights + head), 2 * 2048 * (weights + head))
+    assert seconds == (40, 80) and again == 2048 * weights + 40
+    products, seconds, again = training_floor.step_seconds("folded", 1024, torch.float32)
+    layers = 2048 * weights + 3 * 2 * 256 * 4 * 512 * 2 * 8 * 64
+    assert products == (layers + 2048 * head, 2 * (layers + 2048 * head))
+    assert seconds == (4 * (1 + 9), 4 * (2 + 15)) and again == layers + 40
+
+
+def test_groups_of_checkpointing_are_timed(monkeypatch):
+    shape = table_1() | {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2}
+    built = checkpoint_groups.models(shape, 4, torch.float32)
+    ran = []
+
+    def recorded(model, ids_BN):
+        step = training_step(model, ids_BN)
+
+        def call():
+            ran.append((model.is_gradient_checkpointing, getattr(model.base_model, "checkpoint_segments", None)))
+            step()
+
+        return call
+
+    monkeypatch.setattr(checkpoint_groups, "training_step", recorded)
+    figures = checkpoint_groups.row(built, 4, 10, (1, 2, 4), torch.float32, repeats=1)
+    assert figures[:2] == ["float32", "10"] and figures[5] == "-", "a text of two and a half segments"
+    assert ran == 2 * [(True, None), (True, 1), (True, 2)]
+
+
+def test_products_are_timed(monkeypatch):
+    monkeypatch.setattr(products, "SHAPES", [(4, 8, 6)])
+    shape, size, *figures = products.times((4, 8, 6), repeats=1)
+    assert (shape, size) == ("4 x 8 x 6", "2^7.6") and len(figures) == 6 and all(float(one) >= 0 for one in figures)
+
+
+def test_short_and_padded_texts_are_timed():
+    """Both models compute the same within one segment."""
+    shape = "5 layers of width 64, segments of 32"
+    stock, folded = short_texts.models(short_texts.SHAPES[shape])
+    ids_BN = torch.arange(32)[None]
+    torch.testing.assert_close(short_texts.read(folded, "auto", ids_BN), short_texts.read(stock, None, ids_BN))
+    assert len(short_texts.one_text(shape, 64, 1)) == 7
+    lengths = [40, 70]
+    positions_1N = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed_1ND = short_texts.hidden(folded, torch.arange(110)[None], position_ids=positions_1N)
+    for ids_1N, found_ND in zip(torch.arange(110)[None].split(lengths, 1), packed_1ND[0].split(lengths), strict=True):
+        torch.testing.assert_close(found_ND, short_texts.hidden(folded, ids_1N)[0])
+    assert len(short_texts.padded(shape, [40, 70], 1)) == 8
+
+
+@torch.no_grad()
+def test_the_operations_of_a_diagonal_are_those_of_the_layers():
+    width, layers, heads, tokens = 16, 3, 2, 8
+    diagonal = diagonals.Diagonal((width, layers, heads, tokens))
+    config = CondenseConfig(
+        hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=8 * width // 3,
+        segment_length=tokens, attn_implementation="sdpa",
+    )  # fmt: skip
+    chunk = Chunk(1, tokens, [0], [0], [tokens], [0], [1])
+    tables = diagonal.cos_TE[None, None], diagonal.sin_TE[None, None]
+    metadata = AttentionMetadata(chunk, tables, tables, AttentionMask(chunk), True, (False,))
+    output_MTD, key_MHTE, value_MHTE = diagonal.all()
+    for number in range(layers):
+        layer = CondenseDecoderLayer(config, layer_idx=0).eval()
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear, weights in (
+            (attention.q_proj, diagonal.query_MDD), (attention.k_proj, diagonal.key_MDD),
+            (attention.v_proj, diagonal.value_MDD), (attention.o_proj, diagonal.output_MDD),
+            (mlp.gate_proj, diagonal.gate_MDI), (mlp.up_proj, diagonal.up_MDI), (mlp.down_proj, diagonal.down_MID),
+        ):  # fmt: skip
+            linear.weight.copy_(weights[number].T)
+        memory = Memory(*[diagonal.memory_MHTE[number][None]] * 2)
+        output_RTD, (key_RGTE, value_RGTE) = layer(diagonal.hidden_MTD[number][None], memory, metadata)
+        torch.testing.assert_close(output_MTD[number][None], output_RTD, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(key_MHTE[number][None], key_RGTE, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(value_MHTE[number][None], value_RGTE, atol=1e-5, rtol=1e-4)
+
+
+def test_diagonals_are_timed(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # which takes long
+    _, number, *milliseconds = diagonals.line("2 layers of width 128, segments of 64", repeats=1)
+    assert number == "17" and len(milliseconds) == 6 and all(float(one) > 0 for one in milliseconds)
+
+
+def test_steps_of_decoding_are_timed(monkeypatch):
+    """All but the compiled ones, which take long to compile; within a segment they are the same computation."""
+    monkeypatch.setattr(decoding, "TOKENS", 20)
+    logits = {}
+    for kind in ("stock", "stock, static", "folded", "folded, fixed"):
+        torch.manual_seed(0)
+        stock, folded = decoding.models(decoding.SHAPES["5 layers of width 64"])
+        logits[kind] = decoding.stepper(kind, stock, folded, 2, repeats=1)()
+    for kind, found in logits.items():
+        torch.testing.assert_close(found, logits["stock"], atol=1e-5, rtol=1e-4, msg=kind)
+    monkeypatch.setattr(decoding, "KINDS", ["stock", "folded, compiled"])
+    monkeypatch.setattr(static_decoding, "_compiled_step", lambda: static_decoding.static_step)
+    name, rows, *rates, ratio = decoding.line("5 layers of width 64", 1, repeats=1)
+    assert (name, rows) == ("5 layers of width 64", "1") and len(rates) == 2 and float(ratio) > 0
+
+
+def test_errors_of_gradients(stories, tmp_path, capsys, monkeypatch):
+    """Sums over 128 segments in bfloat16 add to the rounding of products."""
+    monkeypatch.setattr(gradient_sums, "ORDERS", {"in order": {}})
+    (tmp_path / "text").write_text("Once upon a time there was a little girl. " * 200)
+    gradient_sums.main(["--model", str(stories), "--data", str(tmp_path / "text"), "--segments", "128"])
+    lines = [line.split()[-2:] for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["128"]]
+    (by_autograd, in_float32) = map(float, *lines)
+    assert 0 < in_float32 < 2 < by_autograd

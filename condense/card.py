@@ -9,7 +9,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from .extras import DISTRIBUTION
 from .families import family_of
-from .loading import REGISTERED_BY
+from .laboratories import REGISTERED_BY
 
 CARD = "README.md"
 OURS = "<!-- condense writes this file when the model is saved: delete this line to keep your own text. -->"

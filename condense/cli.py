@@ -13,7 +13,8 @@ import typer
 from condense.cli_convert import convert
 from condense.cli_generate import generate
 from condense.command import App
-from condense.eval.cli import ablate, attention, depth, evaluations, probe, profile, quiet, report
+from condense.eval.cli import attention, evaluations, laboratories, profile, report
+from condense.eval.command import quiet
 from condense.extras import check_installed
 from condense.training.presets import recipe_names
 from condense.version import __version__
@@ -24,7 +25,7 @@ app = App(
 
 
 app.add_typer(evaluations, name="eval")
-for command in (convert, generate, profile, attention, probe, depth, ablate, report):
+for command in (convert, generate, profile, attention, *laboratories.values(), report):
     app.command()(command)
 
 PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.eval.cli import Attention, quiet
+from condense.eval.command import Attention, quiet
 from condense.eval.options import DTYPE_HELP
 
 LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature

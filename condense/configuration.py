@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .families import FAMILIES, check_family, check_window, folded_fields
+from .laboratories import STOCK_MODELS
 from .peft_support import add_default_targets
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
@@ -21,7 +22,6 @@ SIZES = (
 )  # fmt: skip
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
-DEPTH_LLAMA = "condense_depth_llama"  # the model type of a stock Llama with a depth block
 # Their frequencies depend on the longest position of a call, above a limit.
 LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 IGNORE_INDEX = -100  # the label of a token that is not predicted
@@ -121,10 +121,11 @@ class CondenseConfig(LlamaConfig):
                 f"{pretrained_model_name_or_path!r} has no config.json that names its model_type: pass the folder or "
                 "hub id of a model."
             )
-        if model_type not in (cls.model_type, DEPTH_LLAMA, *FAMILIES):
+        own = (cls.model_type, *STOCK_MODELS)
+        if model_type not in (*own, *FAMILIES):
             raise ValueError(
                 f"{pretrained_model_name_or_path!r} is a checkpoint of type {model_type!r}: condense folds "
-                f"checkpoints of the types {', '.join(FAMILIES)}, and loads its own ({cls.model_type}, {DEPTH_LLAMA})."
+                f"checkpoints of the types {', '.join(FAMILIES)}, and loads its own ({', '.join(own)})."
             )
         if model_type in FAMILIES:
             config_dict = folded_fields(model_type, config_dict)

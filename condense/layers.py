@@ -17,8 +17,7 @@ heads, E head dimension, F intermediate size, x any size, 1 a broadcast axis.
 import inspect
 from collections.abc import Callable
 from itertools import groupby
-from pkgutil import resolve_name
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,25 +38,6 @@ from .memory import KeyValueState, Memory
 from .segmentation import Chunk
 from .shared_weights import used
 from .transforms import is_transformed
-
-# Blocks that a configuration can put into the decoder stack, by the field that holds their settings. A name leads to a
-# class without importing it: the core does not load what is built around it.
-BLOCKS = {"depth": "condense.depth.block:DepthBlock"}
-
-
-class DecoderBlock(Protocol):
-    """A member of the decoder stack: `CondenseDecoderLayer`, or a module that takes the place of one or more layers."""
-
-    def __call__(
-        self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
-    ) -> tuple[torch.Tensor, Memory | None]:
-        """The output [R, T, D], and this chunk's share of the next segment's memory, or None for a block without one.
-
-        `key_values` holds the memory that the block returned for the segment before and, in a cache, the keys and
-        values of earlier chunks of the current segment. Without a cache it is None if there is no memory; in a cache it
-        is an empty layer of the cache.
-        """
-        ...
 
 
 class RotaryEmbedding(LlamaRotaryEmbedding):
@@ -97,16 +77,6 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
             if moved.dtype != buffer.dtype:
                 setattr(self, name, buffer.to(moved.device))
         return self
-
-
-def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
-    """The layers of a configuration, with the block that it may put among them."""
-    layers: list[nn.Module] = [CondenseDecoderLayer(config, number) for number in range(config.num_hidden_layers)]
-    for name, block in BLOCKS.items():
-        if getattr(config, name) is not None:
-            made = resolve_name(block)(config)
-            layers[made.position] = made
-    return nn.ModuleList(layers)
 
 
 class RMSNorm(LlamaRMSNorm):

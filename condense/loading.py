@@ -21,10 +21,11 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from .checks import check_tokenizer
-from .configuration import DEPTH_LLAMA, CondenseConfig, check_llama_fields
+from .configuration import CondenseConfig, check_llama_fields
 from .families import FAMILIES
 from .files import is_lfs_pointer
 from .generation_settings import check_settings
+from .laboratories import REGISTERED_BY, STOCK_MODELS
 
 ADAPTER_CONFIG = "adapter_config.json"
 JSON_FILES = (
@@ -38,14 +39,7 @@ JSON_FILES = (
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-CHECKED = (*FAMILIES, CondenseConfig.model_type, DEPTH_LLAMA)
-# The packages that register other models of this project with the Auto classes, by model type.
-REGISTERED_BY = {
-    DEPTH_LLAMA: "condense.depth",
-    "condense_block_diffusion": "condense.autoregressivity",
-    "condense_multi_token": "condense.autoregressivity",
-    "condense_position_experts": "condense.autoregressivity",
-}
+CHECKED = (*FAMILIES, CondenseConfig.model_type, *STOCK_MODELS)
 HUB_TIMEOUT_S = 5
 NAMES_SHOWN = 3
 

@@ -23,6 +23,7 @@ from .card import write_card
 from .checks import check_attention_name, check_input, check_unused, real_tokens
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .control import zero_control
+from .decoder_stack import DecoderBlock, decoder_stack
 from .durations import Timeline
 from .embedding import ChunkEmbedder, Embedding
 from .evaluations import EvaluationCounts
@@ -32,7 +33,7 @@ from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .files import use_default_mode
 from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import LayerOutputs
-from .layers import DecoderBlock, RMSNorm, RotaryEmbedding, decoder_stack
+from .layers import RMSNorm, RotaryEmbedding
 from .linear import Linear
 from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState

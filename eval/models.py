@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
-import condense.depth  # noqa: F401  registers folded models and those with a depth block with the Auto classes
+from condense import laboratories
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_config, load_model, load_tokenizer
@@ -20,6 +20,7 @@ from condense.prefill import columns_per_call
 
 from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts, state_bytes
 
+laboratories.register_models()
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
 PREFILL_TOKENS = 8192  # columns of a prompt in one call: the memory beside the state does not grow with the prompt
 

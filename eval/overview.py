@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from condense.files import read_text
+from condense.laboratories import SHOWN_BY
 
 from .results import Table
 
@@ -129,11 +130,10 @@ class Overview:
 def own_results(records: Iterable[Path], known: Iterable[str]) -> list[Path]:
     """The results of evaluations of the user's own: KIND.json beside the KIND.records.jsonl that the runner writes."""
     kinds = {path: path.name.removesuffix(".records.jsonl") for path in records}
-    families = ("probe_", "depth_", "ablation")
     return [
         found
         for path, kind in kinds.items()
-        if kind not in set(known) and not kind.startswith(families)
+        if kind not in set(known) and kind.partition("_")[0] not in SHOWN_BY
         if (found := path.with_name(f"{kind}.json")).is_file()
     ]
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from condense import laboratories
 from condense.files import check_not_linked, read_text
 
-from .autoregressivity.experiments import shown_by as shown_by_ablation
-from .depth.experiments import find_experiment
 from .overview import Overview, own_figures, own_results, own_tables, read_harness
 from .results import Table, write_results
 from .tasks import TASKS
@@ -25,12 +24,10 @@ from .training_report import read_run, runs_table, write_training
 SHOWN_BY = TASKS | {
     "healing": "condense.eval.healing.study:Healing",
     "memory": "condense.eval.memory.study:Memory",
-    "ingredients": "condense.eval.ingredients.study:Ingredients",
     "profile": "condense.eval.benchmark.profile_tables",
     "modules": "condense.eval.benchmark.module_tables",
     "schedules": "condense.eval.benchmark.schedule_tables",
 }  # these have `tables`
-PROBES = "condense.eval.continuity.probes:PROBES"
 METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
@@ -54,10 +51,6 @@ ABOUT = {
     "held-out loss before any training, less that of the stock model with full attention.",
     "memory": "Models that differ in their memory alone, trained alike from the same random weights: the loss of the "
     "same held-out segments by the segments before them.",
-    "ingredients": "Models that differ from a twin in one thing, trained alike to count words and to add numbers as "
-    "whole tokens; then words and numbers shrink. Peaks are those of the probe of counting, at most the mean number of "
-    "repetitions over the counterfactual; P1, P2 and P3 those of the probe of sums, by the rule of the paper's text, "
-    "among the sums whose first digit is right. Intervals are t intervals over seeds.",
     "profile": "Each point was measured in a process of its own, with the weights that the first table names.",
     "modules": "Memory of one training step, as torch's MemTracker counts tensors. Folded models run segment by "
     "segment.",
@@ -96,7 +89,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     sections, overview = [], Overview()
     for found in (
         found
-        for kind in (*SHOWN_BY, "probe_*", "depth_*", "ablation", "ablation_*")
+        for kind in (*SHOWN_BY, *(f"{family}{rest}" for family in laboratories.SHOWN_BY for rest in ("", "_*")))
         for found in _files(folder, f"{kind}.json", skipped)
     ):
         try:
@@ -109,7 +102,8 @@ def write_report(folder: Path, title: str = "condense") -> Path:
         sections.insert(0, _overview(folder, overview, skipped))
     left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
-        wanted = ", ".join(f"{kind}.json" for kind in (*SHOWN_BY, "probe_NAME", "depth_NAME", "ablation_NAME"))
+        names = (*SHOWN_BY, *(f"{family}_NAME" for family in laboratories.SHOWN_BY))
+        wanted = ", ".join(f"{kind}.json" for kind in names)
         unreadable = f" that can be read: {left_out}" if skipped else ": measure something first"
         raise ValueError(f"{folder} holds no {wanted} or log.jsonl{unreadable}.")
     environment = jinja2.Environment(
@@ -152,17 +146,14 @@ def _measured(path: Path, folder: Path, overview: Overview, skipped: dict[str, s
         raise ValueError("no result of a condense command")
     if not isinstance(results["versions"], dict):
         raise ValueError("versions are no object")
-    family, _, name = kind.partition("_")
-    if family == "probe":
-        shown_by = resolve_name(PROBES)[name]
-    elif family == "depth":
-        shown_by = find_experiment(name)
-    elif family == "ablation":
-        shown_by = shown_by_ablation(kind)
+    family = kind.partition("_")[0]
+    if family in laboratories.SHOWN_BY:
+        shown_by = resolve_name(laboratories.SHOWN_BY[family])(kind)
     else:
         shown_by = resolve_name(SHOWN_BY[kind])
     pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
-    about, tables = results.get("about") or ABOUT[kind], shown_by.tables(results)
+    about = results.get("about") or getattr(shown_by, "about", None) or ABOUT[kind]
+    tables = shown_by.tables(results)
     figures = shown_by.overview(results) if hasattr(shown_by, "overview") else []
     models = results.get("models") if figures else ()
     overview.add(str(path.relative_to(folder)), figures, models or ())

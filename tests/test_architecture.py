@@ -2,8 +2,11 @@
 
 import ast
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+
+from condense import laboratories
 
 ROOT = Path(__file__).resolve().parents[1]
 # Nothing imports from a later one. In a checkout the two floors in the middle are links to top-level folders.
@@ -16,7 +19,12 @@ FLOORS = {
     "condense.cli_generate": 3,
     "condense.__main__": 3,
 }
-LABORATORIES = ("condense.autoregressivity", "condense.continuity", "condense.depth")
+FLOORS_OF_LABORATORIES = ("condense", "condense.training", "condense.eval")
+LABORATORIES = tuple(
+    f"{floor}.{name}"
+    for floor in FLOORS_OF_LABORATORIES
+    for name in ("autoregressivity", "continuity", "depth", "ingredients")
+)
 
 
 def module_name(path: Path) -> str:
@@ -68,6 +76,25 @@ def test_nothing_imports_upwards(graph):
     assert upwards == []
 
 
+def laboratory_of(name: str) -> str | None:
+    return next((lab for lab in LABORATORIES if f"{name}.".startswith(f"{lab}.")), None)
+
+
+def test_the_core_imports_no_laboratory(graph):
+    """Not within a function either: it knows the names in `condense.laboratories`, and resolves them."""
+    imported = [(name, other) for name in graph for other in graph[name] if laboratory_of(other)]
+    assert {laboratory_of(other) for _, other in imported} >= {"condense.depth", "condense.training.autoregressivity"}
+    assert [(name, other) for name, other in imported if not laboratory_of(name)] == []
+
+
+@pytest.mark.parametrize(
+    "table", ["DECODER_BLOCKS", "STOCK_MODELS", "MODEL_KINDS", "OBJECTIVES", "COMMANDS", "STUDIES", "SHOWN_BY"]
+)
+def test_what_laboratories_add_is_there(table):
+    for name, path in getattr(laboratories, table).items():
+        assert laboratory_of(path.partition(":")[0]) and callable(resolve_name(path)), name
+
+
 def test_there_are_no_import_circles(graph):
     done: set[str] = set()
 
@@ -82,12 +109,11 @@ def test_there_are_no_import_circles(graph):
         visit(name, ())
 
 
-@pytest.mark.parametrize("laboratory", LABORATORIES)
-def test_the_core_does_not_load_its_laboratories(laboratory, new_process):
-    """Nor does anything else that `import condense` loads."""
-    loaded = new_process("import sys; print(*sys.modules)").stdout.split()
-    assert "condense.modeling" in loaded
-    assert [name for name in loaded if name.startswith(laboratory)] == []
+@pytest.mark.parametrize("module", ["condense", "condense.training.recipe", "condense.training.train"])
+def test_the_core_does_not_load_its_laboratories(module, new_process):
+    loaded = new_process(f"import sys, {module}; print(*sys.modules)").stdout.split()
+    assert module in loaded and "condense.modeling" in loaded
+    assert [name for name in loaded if laboratory_of(name)] == []
 
 
 def test_each_list_of_names_stands_in_one_place():

@@ -29,6 +29,7 @@ class WrapperConfig(PreTrainedConfig):
 
     sub_configs = {"base": AutoConfig}
     keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets"]
+    wraps_a_model = True
 
     base: Any = None
 

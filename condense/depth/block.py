@@ -7,7 +7,7 @@ size.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..attention import AttentionMetadata
 from ..configuration import CondenseConfig
+from ..decoder_stack import BlockCost
 from ..layers import CondenseDecoderLayer, RMSNorm, detach_rows
 from ..memory import KeyValueState, Memory
 from ..segmentation import Chunk, on_device
@@ -168,6 +169,19 @@ class DepthBlock(DepthFlow):
         config.depth = settings.to_dict()  # with the defaults of fields that were left out
         super().__init__(build_field(config, settings), settings)
         self.position = settings.position
+
+    @staticmethod
+    def cost(settings: Mapping[str, Any]) -> BlockCost:
+        """Raises `ValueError` for an adaptive solver, whose evaluations depend on the text."""
+        own = DepthSettings.from_dict(settings)
+        if own.is_adaptive:
+            raise ValueError(
+                f"a plan counts evaluations before the run, and the depth block's solver {own.solver!r} chooses them "
+                "by token: start the run without a plan, or convert with a solver of fixed steps, such as euler."
+            )
+        width = 0 if own.field == "layer" else own.field_size
+        assert width is not None
+        return BlockCost(own.position, num_fixed_evaluations(own), width, own.gradient == "adjoint")
 
     def forward(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata

@@ -15,10 +15,11 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel, Llama
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
-from ..configuration import DEPTH_LLAMA, CondenseConfig
+from ..configuration import CondenseConfig
 from ..control import check_control, check_control_of_prompt, control_of_columns, zero_control
 from ..conversion import with_weights_of
 from ..families import family_of
+from ..laboratories import DEPTH_LLAMA
 from ..modeling import CondenseForCausalLM
 from ..peft_support import add_default_targets
 from .block import build_field

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ..attention import AttentionMetadata
-from ..layers import DecoderBlock
+from ..decoder_stack import DecoderBlock
 from ..memory import KeyValueState, Memory
 from ..segmentation import Chunk
 

@@ -6,7 +6,7 @@ Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 from collections.abc import Sequence
 
 from ..attention import AttentionMetadata
-from ..layers import DecoderBlock
+from ..decoder_stack import DecoderBlock
 from ..memory import RecurrentState
 from .executor import ChunkOutput, Embed, run_layers
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import condense.depth  # registers folded models and those with a depth block with the Auto classes  # noqa: F401
-from condense import CondenseConfig, CondenseForCausalLM
+from condense import CondenseConfig, CondenseForCausalLM, laboratories
 from condense.families import FAMILIES, folded_fields
 from condense.loading import load_config, load_model
 
@@ -23,6 +22,7 @@ from .models import MODEL_KINDS, SHAPE_FIELDS, build_model, table_1
 from .options import DEFAULT_KINDS, ProfileOptions
 from .tables import SHAPE
 
+laboratories.register_models()
 FOLDED, STOCK, LLAMA = "condense_llama", "stock", "llama"
 NOT_A_SHAPE = ("transformers_version", "architectures", "dtype", "_name_or_path")  # fields of a config.json
 

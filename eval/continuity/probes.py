@@ -24,6 +24,11 @@ def find_probe(name: str) -> type[Probe]:
     return PROBES[name]
 
 
+def shown_by(kind: str) -> type[Probe]:
+    """The probe that has the tables of a result, by the name of its file."""
+    return PROBES[kind.removeprefix("probe_")]
+
+
 def probe(name: str, output: Path, options: ProbeOptions) -> Results:
     """Runs one experiment, writes its files into `output`, and returns what the JSON holds.
 

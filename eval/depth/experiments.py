@@ -33,6 +33,11 @@ def find_experiment(name: str) -> "type[Experiment]":
     return resolve_name(EXPERIMENTS[name])
 
 
+def shown_by(kind: str) -> "type[Experiment]":
+    """The experiment that has the tables of a result, by the name of its file."""
+    return find_experiment(kind.removeprefix("depth_"))
+
+
 def depth(name: str, output: Path, options: DepthOptions) -> "Results":
     """Runs one experiment, writes its files into `output`, and returns what the JSON holds.
 

@@ -82,6 +82,12 @@ class Ingredients(Task[Trained]):
     kind = "ingredients"
     unit = "model"
     Options = IngredientOptions
+    about = (
+        "Models that differ from a twin in one thing, trained alike to count words and to add numbers as whole tokens; "
+        "then words and numbers shrink. Peaks are those of the probe of counting, at most the mean number of "
+        "repetitions over the counterfactual; P1, P2 and P3 those of the probe of sums, by the rule of the paper's "
+        "text, among the sums whose first digit is right. Intervals are t intervals over seeds."
+    )
 
     def __init__(self, options: IngredientOptions, output: Path):
         check_one_gpu()
@@ -270,6 +276,11 @@ class Ingredients(Task[Trained]):
                 panel.grid(alpha=0.3)
             panels[0].set_yticks(range(len(names)), names)
             panels[0].invert_yaxis()
+
+
+def shown_by(kind: str) -> type[Ingredients]:
+    """What has the tables of a result."""
+    return Ingredients
 
 
 def _figures(record: Record) -> dict[str, float | None]:

@@ -101,10 +101,14 @@ def test_options_that_may_change_are_not_stored():
     }  # fmt: skip
 
 
+def command_of(name):
+    return cli.laboratories.get(name) or getattr(cli, name)
+
+
 def parameters_of(name):
     """Those of a command as click sees them, without --help."""
     app = typer.Typer(add_completion=False)
-    app.command()(getattr(cli, name))
+    app.command()(command_of(name))
     return [one for one in typer.main.get_command(app).params if one.name != "help"]
 
 
@@ -120,7 +124,7 @@ def test_each_flag_is_a_field_and_each_field_a_flag(name):
         if default is not MISSING:
             shown = default if option.spelling is None else option.spelling.write(default)
             assert getattr(flag.default, "value", flag.default) == shown
-        (info,) = get_args(inspect.signature(getattr(cli, name)).parameters[field].annotation)[1:]
+        (info,) = get_args(inspect.signature(command_of(name)).parameters[field].annotation)[1:]
         assert info.min == option.min
 
 

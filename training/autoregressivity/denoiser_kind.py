@@ -28,6 +28,7 @@ class DenoiserKind(ModelKind):
     channels: Annotated[list[int], AfterValidator(_channels)] = Field([24, 48], description="at each resolution")
     layers: int = Field(1, ge=1, description="at each resolution")
 
+    is_of_images = True
     attention_implementations = ("auto",)
 
     def load_config(self) -> DenoiserConfig:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
 
 from ..data.digits import NUM_PIXELS, SIDE
+from ..draws import uniform
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
 from .denoiser import LONGEST, Split
 from .diffusion import free_run, noise_between, noise_schedule, to_images
-from .draws import uniform
 
 # Validation takes its losses at fractions n / 40 of the time, with a noise that depends on the image alone. They are 25
 # of 1,000 steps apart, an odd number: so experts that divide the steps modulo 2, 4 or 8 all take part.
@@ -89,6 +89,7 @@ class Denoising(ObjectiveKind):
     fixed: bool = Field(True, description="false: missing targets and masks are drawn anew each time, as a control")
 
     needs_places = True
+    is_of_images = True
 
     @field_validator("steps")
     @classmethod

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from condense.configuration import IGNORE_INDEX
 
+from ..draws import uniform
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
-from .draws import uniform
 from .feedback import free_running_losses
 
 

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from condense.configuration import IGNORE_INDEX
 
+from ..draws import uniform
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segment, next_token_losses
-from .draws import uniform
 
 LOGITS_AT_ONCE = 2**22  # a draw takes some tens of bytes
 

@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 
 from condense import CondenseForCausalLM, loading
 
+from ..draws import uniform
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
-from .draws import uniform
 
 Schedule = Literal["even", "cosine", "hard_long", "hard_short"]
 LEVELS = 100  # of difficulty

@@ -18,8 +18,8 @@ from ..distillation import Distillation
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from ..recipe.objectives import NextToken
-from .depth import Stack, stack_of
 from .passes import FLOAT32, Pass, Weights, element_size
+from .stack import Stack, stack_of
 
 ADJOINT_COPIES = 8  # measured: of the state, its adjoint and the field's gradient, in one step of torchdiffeq
 DISTILLED_LOGIT_COPIES = 7  # measured: logits and log-softmaxes of both models, products and gradients

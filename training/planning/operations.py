@@ -7,8 +7,8 @@ from transformers import LlamaConfig
 
 from ..recipe import Recipe
 from ..recipe.objectives import NextToken
-from .depth import repeated_weights, stack_of
 from .passes import Weights, parameter_shapes, passes, segments_of, weights_of
+from .stack import repeated_weights, stack_of
 
 
 def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[str, Any]:

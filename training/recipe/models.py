@@ -7,16 +7,15 @@ import os
 import sys
 from abc import abstractmethod
 from functools import cache
+from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from condense import CondenseConfig, CondenseForCausalLM, loading
-from condense.autoregressivity import WrapperConfig
+from condense import CondenseConfig, CondenseForCausalLM, laboratories, loading
 from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
-from condense.depth import DepthLlamaConfig, DepthLlamaForCausalLM
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.families import FAMILIES
 from condense.loss import max_tokens
@@ -34,6 +33,8 @@ class ModelKind(Section):
 
     # Whether a text is read in segments, with a memory between them: a curriculum and losses by segment need it.
     has_segments: ClassVar[bool] = False
+    # Whether it is a model of images, which goes with data of images.
+    is_of_images: ClassVar[bool] = False
     attention_implementations: ClassVar[tuple[str, ...]] = STOCK_ATTENTION
 
     @abstractmethod
@@ -82,7 +83,7 @@ def check_not_prepared(source: str) -> PreTrainedConfig:
     """Returns the checkpoint's configuration. Raises `ValueError` for a model that an objective has put around another
     one: objectives start from that one."""
     config = loading.load_config(AutoConfig, source)
-    if isinstance(config, WrapperConfig):
+    if getattr(config, "wraps_a_model", False):
         raise ValueError(
             f"model={source!r} is of type {config.model_type!r}, a model that an objective has made: start from the "
             "checkpoint that it was trained from, or save a base model of it "
@@ -106,8 +107,8 @@ def with_head_dim(config: Any) -> Any:
 
 def stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of the stock model of a configuration."""
-    if isinstance(config, DepthLlamaConfig):
-        return DepthLlamaForCausalLM
+    if config.model_type in laboratories.STOCK_MODELS:
+        return resolve_name(laboratories.STOCK_MODELS[config.model_type])
     return FAMILIES[config.model_type].model_class
 
 
@@ -115,7 +116,7 @@ def attention_option(attention: str) -> str | None:
     return None if attention == "auto" else attention
 
 
-MODELS = Registry[ModelKind](default="condense")
+MODELS = Registry[ModelKind](default="condense", elsewhere=laboratories.MODEL_KINDS)
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -234,7 +235,7 @@ class StockModel(ModelKind):
     def load_config(self) -> PreTrainedConfig:
         check_not_prepared(self.source)
         config = loading.load_config(AutoConfig, self.source)
-        if config.model_type not in (*FAMILIES, DepthLlamaConfig.model_type):
+        if config.model_type not in (*FAMILIES, *laboratories.STOCK_MODELS):
             raise ValueError(
                 f"model={self.source!r} is of type {config.model_type!r}: model.kind=stock trains models of the types "
                 f"{', '.join(FAMILIES)}. condense convert FOLDED STOCK --to stock writes one."

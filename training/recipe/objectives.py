@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
+from condense import laboratories
 from condense.configuration import IGNORE_INDEX
 
 from .section import Registry, Section
@@ -39,6 +40,8 @@ class ObjectiveKind(Section):
     predicts_next_tokens: ClassVar[bool] = False
     # Whether the model may have adapters.
     takes_adapters: ClassVar[bool] = False
+    # Whether it trains a model of images, which goes with data of images.
+    is_of_images: ClassVar[bool] = False
 
     def check(self, recipe: Any) -> None:
         """Raises `ValueError` for other keys of the recipe that do not fit this objective."""
@@ -72,7 +75,9 @@ class ObjectiveKind(Section):
         return self.losses(model, batch, 1)
 
 
-OBJECTIVES = Registry[ObjectiveKind](default="next_token")
+OBJECTIVES = Registry[ObjectiveKind](
+    default="next_token", elsewhere={"distill": "condense.training.distillation:Distillation"} | laboratories.OBJECTIVES
+)
 
 
 @OBJECTIVES.register

@@ -10,19 +10,6 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
-from .. import distillation, duration_jitter  # noqa: F401  their kinds
-from ..autoregressivity import (  # noqa: F401  their kinds
-    block_diffusion,
-    denoiser_kind,
-    denoising,
-    free_running,
-    missing_targets,
-    multi_token,
-    partial_logits,
-    position_experts,
-    speech_rate,
-    synthetic_states,
-)
 from ..data.digits import NUM_HELD_OUT, NUM_PIXELS
 from ..presets import find_deepspeed_config
 from .data import Data, GeneratedData, SampleData, Source
@@ -292,8 +279,8 @@ def _check_images(recipe: Recipe) -> None:
     """Images, a model of images and an objective for them go together."""
     parts = {
         "data.task=digits": recipe.data.task == "digits",
-        "model.kind=denoiser": isinstance(recipe.model, denoiser_kind.DenoiserKind),
-        "objective.kind=denoising": isinstance(recipe.objective, denoising.Denoising),
+        "model.kind=denoiser": recipe.model.is_of_images,
+        "objective.kind=denoising": recipe.objective.is_of_images,
     }
     present = [name for name, found in parts.items() if found]
     if not present:

@@ -1,8 +1,10 @@
 """The base of all sections of a recipe, sections that are looked up by kind, and fields that may change on resume."""
 
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
@@ -21,11 +23,12 @@ S = TypeVar("S", bound=Section)
 class Registry(Generic[S]):
     """The kinds of a section by name. As the annotation of a field, it chooses the section's class by its key `kind`.
 
-    Pydantic's unions are closed when their class is made; a kind can be registered here by any module.
+    Pydantic's unions are closed when their class is made; a kind can be registered here by any module. `elsewhere` has
+    the dotted names of kinds whose modules are imported when a recipe names them, and register them then.
     """
 
-    def __init__(self, default: str):
-        self.default = default
+    def __init__(self, default: str, elsewhere: Mapping[str, str] = MappingProxyType({})):
+        self.default, self.elsewhere = default, elsewhere
         self.kinds: dict[str, type[S]] = {}
 
     def register(self, section: type[S]) -> type[S]:
@@ -38,7 +41,18 @@ class Registry(Generic[S]):
 
     def find(self, fields: Any) -> type[S] | None:
         """The class of the keys and values of a section; None where their kind is unknown."""
-        return self.kinds.get(fields.get("kind", self.default)) if isinstance(fields, dict) else None
+        if not isinstance(fields, dict):
+            return None
+        kind = fields.get("kind", self.default)
+        if kind not in self.kinds and kind in self.elsewhere:
+            resolve_name(self.elsewhere[kind])
+        return self.kinds.get(kind)
+
+    def all(self) -> list[type[S]]:
+        """The classes of all kinds."""
+        for name in self.elsewhere.values():
+            resolve_name(name)
+        return list(self.kinds.values())
 
     def parse(self, value: Any) -> Any:
         """A section from its keys and values, or from a text, which stands for the key `source`."""
@@ -47,7 +61,7 @@ class Registry(Generic[S]):
             return value  # a section already, or what pydantic refuses
         section = self.find(fields)
         if section is None:
-            known = ", ".join(map(repr, self.kinds))
+            known = ", ".join(map(repr, dict.fromkeys([*self.kinds, *self.elsewhere])))
             raise ValueError(f"kind={fields['kind']!r} is unknown: choose one of {known}")
         return section.model_validate(fields)
 
@@ -84,7 +98,7 @@ def registry_of(field: Any) -> Registry | None:
 def sections_of(field: Any) -> list[type[Section]]:
     """The classes of sections that a field can hold, itself or in a list."""
     registry = registry_of(field)
-    return list(registry.kinds.values()) if registry else list(_sections(field.annotation))
+    return registry.all() if registry else list(_sections(field.annotation))
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:

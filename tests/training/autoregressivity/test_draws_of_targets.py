@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from condense.training.autoregressivity.draws import uniform
 from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
+from condense.training.draws import uniform
 from condense.training.recipe import OBJECTIVES, load_recipe
 from condense.training.recipe.objectives import next_token_losses
 from condense.training.small_llama import save_small_llama

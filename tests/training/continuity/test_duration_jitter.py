@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from condense.training.duration_jitter import DurationJitter
+from condense.training.continuity.duration_jitter import DurationJitter
 from condense.training.recipe import Recipe
 
-from .autoregressivity.models import ids_of, perturbed_model
+from ..autoregressivity.models import ids_of, perturbed_model
 
 
 class Recorded(torch.nn.Module):

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from .autoregressivity.draws import uniform
-from .distributed import Process
-from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from ..distributed import Process
+from ..draws import uniform
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 
 
 @OBJECTIVES.register

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from condense.training.autoregressivity.draws import uniform
+from condense.training.draws import uniform
 
 WORD = 2**64
 

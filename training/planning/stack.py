@@ -1,11 +1,10 @@
-"""What a depth block adds to a plan: its field is evaluated several times for each token."""
+"""The decoder stack as a plan counts it: a block among the layers may evaluate its field several times a token."""
 
 from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-from condense.depth import DepthSettings
-from condense.depth.solvers import num_fixed_evaluations
+from condense.decoder_stack import find_block
 
 ADJOINT_FLOPS = 8 / 6  # the backward pass evaluates the field again
 
@@ -38,30 +37,24 @@ class Stack:
 
 
 def stack_of(config: LlamaConfig) -> Stack:
-    """Raises `ValueError` for an adaptive solver, whose evaluations depend on the text."""
-    num_layers, depth = config.num_hidden_layers, getattr(config, "depth", None)
+    """Raises `ValueError` for a block whose evaluations depend on the text."""
+    num_layers, found = config.num_hidden_layers, find_block(config)
     shares = list(getattr(config, "memory_shares", ()))
     blended = sum(0 < share < 1 for share in shares)
-    if depth is None:
+    if found is None:
         return Stack(num_layers, num_layers, shared=shares.count(0), blended=blended)
-    settings = DepthSettings.from_dict(depth)
-    if settings.is_adaptive:
-        raise ValueError(
-            f"a plan counts evaluations before the run, and the depth block's solver {settings.solver!r} chooses them "
-            "by token: start the run without a plan, or convert with a solver of fixed steps, such as euler."
-        )
-    own = shares.pop(settings.position) if shares else 1
+    block, settings = found
+    position, evaluations, width, is_adjoint = block.cost(settings)
+    own = shares.pop(position) if shares else 1
     shared = shares.count(0)
-    if settings.field != "layer" and 0 < own < 1:
-        blended -= 1  # such a block has no memory
-    evaluations, is_adjoint = num_fixed_evaluations(settings), settings.gradient == "adjoint"
-    if settings.field == "layer":
+    if not width:
         return Stack(
             num_layers - 1 + evaluations, num_layers, evaluations, kept=evaluations, shared=shared, blended=blended
         )
-    assert settings.field_size is not None
+    if 0 < own < 1:
+        blended -= 1  # such a block has no memory
     kept = 0 if is_adjoint else evaluations
-    return Stack(num_layers - 1, num_layers - 1, evaluations, settings.field_size, kept, is_adjoint, shared, blended)
+    return Stack(num_layers - 1, num_layers - 1, evaluations, width, kept, is_adjoint, shared, blended)
 
 
 def repeated_weights(config: LlamaConfig, stack: Stack) -> float:

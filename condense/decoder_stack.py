@@ -1,0 +1,59 @@
+"""The decoder stack of a model: its layers, and a block that may stand among them.
+
+Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
+"""
+
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from .attention import AttentionMetadata
+from .configuration import CondenseConfig
+from .laboratories import DECODER_BLOCKS
+from .layers import CondenseDecoderLayer
+from .memory import KeyValueState, Memory
+
+
+class BlockCost(NamedTuple):
+    """What a block adds to a plan, as its class's `cost(settings)` says: its place in the stack and, for each token,
+    the evaluations of its field."""
+
+    position: int
+    evaluations: int
+    width: int  # of an MLP field; 0 if the field is a layer
+    is_adjoint: bool  # the backward pass evaluates the field again
+
+
+class DecoderBlock(Protocol):
+    """A member of the decoder stack: `CondenseDecoderLayer`, or a module that takes the place of one or more layers."""
+
+    def __call__(
+        self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor, Memory | None]:
+        """The output [R, T, D], and this chunk's share of the next segment's memory, or None for a block without one.
+
+        `key_values` holds the memory that the block returned for the segment before and, in a cache, the keys and
+        values of earlier chunks of the current segment. Without a cache it is None if there is no memory; in a cache it
+        is an empty layer of the cache.
+        """
+        ...
+
+
+def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
+    """The layers of a configuration, with the block that it may put among them."""
+    layers: list[nn.Module] = [CondenseDecoderLayer(config, number) for number in range(config.num_hidden_layers)]
+    if (found := find_block(config)) is not None:
+        block = found[0](config)
+        layers[block.position] = block
+    return nn.ModuleList(layers)
+
+
+def find_block(config: Any) -> tuple[Any, Mapping[str, Any]] | None:
+    """The class of the block that a configuration puts among its layers, and its settings; None without one."""
+    for name, block in DECODER_BLOCKS.items():
+        if (settings := getattr(config, name, None)) is not None:
+            return resolve_name(block), settings
+    return None

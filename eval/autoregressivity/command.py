@@ -1,0 +1,17 @@
+"""`condense ablate`: the ablations of structured autoregressivity."""
+
+from enum import StrEnum
+from functools import partial
+
+from ..command import command, name_argument, run_experiments
+from .experiments import EXPERIMENTS
+from .options import AblationOptions
+
+NAMES = StrEnum("Property", {name: name for name in (*EXPERIMENTS, "all")})  # type: ignore[misc]
+ablate = command(
+    AblationOptions,
+    partial(run_experiments, "condense.eval.autoregressivity.experiments:ablate"),
+    "ablate",
+    name_argument("A property or a design, or all of them.", NAMES, metavar="NAME"),
+    extras=["autoregressivity", "train"],
+)

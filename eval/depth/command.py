@@ -1,0 +1,15 @@
+"""`condense depth`: the experiments on continuous depth."""
+
+from functools import partial
+
+from ..command import command, name_argument, run_experiments
+from .experiments import EXPERIMENTS
+from .options import DepthOptions
+
+depth = command(
+    DepthOptions,
+    partial(run_experiments, "condense.eval.depth.experiments:depth"),
+    "depth",
+    name_argument(f"{', '.join(EXPERIMENTS)}, or all of them."),
+    extras=["depth"],
+)

@@ -1,0 +1,109 @@
+"""Options of `condense convert` that put a depth block in the place of some layers."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+from ..options import Option, Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(Options):
+    """The depth block of the model that is written; None is the default of `DepthSettings`."""
+
+    depth: Annotated[
+        str | None, Option("FIRST:END, the layers that a depth block replaces: 2:4 for layers 2 and 3 (from 0).")
+    ] = None
+    field: Annotated[str | None, Option("Vector field of the block: mlp (the default), mlp_tau or layer.")] = None
+    field_size: Annotated[
+        int | None, Option("Width of an MLP field; default: as many weights as the replaced layers.", min=1)
+    ] = None
+    control_size: Annotated[int | None, Option("Components of the control; default 1, 0 for none.", min=0)] = None
+    alpha: Annotated[float | None, Option("Scale of the field at first; default 0.1, of layer: the layers.")] = None
+    solver: Annotated[
+        str | None, Option("euler (the default), midpoint, rk4, or dopri5 and adaptive_heun with steps by token.")
+    ] = None
+    steps: Annotated[int | None, Option("Steps of euler, midpoint and rk4; default 4.", min=1)] = None
+    seed: Annotated[int | None, Option("Seed of the field's weights; default 0.")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.plan  # noqa: B018  refuses what no model has
+
+    @cached_property
+    def plan(self) -> "DepthPlan | None":
+        """None without `--depth`. Raises `ValueError` for a range or settings that no model has."""
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "depth"}
+        if self.depth is None:
+            if given:
+                flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+                raise ValueError(f"{flags}: these describe a depth block; say with --depth FIRST:END where it is.")
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", self.depth)
+        if found is None or int(found[1]) >= int(found[2]):
+            raise ValueError(
+                f"--depth {self.depth}: write FIRST:END with FIRST < END, counted from 0: 2:4 for layers 2 and 3."
+            )
+        plan = DepthPlan(int(found[1]), int(found[2]), given)
+        plan.settings()
+        return plan
+
+    def check(self, config: Any, stock: bool) -> None:
+        """Raises `ValueError` where the block does not fit the model, before its weights are loaded."""
+        plan = self.plan
+        if plan is None and config.depth is None:
+            return
+        from condense.depth.conversion import check_range
+        from condense.depth.llama import check_llama, check_stock
+
+        depth, num_layers = config.depth, config.num_hidden_layers
+        if plan is not None:
+            check_range(config, plan.first, plan.end)
+            depth, num_layers = plan.settings().to_dict(), num_layers - (plan.end - plan.first) + 1
+        if stock:
+            check_llama(config)
+            check_stock(depth, num_layers)
+
+    def convert(self, model: Any, stock: bool) -> Any:
+        """The model with the block, or a stock model of it."""
+        from condense import to_stock
+
+        plan = self.plan
+        if plan is None and model.config.depth is None:
+            return to_stock(model) if stock else model
+        from condense.depth import convert_to_depth, to_depth_llama
+
+        if plan is not None:
+            model = convert_to_depth(model, plan.first, plan.end, **plan.given)
+        return to_depth_llama(model) if stock else model
+
+    @staticmethod
+    def describe(model: Any) -> str:
+        depth = getattr(model.config, "depth", None)
+        if depth is None:
+            return ""
+        block = model.model.layers[depth["position"]]
+        last = depth["position"] + depth["num_replaced"] - 1
+        layers = f"layer {last}" if depth["num_replaced"] == 1 else f"layers {depth['position']} to {last}"
+        width = "" if depth["field_size"] is None else f" of width {depth['field_size']:,}"
+        parameters_of_field = sum(parameter.numel() for parameter in block.field.parameters())
+        return (
+            f"; a depth block for {layers}: field {depth['field']}{width}, {parameters_of_field:,} parameters, control "
+            f"of size {depth['control_size']}, {depth['solver']}"
+            + (f" with {depth['steps']} steps" if not block.settings.is_adaptive else "")
+        )
+
+
+@dataclass(frozen=True)
+class DepthPlan:
+    """Arguments of `convert_to_depth`."""
+
+    first: int
+    end: int
+    given: dict[str, Any]
+
+    def settings(self) -> Any:
+        from condense.depth.conversion import initial_settings
+
+        return initial_settings(self.first, self.end, **{n: v for n, v in self.given.items() if n != "seed"})

@@ -1,0 +1,13 @@
+"""`condense eval ingredients`: models that differ from a twin in one thing, asked by the continuity experiments."""
+
+from functools import partial
+
+from ..command import command, run_study
+from .options import IngredientOptions
+
+ingredients = command(
+    IngredientOptions,
+    partial(run_study, "condense.eval.ingredients.study:Ingredients"),
+    "eval ingredients",
+    extras=["train"],
+)

@@ -131,21 +131,20 @@ def _print_plan(
 def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     """Checks a run and launches its ranks, unless it is finished. Exits with their code where they were stopped."""
     from condense.training.checkpoints.resume import finished
-    from condense.training.launch import how_ranks_ended, launch, local_overrides, num_ranks
+    from condense.training.launch import how_ranks_ended, launch, load_local_recipe, num_ranks
     from condense.training.output_lock import check_unlocked
     from condense.training.preflight import check_run
-    from condense.training.recipe import load_recipe
     from condense.training.subprocesses import STOPPED
 
     quiet()
-    resolved = load_recipe(recipe, local_overrides(overrides))
+    resolved = load_local_recipe(recipe, overrides)
     check_unlocked(resolved.output)
     if (said := finished(resolved)) is not None:
         print(said)
         return
     check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
     try:
-        launch(recipe, overrides, ranks)
+        launch(resolved, ranks, checked=True)
     except subprocess.CalledProcessError as error:
         if error.returncode == STOPPED:
             raise typer.Exit(STOPPED) from None

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from condense.cli import convert  # noqa: E402
 from condense.eval.report import write_report  # noqa: E402
-from condense.training.launch import launch, num_ranks  # noqa: E402
+from condense.training.launch import launch, load_local_recipe, num_ranks  # noqa: E402
 from condense.training.output_lock import check_unlocked, output_lock  # noqa: E402
 from condense.training.recipe import load_recipe  # noqa: E402
 from condense.training.small_llama import save_small_llama  # noqa: E402
@@ -125,7 +125,11 @@ def quickstart(folder: Path, options: argparse.Namespace, start: float) -> None:
                 f"curriculum.tokens_per_step={room}: room for a text of the last length on each of {num_ranks()} ranks"
             )
             overrides += [f"curriculum.tokens_per_step={room}"]
-        stage(folder, f"train ({name})", lambda overrides=overrides: launch(RECIPE, [*overrides, *options.overrides]))
+        stage(
+            folder,
+            f"train ({name})",
+            lambda overrides=overrides: launch(load_local_recipe(RECIPE, [*overrides, *options.overrides])),
+        )
     models = [item for name in MEMORIES for item in ("--model", f"{name}={folder / name / 'trained'}")]
     grid = [
         "eval", "passkey", *models, "--lengths", ",".join(map(str, lengths)), "--prompts", PROMPTS_PER_CELL,

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from .output_lock import was_finished
-from .recipe import load_recipe
+from .recipe import Recipe, load_recipe
 from .subprocesses import child_environment, run_to_end
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -24,13 +25,18 @@ def num_ranks() -> int:
     return torch.cuda.device_count() or CPU_RANKS
 
 
+def load_local_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe as this machine runs it. Raises `ValueError` as `load_recipe`."""
+    return load_recipe(named, local_overrides(overrides))
+
+
 def local_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides, after those that this machine needs: without a GPU, a DeepSpeed configuration for CPUs."""
     return [*overrides] if torch.cuda.is_available() else [f"deepspeed={CPU_CONFIG}", *overrides]
 
 
-def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = None) -> None:
-    """Runs `training/train.py` on `ranks` ranks that end with this process.
+def launch(recipe: Recipe, ranks: int | None = None, checked: bool = False) -> None:
+    """Runs `training/train.py` on `ranks` ranks that end with this process; ranks check the run unless it is `checked`.
 
     Raises `CalledProcessError` on failure; with the exit code `STOPPED` where a signal has ended the run with a
     checkpoint.
@@ -45,12 +51,15 @@ def launch(recipe: str | Path, overrides: Sequence[str], ranks: int | None = Non
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, *_devices(ranks)]
     # The launcher reports a run that a signal has stopped as an error; the ranks' own messages say how they end.
     command += ["--log_level", "critical", "--master_port", str(_free_port())]
-    command += [str(TRAIN), "--recipe", str(recipe), *local_overrides(overrides)]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    exit_code = run_to_end(command, environment)
+    with TemporaryDirectory() as folder:
+        resolved = Path(folder) / "recipe.json"  # which is YAML too
+        resolved.write_text(recipe.model_dump_json(exclude_unset=True), encoding="utf-8")
+        command += [str(TRAIN), "--recipe", str(resolved), *(["--checked"] if checked else [])]
+        exit_code = run_to_end(command, environment)
     # DeepSpeed's runner exits with 0 when its launcher was killed.
-    if exit_code or not was_finished(load_recipe(recipe, local_overrides(overrides)).output):
+    if exit_code or not was_finished(recipe.output):
         raise subprocess.CalledProcessError(exit_code or 1, command)
 
 

@@ -86,8 +86,8 @@ class Batches(NamedTuple):
     curriculum: CurriculumState | None
 
 
-def train(recipe: Recipe, stop_on: Collection[signal.Signals] = ()) -> None:
-    """Runs a recipe as one rank.
+def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: bool = False) -> None:
+    """Runs a recipe as one rank; `checked` is true if `check_run` has passed.
 
     Raises `ValueError` for a run that can't begin, before it writes anything, and `Stopped` where a signal of `stop_on`
     has ended it with a checkpoint.
@@ -95,7 +95,8 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = ()) -> None:
     process = Process.from_environment()
     check_launch(recipe, process)
     deepspeed = recipe.deepspeed_settings() if process.launched else None
-    check_run(recipe, process.num_ranks, deepspeed)
+    if not checked:
+        check_run(recipe, process.num_ranks, deepspeed)
     # Other ranks write only after they have joined the group, which needs the first rank.
     with output_lock(recipe.output) if process.is_first else nullcontext():
         run(recipe, process, deepspeed, stop_on)
@@ -396,6 +397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", required=True, help="a recipe of this package by its name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--checked", action="store_true", help="set by condense train, which has checked the run")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     arguments = parser.parse_args()
     rank, code = os.environ.get("RANK"), 0
@@ -406,7 +408,8 @@ def main() -> None:
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         if (said := finished(recipe)) is None:
-            train(recipe, stop_on=[PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM])
+            stop_on = [PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM]
+            train(recipe, stop_on, arguments.checked)
         elif rank in (None, "0"):
             print(said, flush=True)
     except Stopped as stopped:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from condense import CondenseForCausalLM
 from condense.depth import convert_to_depth, set_solver
-from condense.training.launch import launch
+from condense.training.launch import launch, load_local_recipe
 from condense.training.output_lock import was_finished
 from condense.training.small_llama import save_small_llama
 
@@ -160,7 +160,7 @@ class Fold(Experiment[Trained]):
 
             train(load_recipe(RECIPE, [*overrides, *SMALL_RUN]))
         else:
-            launch(RECIPE, overrides)
+            launch(load_local_recipe(RECIPE, overrides))
         return round(time.perf_counter() - begun, 1)
 
     def _found(self, evaluated: EvaluatedModel, segments: Sequence[int], seed: int) -> list[dict[str, int]]:

@@ -20,7 +20,7 @@ from condense.training.data.batches import StageBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.passkey import PasskeyTask
 from condense.training.data.tasks import make_examples
-from condense.training.launch import launch, local_overrides
+from condense.training.launch import launch, load_local_recipe, local_overrides
 from condense.training.output_lock import was_finished
 from condense.training.recipe import Recipe, load_recipe
 from condense.training.small_llama import save_small_llama
@@ -28,7 +28,10 @@ from condense.training.small_llama import save_small_llama
 from .ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = "import sys; from condense.training.launch import launch; launch(sys.argv[1], sys.argv[3:], int(sys.argv[2]))"
+CODE = (
+    "import sys; from condense.training.launch import launch, load_local_recipe; "
+    "launch(load_local_recipe(sys.argv[1], sys.argv[3:]), int(sys.argv[2]))"
+)
 
 
 def launch_command(recipe, *overrides, ranks=2) -> list[str]:
@@ -86,7 +89,7 @@ def rank_arguments(recipe, output, *overrides) -> list[str]:
 def launch_from_a_shell(recipe, overrides: list[str], ranks: int) -> None:
     """In a process that is no rank: the launcher starts them."""
     _be_no_rank()
-    launch(recipe, overrides, ranks)
+    launch(load_local_recipe(recipe, overrides), ranks)
 
 
 def train_alone(arguments: list[str]) -> None:

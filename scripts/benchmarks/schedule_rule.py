@@ -37,9 +37,9 @@ def row_of(name: str, shape: dict[str, Any], point: dict[str, Any]) -> tuple[lis
 
 def rule_table() -> Table:
     rows = []
-    for path in sorted(MEASURED.glob("*/schedules.json")):
+    for path in sorted(MEASURED.glob("*.json"), key=lambda path: path.stem):
         results = json.loads(path.read_text())
-        rows += [row_of(path.parent.name, results["shape"], point) for point in results["points"]]
+        rows += [row_of(path.stem, results["shape"], point) for point in results["points"]]
     right = sum(over <= TOLERANCE for _, over in rows)
     counted = f"within {TOLERANCE - 1:.0%} of the better schedule in {right} of {len(rows)} points (! the others)"
     return Table(f"auto's choice is {counted}", COLUMNS, [row for row, _ in rows])

@@ -208,7 +208,7 @@ def test_stored_results_are_judged_again(folder, tmp_path, capsys):
     stored = ROOT / "docs" / "results" / folder
     shutil.copy(stored / "gpu.json", tmp_path)
     assert main(["--judge", str(tmp_path)]) == 0
-    for name in ("gpu.txt", "gpu.csv", "gpu.json"):
+    for name in ("gpu.txt", "gpu.json"):
         assert (tmp_path / name).read_text() == (stored / name).read_text()
     assert capsys.readouterr().out == (stored / "gpu.txt").read_text()
     assert (tmp_path / "schedules.png").exists() == (folder == "gpu")

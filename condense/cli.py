@@ -13,9 +13,10 @@ import typer
 from condense.cli_convert import convert
 from condense.cli_generate import generate
 from condense.command import App
-from condense.eval.cli import attention, evaluations, laboratories, profile, report
+from condense.eval.cli import attention, evaluations, laboratories, profile, report, studies
 from condense.eval.command import quiet
 from condense.extras import check_installed
+from condense.laboratories import COMMANDS
 from condense.training.presets import recipe_names
 from condense.version import __version__
 
@@ -25,8 +26,11 @@ app = App(
 
 
 app.add_typer(evaluations, name="eval")
-for command in (convert, generate, profile, attention, *laboratories.values(), report):
+app.add_typer(studies, name="study")
+for command in (convert, generate, profile, attention, *(laboratories[name] for name in COMMANDS), report):
     app.command()(command)
+for former, name in {"depth": "depth", "ablate": "ablations"}.items():  # their names before they were studies
+    app.command(former, hidden=True)(laboratories[name])
 
 PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses
 

@@ -41,13 +41,13 @@ OBJECTIVES = {
 # Options of `condense convert` that describe a decoder block.
 BLOCK_OPTIONS = "condense.eval.depth.conversion:BlockOptions"
 
-# Commands `condense NAME` and `condense eval NAME`.
-COMMANDS = {
-    "probe": "condense.eval.continuity.command:probe",
+# Commands `condense NAME` and `condense study NAME`.
+COMMANDS = {"probe": "condense.eval.continuity.command:probe"}
+STUDIES = {
+    "ingredients": "condense.eval.ingredients.command:ingredients",
     "depth": "condense.eval.depth.command:depth",
-    "ablate": "condense.eval.autoregressivity.command:ablate",
+    "ablations": "condense.eval.autoregressivity.command:ablations",
 }
-STUDIES = {"ingredients": "condense.eval.ingredients.command:ingredients"}
 
 # Functions from the kind of a result to what has its tables, by the kind's first word.
 SHOWN_BY = {

@@ -32,7 +32,8 @@ from .tasks.options import (
     SummarizationOptions,
 )
 
-evaluations = App(help="The paper's evaluations, on folded and on stock models.", no_args_is_help=True)
+evaluations = App(help="Measures models that exist: the paper's evaluations, on any model.", no_args_is_help=True)
+studies = App(help="Trains models to answer a question, and shows what they answer.", no_args_is_help=True)
 
 
 def run_task(kind: str, options: Options, output: Path, *more: str) -> None:
@@ -65,20 +66,20 @@ summarization = command(SummarizationOptions, partial(run_task, "summarization")
 answers = command(AnswersOptions, partial(run_task, "answers"), "eval answers")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite", extras=["harness"])
 healing = command(
-    HealingOptions, partial(run_study, "condense.eval.healing.study:Healing"), "eval healing", extras=["train"]
+    HealingOptions, partial(run_study, "condense.eval.healing.study:Healing"), "study healing", extras=["train"]
 )
 memory = command(
-    MemoryOptions, partial(run_study, "condense.eval.memory.study:Memory"), "eval memory", extras=["train"]
+    MemoryOptions, partial(run_study, "condense.eval.memory.study:Memory"), "study memory", extras=["train"]
 )
 attention = command(
     AttentionOptions, lambda options, output: run_task("attention", options, output, "attention_mass"), "attention"
 )
 profile = command(ProfileOptions, run_profile, "profile")
-laboratories = {name: resolve_name(path) for name, path in COMMANDS.items()}
-for evaluation in (passkey, facts, recall, perplexity, summarization, answers, suite, healing, memory):
+laboratories = {name: resolve_name(path) for name, path in (COMMANDS | STUDIES).items()}
+for evaluation in (passkey, facts, recall, perplexity, summarization, answers, suite):
     evaluations.command()(evaluation)
-for name, path in STUDIES.items():
-    evaluations.command(name)(resolve_name(path))
+for study in (healing, memory, *(laboratories[name] for name in STUDIES)):
+    studies.command()(study)
 
 
 def report(

@@ -102,8 +102,8 @@ def run_study(path: str, options: Options, output: Path) -> None:
     show(run(study(options, output), output), study, output)
 
 
-def run_experiments(path: str, options: Options, output: Path, name: str) -> None:
-    """Runs one experiment of a laboratory, or all of them and writes a page of their results.
+def run_experiments(path: str, title: str, options: Options, output: Path, name: str) -> None:
+    """Runs one experiment of a laboratory, or all of them and writes a page of their results under a title.
 
     `path` leads to the function that runs one, which has others beside it: NAME_all, which runs all, and `shown_by`,
     which returns what has the tables of a kind of results. In a process that is not the first of several, nothing is
@@ -119,4 +119,4 @@ def run_experiments(path: str, options: Options, output: Path, name: str) -> Non
         show(found, module.shown_by(found["kind"]), output)
     from .report import write_report
 
-    print(write_report(output, f"condense {function} all"))
+    print(write_report(output, f"{title} all"))

@@ -149,7 +149,7 @@ def quickstart(folder: Path, options: argparse.Namespace, start: float) -> None:
         lambda: (
             save_small_llama(shape, **PROFILE_SHAPE),
             condense(
-                "profile", "--config", shape, "--segments", PROFILE_SEGMENT, "--lengths", PROFILE_LENGTHS,
+                "profile", "--config", shape, "--segment-length", PROFILE_SEGMENT, "--lengths", PROFILE_LENGTHS,
                 "--modes", "training,decoding", "--checkpointing", "on", "--output", folder / "profile",
             ),
         ),

@@ -40,8 +40,15 @@ def test_help_names_every_command(new_process):
     output = new_process(COMMAND, "--help").stdout
     assert all(
         f" {name} " in output
-        for name in ("convert", "generate", "prepare", "train", "eval", "profile", "probe", "depth", "report")
+        for name in ("convert", "generate", "prepare", "train", "eval", "profile", "probe", "study", "report")
     )
+
+
+@pytest.mark.parametrize(("former", "now"), [("depth", ["study", "depth"]), ("ablate", ["study", "ablations"])])
+def test_former_names_of_studies_still_work(former, now):
+    helps = [CliRunner().invoke(app, [*names, "--help"]).stdout for names in ([former], now)]
+    options = [[line for line in text.splitlines() if "--" in line] for text in helps]
+    assert options[0] == options[1] and len(options[0]) > 5
 
 
 SCRIPT = """

@@ -408,7 +408,7 @@ def test_arguments_are_refused_before_models_are_loaded(arguments, word, models,
     ],
 )
 def test_profiles_refuse_before_they_start_a_process(options, word, models, tmp_path, capsys, no_processes):
-    output = ["--output", tmp_path / "out", "--lengths", "32", "--segments", "16"]
+    output = ["--output", tmp_path / "out", "--lengths", "32", "--segment-length", "16"]
     assert word in refused(capsys, tmp_path, "profile", "--config", models["llama"], *output, *options)
 
 

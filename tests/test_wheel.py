@@ -101,7 +101,7 @@ def test_every_other_command_from_an_empty_folder(run):
     run("condense.training.small_llama", "llama")
     run("condense", "convert", "llama", "folded", "--segment-length", "40")
     run("condense", "generate", "--model", "folded", "--prompt", "The sky is", "--max-new-tokens", "4")
-    run("condense", "profile", "--config", "llama", "--segments", "64", "--lengths", "128", "--output", "results")
+    run("condense", "profile", "--config", "llama", "--segment-length", "64", "--lengths", "128", "--output", "results")
     run("condense.eval.continuity.questions", "questions", "--questions", "1000")
     run("condense", "train", "passkey_quickstart", "model=folded", "output=trained", "--dry-run")
     run("condense", "probe", "memory", "--model", "passkey=folded", "--output", "results")

@@ -1,4 +1,4 @@
-"""`condense ablate`: the ablations of structured autoregressivity."""
+"""`condense study ablations`: the ablations of structured autoregressivity."""
 
 from enum import StrEnum
 from functools import partial
@@ -8,10 +8,10 @@ from .experiments import EXPERIMENTS
 from .options import AblationOptions
 
 NAMES = StrEnum("Property", {name: name for name in (*EXPERIMENTS, "all")})  # type: ignore[misc]
-ablate = command(
+ablations = command(
     AblationOptions,
-    partial(run_experiments, "condense.eval.autoregressivity.experiments:ablate"),
-    "ablate",
+    partial(run_experiments, "condense.eval.autoregressivity.experiments:ablate", "condense study ablations"),
+    "study ablations",
     name_argument("A property or a design, or all of them.", NAMES, metavar="NAME"),
     extras=["autoregressivity", "train"],
 )

@@ -1,4 +1,4 @@
-"""`condense ablate`: the ablations of the five properties, and the experiments on designs that follow from them.
+"""`condense study ablations`: the ablations of the five properties, and the experiments on designs that follow.
 
 A name leads to its class without importing it, since that loads torch.
 """

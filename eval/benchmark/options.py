@@ -55,7 +55,9 @@ class ProfileOptions(Options):
         None
     )
     batches: Annotated[Sequence[int] | None, Option("Texts in a batch.", spelling=NUMBERS)] = None
-    segments: Annotated[Sequence[int] | None, Option("Tokens of a segment.", spelling=NUMBERS)] = None
+    segments: Annotated[
+        Sequence[int] | None, Option("Tokens of a segment.", flags=("--segment-length",), spelling=NUMBERS)
+    ] = None
     attentions: Annotated[
         Sequence[str] | None,
         Option(

@@ -8,7 +8,7 @@ from .options import ProbeOptions
 NAMES = "counting, events, sums, space, boolean, translation, scaling, density, memory"
 probe = command(
     ProbeOptions,
-    partial(run_experiments, "condense.eval.continuity.probes:probe"),
+    partial(run_experiments, "condense.eval.continuity.probes:probe", "condense probe"),
     "probe",
     name_argument(f"{NAMES}, or all of them."),
 )

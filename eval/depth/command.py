@@ -1,4 +1,4 @@
-"""`condense depth`: the experiments on continuous depth."""
+"""`condense study depth`: the experiments on continuous depth."""
 
 from functools import partial
 
@@ -8,8 +8,8 @@ from .options import DepthOptions
 
 depth = command(
     DepthOptions,
-    partial(run_experiments, "condense.eval.depth.experiments:depth"),
-    "depth",
+    partial(run_experiments, "condense.eval.depth.experiments:depth", "condense study depth"),
+    "study depth",
     name_argument(f"{', '.join(EXPERIMENTS)}, or all of them."),
     extras=["depth"],
 )

@@ -1,4 +1,4 @@
-"""The experiments by name, and `condense depth`. A name leads to its class without importing it, since that loads
+"""The experiments by name, and `condense study depth`. A name leads to its class without importing it, since that loads
 torch."""
 
 import difflib

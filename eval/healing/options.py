@@ -1,4 +1,4 @@
-"""The options of `condense eval healing`. The docstring is the help text of the command."""
+"""The options of `condense study healing`. The docstring is the help text of the command."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class HealingOptions(Options):
         str | None, Option("File or glob pattern to evaluate on; default the model's own samples.", may_change=True)
     ] = None
     segment_lengths: Annotated[
-        Sequence[int], Option("Tokens of a segment.", flags=("--segments",), spelling=NUMBERS, may_change=True)
+        Sequence[int], Option("Tokens of a segment.", flags=("--segment-length",), spelling=NUMBERS, may_change=True)
     ] = (32, 64, 128)
     methods: Annotated[
         Sequence[str],

@@ -1,4 +1,4 @@
-"""`condense eval ingredients`: models that differ from a twin in one thing, asked by the continuity experiments."""
+"""`condense study ingredients`: models that differ from a twin in one thing, asked by the continuity experiments."""
 
 from functools import partial
 
@@ -8,6 +8,6 @@ from .options import IngredientOptions
 ingredients = command(
     IngredientOptions,
     partial(run_study, "condense.eval.ingredients.study:Ingredients"),
-    "eval ingredients",
+    "study ingredients",
     extras=["train"],
 )

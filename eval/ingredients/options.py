@@ -1,4 +1,4 @@
-"""The options of `condense eval ingredients`. The docstring is the help text of the command."""
+"""The options of `condense study ingredients`. The docstring is the help text of the command."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,9 +48,7 @@ class IngredientOptions(Options):
     ] = tuple(INGREDIENTS)
     records: Annotated[int, Option("Of each probe's data set, from the start.", min=1)] = 100
     questions: Annotated[int, Option("Texts to train on, half to count and half to add.", min=200)] = 200_000
-    segment_length: Annotated[int, Option("Tokens of a segment of the folded models.", flags=("--segment",), min=2)] = (
-        16
-    )
+    segment_length: Annotated[int, Option("Tokens of a segment of the folded models.", min=2)] = 16
     width: Annotated[int, Option("Hidden size.", min=8)] = 128
     batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 64
     steps: Annotated[int, Option("Optimizer steps, a multiple of four.", min=8)] = 1000

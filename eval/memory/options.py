@@ -1,4 +1,4 @@
-"""The options of `condense eval memory`. The docstring is the help text of the command."""
+"""The options of `condense study memory`. The docstring is the help text of the command."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class MemoryOptions(Options):
             may_change=True,
         ),
     ] = ()
-    segment_length: Annotated[int, Option("Tokens of a segment.", flags=("--segment",), min=2)] = 64
+    segment_length: Annotated[int, Option("Tokens of a segment.", min=2)] = 64
     total_length: Annotated[int, Option("Tokens of a text in training.", flags=("--length",), min=4)] = 1024
     segments_before: Annotated[int, Option("Segments before a segment in the evaluation, at most.", min=2)] = 63
     segments_held_out: Annotated[int, Option("Segments of held-out text, these included.", min=4)] = 512

@@ -301,7 +301,7 @@ def test_the_command_passes_its_arguments_to_processes(tmp_path, monkeypatch):
     passed = []
     monkeypatch.setattr(ranks, "call_on_ranks", lambda number, *work: passed.append((number, pickle.dumps(work))))
     options = ["--small", "--ranks", "2", "--output", str(tmp_path)]
-    done = CliRunner().invoke(app, ["ablate", "sampling", *options])
+    done = CliRunner().invoke(app, ["study", "ablations", "sampling", *options])
     assert isinstance(done.exception, FileNotFoundError), done.exception  # the processes write no results here
     ((number, work),) = passed
     assert number == 2 and pickle.loads(work)[:2] == (ablate, "sampling")

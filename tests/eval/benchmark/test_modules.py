@@ -23,7 +23,7 @@ KINDS = ("folded", "stock")
 @pytest.fixture(scope="module")
 def output(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("modules")
-    arguments = ["profile", "--modules", "--config", str(llama), "--segments", "64", "--lengths", str(TOKENS)]
+    arguments = ["profile", "--modules", "--config", str(llama), "--segment-length", "64", "--lengths", str(TOKENS)]
     arguments += ["--optimizer", "off,on", "--output", str(output)]
     done = CliRunner().invoke(condense.cli.app, arguments)
     assert done.exit_code == 0, done.output

@@ -28,7 +28,7 @@ SHAPE = {
 @pytest.fixture(scope="module")
 def results(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("profile")
-    arguments = ["profile", "--config", str(llama), "--segments", "64", "--lengths", "512", "--repeats", "2"]
+    arguments = ["profile", "--config", str(llama), "--segment-length", "64", "--lengths", "512", "--repeats", "2"]
     arguments += [
         "--modes",
         "training,decoding",

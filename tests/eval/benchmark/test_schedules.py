@@ -22,7 +22,7 @@ from condense.eval.report import write_report
 from condense.execution import EXECUTORS
 
 # Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
-ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segments", "20", "--repeats", "3"]
+ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segment-length", "20", "--repeats", "3"]
 
 
 pytestmark = pytest.mark.usefixtures("one_server")
@@ -188,7 +188,7 @@ def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
         (["--kinds", "folded"], "--schedules compares a folded model with itself: leave out --kinds"),
         (["--checkpointing", "on", "--snapshots"], "leave out --checkpointing, --snapshots"),
         (["--modes", "prefill,decoding"], r"modes=\['decoding'\]: .* choose from training, prefill"),
-        (["--segments", "0"], "'0' is no positive whole number"),
+        (["--segment-length", "0"], "'0' is no positive whole number"),
     ],
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):

@@ -16,7 +16,7 @@ from condense.eval.depth.models import SMALL, build
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("depth")
-    arguments = ["depth", "efficiency", "--small", "--seeds", "1", "--output", str(folder)]
+    arguments = ["study", "depth", "efficiency", "--small", "--seeds", "1", "--output", str(folder)]
     shown = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert shown.exit_code == 0 and "519.83" in shown.output
     assert (folder / "depth_efficiency.png").exists() and (folder / "depth_efficiency.csv").exists()

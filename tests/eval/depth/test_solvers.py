@@ -229,7 +229,7 @@ def test_a_block_that_does_not_curve_does_not_diverge(texts):
 def test_the_command_writes_pictures(tmp_path):
     """Both experiments, as a user runs them."""
     for name, pictures in (("solvers", ["solvers-divergence", "solvers-order"]), ("adaptive", ["adaptive"])):
-        arguments = ["depth", name, "--small", "--seeds", "2", "--output", str(tmp_path)]
+        arguments = ["study", "depth", name, "--small", "--seeds", "2", "--output", str(tmp_path)]
         shown = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
         assert shown.exit_code == 0 and f"depth_{name}.json" in shown.output
         for picture in pictures:

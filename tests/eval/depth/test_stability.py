@@ -1,4 +1,4 @@
-"""`condense depth`: the command, its files, figures of a log worked by hand."""
+"""`condense study depth`: the command, its files, figures of a log worked by hand."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def condense(*arguments):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("depth")
-    shown = condense("depth", "stability", "--small", "--seeds", 2, "--output", folder)
+    shown = condense("study", "depth", "stability", "--small", "--seeds", 2, "--output", folder)
     assert shown.exit_code == 0
     return folder, json.loads((folder / "depth_stability.json").read_text()), shown.output
 
@@ -162,7 +162,7 @@ def test_names_lead_to_experiments():
 
 @pytest.mark.slow
 def test_all_experiments_and_their_page(tmp_path):
-    shown = condense("depth", "all", "--small", "--seeds", 1, "--output", tmp_path)
+    shown = condense("study", "depth", "all", "--small", "--seeds", 1, "--output", tmp_path)
     assert shown.exit_code == 0 and "depth_solvers-*.png" in shown.output and "csv, .png" in shown.output
     page = (tmp_path / "report.html").read_text()
     for name in EXPERIMENTS:

@@ -7,114 +7,37 @@ size.
 """
 
 from copy import deepcopy
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .call import Call
-from .card import write_card
 from .checks import check_attention_name, check_input, check_unused, real_tokens
-from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
+from .configuration import CondenseConfig
 from .control import zero_control
 from .decoder_stack import DecoderBlock, decoder_stack
 from .durations import Timeline
 from .embedding import ChunkEmbedder, Embedding
 from .evaluations import EvaluationCounts
 from .execution import default_checkpoint_segments, make_executor, schedule_for
-from .execution.checkpointing import CheckpointFunction, non_reentrant, offload_checkpoint
+from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
-from .files import use_default_mode
 from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import LayerOutputs
 from .layers import RMSNorm, RotaryEmbedding
 from .linear import Linear
-from .loading import check_loading_report, without_load_report
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
 from .peft_support import check_activated_lora
+from .pretrained_model import CondensePreTrainedModel
 from .segmentation import UnpaddedBatch
 from .shared_weights import share_weights
-from .source_name import check_name, name_as_in_memory
-
-
-class CondensePreTrainedModel(PreTrainedModel):
-    config_class = CondenseConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["CondenseDecoderLayer", "DepthBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **options):
-        """As in transformers, but a checkpoint must hold the model's weights and no others.
-
-        Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
-        of another shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns the
-        report and leaves the judgement to the caller. A model that was folded now has a name that other libraries can't
-        load: see `source_name`.
-        """
-        source = pretrained_model_name_or_path
-        if options.pop("output_loading_info", False):
-            model, report = super().from_pretrained(source, *model_args, output_loading_info=True, **options)
-            check_name(model, source, options)
-            return model, report
-        ignore_shapes = options.pop("ignore_mismatched_sizes", False)
-        with without_load_report():
-            model, report = super().from_pretrained(
-                source, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-        check_loading_report(source, report, ignore_shapes)
-        check_name(model, source, options)
-        return model
-
-    def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
-        """As in transformers, with a card; others may read the files as far as the process's umask allows it."""
-        super().save_pretrained(save_directory, is_main_process, *arguments, **options)
-        use_default_mode(Path(save_directory))
-        if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):  # else they are adapters
-            write_card(self, Path(save_directory))
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The implementation to use: "auto" if none is requested."""
-        if (
-            requested_attention or "auto"
-        ) not in ATTENTION_IMPLEMENTATIONS:  # in transformers' words, which callers know
-            known = ", ".join(ATTENTION_IMPLEMENTATIONS)
-            raise ValueError(
-                f'Specified `attn_implementation="{requested_attention}"` is not supported: choose one of {known}.'
-            )
-        if requested_attention is None or requested_attention in OWN_ATTENTION:
-            return requested_attention or "auto"
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
-
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
-        if (every := kwargs.get("every_n_layers", 1)) != 1:
-            raise ValueError(
-                f"every_n_layers={every}: a folded model checkpoints segments with all of their layers. Leave it out; "
-                "checkpoint_segments=k in the options computes k segments again at once."
-            )
-        if isinstance(gradient_checkpointing_func, partial):
-            function, keywords = gradient_checkpointing_func.func, dict(gradient_checkpointing_func.keywords)
-            keywords = non_reentrant(function, keywords)
-            segments, offload = keywords.pop("checkpoint_segments", None), keywords.pop("offload_memories", False)
-            if segments is not None and (not isinstance(segments, int) or segments < 1):
-                raise ValueError(f"checkpoint_segments={segments!r}: pass the segments of a group, 1 or more.")
-            self.base_model.checkpoint_segments = segments
-            gradient_checkpointing_func = partial(function, **keywords)
-            if offload:
-                gradient_checkpointing_func = partial(offload_checkpoint, gradient_checkpointing_func)
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+from .source_name import name_as_in_memory
 
 
 class CondenseModel(CondensePreTrainedModel):

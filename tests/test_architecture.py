@@ -130,3 +130,15 @@ def test_results_stay_small():
     """Pages show a picture, its table and what it takes to make them again."""
     files = [path for path in (ROOT / "docs" / "results").rglob("*") if path.is_file()]
     assert 100 < len(files) <= 150 and sum(path.stat().st_size for path in files) <= 5e6
+
+
+def test_modules_and_functions_can_be_read_in_one_sitting():
+    modules = {name: len(path.read_text().splitlines()) for name, path in SOURCES.items()}
+    assert {name: lines for name, lines in modules.items() if lines > 450} == {}
+    functions = {
+        f"{name}.{node.name}": node.end_lineno - node.lineno + 1
+        for name, path in SOURCES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+    }
+    assert {name: lines for name, lines in functions.items() if lines > 80} == {}

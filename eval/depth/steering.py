@@ -8,21 +8,19 @@ Axes: U values of the control, P prompts, N pairs of words, W words.
 
 from collections.abc import Sequence
 from itertools import product
-from math import exp
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ..intervals import LINEAR, LOGIT, band, interval, shown
 from ..results import Table, picture, set_log_scale
 from ..results_store import Key, Record
 from .data import described_line
 from .experiment import Experiment
-from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Signs
-from .pretraining import Setup, held_out_windows, trained
+from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT
+from .pretraining import trained
 from .steered import (
     BATCH,
     COEFFICIENTS,
@@ -30,20 +28,16 @@ from .steered import (
     METHODS,
     PROMPTS_OF,
     TRAINED_ON,
-    joint_examples,
-    jointly_steered,
     lexicon_of,
     num_steps,
     parts_of,
     steered_by,
 )
-from .words import Ids, encode_prompt, encode_word, word_log_probs
+from .steering_measures import GROUPS, ceiling, figures, measure_joint, pair_log_probs, text_loss
+from .words import encode_word
 
 CONTROLS, FEW_CONTROLS = np.linspace(-2, 2, 17).tolist(), [-2.0, -1.0, 0.0, 1.0, 2.0]
-WINDOWS_BETWEEN = 8  # of the held-out windows every eighth is enough for a difference on the same text
-CEILING_ITERATIONS = 200
 JOINT_METHODS = ("flow", "bias", "film")
-GROUPS = ("trained", "new prompts", "new words", "both new")
 PAPER = {1.0: (0.98, 0.002), -1.0: (0.002, 0.881), 0.0: (0.914, 0.033)}  # P(good), P(bad)
 NAMES = {
     "flow": "flow",
@@ -174,113 +168,6 @@ class Steering(Experiment[Run]):
 
 
 DOTS: dict[str, Any] = {"marker": ".", "markersize": 3}
-
-
-@torch.no_grad()
-def pair_log_probs(
-    model: Any, tokenizer: Any, prompts: Sequence[str], pairs: Sequence[tuple[str, str]], controls: Sequence[float]
-) -> torch.Tensor:
-    """log P [U, P, N, 2] of the positive and the negative word."""
-    words = [encode_word(tokenizer, word) for pair in pairs for word in pair]
-    rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    control_RC = torch.tensor(controls).repeat_interleave(len(rows))[:, None]
-    log_RW = word_log_probs(model, rows * len(controls), words, control_RC)
-    return log_RW.view(len(controls), len(rows), len(pairs), 2)
-
-
-def figures(log_UPN2: torch.Tensor, controls: Sequence[float]) -> dict[str, Any]:
-    """Of one group of prompts and pairs, with both signs of u counted alike.
-
-    accuracy: how often the asked word is the likelier; asked: its mean probability; shift: how far the log odds of the
-    positive word go from u = -1 to +1; share: the mean share of the positive word at each control.
-    """
-    plus, minus = controls.index(1.0), controls.index(-1.0)
-    odds_UPN = log_UPN2[..., 0] - log_UPN2[..., 1]
-    right = ((odds_UPN[plus] > 0).double() + (odds_UPN[minus] < 0).double()) / 2
-    asked = (log_UPN2[plus, ..., 0].exp() + log_UPN2[minus, ..., 1].exp()) / 2
-    return {
-        "accuracy": float(right.mean()),
-        "asked": float(asked.mean()),
-        "shift": float((odds_UPN[plus] - odds_UPN[minus]).mean()),
-        "share": odds_UPN.sigmoid().mean((1, 2)).tolist(),
-    }
-
-
-def ceiling(model: Any, word: Ids) -> float:
-    """The largest probability of a word that the frozen last norm and head give for any hidden states.
-
-    No change of the layers before them can exceed it.
-    """
-    return exp(sum(_highest_log_prob(model, token) for token in word))
-
-
-def _highest_log_prob(model: Any, token: int) -> float:
-    row_D = model.lm_head.weight[token].detach()
-    state_D = (row_D / row_D.std()).requires_grad_(True)
-    optimizer = torch.optim.LBFGS(
-        [state_D], max_iter=CEILING_ITERATIONS, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
-    )
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = -model.lm_head(model.transformer.ln_f(state_D)).log_softmax(-1)[token]
-        value.backward(inputs=[state_D])
-        return value
-
-    optimizer.step(loss)
-    return -float(loss().detach())
-
-
-@torch.no_grad()
-def text_loss(model: Any, setup: Setup, u: float) -> float:
-    """The mean loss of a token of the held-out text at a control."""
-    losses = []
-    for ids in held_out_windows(setup)[::WINDOWS_BETWEEN].split(setup.size.batch):
-        loss = model(ids, labels=ids, control=torch.full((len(ids), 1), u)).loss
-        losses.append((float(loss), len(ids)))
-    return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
-
-
-def measure_joint(method: str, seed: int, setup: Setup, folder: Path) -> Record:
-    parts, tokenizer = lexicon_of(setup).joint_split(seed), setup.corpus.tokenizer
-    examples = joint_examples(parts.train_prompts, parts.train_words, tokenizer)
-    model = jointly_steered(method, seed, setup, folder, examples)
-    settings: list[Signs] = list(parts.train_words)
-    groups = product((parts.train_words, parts.test_words), (parts.train_prompts, parts.test_prompts))
-    found = {}
-    for name, (words, prompts) in zip(GROUPS, groups, strict=True):
-        flat = [(signs, encode_word(tokenizer, word)) for signs, own in words.items() for word in own]
-        rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        control = torch.tensor(settings).repeat_interleave(len(rows), dim=0)
-        with torch.no_grad():
-            log_RW = word_log_probs(model, rows * len(settings), [word for _, word in flat], control)
-        log_SPW = log_RW.view(len(settings), len(rows), len(flat))
-        found[name] = disturbances(log_SPW, settings, [signs for signs, _ in flat])
-    return {"settings": [list(signs) for signs in settings], "groups": found}
-
-
-def disturbances(log_SPW: torch.Tensor, settings: Sequence[Signs], words: Sequence[Signs]) -> dict[str, Any]:
-    """Of log P of the words at each setting S of all controls and each prompt.
-
-    A dimension is right where the words at +1 of it are together likelier than those at -1 just where its control is
-    +1. accuracy [dimension][setting]; effects [control][dimension]: the mean log odds of the dimension's words at +1
-    of the control, less those at -1 of it.
-    """
-    signs_SD, words_WD = torch.tensor(settings), torch.tensor(words)
-    odds_SPD = torch.stack(
-        [
-            log_SPW[..., words_WD[:, d] > 0].logsumexp(-1) - log_SPW[..., words_WD[:, d] < 0].logsumexp(-1)
-            for d in range(words_WD.shape[1])
-        ],
-        dim=-1,
-    )
-    right_SD = ((odds_SPD > 0) == (signs_SD[:, None] > 0)).double().mean(1)
-    mean_SD = odds_SPD.mean(1)
-    effects = [
-        (mean_SD[signs_SD[:, control] > 0].mean(0) - mean_SD[signs_SD[:, control] < 0].mean(0)).tolist()
-        for control in range(signs_SD.shape[1])
-    ]
-    return {"accuracy": right_SD.T.tolist(), "effects": effects}
 
 
 def _of(results: dict[str, Any], method: str, prompts: str) -> list[dict[str, Any]]:

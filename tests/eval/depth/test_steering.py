@@ -7,7 +7,7 @@ from math import log
 import pytest
 import torch
 
-from condense.eval.depth import effort, probe, steered, steering
+from condense.eval.depth import effort, evaluations, probe, steered, steering, steering_measures
 from condense.eval.depth.experiments import EXPERIMENTS, find_experiment
 from condense.eval.depth.models import SMALL, block_of, build
 from condense.eval.depth.options import DepthOptions
@@ -18,7 +18,7 @@ def test_figures_of_a_group():
     """One prompt and two pairs: the first is steered, the second always positive."""
     probabilities = {-1.0: [(0.1, 0.3), (0.4, 0.1)], 0.0: [(0.2, 0.2), (0.3, 0.1)], 1.0: [(0.3, 0.1), (0.4, 0.1)]}
     log_UPN2 = torch.tensor([[pairs] for pairs in probabilities.values()]).log()
-    found = steering.figures(log_UPN2, list(probabilities))
+    found = steering_measures.figures(log_UPN2, list(probabilities))
     assert found["accuracy"] == 0.75
     assert found["asked"] == pytest.approx((0.3 + 0.4 + 0.3 + 0.1) / 4)
     assert found["shift"] == pytest.approx((2 * log(3) + 0) / 2, rel=1e-5)
@@ -31,7 +31,7 @@ def test_disturbances():
     log_SPW = torch.zeros(4, 1, 4)
     for number, (first, _) in enumerate(signs):
         log_SPW[number, 0] = torch.tensor([first * a + first * b / 2 for a, b in signs])
-    found = steering.disturbances(log_SPW, signs, signs)
+    found = steering_measures.disturbances(log_SPW, signs, signs)
     assert found["effects"][0] == pytest.approx([4.0, 2.0], rel=1e-5)
     assert found["effects"][1] == pytest.approx([0.0, 0.0], abs=1e-6)
     assert found["accuracy"] == [[1, 1, 1, 1], [1, 0, 0, 1]]
@@ -50,13 +50,13 @@ def lively():
 
 @pytest.mark.parametrize(("solver", "tolerance"), [("dopri5", 1e-4), ("adaptive_heun", 1e-2)])
 def test_steps_by_token_ignore_the_neighbours(lively, solver, tolerance):
-    counted = effort.Evaluations(lively, solver)
-    starts = effort.states_before(lively, [(1, 2, 3), (400, 5), (6, 7, 8, 9)])
+    counted = evaluations.Evaluations(lively, solver)
+    starts = evaluations.states_before(lively, [(1, 2, 3), (400, 5), (6, 7, 8, 9)])
     starts[1] = starts[1] * 100  # the same error is relatively smaller
     alone = [counted.by_token(start, 1.0, tolerance) for start in starts]
     assert counted.by_token(torch.cat(starts), 1.0, tolerance) == [*chain(*alone)]
     assert len({*chain(*alone)}) > 1
-    found = effort.neighbours(counted, starts, tolerance)
+    found = evaluations.neighbours(counted, starts, tolerance)
     assert found["by_token_changed"] == 0 and found["prompts"] == 9
     assert found["common_changed"] == sum(
         counted.common(start, u, tolerance) != counted.common(torch.cat(starts), u, tolerance)
@@ -66,17 +66,17 @@ def test_steps_by_token_ignore_the_neighbours(lively, solver, tolerance):
     assert found["common_changed"] > 0
     loose, tight = (counted.common(starts[0], 1.0, each) for each in (tolerance, tolerance / 10))
     assert tight > loose
-    steps = effort.num_steps_of("common", solver, loose)
+    steps = evaluations.num_steps_of("common", solver, loose)
     assert steps == int(steps) > 1
 
 
 @pytest.mark.parametrize(("solver", "tolerance"), [("dopri5", 1e-6), ("adaptive_heun", 1e-4)])
 def test_steps_mean_the_same_in_both_libraries(lively, solver, tolerance):
     """One token is the same problem with common steps and by token; what a library evaluates for a step may differ."""
-    counted = effort.Evaluations(lively, solver)
-    (start,) = effort.states_before(lively, [(1,)])
-    common = effort.num_steps_of("common", solver, counted.common(start, 1.0, tolerance))
-    by_token = effort.num_steps_of("mean", solver, counted.by_token(start, 1.0, tolerance)[0])
+    counted = evaluations.Evaluations(lively, solver)
+    (start,) = evaluations.states_before(lively, [(1,)])
+    common = evaluations.num_steps_of("common", solver, counted.common(start, 1.0, tolerance))
+    by_token = evaluations.num_steps_of("mean", solver, counted.by_token(start, 1.0, tolerance)[0])
     assert common == int(common) and by_token == int(by_token)
     assert by_token > 5 and common == pytest.approx(by_token, rel=0.2)
 
@@ -118,11 +118,11 @@ def test_the_causes_are_those_of_each_solver():
 
 
 def test_states_on_the_way(lively):
-    (start,) = effort.states_before(lively, [(1, 2, 3)])
+    (start,) = evaluations.states_before(lively, [(1, 2, 3)])
     hidden = lively(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(start.float(), hidden[2][0])
-    block = effort._exact_block(lively)
-    states = effort.states_at(block, start, 1.0)
+    block = evaluations._exact_block(lively)
+    states = evaluations.states_at(block, start, 1.0)
     torch.testing.assert_close(states[0], start)
     state = start
     for number in range(1000):  # Heun's rule by hand
@@ -143,16 +143,16 @@ def test_the_ceiling_of_a_frozen_head(lively):
     model.lm_head.weight[7], model.lm_head.weight[8] = row, -row
     most = row.norm() * SMALL.width**0.5
     expected = most.exp() / (most.exp() + (-most).exp() + SMALL.vocab_size - 2)
-    assert steering.ceiling(model, (7,)) == pytest.approx(float(expected), rel=1e-4)
+    assert steering_measures.ceiling(model, (7,)) == pytest.approx(float(expected), rel=1e-4)
     model.lm_head.weight.mul_(0.1)
     most = most / 10
     expected = most.exp() / (most.exp() + (-most).exp() + SMALL.vocab_size - 2)
-    assert steering.ceiling(model, (7, 8)) == pytest.approx(float(expected) ** 2, rel=1e-4)
+    assert steering_measures.ceiling(model, (7, 8)) == pytest.approx(float(expected) ** 2, rel=1e-4)
 
 
 def test_effort_is_fitted_by_slope_and_curvature():
     controls = [-2.0, -1.0, 0.0, 1.0, 2.0]
-    found = effort.fit_effort(controls, [20 - 3 * u + 2 * abs(u) for u in controls])
+    found = evaluations.fit_effort(controls, [20 - 3 * u + 2 * abs(u) for u in controls])
     assert found == pytest.approx((20, -3, 2))
     assert effort._side(controls, [8, 8, 20, 14, 14], below=True) == 12
     assert effort._side(controls, [8, 8, 20, 14, 14], below=False) == 14
@@ -236,7 +236,7 @@ def test_one_steered_model(trained_once):
     assert [record[word][at_zero] for word in ("good", "bad")] == pytest.approx(record["before"], rel=1e-4)
     for side, word in enumerate(("good", "bad")):
         assert max(record[word]) < record["ceiling"][side] < 1
-    assert list(record["groups"]) == list(steering.GROUPS)
+    assert list(record["groups"]) == list(steering_measures.GROUPS)
     trained, new = (record["groups"][name]["share"][at_zero] for name in ("trained", "both new"))
     assert trained != new
 
@@ -258,6 +258,6 @@ def test_one_block_s_effort(trained_once):
     assert 0 < record["prior"] < 1
     probes = experiment.measure(effort.Run(0, "many", "own", "probes"))["probes"]
     lines = probes["sign of u, new prompts"]
-    assert [line["tau"] for line in lines] == list(effort.TAUS)
+    assert [line["tau"] for line in lines] == list(evaluations.TAUS)
     assert lines[0]["accuracy"] == 0.5  # at tau = 0 the control has done nothing
     assert probes["sentiment, new prompts"][0]["accuracy"] > 0.9  # it reads the words

@@ -20,7 +20,7 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from ..training_runs import train_alone
+from ..study.training import train_alone
 from .options import AblationOptions
 from .setup import Setup
 from .text_quality import generate, text_quality

@@ -22,7 +22,7 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from ..training_runs import train_alone
+from ..study.training import train_alone
 from .digit_quality import digit_quality, held_out_quality
 from .options import AblationOptions
 from .pictures import log_scale

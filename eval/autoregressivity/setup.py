@@ -20,8 +20,8 @@ from condense.files import atomic_folder, read_text
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
+from ..study.training import make_once, study_recipe, train_alone
 from ..texts import HUB, hub_text, train_tokenizer
-from ..training_runs import make_once, train_alone
 from .options import AblationOptions
 
 OFFLINE = "pass --text FILE --held-out FILE to go without the hub"
@@ -161,57 +161,41 @@ class Setup:
         size, texts = self.size, self.inputs / "texts"
         steps = fields.pop("steps", size.steps)
         kind = {"kind": "condense", "segment_length": size.segment_length} if name == "folded" else {"kind": "stock"}
-        return Recipe.model_validate(
-            {
-                "model": {"source": str(self.start(seed)), **kind},
-                "objective": objective,
-                "output": output,
-                "data": {
-                    "task": "text", "sources": [{"files": str(texts / "train.txt")}], "fit": "cut",
-                    "prepared": self.inputs / "prepared",
-                },
-                "stages": [{"total_length": size.length, "steps": steps}],
-                "global_batch": size.batch,
-                "micro_batch": size.batch,
-                "evaluation": {
-                    "every": max(1, steps // size.validations), "sequences": size.sequences,
-                    "sources": [{"files": str(texts / "held_out.txt")}],
-                },
-                **self._common(seed, steps),
-                **fields,
-            }
-        )  # fmt: skip
+        common: dict[str, Any] = {
+            "model": {"source": str(self.start(seed)), **kind},
+            "data": {
+                "task": "text", "sources": [{"files": str(texts / "train.txt")}], "fit": "cut",
+                "prepared": self.inputs / "prepared",
+            },
+            "evaluation": {
+                "every": max(1, steps // size.validations), "sequences": size.sequences,
+                "sources": [{"files": str(texts / "held_out.txt")}],
+            },
+        }  # fmt: skip
+        common |= {"objective": objective, "output": output, "stage": (size.length, steps), "batch": size.batch}
+        return study_recipe(**common | self._common(seed) | fields)
 
     def image_recipe(self, objective: dict[str, Any], seed: int, output: Path) -> Recipe:
         """The recipe of the diffusion model."""
         size = self.size
-        return Recipe.model_validate(
-            {
-                "model": {"kind": "denoiser", "channels": list(size.channels), "layers": 1},
-                "objective": objective,
-                "output": output,
-                "data": {"task": "digits"},
-                "stages": [{"total_length": 64, "steps": size.image_steps}],
-                "global_batch": size.image_batch,
-                "micro_batch": size.image_batch,
-                "evaluation": {
-                    "every": max(1, size.image_steps // size.validations),
-                    "sequences": size.image_sequences,
-                },
-                **self._common(seed, size.image_steps),
-            }
+        return study_recipe(
+            model={"kind": "denoiser", "channels": list(size.channels), "layers": 1},
+            objective=objective,
+            data={"task": "digits"},
+            output=output,
+            stage=(64, size.image_steps),
+            batch=size.image_batch,
+            evaluation={"every": max(1, size.image_steps // size.validations), "sequences": size.image_sequences},
+            **self._common(seed),
         )
 
-    def _common(self, seed: int, steps: int) -> dict[str, Any]:
+    def _common(self, seed: int) -> dict[str, Any]:
         size = self.size
-        return {
-            "optimizer": {
-                "learning_rate": size.learning_rate, "final_learning_rate": size.learning_rate,
-                "warmup_steps": size.warmup_steps,
-            },
-            "dtype": "float32", "checkpoints": {"every": steps, "keep": 1}, "log_every": steps, "report_to": "none",
-            "seed": seed,
+        optimizer = {
+            "learning_rate": size.learning_rate, "final_learning_rate": size.learning_rate,
+            "warmup_steps": size.warmup_steps,
         }  # fmt: skip
+        return {"optimizer": optimizer, "dtype": "float32", "parts": 1, "seed": seed}
 
     def reference(self) -> Any:
         """The model that judges generated texts."""

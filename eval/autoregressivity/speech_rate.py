@@ -19,7 +19,7 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, Task
-from ..training_runs import make_once, train_alone
+from ..study.training import make_once, train_alone
 from .options import AblationOptions
 from .setup import Setup
 from .text_quality import text_quality

@@ -11,7 +11,7 @@ from .. import runner
 from ..intervals import interval, shown
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..training_runs import read_curve, train_alone
+from ..study.training import read_curve, train_alone
 from .ablation import changes
 from .grid import LANGUAGE
 from .options import AblationOptions

@@ -21,7 +21,7 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import Recipe
 
 from ..results_store import Record
-from ..training_runs import read_curve, train_alone
+from ..study.training import read_curve, train_alone
 from .digit_quality import digit_quality
 from .grid import IMAGES, Cell, objective_of
 from .setup import Setup

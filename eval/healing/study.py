@@ -32,11 +32,12 @@ from ..models import load_evaluated
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from ..statistics import bootstrap
+from ..study.study import Study, select
+from ..study.training import DTYPE, annealed, placed, study_recipe
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
-from ..training_runs import DTYPE, check_one_gpu, read_curve, remove_checkpoints, train_alone
 from .options import METHODS, TEACHER, UNTRAINED, HealingOptions
 
 ARMS = {TEACHER: "stock model, not trained", **METHODS}
@@ -69,7 +70,7 @@ class Run(NamedTuple):
         return f"{self.method}-{self.segment_length}{share}-{self.seed}"
 
 
-class Healing(Task[Run]):
+class Healing(Study[Run]):
     """A record: `curve`, the held-out losses by step; of a folded model `memory`, see `memory_worth`."""
 
     kind = "healing"
@@ -77,8 +78,7 @@ class Healing(Task[Run]):
     Options = HealingOptions
 
     def __init__(self, options: HealingOptions, output: Path):
-        check_one_gpu()
-        self.options, self.output = options, output
+        super().__init__(options, output)
         if options.text is not None and options.held_out is not None:
             check_apart([options.text], [options.held_out])
         for item in self.items():  # what can't be trained is refused before anything is
@@ -117,7 +117,6 @@ class Healing(Task[Run]):
     def recipe(self, item: Run) -> Recipe:
         """The recipe of a run, which `condense train` could run too."""
         options, steps = self.options, self.options.steps
-        quarter = max(1, steps // 4)
         is_stock, is_lora = item.method in ("stock", TEACHER), item.method == "lora"
         model: dict[str, Any] = {"kind": "stock"}
         if not is_stock:
@@ -129,52 +128,44 @@ class Healing(Task[Run]):
         if options.text is not None:
             data = {"task": "text", "sources": [{"files": options.text}], "fit": "cut", "prepared": prepared}
             evaluation["sources"] = [{"files": options.held_out}]
-        learning_rate = options.lora_learning_rate if is_lora else options.learning_rate
-        fields = {
-            "model": {"source": options.model, **model},
-            "objective": {"kind": "distill" if item.method in DISTILLED else "next_token"},
-            "output": self.output / "runs" / item.folder,
-            "data": data,
-            "stages": [{"total_length": options.total_length, "steps": steps}],
-            "global_batch": options.batch,
-            "micro_batch": options.batch,
-            "optimizer": {
-                "learning_rate": learning_rate, "final_learning_rate": learning_rate / 100,
-                "warmup_steps": max(1, steps // 16),
-            },
-            "lora": {"rank": options.rank, "alpha": 2 * options.rank} if is_lora else None,
-            "dtype": DTYPE,
-            "evaluation": evaluation, "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter,
-            "report_to": "none", "seed": item.seed,
-        }  # fmt: skip
-        return Recipe.model_validate(fields)
+        return study_recipe(
+            model={"source": options.model, **model},
+            objective={"kind": "distill" if item.method in DISTILLED else "next_token"},
+            data=data,
+            output=self.output / "runs" / item.folder,
+            stage=(options.total_length, steps),
+            batch=options.batch,
+            optimizer=annealed(options.lora_learning_rate if is_lora else options.learning_rate, steps),
+            lora={"rank": options.rank, "alpha": 2 * options.rank} if is_lora else None,
+            evaluation=evaluation,
+            seed=item.seed,
+        )
 
     def measure(self, item: Run) -> Record:
         if item.method == TEACHER:
-            stock = _placed(AutoModelForCausalLM.from_pretrained(self.options.model))
+            stock = placed(AutoModelForCausalLM.from_pretrained(self.options.model))
             return {"curve": [{"step": 0, "loss": mean_loss(stock, self.held_out)}]}
         if not item.is_trained:
             model = self._transformer_xl(item.segment_length)
             curve = [{"step": 0, "loss": mean_loss(model, self.held_out)}]
             return {"curve": curve, "memory": memory_worth(model, self.held_out, item.segment_length)}
-        recipe = self.recipe(item)
-        train_alone(recipe)
-        record: Record = {"curve": read_curve(recipe.output)}
-        if item.segment_length:
-            record["memory"] = memory_worth(self._trained(item, recipe), self.held_out, item.segment_length)
-        remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
-        return record
+        return super().measure(item)
+
+    def measure_trained(self, item: Run, recipe: Recipe) -> Record:
+        if not item.segment_length:
+            return {}
+        return {"memory": memory_worth(self._trained(item, recipe), self.held_out, item.segment_length)}
 
     def _trained(self, item: Run, recipe: Recipe) -> Any:
         source = self.options.model if item.method == "lora" else recipe.output
         fields = {"segment_length": item.segment_length, "memory_share": parse_share(item.share)}
         model = loading.load_model(CondenseForCausalLM, source, **fields)
         model = merge_adapters(model, recipe.output) if item.method == "lora" else model
-        return _placed(model)
+        return placed(model)
 
     def _transformer_xl(self, segment_length: int) -> Any:
         fields = {"segment_length": segment_length, "memory_source": "layer_input"}
-        return _placed(loading.load_model(CondenseForCausalLM, self.options.model, **fields))
+        return placed(loading.load_model(CondenseForCausalLM, self.options.model, **fields))
 
     @cached_property
     def held_out(self) -> list[torch.Tensor]:
@@ -283,10 +274,6 @@ def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | N
     return None
 
 
-def _placed(model: Any) -> Any:
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
 def _lengths(results: Results) -> list[int]:
     return sorted({run["segment_length"] for run in results["runs"]} - {0})
 
@@ -302,7 +289,7 @@ class Arm(NamedTuple):
 
 def _arms(results: Results, length: int) -> list[Arm]:
     """By method, and then by share in the order of the runs."""
-    of_length = [run for run in results["runs"] if run["segment_length"] == length]
+    of_length = select(results["runs"], segment_length=length)
     keys = dict.fromkeys((run["method"], run.get("share", "1")) for run in of_length)
     has_shares = len({share for _, share in keys}) > 1
     found: list[Arm] = []

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
@@ -31,17 +30,9 @@ from ..intervals import mean_and_interval, written
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
-from ..training_runs import (
-    DTYPE,
-    check_one_gpu,
-    fingerprint,
-    inputs_folder,
-    make_once,
-    read_curve,
-    remove_checkpoints,
-    train_alone,
-)
+from ..runner import Results
+from ..study.study import Study, select
+from ..study.training import DTYPE, annealed, fingerprint, inputs_folder, make_once, placed, study_recipe
 from .options import INGREDIENTS, TOTAL_LENGTH, IngredientOptions
 from .positions import PositionsForCausalLM, without_rotary
 
@@ -76,7 +67,7 @@ class Trained(NamedTuple):
         return f"{self.ingredient}-{self.seed}"
 
 
-class Ingredients(Task[Trained]):
+class Ingredients(Study[Trained]):
     """A record: `curve`, the validation loss in training; the `parameters`; the summaries of both probes."""
 
     kind = "ingredients"
@@ -88,10 +79,6 @@ class Ingredients(Task[Trained]):
         "repetitions over the counterfactual; P1, P2 and P3 those of the probe of sums, by the rule of the paper's "
         "text, among the sums whose first digit is right. Intervals are t intervals over seeds."
     )
-
-    def __init__(self, options: IngredientOptions, output: Path):
-        check_one_gpu()
-        self.options, self.output = options, output
 
     def settings(self) -> dict[str, Any]:
         trained = {name: one._replace(title="", twin=None)._asdict() for name, one in INGREDIENTS.items()}
@@ -107,15 +94,12 @@ class Ingredients(Task[Trained]):
     def key(self, item: Trained) -> Key:
         return {"ingredient": item.ingredient, "seed": item.seed}
 
-    def measure(self, item: Trained) -> Record:
-        recipe = self.recipe(item)
-        train_alone(recipe)
+    def measure_trained(self, item: Trained, recipe: Recipe) -> Record:
         model = self.load(item)
         # One anchor for all: with tables, too, since the first token lasts one unit and none has a position below 0.
         reader = Reader(ContinuousLM(model, "end"), AutoTokenizer.from_pretrained(recipe.output))
         probed = {probe.name(): self.probed(probe, reader) for probe in (Counting, Sums)}
-        remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
-        return {"curve": read_curve(recipe.output), "parameters": model.num_parameters(), **probed}
+        return {"parameters": model.num_parameters(), **probed}
 
     def asked(self, probe: type[Probe]) -> list[Item]:
         """The first records of a probe's data set."""
@@ -131,8 +115,7 @@ class Ingredients(Task[Trained]):
 
     def load(self, item: Trained) -> Any:
         """A trained model."""
-        model = CLASSES[INGREDIENTS[item.ingredient].model].from_pretrained(self.recipe(item).output).eval()
-        return model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return placed(CLASSES[INGREDIENTS[item.ingredient].model].from_pretrained(self.recipe(item).output))
 
     @cached_property
     def inputs(self) -> Path:
@@ -180,33 +163,24 @@ class Ingredients(Task[Trained]):
         """The recipe of a model, which `condense train` could run too, but for the models without rotary positions."""
         options, ingredient = self.options, INGREDIENTS[item.ingredient]
         steps = round(options.steps * ingredient.steps)
-        quarter = max(1, steps // 4)
-        model: dict[str, Any] = {"kind": ingredient.model}
+        model: dict[str, Any] = {"source": str(self.start(item)), "kind": ingredient.model}
         if ingredient.model == "condense":
             model["segment_length"] = options.segment_length
-        fields = {
-            "model": {"source": str(self.start(item)), **model},
-            "output": self.output / "models" / item.folder,
-            "data": {
-                "task": "questions",
-                "sources": [{"files": str(self.questions(item.seed)), "text": "prompt", "summary": "answer"}],
-                "prepared": self.output / "prepared",
-            },
-            "stages": [{"total_length": TOTAL_LENGTH, "steps": steps}],
-            "global_batch": options.batch,
-            "micro_batch": options.batch,
-            "optimizer": {
-                "learning_rate": options.learning_rate, "final_learning_rate": options.learning_rate / 100,
-                "warmup_steps": max(1, steps // 16),
-            },
-            "dtype": DTYPE,
-            "evaluation": {"every": max(1, steps // 8), "sequences": 128},
-            "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter, "report_to": "none",
-            "seed": item.seed,
-        }  # fmt: skip
+        fields: dict[str, Any] = {}
         if ingredient.jitter is not None:
             fields["objective"] = {"kind": "duration_jitter", "jitter": ingredient.jitter}
-        return Recipe.model_validate(fields)
+        sources = [{"files": str(self.questions(item.seed)), "text": "prompt", "summary": "answer"}]
+        return study_recipe(
+            model=model,
+            data={"task": "questions", "sources": sources, "prepared": self.output / "prepared"},
+            output=self.output / "models" / item.folder,
+            stage=(TOTAL_LENGTH, steps),
+            batch=options.batch,
+            optimizer=annealed(options.learning_rate, steps),
+            evaluation={"every": max(1, steps // 8), "sequences": 128},
+            seed=item.seed,
+            **fields,
+        )
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
         """`models`, each with the figures of both probes and `more`: how much they exceed those of the twin of its
@@ -243,7 +217,7 @@ class Ingredients(Task[Trained]):
         """A line an ingredient: the figures of its models, and how much they exceed those of their twins."""
         rows, differences = [], []
         for ingredient in results["ingredients"]:
-            models, (name, twin, *_) = _select(results, ingredient), INGREDIENTS[ingredient]
+            models, (name, twin, *_) = select(results["models"], ingredient=ingredient), INGREDIENTS[ingredient]
             found = {figure: [model["figures"][figure] for model in models] for figure in FIGURES}
             cells = [written(mean_and_interval(values, *bounds(figure))) for figure, values in found.items()]
             rows.append([name, f"{models[0]['parameters']:,}", *cells])
@@ -264,7 +238,7 @@ class Ingredients(Task[Trained]):
         with picture(path, columns=len(FRACTIONS), figsize=(16, 4), sharey=True) as panels:
             for panel, figure in zip(panels, FRACTIONS, strict=True):
                 for row, ingredient in enumerate(results["ingredients"]):
-                    values = [model["figures"][figure] for model in _select(results, ingredient)]
+                    values = [model["figures"][figure] for model in select(results["models"], ingredient=ingredient)]
                     known = [value for value in values if value is not None]
                     found = mean_and_interval(values, *bounds(figure))
                     panel.plot(known, [row] * len(known), ".", color="0.6")
@@ -297,7 +271,3 @@ def bounds(figure: str) -> tuple[float, float]:
 
 def _difference(value: float | None, other: float | None) -> float | None:
     return None if value is None or other is None else value - other
-
-
-def _select(results: Results, ingredient: str) -> list[dict[str, Any]]:
-    return [model for model in results["models"] if model["ingredient"] == ingredient]

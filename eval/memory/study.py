@@ -33,10 +33,20 @@ from ..intervals import band, shown
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
+from ..study.study import Study, select
+from ..study.training import (
+    DTYPE,
+    annealed,
+    inputs_folder,
+    make_once,
+    placed,
+    remove_checkpoints,
+    study_recipe,
+    train_alone,
+)
 from ..tasks.windows import paired_losses, read_texts
 from ..texts import check_apart, train_tokenizer
-from ..training_runs import DTYPE, check_one_gpu, inputs_folder, make_once, read_curve, remove_checkpoints, train_alone
 from .options import MEMORIES, SHARE, MemoryOptions, label
 
 HEAD_DIM = 32
@@ -59,7 +69,7 @@ class Trained(NamedTuple):
         return f"{self.memory}-{self.seed}".replace(" ", "-").replace(":", "_")
 
 
-class Memory(Task[Trained]):
+class Memory(Study[Trained]):
     """A record: `curve`, the held-out loss in training; `loss_by_segments_before` [S], the mean over the
     `segments_measured` of the held-out text in nats a token, with 0 to S - 1 segments before them; `by_position` [L],
     with S - 1 before. A model without memory has S = 1."""
@@ -69,8 +79,7 @@ class Memory(Task[Trained]):
     Options = MemoryOptions
 
     def __init__(self, options: MemoryOptions, output: Path):
-        check_one_gpu()
-        self.options, self.output = options, output
+        super().__init__(options, output)
         check_apart(options.text, options.held_out)
 
     @cached_property
@@ -89,14 +98,13 @@ class Memory(Task[Trained]):
         return {"memory": item.memory, "seed": item.seed}
 
     def measure(self, item: Trained) -> Record:
-        recipe, _ = self.recipe(item), self.held_out  # too short a text is refused before anything is trained
-        train_alone(recipe)
-        model = AutoModelForCausalLM.from_pretrained(recipe.output).eval()
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+        _ = self.held_out  # too short a text is refused before anything is trained
+        return super().measure(item)
+
+    def measure_trained(self, item: Trained, recipe: Recipe) -> Record:
+        model = placed(AutoModelForCausalLM.from_pretrained(recipe.output))
         losses_nSL = self.losses(model, 1 if item.memory == "no_memory" else self.options.segments_before + 1)
-        remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
         return {
-            "curve": read_curve(recipe.output),
             "parameters": model.num_parameters(),
             "loss_by_segments_before": losses_nSL.mean((0, 2)).tolist(),
             "segments_measured": len(losses_nSL),
@@ -220,31 +228,24 @@ class Memory(Task[Trained]):
 
     def _recipe(self, name: str, model: dict[str, Any], texts: int, steps: int, seed: int) -> Recipe:
         """A training of `steps` steps, of texts that are divided into `texts` texts of their own."""
-        options, quarter = self.options, max(1, steps // 4)
+        options = self.options
         length, batch = options.total_length // texts, options.batch * texts
-        fields = {
-            "model": model,
-            "output": self.output / "models" / name,
-            "data": {
+        return study_recipe(
+            model=model,
+            data={
                 "task": "text", "sources": [{"files": files} for files in options.text], "fit": "cut",
                 "prepared": self.output / "prepared",
             },
-            "stages": [{"total_length": length, "steps": steps}],
-            "global_batch": batch,
-            "micro_batch": batch,
-            "optimizer": {
-                "learning_rate": options.learning_rate, "final_learning_rate": options.learning_rate / 100,
-                "warmup_steps": max(1, steps // 16), "weight_decay": 0.1,
-            },
-            "dtype": DTYPE,
-            "evaluation": {
+            output=self.output / "models" / name,
+            stage=(length, steps),
+            batch=batch,
+            optimizer=annealed(options.learning_rate, steps, weight_decay=0.1),
+            evaluation={
                 "every": max(1, steps // 8), "sequences": self.validation_texts * texts,
                 "sources": [{"files": files} for files in options.held_out],
             },
-            "checkpoints": {"every": quarter, "keep": 1}, "log_every": quarter, "report_to": "none",
-            "seed": seed,
-        }  # fmt: skip
-        return Recipe.model_validate(fields)
+            seed=seed,
+        )  # fmt: skip
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
         """`models`, each with its mean loss by segments before, and `against_folded`: how much more it loses than the
@@ -289,7 +290,7 @@ class Memory(Task[Trained]):
         columns += [f"more than folded, {before} before" for before in (trained, most)]
         rows: list[list[Any]] = []
         for memory in results["memories"]:
-            models = _select(results, memory)
+            models = select(results["models"], memory=memory)
             curves = [model["loss_by_segments_before"] for model in models]
             cells = [shown([curve[at] for curve in curves], 4) if at < len(curves[0]) else "-" for at in shown_at]
             more = [model["against_folded"] or [None, None] for model in models]
@@ -303,7 +304,7 @@ class Memory(Task[Trained]):
         """Loss by segments before; by position in the segment; validation loss in training."""
         with picture(path, columns=3, figsize=(15, 4.5)) as (before, position, training):
             for memory in results["memories"]:
-                models, look = _select(results, memory), (label(memory), _color(memory, results))
+                models, look = select(results["models"], memory=memory), (label(memory), _color(memory, results))
                 curves = [model["loss_by_segments_before"] for model in models]
                 if len(curves[0]) == 1:
                     before.axhline(np.mean(curves), color=look[1], linestyle="--", label=look[0])
@@ -336,7 +337,3 @@ def _copy_model(source: Path, folder: Path) -> None:
 def _documents(files: Sequence[str]) -> list[str]:
     reader = read_documents([Source(files=pattern) for pattern in files], with_summaries=False)
     return [document.text for document in good_documents(reader, "refuse")]
-
-
-def _select(results: Results, memory: str) -> list[dict[str, Any]]:
-    return [model for model in results["models"] if model["memory"] == memory]

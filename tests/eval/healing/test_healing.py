@@ -167,7 +167,7 @@ def test_files(studied, monkeypatch):
     tables = Healing.tables(json.loads((output / "healing.json").read_text()))
     assert [len(table.rows) for table in tables] == [5, 4]
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
-    monkeypatch.setattr("condense.eval.healing.study.train_alone", pytest.fail)
+    monkeypatch.setattr("condense.eval.study.study.train_alone", pytest.fail)
     assert run(Healing(options, output), output)["runs"] == results["runs"]
 
 

@@ -150,7 +150,7 @@ def test_files(compared, monkeypatch):
     assert all(len(row) == len(table.columns) for table in (figures, more) for row in table.rows)
     lines = list(csv.DictReader((output / "ingredients.csv").open()))
     assert [line["ingredient"] for line in lines] == list(INGREDIENTS)
-    monkeypatch.setattr("condense.eval.ingredients.study.train_alone", pytest.fail)
+    monkeypatch.setattr("condense.eval.study.study.train_alone", pytest.fail)
     monkeypatch.setattr("condense.eval.ingredients.study.answers", lambda found: True)
     assert run(Ingredients(options, output), output)["models"] == results["models"]
 
@@ -158,7 +158,7 @@ def test_files(compared, monkeypatch):
 def test_a_model_that_does_not_answer_has_no_figures(compared, monkeypatch):
     options, output, _ = compared
     monkeypatch.setattr("condense.eval.ingredients.study.answers", lambda found: False)
-    monkeypatch.setattr("condense.eval.ingredients.study.train_alone", pytest.fail)
+    monkeypatch.setattr("condense.eval.study.study.train_alone", pytest.fail)
     found = run(Ingredients(options, output), output)
     for model in found["models"]:
         assert all((value is None) == (name in FRACTIONS) for name, value in model["figures"].items())

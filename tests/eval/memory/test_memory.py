@@ -14,7 +14,7 @@ from condense import CondenseForCausalLM
 from condense.eval.memory.options import MEMORIES, MemoryOptions
 from condense.eval.memory.study import Memory, Trained
 from condense.eval.runner import run
-from condense.eval.training_runs import train_alone
+from condense.eval.study.training import train_alone
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
@@ -104,7 +104,7 @@ def test_files(compared, monkeypatch):
     (table,) = Memory.tables(json.loads((output / "memory.json").read_text()))
     assert table.columns[2:-2] == ["0 before", "1 before", "2 before", "3 before"]
     assert len(table.rows) == len(MEMORIES) and all(len(row) == len(table.columns) for row in table.rows)
-    monkeypatch.setattr("condense.eval.memory.study.train_alone", pytest.fail)
+    monkeypatch.setattr("condense.eval.study.study.train_alone", pytest.fail)
     assert run(Memory(options, output), output)["models"] == results["models"]
 
 

@@ -1,4 +1,4 @@
-"""Runs of recipes that an experiment trains for itself."""
+"""The recipes that a study trains in its own process."""
 
 import hashlib
 import io
@@ -29,6 +29,45 @@ def check_one_gpu() -> None:
             f"this process sees {number} GPUs, and the models are trained on one: set CUDA_VISIBLE_DEVICES=0, or the "
             "number of another."
         )
+
+
+def study_recipe(
+    *,
+    model: dict[str, Any],
+    data: dict[str, Any],
+    output: Path,
+    stage: tuple[int, int],
+    batch: int,
+    optimizer: dict[str, Any],
+    evaluation: dict[str, Any] | None,
+    seed: int,
+    parts: int = 4,
+    dtype: str = DTYPE,
+    **fields: Any,
+) -> Recipe:
+    """The recipe of one of a study's models, which `condense train` could run too.
+
+    `stage` has the tokens of a text and the number of steps, after each of whose `parts` a checkpoint is written.
+    """
+    length, steps = stage
+    every = max(1, steps // parts)
+    common = {
+        "model": model, "data": data, "output": output, "stages": [{"total_length": length, "steps": steps}],
+        "global_batch": batch, "micro_batch": batch, "optimizer": optimizer, "evaluation": evaluation, "dtype": dtype,
+        "checkpoints": {"every": every, "keep": 1}, "log_every": every, "report_to": "none", "seed": seed,
+    }  # fmt: skip
+    return Recipe.model_validate(common | fields)
+
+
+def annealed(learning_rate: float, steps: int, **more: Any) -> dict[str, Any]:
+    """The optimizer of a recipe whose learning rate rises over a sixteenth of its steps and falls to a hundredth."""
+    schedule = {"final_learning_rate": learning_rate / 100, "warmup_steps": max(1, steps // 16)}
+    return {"learning_rate": learning_rate, **schedule, **more}
+
+
+def placed(model: Any) -> Any:
+    """The model to be measured, on the device."""
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def train_alone(recipe: Recipe) -> None:

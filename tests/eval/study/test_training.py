@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from condense.eval.training_runs import make_once
+from condense.eval.study.training import make_once
 
 
 def test_a_folder_is_written_once(tmp_path):

@@ -1,0 +1,41 @@
+"""A study: models that are trained by recipes, one for each item, and measured."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from condense.training.recipe import Recipe
+
+from ..results_store import Record
+from ..runner import Task
+from .training import check_one_gpu, read_curve, remove_checkpoints, train_alone
+
+Item = TypeVar("Item")
+
+
+class Study(Task[Item]):
+    """A record has the `curve` of a training, its losses by validation, and what is measured of the trained model."""
+
+    def __init__(self, options: Any, output: Path):
+        check_one_gpu()
+        self.options, self.output = options, output
+
+    @abstractmethod
+    def recipe(self, item: Item) -> Recipe: ...
+
+    @abstractmethod
+    def measure_trained(self, item: Item, recipe: Recipe) -> Record:
+        """What is measured of the model that a recipe has trained."""
+
+    def measure(self, item: Item) -> Record:
+        recipe = self.recipe(item)
+        train_alone(recipe)
+        record = {"curve": read_curve(recipe.output), **self.measure_trained(item, recipe)}
+        remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
+        return record
+
+
+def select(models: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """The results with these values."""
+    return [model for model in models if all(model[name] == value for name, value in fields.items())]

@@ -12,6 +12,7 @@ import typer
 
 from condense.cli_convert import convert
 from condense.cli_generate import generate
+from condense.cli_sample import samples
 from condense.command import App
 from condense.eval.cli import attention, evaluations, laboratories, profile, report, studies
 from condense.eval.command import quiet
@@ -27,6 +28,7 @@ app = App(
 
 app.add_typer(evaluations, name="eval")
 app.add_typer(studies, name="study")
+app.add_typer(samples, name="sample")
 for command in (convert, generate, profile, attention, *(laboratories[name] for name in COMMANDS), report):
     app.command()(command)
 for former, name in {"depth": "depth", "ablate": "ablations"}.items():  # their names before they were studies

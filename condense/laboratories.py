@@ -49,6 +49,9 @@ STUDIES = {
     "ablations": "condense.eval.autoregressivity.command:ablations",
 }
 
+# Commands `condense sample NAME`.
+SAMPLES = {"questions": "condense.eval.continuity.command:questions"}
+
 # Functions from the kind of a result to what has its tables, by the kind's first word.
 SHOWN_BY = {
     "ingredients": "condense.eval.ingredients.study:shown_by",

@@ -17,6 +17,7 @@ FLOORS = {
     "condense.cli": 3,
     "condense.cli_convert": 3,
     "condense.cli_generate": 3,
+    "condense.cli_sample": 3,
     "condense.__main__": 3,
 }
 FLOORS_OF_LABORATORIES = ("condense", "condense.training", "condense.eval")

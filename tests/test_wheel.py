@@ -78,7 +78,7 @@ def run(module, command):
             raise
 
 print(TRAIN, flush=True)
-run("condense.training.sample_data", "runs/sample")
+run("condense", "sample", "data", "runs/sample")
 changes = "stages.0.steps=2 optimizer.warmup_steps=1 global_batch=2 micro_batch=1 evaluation.sequences=2 report_to=none"
 run("condense", "train passkey_pretrain_1b_tiny --ranks 1 " + changes)
 evaluation = "--lengths 256 --depths 0 --prompts 1 --output results"
@@ -98,11 +98,11 @@ def test_the_script_prints_the_version(run):
 
 @pytest.mark.slow
 def test_every_other_command_from_an_empty_folder(run):
-    run("condense.training.small_llama", "llama")
+    run("condense", "sample", "llama", "llama")
     run("condense", "convert", "llama", "folded", "--segment-length", "40")
     run("condense", "generate", "--model", "folded", "--prompt", "The sky is", "--max-new-tokens", "4")
     run("condense", "profile", "--config", "llama", "--segment-length", "64", "--lengths", "128", "--output", "results")
-    run("condense.eval.continuity.questions", "questions", "--questions", "1000")
+    run("condense", "sample", "questions", "questions", "--questions", "1000")
     run("condense", "train", "passkey_quickstart", "model=folded", "output=trained", "--dry-run")
     run("condense", "probe", "memory", "--model", "passkey=folded", "--output", "results")
     run("condense", "report", "results")

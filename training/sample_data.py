@@ -1,21 +1,15 @@
 """A small Llama, stories and summaries, generated without a download, to try every recipe on.
 
-    python -m condense.training.sample_data FOLDER [--seed 0]
-
 A story states early the town, trade and possessions of its people, and repeats these facts later: a model with a
 memory can predict them. An article is a story with two sentences marked as its news; they are its summary.
 """
 
-import argparse
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-
-from transformers.utils import logging
 
 from .data.fact_kinds import all_texts
 from .data.passkey import NAMES, PASSKEY_TEXTS
@@ -148,19 +142,3 @@ def copy_files(made: Path, folder: Path) -> None:
         if existing.exists() and existing.read_bytes() != path.read_bytes():
             raise ValueError(f"{existing} exists with another content: pass another folder, or delete it.")
     shutil.copytree(made, folder, dirs_exist_ok=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    logging.disable_progress_bar()
-    write_sample_data(options.folder, options.seed)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:  # for the user: the message is the answer
-        sys.exit(f"sample_data: {error}")

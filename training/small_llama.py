@@ -1,16 +1,10 @@
-"""A small Llama with random weights and a word-level tokenizer for it: no download, no corpus.
+"""A small Llama with random weights and a word-level tokenizer for it: no download, no corpus."""
 
-python -m condense.training.small_llama FOLDER [--task recall]
-"""
-
-import argparse
-import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from .data.passkey import PASSKEY_TEXTS
 from .data.recall import RECALL_TEXTS
@@ -94,25 +88,3 @@ def save_small_llama(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument(
-        "--task", choices=TASKS, default="passkey", help="what the model is for: the words that it knows"
-    )
-    arguments = parser.parse_args()
-    logging.disable_progress_bar()
-    model = save_small_llama(arguments.folder, arguments.seed, arguments.width, arguments.layers, arguments.task)
-    print(f"{arguments.folder}: a Llama of {model.num_parameters():,} parameters, {model.config.vocab_size} tokens")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:  # for the user: the message is the answer
-        sys.exit(f"small_llama: {error}")

@@ -1,8 +1,12 @@
-"""`condense probe`: the continuity experiments."""
+"""`condense probe`: the continuity experiments; `condense sample questions`: what teaches a small model their tasks."""
 
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
-from ..command import command, name_argument, run_experiments
+import typer
+
+from ..command import command, name_argument, quiet, run_experiments
 from .options import ProbeOptions
 
 NAMES = "counting, events, sums, space, boolean, translation, scaling, density, memory"
@@ -12,3 +16,18 @@ probe = command(
     "probe",
     name_argument(f"{NAMES}, or all of them."),
 )
+
+
+def questions(
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
+    questions: Annotated[int, typer.Option(help="Questions of each kind.")] = 100_000,
+    width: Annotated[int, typer.Option(help="Hidden size of the Llamas.")] = 128,
+    layers: Annotated[int, typer.Option(help="Layers of the Llamas.")] = 3,
+) -> None:
+    """Questions that teach small models to count, to add and to answer, for the probes, and Llamas to train on them."""
+    from .questions import write_questions
+
+    quiet()
+    write_questions(folder, seed, questions, width, layers)
+    print(f"{folder}: {questions:,} questions to count, as many to add and to answer, and Llamas to ask")

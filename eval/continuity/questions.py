@@ -1,13 +1,10 @@
 """Questions that teach a small model to count, to add and to answer, and small Llamas to train on them: for the probes.
 
-    python -m condense.eval.continuity.questions FOLDER [--seed 0] [--questions 100000] [--width 128] [--layers 3]
-
 All tokens have a duration of one unit. The pairs of numbers, the passages and the whole tutorials of the probes are
 left out. Each of their words occurs equally often with every count: a count that is left out would teach the model that
 the word has another one. Of the probes between two words the ends are taught, see `answers`.
 """
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +12,6 @@ from random import Random
 
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from condense.training.data.passkey import PASSKEY_TEXTS
 from condense.training.small_llama import small_llama, word_tokenizer
@@ -176,21 +172,3 @@ def questions_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
     )
     return tokenizer
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--questions", type=int, default=NUM_QUESTIONS, help="of each kind")
-    parser.add_argument("--width", type=int, default=128, help="of the Llama")
-    parser.add_argument("--layers", type=int, default=3)
-    arguments = parser.parse_args()
-    logging.disable_progress_bar()
-    write_questions(arguments.folder, arguments.seed, arguments.questions, arguments.width, arguments.layers)
-    kinds = "questions to count, as many to add and to answer"
-    print(f"{arguments.folder}: {arguments.questions:,} {kinds}, and Llamas to ask")
-
-
-if __name__ == "__main__":
-    main()

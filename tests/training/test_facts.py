@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
-from condense.training import facts_data, train
+from condense.cli import app
+from condense.training import train
 from condense.training.checkpoints.resume import find_checkpoint
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.generated import make_generated_task
@@ -60,13 +62,12 @@ def test_the_llama_knows_the_facts_and_common_words(folder, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_the_share_of_common_words_is_printed(folder, tmp_path, monkeypatch, capsys):
-    arguments = ["facts_data", str(tmp_path), "--text", str(folder / "text.txt"), "--width", "16", "--words", "3"]
-    monkeypatch.setattr("sys.argv", arguments)
-    facts_data.main()
+def test_the_share_of_common_words_is_printed(folder, tmp_path):
+    arguments = ["sample", "facts", str(tmp_path), "--text", str(folder / "text.txt"), "--width", "16", "--words", "3"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     words = TEXT.replace(".", " .").split()
     share = sum(words.count(word) for word in ("the", "The", "man", ".", "old")) / len(words)
-    printed = capsys.readouterr().out
+    printed = done.stdout
     assert "3 commonest words" in printed and 0.2 < float(printed.split(";")[1].split("%")[0]) / 100 < share
 
 

@@ -120,7 +120,7 @@ TINY = [path for path in RECIPES if load_recipe(path).data.task != "questions"] 
 
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.name)
 def test_the_tiny_recipes_find_their_examples(folder, tmp_path, monkeypatch, path):
-    """As they stand, on what `python -m condense.training.sample_data runs/sample` makes."""
+    """As they stand, on what `condense sample data runs/sample` makes."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "sample").symlink_to(folder)
     monkeypatch.chdir(tmp_path)

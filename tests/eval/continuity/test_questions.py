@@ -7,7 +7,9 @@ from random import Random
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from condense.cli import app
 from condense.eval.continuity import answers, questions
 from condense.eval.continuity.data import load
 from condense.eval.continuity.probes import PROBES
@@ -207,11 +209,10 @@ def test_the_llama_fits_its_tokenizer(folder, tokenizers, kind):
     assert tokenizer.convert_ids_to_tokens(tokenizer("37 cats")["input_ids"])[:3] == ["<s>", "3", "7"]
 
 
-def test_the_same_for_a_seed(folder, tmp_path, monkeypatch, capsys):
+def test_the_same_for_a_seed(folder, tmp_path):
     arguments = ["--seed", "1", "--questions", "200", "--width", "16", "--layers", "1"]
-    monkeypatch.setattr("sys.argv", ["questions", str(tmp_path / "same"), *arguments])
-    questions.main()
-    assert "200 questions to count, as many to add and to answer" in capsys.readouterr().out
+    done = CliRunner().invoke(app, ["sample", "questions", str(tmp_path / "same"), *arguments], catch_exceptions=False)
+    assert "200 questions to count, as many to add and to answer" in done.stdout
     write_questions(tmp_path / "other", seed=2, num_questions=200, width=16, layers=1)
     for name in ("counting", "adding", "answering"):
         assert read(tmp_path / "same", name) == read(folder, name)[:200]

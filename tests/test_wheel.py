@@ -78,7 +78,7 @@ def run(module, command):
             raise
 
 print(TRAIN, flush=True)
-run("condense", "sample", "data", "runs/sample")
+run("condense", "sample data runs/sample")
 changes = "stages.0.steps=2 optimizer.warmup_steps=1 global_batch=2 micro_batch=1 evaluation.sequences=2 report_to=none"
 run("condense", "train passkey_pretrain_1b_tiny --ranks 1 " + changes)
 evaluation = "--lengths 256 --depths 0 --prompts 1 --output results"

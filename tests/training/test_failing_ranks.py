@@ -107,7 +107,7 @@ def test_exit_codes_in_words(monkeypatch, capsys, tmp_path):
     assert launch.how_ranks_ended(1) == "training ended with exit code 1; the message of the rank that failed is above."
     assert "received SIGTERM; the same command resumes it" in launch.how_ranks_ended(256 - signal.SIGTERM)
 
-    def fail(*args):
+    def fail(*args, **options):
         raise subprocess.CalledProcessError(256 - signal.SIGSEGV, "deepspeed")
 
     monkeypatch.setattr(launch, "launch", fail)

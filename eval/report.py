@@ -102,7 +102,8 @@ def write_report(folder: Path, title: str = "condense") -> Path:
         sections.insert(0, _overview(folder, overview, skipped))
     left_out = "; ".join(f"{name} ({why})" for name, why in skipped.items())
     if not sections:
-        names = (*SHOWN_BY, *(f"{family}_NAME" for family in laboratories.SHOWN_BY))
+        families = laboratories.SHOWN_BY
+        names = (*SHOWN_BY, *families, *(f"{family}_NAME" for family in families))
         wanted = ", ".join(f"{kind}.json" for kind in names)
         unreadable = f" that can be read: {left_out}" if skipped else ": measure something first"
         raise ValueError(f"{folder} holds no {wanted} or log.jsonl{unreadable}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import yaml
 
 from .output_lock import was_finished
 from .recipe import Recipe, load_recipe
@@ -54,8 +55,8 @@ def launch(recipe: Recipe, ranks: int | None = None, checked: bool = False) -> N
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     with TemporaryDirectory() as folder:
-        resolved = Path(folder) / "recipe.json"  # which is YAML too
-        resolved.write_text(recipe.model_dump_json(exclude_unset=True), encoding="utf-8")
+        resolved = Path(folder) / "recipe.yaml"  # JSON has no infinite numbers
+        resolved.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
         command += [str(TRAIN), "--recipe", str(resolved), *(["--checked"] if checked else [])]
         exit_code = run_to_end(command, environment)
     # DeepSpeed's runner exits with 0 when its launcher was killed.

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from condense import CondenseForCausalLM, loading
 from condense.adapters import merge_adapters
@@ -26,6 +25,7 @@ from condense.training.data.shards import source_files
 from condense.training.data.tasks import make_examples
 from condense.training.preflight import check_run
 from condense.training.recipe import Recipe, Source
+from condense.training.recipe.models import stock_class
 
 from ..intervals import band, shown
 from ..models import load_evaluated
@@ -143,7 +143,8 @@ class Healing(Study[Run]):
 
     def measure(self, item: Run) -> Record:
         if item.method == TEACHER:
-            stock = placed(AutoModelForCausalLM.from_pretrained(self.options.model))
+            config = self.recipe(item).model.load_config()
+            stock = placed(loading.load_model(stock_class(config), self.options.model, dtype=torch.float32))
             return {"curve": [{"step": 0, "loss": mean_loss(stock, self.held_out)}]}
         if not item.is_trained:
             model = self._transformer_xl(item.segment_length)

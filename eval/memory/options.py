@@ -80,6 +80,8 @@ class MemoryOptions(Options):
                 raise ValueError(
                     f"the memory share {share!r} has {len(found)} values for {self.layers} layers: pass one a layer."
                 )
+        if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):
+            raise ValueError(f"shares={list(self.shares)}: name each once.")
         if self.segments_held_out <= self.segments_before:
             raise ValueError(
                 f"segments_held_out={self.segments_held_out}: no segment has segments_before={self.segments_before} "

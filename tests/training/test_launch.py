@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from condense.training import launch
 from condense.training.launch import _devices
+from condense.training.recipe import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,17 @@ def test_gpus_that_the_launcher_can_not_be_told(monkeypatch, visible, ranks):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ValueError, match=f"CUDA_VISIBLE_DEVICES={visible}: {ranks} ranks need"):
         _devices(ranks)
+
+
+def test_ranks_receive_the_recipe_that_was_resolved(monkeypatch, tmp_path):
+    """With infinite numbers, which JSON does not have."""
+    given, received = load_recipe("passkey_quickstart", ["optimizer.max_grad_norm=.inf", f"output={tmp_path}"]), []
+
+    def run(command, environment):
+        received.append(load_recipe(command[command.index("--recipe") + 1]))
+        return 0
+
+    monkeypatch.setattr(launch, "run_to_end", run)
+    monkeypatch.setattr(launch, "was_finished", lambda output: True)
+    launch.launch(given, ranks=1)
+    assert received == [given] and received[0].model_fields_set == given.model_fields_set

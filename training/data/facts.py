@@ -145,8 +145,8 @@ class FactsTask:
             some = ", ".join(map(repr, missing[:5])) + (", ..." if len(missing) > 5 else "")
             raise ValueError(
                 f"the tokenizer does not know {len(missing)} words of the facts ({some}): use one that has all of "
-                "condense.training.data.fact_kinds.all_texts(), such as the one that `python -m "
-                "condense.training.facts_data` makes."
+                "condense.training.data.fact_kinds.all_texts(), such as the one that `condense sample "
+                "facts` makes."
             )
 
     def _longest_frame(self) -> int:

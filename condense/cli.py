@@ -14,7 +14,7 @@ from condense.cli_convert import convert
 from condense.cli_generate import generate
 from condense.cli_sample import samples
 from condense.command import App
-from condense.eval.cli import attention, evaluations, laboratories, profile, report, studies
+from condense.eval.cli import attention, evaluations, laboratory_commands, profile, report, studies
 from condense.eval.command import quiet
 from condense.extras import check_installed
 from condense.laboratories import COMMANDS
@@ -29,10 +29,10 @@ app = App(
 app.add_typer(evaluations, name="eval")
 app.add_typer(studies, name="study")
 app.add_typer(samples, name="sample")
-for command in (convert, generate, profile, attention, *(laboratories[name] for name in COMMANDS), report):
+for command in (convert, generate, profile, attention, *(laboratory_commands[name] for name in COMMANDS), report):
     app.command()(command)
 for former, name in {"depth": "depth", "ablate": "ablations"}.items():  # their names before they were studies
-    app.command(former, hidden=True)(laboratories[name])
+    app.command(former, hidden=True)(laboratory_commands[name])
 
 PARENT = "CONDENSE_PARENT"  # see condense.training.subprocesses
 

@@ -75,10 +75,10 @@ attention = command(
     AttentionOptions, lambda options, output: run_task("attention", options, output, "attention_mass"), "attention"
 )
 profile = command(ProfileOptions, run_profile, "profile")
-laboratories = {name: resolve_name(path) for name, path in (COMMANDS | STUDIES).items()}
+laboratory_commands = {name: resolve_name(path) for name, path in (COMMANDS | STUDIES).items()}
 for evaluation in (passkey, facts, recall, perplexity, summarization, answers, suite):
     evaluations.command()(evaluation)
-for study in (healing, memory, *(laboratories[name] for name in STUDIES)):
+for study in (healing, memory, *(laboratory_commands[name] for name in STUDIES)):
     studies.command()(study)
 
 

@@ -5,6 +5,7 @@ picture. Tables are for people: the terminal and the report show the same ones. 
 """
 
 import csv
+import io
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from condense.files import check_not_linked
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 DPI = 150  # of pictures
+COLORS = 256  # of a PNG
 FORMULA = (
     "=",
     "+",
@@ -160,11 +162,23 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         figure.set_layout_engine("none")  # not the one of the user's settings
         path.parent.mkdir(parents=True, exist_ok=True)
         check_not_linked(path.with_suffix(".png"), path.with_suffix(".svg"))
-        figure.savefig(path.with_suffix(".png"), dpi=DPI)
+        _save_png(figure, path.with_suffix(".png"))
         with matplotlib.rc_context({"svg.hashsalt": "condense"}):
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     finally:
         plt.close(figure)
+
+
+def _save_png(figure: Any, path: Path) -> None:
+    """Saves a palette instead of all colors, which takes a third of the bytes and looks the same."""
+    from PIL import Image
+
+    with io.BytesIO() as buffer:
+        figure.savefig(buffer, format="png", dpi=DPI)
+        colors = Image.open(buffer).convert("RGB")
+        colors.convert("P", palette=Image.Palette.ADAPTIVE, colors=COLORS, dither=Image.Dither.NONE).save(
+            path, optimize=True
+        )
 
 
 def set_log_scale(axes: Any, name: str) -> None:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM
 from condense.cli import app, main
-from condense.training.small_llama import save_small_llama
+from condense.cli_sample import LlamaTask
+from condense.training.small_llama import TASKS, save_small_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,6 +43,11 @@ def test_help_names_every_command(new_process):
         f" {name} " in output
         for name in ("convert", "generate", "prepare", "train", "eval", "profile", "probe", "study", "report")
     )
+
+
+def test_samples_are_of_every_task():
+    """The command names them without importing torch."""
+    assert {task.value for task in LlamaTask} == set(TASKS)
 
 
 @pytest.mark.parametrize(("former", "now"), [("depth", ["study", "depth"]), ("ablate", ["study", "ablations"])])

@@ -160,12 +160,12 @@ class Healing(Study[Run]):
     def _trained(self, item: Run, recipe: Recipe) -> Any:
         source = self.options.model if item.method == "lora" else recipe.output
         fields = {"segment_length": item.segment_length, "memory_share": parse_share(item.share)}
-        model = loading.load_model(CondenseForCausalLM, source, **fields)
+        model = loading.load_model(CondenseForCausalLM, source, dtype=torch.float32, **fields)
         model = merge_adapters(model, recipe.output) if item.method == "lora" else model
         return placed(model)
 
     def _transformer_xl(self, segment_length: int) -> Any:
-        fields = {"segment_length": segment_length, "memory_source": "layer_input"}
+        fields = {"segment_length": segment_length, "memory_source": "layer_input", "dtype": torch.float32}
         return placed(loading.load_model(CondenseForCausalLM, self.options.model, **fields))
 
     @cached_property

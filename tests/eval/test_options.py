@@ -102,7 +102,7 @@ def test_options_that_may_change_are_not_stored():
 
 
 def command_of(name):
-    return cli.laboratories.get(name) or getattr(cli, name)
+    return cli.laboratory_commands.get(name) or getattr(cli, name)
 
 
 def parameters_of(name):

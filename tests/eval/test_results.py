@@ -2,9 +2,11 @@
 
 import csv
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from condense.eval.results import picture, set_log_scale, write_csv, write_results
+from condense.eval.results import DPI, picture, set_log_scale, write_csv, write_results
 from condense.eval.results_store import open_results_store
 
 FORMULAS = ('=HYPERLINK("http://x")', "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1")
@@ -59,3 +61,18 @@ def test_logarithmic_axes_have_plain_numbers(tmp_path):
         axes.figure.canvas.draw()
         labels = [label.get_text() for label in axes.get_yticklabels()]
     assert "100,000" in labels and not any("10^" in label or "e" in label for label in labels)
+
+
+def test_a_palette_looks_like_all_colors(tmp_path, monkeypatch):
+    """The reference is the figure as matplotlib saves it."""
+    reference = tmp_path / "reference.png"
+    with picture(tmp_path / "plot") as panel:
+        panel.imshow(np.arange(400).reshape(20, 20))
+        for number in range(8):
+            panel.plot([0, 19], [number, number + 5], f"C{number}")
+        panel.figure.get_layout_engine().execute(panel.figure)
+        panel.figure.savefig(reference, dpi=DPI)
+    saved = Image.open(tmp_path / "plot.png")
+    assert saved.mode == "P" and (tmp_path / "plot.png").stat().st_size < reference.stat().st_size
+    found, expected = (np.asarray(image.convert("RGB"), float) for image in (saved, Image.open(reference)))
+    assert found.shape == expected.shape and np.abs(found - expected).mean() < 2

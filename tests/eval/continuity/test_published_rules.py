@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from condense.continuity.spans import containing_span
 from condense.eval.continuity.aggregation import LEAST_MASS, SET, mass
@@ -232,12 +231,11 @@ def test_names_of_many_curves_do_not_narrow_the_panels(tmp_path, monkeypatch):
     """They stand below the panels, whose width stays that of panels with few curves."""
     widths = []
 
-    def noted(figure, path, **_):
-        if path.suffix == ".png":
-            figure.draw_without_rendering()  # lays the panels out
-            widths.append(figure.axes[0].get_position().width)
+    def noted(figure, _):
+        figure.draw_without_rendering()  # lays the panels out
+        widths.append(figure.axes[0].get_position().width)
 
-    monkeypatch.setattr(Figure, "savefig", noted)
+    monkeypatch.setattr("condense.eval.results._save_png", noted)
     for many in (2, 14):
         likely = {f"token {n}": [0.06, 0.06] for n in range(many)}
         fields = {"curves": digit_curves("1", "4"), "likely": likely, "unwatched": list(likely)}

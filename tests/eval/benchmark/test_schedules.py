@@ -21,6 +21,8 @@ from condense.eval.benchmark.workloads import WHOLE_TEXT_WORKLOADS, random_ids
 from condense.eval.report import write_report
 from condense.execution import EXECUTORS
 
+from ...pictures import is_drawn
+
 # Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segment-length", "20", "--repeats", "3"]
 
@@ -109,7 +111,7 @@ def test_ratios_are_those_of_the_raw_times(measured):
         assert row[6:] == [f"{sdpa / blocked:.2f}", "sdpa", f"{taken:.2f}"]
         right += taken <= 1.05
     assert f"within 5% of the best one in {right} of 2 points" in attentions.title and str(attentions) in printed
-    assert (output / "schedules.png").stat().st_size > 20_000 and (output / "schedules.svg").exists()
+    assert is_drawn(output / "schedules.png") and (output / "schedules.svg").exists()
     page = write_report(output).read_text()
     assert table.title.replace("'", "&#39;") in page and "the rule by which a model chooses" in page
 

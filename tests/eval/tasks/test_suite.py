@@ -25,6 +25,7 @@ from condense.eval.tasks.options import SuiteOptions
 from condense.eval.tasks.suite import Suite
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from ...pictures import is_drawn
 from ..rivals import save_rival
 
 TEXT = "The grass is green . The sky is blue . The sun is yellow . Here we go . One of the special magic numbers for"
@@ -110,7 +111,7 @@ def test_files_and_tables(root, measured):
         ("llama", "babilong", 1),
     ]
     assert results["left_out"] == [] and "score of 100 (prompts), by tokens" in printed
-    assert (root / "results" / "suite.png").stat().st_size > 10_000
+    assert is_drawn(root / "results" / "suite.png")
     assert "niah_single_1,1024" in (root / "results" / "suite.csv").read_text()
 
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -40,7 +41,14 @@ VARIANTS = {
         FOLDED, schedule="auto", checkpointing=True, checkpoint_segments=CHECKPOINT_SEGMENTS
     ),
 }
-STEPS = (("Table I", REAL.table_1, 4096), ("Table I", REAL.table_1, 16_384), ("1.2 B", REAL.large, 8192))
+STEPS = (  # name, shape, texts, tokens of each
+    ("Table I", REAL.table_1, 1, 2048),
+    ("Table I", REAL.table_1, 1, 4096),
+    ("Table I", REAL.table_1, 1, 16_384),
+    ("1.2 B", REAL.large, 1, 8192),
+    ("1.2 B", REAL.large, 8, 4096),
+)
+CONCATENATION = "CatArray"  # in the names of torch's kernels
 
 
 @dataclass(frozen=True)
@@ -94,23 +102,43 @@ def largest(kernels: Sequence[Kernel]) -> str:
     )
 
 
+def concatenated(kernels: Sequence[Kernel]) -> float:
+    """The share of the kernels' time in which tensors are copied side by side."""
+    times = [(kernel.end - kernel.start, CONCATENATION in kernel.name) for kernel in kernels]
+    return sum(time for time, copies in times if copies) / sum(time for time, _ in times)
+
+
+def details(name: str, kernels: Sequence[Kernel]) -> str:
+    return f"{name}: {concatenated(kernels):.1%} concatenations\n{largest(kernels)}"
+
+
+def step_title(shape: str, texts: int, tokens: int) -> str:
+    return f"training step, {shape} shape, {texts} x {tokens:,} tokens, segments of {SEGMENT}"
+
+
+def _measured_step(variant: ModelVariant, shape: dict[str, Any], texts: int, length: int) -> tuple[float, list[Kernel]]:
+    with torch.device("cuda"):
+        model = cast_parameters(build_model(variant.kind, shape, SEGMENT, "sdpa"), torch.bfloat16)
+    configure(model, variant)
+    step = training_step(model, random_ids(model, texts, length))
+    for _ in range(WARM_UPS):
+        step()
+    return statistics.median(seconds_of(step) for _ in range(REPEATS)), kernels_of(step)
+
+
 def _steps() -> None:
-    for shape_name, shape, length in STEPS:
+    for shape_name, shape, texts, length in STEPS:
         rows, shares = [], []
         for name, variant in VARIANTS.items():
-            with torch.device("cuda"):
-                model = cast_parameters(build_model(variant.kind, shape, SEGMENT, "sdpa"), torch.bfloat16)
-            configure(model, variant)
-            step = training_step(model, random_ids(model, 1, length))
-            for _ in range(WARM_UPS):
-                step()
-            seconds = statistics.median(seconds_of(step) for _ in range(REPEATS))
-            kernels = kernels_of(step)
-            rows.append(row(name, seconds, kernels))
-            shares.append(f"{name}\n{largest(kernels)}")
-            del model, step
+            try:
+                seconds, kernels = _measured_step(variant, shape, texts, length)
+            except torch.OutOfMemoryError:
+                rows.append([name, "out of memory", *[""] * (len(COLUMNS) - 2)])
+            else:
+                rows.append(row(name, seconds, kernels))
+                shares.append(details(name, kernels))
             free_memory()
-        print(Table(f"training step, {shape_name} shape, {length:,} tokens, segments of {SEGMENT}", COLUMNS, rows))
+        print(Table(step_title(shape_name, texts, length), COLUMNS, rows))
         print("\n".join(shares), flush=True)
 
 
@@ -138,7 +166,7 @@ def _tokens() -> None:
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_trace: there is no CUDA device.")
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, bfloat16, one text")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, bfloat16")
     _steps()
     _tokens()
 

@@ -1,5 +1,6 @@
 """The studies of docs/results: their counted output is that of the stored files, the timed ones run at small sizes."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from scripts.benchmarks import (
     gpu_trace,
     gradient_sums,
     products,
+    schedule_drift,
     schedule_rule,
     short_texts,
     training_floor,
@@ -70,6 +72,37 @@ def test_the_busy_time_of_a_device_counts_overlapping_kernels_once():
         ["18.9%", "1", "x", "sum"],
         ["5.7%", "1", "x", "copy"],
     ]
+
+
+def test_the_share_of_concatenations():
+    kernels = [gpu_trace.Kernel("void CatArrayBatchedCopy<2>", 0.0, 1.0), gpu_trace.Kernel("product", 1.0, 4.0)]
+    assert gpu_trace.details("step", kernels).splitlines()[0] == "step: 25.0% concatenations"
+
+
+def test_the_drift_between_two_logs(tmp_path, capsys):
+    """Of two hand-made logs: one equal loss of two, and norms 10 and 5 % apart."""
+    runs = {"graph": [(2.0, 1.0), (1.0, 2.0)], "sequential": [(2.0, 1.1), (1.5, 2.1)]}
+    for name, values in runs.items():
+        lines = [{"step": n, "loss": a, "grad_norm": b, "tokens_per_second": 7} for n, (a, b) in enumerate(values)]
+        lines.append({"step": 9, "note": "no loss"})
+        (tmp_path / name).write_text("\n".join(json.dumps(line) for line in lines))
+    schedule_drift.main([str(tmp_path / "both.json"), *[f"{name}={tmp_path / name}" for name in runs]])
+    logs = json.loads((tmp_path / "both.json").read_text())
+    assert schedule_drift.table(logs).rows == [
+        ["loss", "2", "1", "5.0e-01", "5.0e-01"],
+        ["norm of the gradient", "2", "0", "1.0e-01", "1.0e-01"],
+    ]
+    assert str(schedule_drift.table(logs)) in capsys.readouterr().out
+    logs["graph"][0]["step"] = 5
+    with pytest.raises(ValueError, match="different steps"):
+        schedule_drift.table(logs)
+
+
+def test_the_stored_drift_is_that_of_the_docs():
+    """docs/performance.md: equal losses, and norms at most 2e-7 of their size apart."""
+    logs = json.loads((RESULTS / "gpu" / "h100" / "zero2.json").read_text())
+    losses, norms = schedule_drift.table(logs).rows
+    assert losses[1:3] == ["20", "20"] and float(norms[-1]) < 2e-7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a CUDA device")

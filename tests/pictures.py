@@ -5,7 +5,7 @@ from PIL import Image
 
 
 def is_drawn(path: Path) -> bool:
-    """Whether a saved picture shows data, which is in color: axes and text are black, white and gray."""
+    """Whether a saved picture shows data or their legend, which are in color, and not axes and text only."""
     with Image.open(path) as image:
         channels = np.asarray(image.convert("RGB")).astype(int)
     saturation = channels.max(axis=-1) - channels.min(axis=-1)

@@ -32,7 +32,7 @@ from .families import family_of
 from .kernels.rms_norm import add_rms_norm, takes_norm_kernel
 from .kernels.rms_norm import rms_norm as fused_rms_norm
 from .kernels.rotary import RotaryTables, rotate
-from .kernels.swiglu import silu_product
+from .kernels.swiglu import Rows, silu_product
 from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk
@@ -126,6 +126,12 @@ def project(input_RTD: torch.Tensor, *linears: nn.Module) -> list[torch.Tensor]:
     return [linear(input_RTD) for linear in linears] if joint is None else joint(linears, input_RTD)
 
 
+def rows_for(linear: nn.Module, like_RTI: torch.Tensor) -> Rows | None:
+    """Where an input of this shape is to be written: a stack may read those of several segments as one."""
+    rows = getattr(linear, "rows", None)
+    return None if rows is None else rows(like_RTI)
+
+
 class MLP(nn.Module):
     """A Llama's gated feed-forward network."""
 
@@ -141,7 +147,7 @@ class MLP(nn.Module):
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         gate_RTF, up_RTF = project(hidden_RTD, self.gate_proj, self.up_proj)
         if self.has_silu and not has_hooks(self.act_fn):
-            return self.down_proj(silu_product(gate_RTF, up_RTF))
+            return self.down_proj(silu_product(gate_RTF, up_RTF, rows_for(self.down_proj, gate_RTF)))
         return self.down_proj(self.act_fn(gate_RTF) * up_RTF)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .kernels.swiglu import Rows
 from .products import add_product, add_products, side_by_side, stacked_products
 from .transforms import is_transformed
 
@@ -140,6 +141,10 @@ class SharedWeights:
             found = [(weight, gradient) for weight, gradient in pairs if weight.requires_grad and gradient is not None]
             if found:
                 torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
+
+    def rows(self, weights: Sequence[torch.Tensor], members: slice, input_RTI: torch.Tensor) -> Rows | None:
+        """Where an input [R, T, I] of products with `members` of a stack is to be written; None if in a new tensor."""
+        return None
 
     def add_products(
         self, sums: Sequence[WeightSum], members: slice, gradients: Gradients, input_mnI: torch.Tensor

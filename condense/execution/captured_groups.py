@@ -22,6 +22,7 @@ from torch import nn
 from ..attention import AttentionMetadata
 from ..attention.mask import AttentionMask
 from ..memory import Memory, TransientState
+from .adjacent_rows import GroupRows
 from .cuda_graph import GRAPHS, Graphs, Pool
 from .executor import Executor
 from .sequential import SequentialExecutor
@@ -175,17 +176,20 @@ class TrainedGroup(CapturedGroup):
         self.gradients: Tensors = ()
         super().__init__(*arguments)
 
-    def _compute_with_gradients(self) -> tuple[Tensors, Tensors]:
+    def _compute_with_gradients(self) -> tuple[Tensors, Tensors, GroupRows]:
         """Leaves and outputs. Hooks that would move what is saved to the host do not apply within a capture."""
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged), self.sums.active():
+        tokens = len(self.group.segments[0].chunk.rows) * self.group.segments[0].chunk.width
+        without_hooks = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+        with torch.enable_grad(), without_hooks, self.sums.group(len(self.group.segments), tokens) as rows:
             leaves = tuple(tensor.detach().requires_grad_() for tensor in self.inputs[NUM_TABLES:])
-            return leaves, self.group.run(self.layers, (*self.inputs[:NUM_TABLES], *leaves))
+            return leaves, self.group.run(self.layers, (*self.inputs[:NUM_TABLES], *leaves)), rows
 
-    def _gradients(self, leaves: Tensors, outputs: Tensors) -> Tensors:
+    def _gradients(self, leaves: Tensors, outputs: Tensors, rows: GroupRows) -> Tensors:
         """The gradients of the leaves; those of the weights are added to the sums."""
         pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         self.sums.add_waiting()
+        rows.clear()
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
 
 

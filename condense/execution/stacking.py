@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..kernels.rms_norm import add_rms_norm, takes_norm_kernel
 from ..kernels.rms_norm import rms_norm as fused_rms_norm
+from ..kernels.swiglu import Rows
 from ..layers import (
     MLP,
     CondenseAttention,
@@ -229,6 +230,12 @@ class StackedLinear(_Stacked):
                 for weight, one in zip(weights, found, strict=True)
             ]
         return [linear.with_bias(output_mnO, input_RTI) for linear, output_mnO in zip(linears, outputs, strict=True)]
+
+    def rows(self, like_RTI: torch.Tensor) -> Rows | None:
+        """Where an input of this shape is to be written; None if in a new tensor."""
+        weight = self.stacked_parameters["weight"]
+        sums = None if weight.tensor_mx is None else sums_of(*weight.all)
+        return None if sums is None else sums.rows(weight.all, weight.members, like_RTI)
 
     def with_bias(self, output_mnO: torch.Tensor, input_RTI: torch.Tensor) -> torch.Tensor:
         if (bias := self.stacked_parameters.get("bias")) is not None:

@@ -4,7 +4,7 @@
     link, ... = _Group.apply(..., link, ...)   for each group; its backward pass adds to the buffers
 
 A product of a segment's few tokens takes as long to write its sum as to compute it. So the gradients of a layer's
-outputs wait, with its inputs, until there are `TOKENS` of them.
+outputs wait, with its inputs, until there are `TOKENS` of them. Those that `rows` are for need no copy then.
 
 The link leads from each group to the weights: autograd runs the node of `Begin` after those of all groups. It hands
 copies on: no buffer becomes the gradient of a weight.
@@ -13,13 +13,15 @@ Axes: m layers of a band, n tokens of each, O and I output and input widths.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from ..products import add_product
+from ..products import add_product, side_by_side
 from ..shared_weights import Gradients, SharedWeights, WeightSum
+from .adjacent_rows import BandRows, GroupRows
 from .stacking import Stack
 
 TOKENS = 4096  # of a layer, whose gradients wait
@@ -45,6 +47,24 @@ class StaticSums(SharedWeights):
             one.total_or_zeros(one.weights[0])
         self._backward_pass: int | None = None
         self._waiting: dict[tuple, list[tuple[Gradients, torch.Tensor]]] = defaultdict(list)
+        self._num_layers = len(stack.layers)
+        self._rows: GroupRows | None = None
+
+    @contextmanager
+    def group(self, num_segments: int, tokens: int) -> Iterator[GroupRows]:
+        """Uses of weights within are those of a group of segments, and add to these sums."""
+        self._rows = GroupRows(self._num_layers, num_segments, kept=-(-TOKENS // tokens))
+        try:
+            with self.active():
+                yield self._rows
+        finally:
+            self._rows = None
+
+    def rows(self, weights: Sequence[torch.Tensor], members: slice, input_RTI: torch.Tensor) -> BandRows | None:
+        """Returns None if no rows will wait, and for several texts in a wave, whose rows have no constant distance."""
+        num_layers, num_rows = members.stop - members.start, input_RTI.shape[0] * input_RTI.shape[1]
+        waits = num_rows // num_layers < TOKENS and num_layers in (1, len(input_RTI))
+        return self._rows.of_band(id(weights[0]), members) if waits and self._rows is not None else None
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -80,7 +100,7 @@ class StaticSums(SharedWeights):
 
     def _add_waiting(self, key: tuple) -> None:
         layer, sums = key
-        found = self._waiting.pop(key)
+        found = self._waiting.pop(key)[::-1]  # the backward pass takes the latest segment first
         input_nI = _joined([one for _, one in found])
         for one, *gradients in zip(sums, *[of_layer for of_layer, _ in found], strict=True):
             if gradients[0] is not None:
@@ -116,7 +136,8 @@ def _known(total: torch.Tensor | None) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    joined = side_by_side(parts, dim=0)
+    return torch.cat(list(parts)) if joined is None else joined
 
 
 class Begin(torch.autograd.Function):

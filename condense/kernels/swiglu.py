@@ -1,7 +1,9 @@
 """The gated product of a Llama's feed-forward network.
 
-Axes: x any axes, F intermediate size.
+Axes: x any axes, m parts of n rows that may lie apart in memory, F intermediate size.
 """
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +12,21 @@ from .availability import uses_kernels
 from .derivatives import plain_gradients
 
 
-def silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up; a kernel keeps nothing but the two for the backward pass."""
+class Rows(Protocol):
+    """Memory for results that are read together with those of other calls: the rows of all calls are adjacent."""
+
+    def output(self, rows_xF: torch.Tensor) -> torch.Tensor:
+        """Returns memory [m, n, F] for as many rows as the tensor has."""
+
+    def gradient(self, rows_xF: torch.Tensor) -> torch.Tensor:
+        """Returns memory [m, n, 2 F]."""
+
+
+def silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
+    """Returns silu(gate) * up; a kernel keeps only the two for the backward pass, and writes into `rows` if given."""
     alike = gate_xF.shape == up_xF.shape and gate_xF.dtype == up_xF.dtype and gate_xF.device == up_xF.device
     if alike and gate_xF.dim() > 0 and uses_kernels(gate_xF) and uses_kernels(up_xF):
-        return _SiluProduct.apply(gate_xF, up_xF)
+        return _SiluProduct.apply(gate_xF, up_xF, rows)
     return plain_silu_product(gate_xF, up_xF)
 
 
@@ -24,17 +36,30 @@ def plain_silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor) -> torch.Tens
 
 class _SiluProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_xF, up_xF):
-        from .triton_swiglu import silu_product
+    def forward(ctx, gate_xF, up_xF, rows: Rows | None):
+        from .triton_swiglu import silu_product_into
 
         ctx.save_for_backward(gate_xF, up_xF)
-        return silu_product(gate_xF, up_xF)
+        ctx.rows = rows
+        width = gate_xF.shape[-1]
+        product_mnF = gate_xF.new_empty(1, gate_xF.numel() // width, width) if rows is None else rows.output(gate_xF)
+        silu_product_into(product_mnF, gate_xF, up_xF)
+        return product_mnF.view(gate_xF.shape)
 
     @staticmethod
     def backward(ctx, gradient_xF):
-        from .triton_swiglu import silu_product_gradients
+        from .triton_swiglu import silu_product_gradients_into
 
         gate_xF, up_xF = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return plain_gradients(plain_silu_product, (gate_xF, up_xF), ctx.needs_input_grad, gradient_xF)
-        return silu_product_gradients(gate_xF, up_xF, gradient_xF)
+            needed = ctx.needs_input_grad[:2]
+            return *plain_gradients(plain_silu_product, (gate_xF, up_xF), needed, gradient_xF), None
+        width = gate_xF.shape[-1]
+        if ctx.rows is None:
+            both_mnF = gate_xF.new_empty(1, gate_xF.numel() // width, 2 * width)
+        else:
+            both_mnF = ctx.rows.gradient(gate_xF)
+        silu_product_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF)
+        # Side by side, as the weights are that they come from: one product takes them to the input.
+        both_xF = both_mnF.view(*gate_xF.shape[:-1], 2 * width)
+        return both_xF[..., :width], both_xF[..., width:], None

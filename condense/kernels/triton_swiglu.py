@@ -1,6 +1,6 @@
 """The kernels of `swiglu`: one program for each block of a row. They compute in float32.
 
-Axes: x any axes, F intermediate size.
+Axes: x any axes, m parts of n rows that may lie apart in memory, F intermediate size.
 """
 
 import torch
@@ -12,28 +12,29 @@ from .layout import as_rows
 BLOCK = 1024
 
 
-def silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor) -> torch.Tensor:
+def silu_product_into(product_mnF: torch.Tensor, gate_xF: torch.Tensor, up_xF: torch.Tensor) -> None:
     gate, up = as_rows(gate_xF), as_rows(up_xF)
-    product = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grid, options = _launch(gate)
+    strides = gate.stride(0), up.stride(0)
     with torch.cuda.device_of(gate):
-        _forward[grid](gate, up, product, gate.shape[1], gate.stride(0), up.stride(0), **options)
-    return product.view(gate_xF.shape)
+        _forward[grid](gate, up, product_mnF, gate.shape[1], *strides, *_parts(product_mnF), **options)
 
 
-def silu_product_gradients(
-    gate_xF: torch.Tensor, up_xF: torch.Tensor, gradient_xF: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both lie side by side, as the weights do that they come from: one product takes them to the input."""
+def silu_product_gradients_into(
+    both_mnF: torch.Tensor, gate_xF: torch.Tensor, up_xF: torch.Tensor, gradient_xF: torch.Tensor
+) -> None:
+    """Writes the gradients of gate and up side by side into rows of width 2 F."""
     gate, up, gradient = as_rows(gate_xF), as_rows(up_xF), as_rows(gradient_xF)
-    width = gate.shape[1]
-    both_xF = gate.new_empty(*gate_xF.shape[:-1], 2 * width)
-    of_gate, of_up = both_xF.view(-1, 2 * width).split(width, dim=1)
     grid, options = _launch(gate)
     strides = gate.stride(0), up.stride(0), gradient.stride(0)
     with torch.cuda.device_of(gate):
-        _backward[grid](gate, up, gradient, of_gate, of_up, width, *strides, **options)
-    return both_xF[..., :width], both_xF[..., width:]
+        _backward[grid](gate, up, gradient, both_mnF, gate.shape[1], *strides, *_parts(both_mnF), **options)
+
+
+def _parts(written_mnF: torch.Tensor) -> tuple[int, int]:
+    """Rows of a part, and the distance between parts."""
+    assert written_mnF.stride()[1:] == (written_mnF.shape[2], 1)
+    return written_mnF.shape[1], written_mnF.stride(0)
 
 
 def _launch(rows_nF: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -43,18 +44,22 @@ def _launch(rows_nF: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 @triton.jit
-def _forward(gate, up, product, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+def _forward(gate, up, product, width, gate_stride, up_stride, part_rows, part_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     value = g * tl.sigmoid(g) * u
-    tl.store(product + row * width + column, value.to(product.dtype.element_ty), mask=inside)
+    product += row // part_rows * part_stride + row % part_rows * width
+    tl.store(product + column, value.to(product.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _backward(gate, up, gradient, of_gate, of_up, width, gate_stride, up_stride, gradient_stride, BLOCK: tl.constexpr):
+def _backward(
+    gate, up, gradient, both, width, gate_stride, up_stride, gradient_stride, part_rows, part_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -64,5 +69,6 @@ def _backward(gate, up, gradient, of_gate, of_up, width, gate_stride, up_stride,
     sigmoid = tl.sigmoid(g)
     silu = g * sigmoid
     for_gate = d * u * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(of_gate + row * 2 * width + column, for_gate.to(of_gate.dtype.element_ty), mask=inside)
-    tl.store(of_up + row * 2 * width + column, (d * silu).to(of_up.dtype.element_ty), mask=inside)
+    both += row // part_rows * part_stride + row % part_rows * 2 * width
+    tl.store(both + column, for_gate.to(both.dtype.element_ty), mask=inside)
+    tl.store(both + width + column, (d * silu).to(both.dtype.element_ty), mask=inside)

@@ -1,21 +1,25 @@
 """One call of a model: its input without padding, and the state that it continues from.
 
-Axes: B rows of a batch, N columns of an input (padding included), D hidden size, C components of the control.
+Axes: B rows of a batch, N columns of an input (padding included), D hidden size.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from .cache import FoldedCache
-from .evaluations import EvaluationCounts
+from .checks import check_input, real_tokens
 from .execution.checkpointing import CheckpointFunction
+from .peft_support import check_activated_lora
 from .segmentation import UnpaddedBatch
+from .token_inputs import TokenInputs
 
 
 class Call:
     """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after it.
     `checkpoint_function` is that of gradient checkpointing, None where it is off, by groups of `checkpoint_segments`,
     which are chosen if they are None.
-    `control` is [B, C] or [B, N, C].
 
     Not a dataclass: FSDP rebuilds those among a module's arguments to watch the gradients of their tensors.
     """
@@ -24,16 +28,43 @@ class Call:
         self,
         inputs: torch.Tensor,
         batch: UnpaddedBatch,
-        durations: torch.Tensor | None,
+        token_inputs: TokenInputs,
         cache: FoldedCache | None,
         checkpoint_function: CheckpointFunction | None,
         checkpoint_segments: int | None,
-        control: torch.Tensor | None = None,
     ):
-        self.inputs, self.batch, self.durations, self.cache, self.control = inputs, batch, durations, cache, control
+        self.inputs, self.batch, self.token_inputs, self.cache = inputs, batch, token_inputs, cache
         self.checkpoint_function, self.checkpoint_segments = checkpoint_function, checkpoint_segments
-        self.evaluations = EvaluationCounts(batch, inputs.device)
         self._like: torch.Tensor | None = None
+
+    @classmethod
+    def from_arguments(
+        cls,
+        model: Any,
+        given: Mapping[str, Any],
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | None = None,
+    ) -> "Call":
+        """The call with the arguments `given` to `forward` of a `CondenseModel`, or of the model around it.
+
+        Raises `ValueError` if they do not fit together.
+        """
+        config, cache, use_cache = model.config, given["past_key_values"], given["use_cache"]
+        inputs = check_input(config, given, labels, logits_to_keep)
+        config.check()  # fields may have been set since the last call
+        check_activated_lora(model)
+        if use_cache is None:
+            use_cache = config.use_cache and labels is None and not model.training
+        if use_cache and cache is None:
+            cache = FoldedCache(config)
+        batch_size, num_columns = inputs.shape[:2]
+        batch = UnpaddedBatch(batch_size, num_columns, real_tokens(given["attention_mask"], num_columns))
+        token_inputs = TokenInputs.from_arguments(config, given, inputs, batch, model.norm.weight)
+        function = model.checkpoint_function(cache)
+        call = cls(inputs, batch, token_inputs, cache, function, model.checkpoint_segments)
+        if cache is not None:
+            cache.check_computes_alike(call.like_hidden(model.norm.weight))
+        return call
 
     def previous_last_hidden(self, weight: torch.Tensor, hidden_size: int) -> torch.Tensor:
         """The final hidden state [B, D] of each row's last token before this call; zeros where there is none.

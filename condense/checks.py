@@ -12,8 +12,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from .cache import FoldedCache
 from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
-from .control import check_control
-from .durations import check_durations
+from .token_inputs import check_token_inputs
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 # What collators of packed documents pass to the attention kernels of other models.
@@ -60,11 +59,10 @@ def check_attention(name: str) -> None:
         )
 
 
-def check_input(
-    config, input_ids, inputs_embeds, attention_mask, position_ids, cache, labels, durations, logits_to_keep, control
-) -> torch.Tensor:
+def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=None) -> torch.Tensor:
     """The tokens, [B, N] or [B, N, D]; raises `ValueError` if the arguments of a forward pass do not fit together."""
-    tokens = _check_tokens(config, input_ids, inputs_embeds)
+    tokens = _check_tokens(config, given.get("input_ids"), given.get("inputs_embeds"))
+    cache, attention_mask = given.get("past_key_values"), given.get("attention_mask")
     shape = (tokens.shape[0], tokens.shape[1])
     if labels is not None:
         _check_labels(config, labels, shape)
@@ -72,13 +70,10 @@ def check_input(
         _check_cache(config, cache)
     if attention_mask is not None:
         _check_mask(attention_mask, shape, cache)
-    if durations is not None:
-        check_durations(durations, shape)
-    if control is not None:
-        check_control(config.control_size, control, shape)
+    check_token_inputs(config, given, shape)
     if logits_to_keep is not None and (not isinstance(logits_to_keep, int) or logits_to_keep < 0):
         raise ValueError(f"logits_to_keep={logits_to_keep!r}: pass the number of last columns to keep, or 0 for all.")
-    if position_ids is not None:
+    if (position_ids := given.get("position_ids")) is not None:
         _check_positions(position_ids, attention_mask, shape)
     return tokens
 

@@ -7,7 +7,7 @@ size.
 """
 
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +16,10 @@ from transformers import PreTrainedModel
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .call import Call
-from .checks import check_attention_name, check_input, check_unused, real_tokens
+from .checks import check_attention_name, check_unused
 from .configuration import CondenseConfig
-from .control import zero_control
 from .decoder_stack import DecoderBlock, decoder_stack
-from .durations import Timeline
 from .embedding import ChunkEmbedder, Embedding
-from .evaluations import EvaluationCounts
 from .execution import default_checkpoint_segments, make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
@@ -33,11 +30,19 @@ from .linear import Linear
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
-from .peft_support import check_activated_lora
 from .pretrained_model import CondensePreTrainedModel
 from .segmentation import UnpaddedBatch
 from .shared_weights import share_weights
 from .source_name import name_as_in_memory
+from .token_inputs import TokenInputs
+
+
+class PreparedRun(NamedTuple):
+    """The arguments of `CondenseModel.run`."""
+
+    call: Call
+    accumulated: OutputAccumulator
+    root: PreTrainedModel
 
 
 class CondenseModel(CondensePreTrainedModel):
@@ -75,17 +80,17 @@ class CondenseModel(CondensePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        run: "tuple[Call, OutputAccumulator, PreTrainedModel] | None" = None,
+        _prepared: "PreparedRun | None" = None,
         **unused: Any,
     ) -> Any:
         """The final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
 
-        `run` holds the arguments of `run`, which a model around this one calls here, so that hooks of this model are
-        called: those of FSDP gather its weights.
+        A model around this one runs its call here, `_prepared`, so that hooks of this model are called: those of FSDP
+        gather its weights.
         """
-        if run is not None:
-            self.run(*run)
-            return run[1].tensors()  # FSDP gathers the weights again when their gradients come
+        if _prepared is not None:
+            self.run(*_prepared)
+            return _prepared.accumulated.tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
@@ -95,41 +100,16 @@ class CondenseModel(CondensePreTrainedModel):
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids, past_key_values)
-        call = self.prepare_call(given)
+        call = Call.from_arguments(self, given)
         previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
         with LayerOutputs(self, call, output_hidden_states) as layer_outputs:
             accumulated = OutputAccumulator(self.norm, None, 0, call, None, call.batch.num_columns)
             self.run(call, accumulated, self)
         last_BND = accumulated.last_hidden(previous_BD)
         output = CondenseModelOutput(last_BND, call.cache, layer_outputs.hidden_states(previous_BD))
-        output.function_evaluations = call.evaluations.collect()
+        output.function_evaluations = call.token_inputs.evaluations.collect()
         call.end()
         return output if return_dict is not False else output.to_tuple()
-
-    def prepare_call(self, given: dict[str, Any], labels=None, logits_to_keep: int | None = None) -> Call:
-        """The call with the arguments `given` to `forward`. Raises `ValueError` where they do not fit together."""
-        cache, attention_mask, durations = (given[name] for name in ("past_key_values", "attention_mask", "durations"))
-        control = given["control"]
-        inputs = check_input(
-            self.config, given["input_ids"], given["inputs_embeds"], attention_mask, given["position_ids"], cache,
-            labels, durations, logits_to_keep, control,
-        )  # fmt: skip
-        self.config.check()  # fields may have been set since the last call
-        check_activated_lora(self)
-        use_cache = given["use_cache"]
-        if use_cache is None:
-            use_cache = self.config.use_cache and labels is None and not self.training
-        if use_cache and cache is None:
-            cache = FoldedCache(self.config)
-        batch_size, num_columns = inputs.shape[:2]
-        batch = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
-        if control is None and self.config.control_size:
-            control = zero_control(self.config.control_size, inputs, self.norm.weight)
-        checkpoint_function = self._checkpoint_function(cache)
-        call = Call(inputs, batch, durations, cache, checkpoint_function, self.checkpoint_segments, control)
-        if cache is not None:
-            cache.check_computes_alike(call.like_hidden(self.norm.weight))
-        return call
 
     def run(self, call: Call, accumulated: OutputAccumulator, root: PreTrainedModel) -> None:
         """Runs the call chunk by chunk. The chunks' outputs are added to `accumulated`, in order.
@@ -140,7 +120,7 @@ class CondenseModel(CondensePreTrainedModel):
         like = call.like_hidden(self.norm.weight)
         new = TransientState.empty(batch.batch_size, self.config)
         state = new if cache is None else cache.start(batch.batch_size, like)
-        timeline, durations_BN = self._prepare_timeline(state, call.durations, batch)
+        timeline = call.token_inputs.start(state, self.config.position_anchor, like)
         checkpointing = call.checkpoint_function is not None
         segments = (call.checkpoint_segments or 1) if checkpointing else None
         layers = self.layers_in_use
@@ -149,16 +129,7 @@ class CondenseModel(CondensePreTrainedModel):
         schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None, hidden_dtype)
         state.timeline = timeline  # all checks are done: the state may change
 
-        metadata = self.metadata_builder(
-            like,
-            batch,
-            state,
-            durations_BN,
-            has_cache=cache is not None,
-            checkpointing=checkpointing,
-            control=None if call.control is None else call.control.to(like),
-            evaluations=call.evaluations,
-        )
+        metadata = self.metadata_builder(like, batch, state, call.token_inputs, cache is not None, checkpointing)
         embed = ChunkEmbedder(embedding, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
         if call.checkpoint_segments is None and schedule.stack is not None:
             cell_tokens = batch.batch_size * self.config.segment_length
@@ -173,7 +144,7 @@ class CondenseModel(CondensePreTrainedModel):
                 accumulated.add(output[1], output[0])
             accumulated.finish()
 
-    def _checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
+    def checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
         """The function of gradient checkpointing; None where it is off."""
         if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return None
@@ -181,36 +152,19 @@ class CondenseModel(CondensePreTrainedModel):
             raise ValueError("gradient checkpointing runs segments twice, a cache reads them once: use one of the two.")
         return self._gradient_checkpointing_func
 
-    def _prepare_timeline(
-        self, state: RecurrentState, durations: torch.Tensor | None, batch: UnpaddedBatch
-    ) -> tuple[Timeline | None, torch.Tensor | None]:
-        """The timeline of the call, and its durations [B, N] on the host; both None if there are no durations."""
-        timeline = state.timeline
-        if durations is not None and timeline is None:
-            timeline = Timeline(state.positions, self.config.position_anchor)
-        if timeline is None:
-            return None, None
-        durations_BN = timeline.known_durations(durations, batch)
-        # A refused call must leave the state as it was: check all chunks before the first one runs.
-        timeline.check(durations_BN, batch, state.positions)
-        return timeline, durations_BN
-
     def metadata_builder(
         self,
         like: torch.Tensor,
         batch: UnpaddedBatch,
         state: RecurrentState,
-        durations_BN: torch.Tensor | None = None,
+        token_inputs: TokenInputs | None = None,
         has_cache: bool = False,
         checkpointing: bool = False,
-        control: torch.Tensor | None = None,
-        evaluations: EvaluationCounts | None = None,
     ) -> AttentionMetadataBuilder:
         """The builder of the attention metadata of a call's chunks; `like` gives device and dtype of rotary tables."""
-        return AttentionMetadataBuilder(
-            self.rotary_emb, like, batch, state, durations_BN, self.config.bptt_segments, has_cache, not checkpointing,
-            control, evaluations,
-        )  # fmt: skip
+        inputs = TokenInputs(batch, like.device) if token_inputs is None else token_inputs
+        span = self.config.bptt_segments
+        return AttentionMetadataBuilder(self.rotary_emb, like, batch, state, inputs, span, has_cache, not checkpointing)
 
     def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
         """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
@@ -338,7 +292,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         """Computes the output of at most one text in each row; `given` are the arguments of the model without head."""
         if labels is not None and num_items_in_batch is not None and self._evaluates_with_logits():
             logits_to_keep = logits_to_keep or 0
-        call = self.model.prepare_call(given, labels, logits_to_keep)
+        call = Call.from_arguments(self.model, given, labels, logits_to_keep)
         output_hidden_states = given["output_hidden_states"]
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -350,11 +304,11 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             accumulated = OutputAccumulator(
                 self.model.norm, self.lm_head, self.config.vocab_size, call, labels, num_kept
             )
-            accumulated.replace_tensors(self.model(run=(call, accumulated, self)))
+            accumulated.replace_tensors(self.model(_prepared=PreparedRun(call, accumulated, self)))
         output = accumulated.build_output(previous_BD, num_items_in_batch)
         output.past_key_values = call.cache
         output.hidden_states = layer_outputs.hidden_states(previous_BD)
-        output.function_evaluations = call.evaluations.collect()
+        output.function_evaluations = call.token_inputs.evaluations.collect()
         call.end()
         return output
 

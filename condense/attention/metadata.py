@@ -1,21 +1,19 @@
 """The data about a chunk that all layers share.
 
-Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E head dimension, C components of the
-control.
+Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E head dimension.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..control import control_of_chunk
-from ..evaluations import EvaluationCounts
 from ..kernels.rotary import RotaryTables
 from ..memory import KeyValueState, RecurrentState
 from ..segmentation import Chunk, UnpaddedBatch, on_device
+from ..token_inputs import ChunkInputs, TokenInputs
 from .mask import AttentionMask
 
 
@@ -38,8 +36,7 @@ class AttentionMetadata:
 
     `rotary` are the tables at the tokens' positions in [memory ; current segment], `memory_rotary` those at their
     positions as the next segment's memory. `writes_memory` is false if no later chunk can see a memory of this one.
-    `detach_R` is true for rows whose memory of this chunk passes no gradient. `control_RTC` is the control of each
-    token, or with T = 1 of each row.
+    `detach_R` is true for rows whose memory of this chunk passes no gradient. A block may read the `token_inputs`.
     """
 
     chunk: Chunk
@@ -48,13 +45,7 @@ class AttentionMetadata:
     mask: AttentionMask
     writes_memory: bool
     detach_R: tuple[bool, ...]
-    control_RTC: torch.Tensor | None = None
-    evaluations: EvaluationCounts | None = field(default=None, compare=False)
-
-    def count_evaluations(self, num_evaluations: int | torch.Tensor) -> None:
-        """Adds a block's evaluations of its vector field: those of each token [R, T], or one number for all."""
-        if self.evaluations is not None:
-            self.evaluations.set(self.chunk, num_evaluations)
+    token_inputs: ChunkInputs | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """The metadata on another device, which accelerate asks for where a device map puts layers on several."""
@@ -66,10 +57,8 @@ class AttentionMetadata:
         if log_duration_RK is not None:
             log_duration_RK = log_duration_RK.to(device, non_blocking=non_blocking)
         mask = replace(self.mask, log_duration_RK=log_duration_RK)
-        control = self.control_RTC
-        if control is not None:
-            control = control.to(device, non_blocking=non_blocking)
-        return replace(self, rotary=rotary, memory_rotary=memory_rotary, mask=mask, control_RTC=control)
+        inputs = None if self.token_inputs is None else self.token_inputs.to(device, non_blocking)
+        return replace(self, rotary=rotary, memory_rotary=memory_rotary, mask=mask, token_inputs=inputs)
 
     def row_groups(
         self, key_values: KeyValueState | None, num_rows: int
@@ -81,9 +70,9 @@ class AttentionMetadata:
 class AttentionMetadataBuilder:
     """Makes the metadata of one call's chunks in their order; the durations of each chunk enter the state's timeline.
 
-    `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `durations_BN` is on
-    the host. `bptt_segments` is the configuration's. `has_cache` is true if a later call can see this one's memory,
-    `shares_masks` if one mask may serve all uniform chunks. `control` is the call's, [B, C] or [B, N, C].
+    `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `bptt_segments` is the
+    configuration's. `has_cache` is true if a later call can see this one's memory, `shares_masks` if one mask may serve
+    all uniform chunks.
     """
 
     def __init__(
@@ -92,18 +81,15 @@ class AttentionMetadataBuilder:
         like: torch.Tensor,
         batch: UnpaddedBatch,
         state: RecurrentState,
-        durations_BN: torch.Tensor | None,
+        token_inputs: TokenInputs,
         bptt_segments: int | None,
         has_cache: bool,
         shares_masks: bool = True,
-        control: torch.Tensor | None = None,
-        evaluations: EvaluationCounts | None = None,
     ):
         self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
         self.segment_length = state.positions.segment_length
-        self.timeline, self.durations_BN = state.timeline, durations_BN
+        self.timeline, self.token_inputs = state.timeline, token_inputs
         self.bptt_segments, self.has_cache = bptt_segments, has_cache
-        self.control, self.evaluations = control, evaluations
         self._tables: dict[tuple[int, int], RotaryTables] = {}
         self._masks: dict[tuple[Any, ...], torch.Tensor] | None = {} if shares_masks else None
 
@@ -117,8 +103,7 @@ class AttentionMetadataBuilder:
             mask=AttentionMask(chunk, log_duration_RK, self._masks),
             writes_memory=self.has_cache or chunk.starts[0] + chunk.width < max(self.batch.lengths),
             detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
-            control_RTC=None if self.control is None else control_of_chunk(self.control, self.batch, chunk),
-            evaluations=self.evaluations,
+            token_inputs=self.token_inputs.of_chunk(chunk),
         )
 
     def _tables_of(self, chunk: Chunk) -> tuple[RotaryTables, RotaryTables, torch.Tensor | None]:
@@ -132,10 +117,11 @@ class AttentionMetadataBuilder:
 
     def _positions(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Positions [R, T] after the memory and as the next memory, and log durations [R, K] if there are any."""
-        if self.timeline is None or self.durations_BN is None:
+        durations_BN = self.token_inputs.durations_BN
+        if self.timeline is None or durations_BN is None:
             local_RT = torch.tensor(chunk.offsets)[:, None] + torch.arange(chunk.width)
             return local_RT + torch.tensor(chunk.memory_lengths)[:, None], local_RT, None
-        position_RT, local_RT = self.timeline.advance(self.batch.gather(self.durations_BN, chunk), chunk)
+        position_RT, local_RT = self.timeline.advance(self.batch.gather(durations_BN, chunk), chunk)
         log_duration_RK = self.timeline.log_durations(chunk.rows)
         if chunk.uniform:
             log_duration_RK = log_duration_RK[:, chunk.visible_keys]

@@ -187,14 +187,16 @@ class DepthBlock(DepthFlow):
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, Memory | None]:
         """The state at tau = 1 and, for the field `layer`, its keys and values for the next segment."""
-        control_RTC = metadata.control_RTC
+        inputs = metadata.token_inputs
+        assert inputs is not None, "a block is part of a model"
+        control_RTC = inputs.control_RTC
         if not isinstance(self.field, LayerField):
             solution = self._flow_of_tokens(input_RTD, control_RTC, metadata.chunk)
-            metadata.count_evaluations(solution.num_evaluations)
+            inputs.count_evaluations(solution.num_evaluations)
             return solution.end_xD, None
         bound = self.field.bind(control_RTC, key_values, metadata, num_fixed_evaluations(self.settings))
         solution = self.integrate(bound, input_RTD, control_RTC, metadata.chunk)
-        metadata.count_evaluations(solution.num_evaluations)
+        inputs.count_evaluations(solution.num_evaluations)
         if not metadata.writes_memory:
             return solution.end_xD, None
         source_RTD = detach_rows(self.field.memory_share(input_RTD, solution.end_xD), metadata.detach_R)

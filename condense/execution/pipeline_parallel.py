@@ -220,9 +220,8 @@ class _PipelineBatch:
     """The texts of one call, cut into the same chunks on every rank; the last rank collects `losses`."""
 
     def __init__(self, model: CondenseForCausalLM, input_ids, labels, attention_mask):
-        self.input_ids_BN = check_input(
-            model.config, input_ids, None, attention_mask, None, None, labels, None, None, None
-        )
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        self.input_ids_BN = check_input(model.config, given, labels)
         batch_size, num_columns = input_ids.shape
         self.tokens = UnpaddedBatch(batch_size, num_columns, real_tokens(attention_mask, num_columns))
         checkpointing = model.model.gradient_checkpointing and model.training and torch.is_grad_enabled()

@@ -241,5 +241,6 @@ def test_pipelines_and_devices():
     block = model.model.layers[1]
     block.register_forward_pre_hook(lambda _, given: moved.append(given[2].to("meta")))
     model(random_ids(2, 6), control=random_control(2, 6, 2))
-    assert moved[0].control_RTC.device.type == "meta" and moved[0].control_RTC.shape == (2, 5, 2)
-    assert moved[0].evaluations is not None
+    inputs = moved[0].token_inputs
+    assert inputs.control_RTC.device.type == "meta" and inputs.control_RTC.shape == (2, 5, 2)
+    assert inputs.evaluations is not None

@@ -21,6 +21,7 @@ from scripts.benchmarks import (
     costs,
     decoding,
     diagonals,
+    gpu_attention,
     gpu_kernels,
     gpu_launches,
     gpu_memory,
@@ -285,3 +286,12 @@ def test_errors_of_gradients(stories, tmp_path, capsys, monkeypatch):
     lines = [line.split()[-2:] for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["128"]]
     (by_autograd, in_float32) = map(float, *lines)
     assert 0 < in_float32 < 2 < by_autograd
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_in_two_parts(dtype):
+    """Memory and segment apart are their attention together, and so are the gradients."""
+    limit = 1e-5 if dtype == torch.float32 else 1e-12
+    for form in gpu_attention.forms_on("cpu").values():
+        inputs = gpu_attention.inputs_of(2, 12, "cpu", dtype)
+        assert max(gpu_attention.errors(form, inputs)) < limit

@@ -16,7 +16,7 @@ from .kernels.cross_entropy import cross_entropy_and_gradient
 from .layers import RMSNorm, has_hooks, rms_norm
 from .linear import Linear, linear
 from .products import add_product
-from .shared_weights import sum_dtype
+from .shared_weights import WeightSum, active_weights, may_be_summed, sum_dtype
 from .transforms import is_transformed
 
 GPU_PART = 4  # each part reads and writes the sum of the head's gradients, and has nothing else of the logits' size
@@ -34,6 +34,9 @@ class HeadGradients:
         norm_weights = [] if norm is None else [norm.weight]
         self.weights = [one for one in (*self.head_weights, *norm_weights) if one.requires_grad]
         self.sums: dict[int, torch.Tensor] = {}  # by the weights' ids
+        self.tied: tuple[WeightSum, torch.Tensor] | None = (
+            None  # the sum of an embedding that is the head, and its token
+        )
 
     def block_loss(
         self, hidden_nD: torch.Tensor, target_n: torch.Tensor, max_tokens: int
@@ -42,10 +45,13 @@ class HeadGradients:
 
         `max_tokens` have logits at a time, on a GPU `GPU_PART` times as many.
         """
+        if self.tied is None and (weights := active_weights()) is not None and self.head_weights[0].requires_grad:
+            self.tied = weights.begun(self.head_weights[0])
         return _BlockLoss.apply(self, max_tokens, target_n, hidden_nD)
 
     def total(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _Total.apply(self, len(losses), *losses, *self.weights)
+        token = None if self.tied is None else self.tied[1]  # autograd takes the embedding's sum after this
+        return _Total.apply(self, len(losses), token, *losses, *self.weights)
 
     def compute(self, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The losses [n] and the gradient [n, D] of the hidden states; adds the weights' gradients to the sums."""
@@ -144,11 +150,15 @@ class _BlockLoss(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Saves the sums where they are complete, so that hooks that move what is saved to the host see their values."""
+    """Saves the sums where they are complete, so that hooks that move what is saved to the host see their values.
+
+    The gradient of a head that is the embedding joins the embedding's, so that autograd need not add two of their size.
+    """
 
     @staticmethod
-    def forward(ctx, gradients: HeadGradients, num_losses: int, *tensors):
+    def forward(ctx, gradients: HeadGradients, num_losses: int, token, *tensors):
         ctx.num_losses, ctx.dtypes = num_losses, [weight.dtype for weight in gradients.weights]
+        ctx.tied = None if gradients.tied is None else gradients.tied[0]
         ctx.save_for_backward(*(gradients.sums.get(id(weight)) for weight in gradients.weights))
         gradients.sums = {}
         return torch.stack(tensors[:num_losses]).sum()
@@ -157,8 +167,11 @@ class _Total(torch.autograd.Function):
     def backward(ctx, factor):
         _check_first_derivative()
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        found = (None if one is None else _scaled(one, factor, dtype) for one, dtype in pairs)
-        return None, None, *[factor] * ctx.num_losses, *found
+        found = [None if one is None else _scaled(one, factor, dtype) for one, dtype in pairs]
+        if ctx.tied is not None and found[0] is not None and may_be_summed(factor):
+            ctx.tied.give(found[0])
+            found[0] = None
+        return None, None, None, *[factor] * ctx.num_losses, *found
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -42,6 +42,13 @@ class WeightSum:
         self.weights, self.is_stack, self.every_pass = weights, is_stack, every_pass
         self._total: torch.Tensor | None = None
         self._backward_pass: int | None = None
+        self._given: torch.Tensor | None = None
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def give(self, gradient: torch.Tensor) -> None:
+        """Adds the whole gradient of another use of a weight, in the weight's dtype; it may be written over."""
+        self.total()  # of this pass
+        self._given = gradient if self._given is None else self._given.add_(gradient)
 
     def add(self, gradient: torch.Tensor, members: slice | None = None) -> None:
         """Adds the gradient of a weight, or of some `members` [m, ...] of a stack."""
@@ -61,22 +68,38 @@ class WeightSum:
             add_products(self.total_or_zeros(left_xOn)[members], left_xOn, right_xnI)
 
     def add_rows(self, index_n: torch.Tensor, gradient_nD: torch.Tensor) -> None:
-        """Adds to rows of a matrix; an index may occur several times."""
-        total = self.total_or_zeros(gradient_nD)
-        total.index_add_(0, index_n, gradient_nD.to(total.dtype))
+        """Adds to rows of a matrix; an index may occur several times. Rows wait while they are fewer than those of the
+        matrix: a sum of its size takes longer to write and to read than they do."""
+        if self.total() is None and sum(len(index) for index, _ in self._rows) + len(index_n) < len(self.weights[0]):
+            self._rows.append((index_n, gradient_nD))
+        else:
+            total = self.total_or_zeros(gradient_nD)
+            total.index_add_(0, index_n, gradient_nD.to(total.dtype))
 
     def take(self) -> list[torch.Tensor | None]:
         """Returns the gradient of each weight in its dtype, None if there is none, and forgets the sum."""
-        total, self._total = self.total(), None
+        total, given, rows = self.total(), self._given, self._rows
+        self._forget()
+        if given is not None:
+            total = given if total is None else total.add_(given)
+        if rows:
+            total = torch.zeros_like(self.weights[0]) if total is None else total
+            row_n, sum_nD = _sums_by_row(*map(torch.cat, zip(*rows, strict=True)))
+            total.index_add_(0, row_n, sum_nD.to(total.dtype))
         if total is None:
             return [None] * len(self.weights)
         parts = total.unbind(0) if self.is_stack else [total]
         return [part.to(weight.dtype) for part, weight in zip(parts, self.weights, strict=True)]
 
+    def _forget(self) -> None:
+        self._total, self._given, self._rows = None, None, []
+
     def total(self) -> torch.Tensor | None:
+        """The sum so far, without what was given and rows that wait."""
         backward_pass = None if self.every_pass else torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
-            self._total, self._backward_pass = None, backward_pass
+            self._forget()
+            self._backward_pass = backward_pass
         return self._total
 
     def total_or_zeros(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -85,6 +108,16 @@ class WeightSum:
             self._total = gradient.new_zeros((*stacked, *first.shape), dtype=sum_dtype(gradient.dtype))
         assert self._total is not None
         return self._total
+
+
+def _sums_by_row(index_n: torch.Tensor, gradient_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each index once, and the sum [n, D] of its gradients in float32; the rest are zeros, for row 0. The host need not
+    know the number of indices."""
+    sorted_n, order_n = index_n.sort()
+    place_n = torch.cat([sorted_n.new_zeros(1), (sorted_n.diff() != 0).cumsum(0)])
+    sum_nD = gradient_nD.new_zeros(gradient_nD.shape, dtype=sum_dtype(gradient_nD.dtype))
+    sum_nD.index_add_(0, place_n, gradient_nD[order_n].to(sum_nD.dtype))
+    return torch.zeros_like(sorted_n).scatter_(0, place_n, sorted_n), sum_nD
 
 
 class SharedWeights:
@@ -125,6 +158,10 @@ class SharedWeights:
             token = weights[0].new_empty(()).requires_grad_() if self.every_pass else _Begin.apply(one, *weights)
             self._begun[key] = one, token
         return self._begun[key]
+
+    def begun(self, weight: torch.Tensor) -> tuple[WeightSum, torch.Tensor] | None:
+        """The sum of a weight and its token, if the weight has been used in the call."""
+        return self._begun.get((id(weight), False))
 
     def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight in a dtype; cast once for all uses, as autocast does."""
@@ -297,13 +334,13 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if gradient is None or not _may_be_summed(gradient):
+        if gradient is None or not may_be_summed(gradient):
             return gradient, None, None, None
         ctx.weight_sum.add(gradient, ctx.members)
         return None, None, None, None
 
 
-def _may_be_summed(gradient: torch.Tensor) -> bool:
+def may_be_summed(gradient: torch.Tensor) -> bool:
     """Whether in place: second derivatives need the gradient's own graph, and of several gradients at once
     (`is_grads_batched`) each has its own sum."""
     return not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(gradient))
@@ -329,7 +366,7 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 of_input = gradient_xO @ given
             gradient_nO, input_nI = (x.reshape(-1, x.shape[-1]) for x in (gradient_xO, input_xI))
-            if ctx.needs_input_grad[2] and not _may_be_summed(gradient_xO):
+            if ctx.needs_input_grad[2] and not may_be_summed(gradient_xO):
                 of_weight = (gradient_nO.t() @ input_nI).to(ctx.dtype)
             elif ctx.needs_input_grad[2]:
                 ctx.weight_sum.add_product(gradient_nO.t(), input_nI)
@@ -354,7 +391,7 @@ class _StackedProducts(torch.autograd.Function):
         input_mnI, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad[2 : 2 + len(weights)]
         known = [pair for pair in zip(gradients, weights, strict=True) if pair[0] is not None]
-        in_place = all(_may_be_summed(gradient_mnO) for gradient_mnO, _ in known)
+        in_place = all(may_be_summed(gradient_mnO) for gradient_mnO, _ in known)
         of_input = _sum_of_products(known, in_place) if ctx.needs_input_grad[1] and known else None
         of_weights: list[torch.Tensor | None] = [None] * len(weights)
         wanted = [one if need else None for one, need in zip(gradients, needed, strict=True)]
@@ -395,7 +432,7 @@ class _Embedding(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         (ids,) = ctx.saved_tensors
-        if not _may_be_summed(gradient):
+        if not may_be_summed(gradient):
             padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
             of_weight = torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.num_rows, padding_idx, False)
             return None, of_weight, None, None, None

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense.loss
 from condense import CondenseForCausalLM, modeling, shared_weights
@@ -88,15 +89,53 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"tie_word_embeddings": True}, {"family": "qwen2"}, {"family": "qwen3"}], ids=str
-)
+TIED, WIDE = {"tie_word_embeddings": True}, {"vocab_size": 200}  # more rows than the text has tokens: these wait
+
+
+@pytest.mark.parametrize("fields", [{}, TIED, WIDE, TIED | WIDE, {"family": "qwen2"}, {"family": "qwen3"}], ids=str)
 @pytest.mark.parametrize(("schedule", "group"), SCHEDULES.values(), ids=SCHEDULES)
 def test_sums_in_bfloat16(schedule, group, fields, monkeypatch):
     monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings({"warm_up": 0, "capture": 0, "replay": 0}))
     model = checkpointed(model_of(schedule=schedule, **fields), group)
     exact = exact_gradients(schedule=schedule, group=group, **fields)
     assert_rounded_twice(gradients(model), exact)
+
+
+class OfTheEmbedding(TorchDispatchMode):
+    """The operations whose result has the embedding's shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.found = shape, []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        result = operation(*arguments, **options or {})
+        is_new = isinstance(result, torch.Tensor) and result.shape == self.shape and not operation.is_view
+        if is_new:
+            self.found.append(operation.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("fields", [TIED | WIDE, WIDE], ids=str)
+def test_operations_of_the_size_of_the_embedding(fields):
+    """Of a tied one: the head's gradient is computed, scaled, and gets the rows of the tokens. An embedding of its own
+    has these on zeros. There is no sum in float32, and no addition of two gradients."""
+    model = model_of(schedule="sequential", **fields)
+    with OfTheEmbedding(model.lm_head.weight.shape) as operations:
+        gradients(model)
+    own = [] if "tie_word_embeddings" in fields else ["zeros_like"]
+    assert operations.found == ["mm", "mul", *own, "index_add_"]
+
+
+def test_rows_that_are_as_many_as_the_embeddings_are_summed_densely():
+    weight = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.bfloat16))
+    one = WeightSum([weight], is_stack=False, every_pass=True)
+    for _ in range(3):
+        one.add_rows(torch.tensor([1, 1, 3]), torch.ones(3, 2, dtype=torch.bfloat16))
+    one.give(torch.full((4, 2), 0.5, dtype=torch.bfloat16))
+    (found,) = one.take()
+    assert found.dtype == torch.bfloat16 and found[:, 0].tolist() == [0.5, 6.5, 0.5, 3.5]
+    assert one.take() == [None]
 
 
 @pytest.mark.parametrize("group", [None, 1])

@@ -1,5 +1,6 @@
 """The examples run as their first lines say, from an empty folder."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,23 @@ def llama(tmp_path_factory):
     return folder
 
 
-def run(name: str, folder: Path, *arguments: object) -> str:
+def run(name: str | Path, folder: Path, *arguments: object) -> str:
     command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_lines_of_the_readme(llama, tmp_path):
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(lines.strip().splitlines()) <= 10 and lines.count("HuggingFaceTB/SmolLM2-135M") == 1
+    (tmp_path / "lines.py").write_text(lines.replace("HuggingFaceTB/SmolLM2-135M", str(llama)))
+    assert run(tmp_path / "lines.py", tmp_path).strip()
+
+
+def test_the_readme_is_short():
+    assert len((EXAMPLES.parent / "README.md").read_text().split()) <= 900
 
 
 def test_fold_and_generate(llama, tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from ..recipe import Curriculum, GeneratedData, Recipe
-from .generated import GeneratedTask
+from .examples import GeneratedTask
 
 STATE_FILE = "curriculum.json"
 

@@ -27,7 +27,7 @@ from .preparation import prepare
 from .samples import sample_store
 from .store import Encode, Need, Store, folder_of
 from .summarization import summary_encoder
-from .text import TextExamples, text_encoder
+from .text import StoredExamples, TextExamples, text_encoder
 
 VALIDATION_SEED = 2**40  # added to the seed of the run: other generated texts than those of training
 
@@ -126,7 +126,7 @@ class DocumentTask:
         folder = folder_of(data, sources, self.tokenizer, task=data.task, **settings)
         return prepare(folder, data, sources, make_encode, need, data.task != "text", self.num_workers)
 
-    def _of(self, store: Store, first: int, last: int, seed: int | None) -> TextExamples | AnswerExamples:
+    def _of(self, store: Store, first: int, last: int, seed: int | None) -> StoredExamples:
         if isinstance(self.data, TextData):
             return TextExamples(store, first, last, self.data.fit, seed)
         return AnswerExamples(store, first, last, seed)
@@ -171,7 +171,7 @@ class DocumentTask:
                 )
         return training, held_out
 
-    def _describe(self, training: TextExamples | AnswerExamples) -> None:
+    def _describe(self, training: StoredExamples) -> None:
         for total_length, asked in self.asked.items():
             available, left_out = training.num_sequences(total_length), training.left_out(total_length)
             print(

@@ -174,7 +174,7 @@ class FactsTask(GeneratedTask):
         self.check_fits(num_tokens)
         story = tell(kind, self.facts, generator)
         early = self._early_questions(story, 0, generator)
-        frame = self._frame(story, story.questions[:1], [False], early)
+        frame = self._frame(story, [(story.questions[0], False)], early)
         input_ids, is_background, _ = self._fill(frame, num_tokens - self.longest_answer, generator)
         last, *others = candidates(story)
         is_guessed = last == story.questions[0].answer
@@ -212,20 +212,20 @@ class FactsTask(GeneratedTask):
         if self.questions > 1:  # one question needs no random numbers
             others = [story.questions[1:][number] for number in generator.permutation(len(story.questions) - 1)]
             questions += others[: self.questions - 1]
-        is_brief = [self.brief > 0 and generator.random() < self.brief for _ in questions]
+        asked = [(question, self.brief > 0 and generator.random() < self.brief) for question in questions]
         early = self._early_questions(story, self.early_questions, generator)
         distractors = self._distractors(generator)
         while True:
-            frame = _with_distractors(self._frame(story, questions, is_brief, early), distractors, generator)
+            frame = _with_distractors(self._frame(story, asked, early), distractors, generator)
             added = early.questions or distractors
-            if frame.length + len(frame.answer) <= room or (len(questions) == 1 and not added):
+            if frame.length + len(frame.answer) <= room or (len(asked) == 1 and not added):
                 return frame
             if distractors:
                 distractors = distractors[1:]
             elif early.questions:
                 early = early._replace(questions=early.questions[1:])
             else:
-                questions, is_brief = questions[:-1], is_brief[:-1]
+                asked = asked[:-1]
 
     def _distractors(self, generator: np.random.Generator) -> list[list[int]]:
         if not self.distractors:  # no random numbers are needed
@@ -248,9 +248,10 @@ class FactsTask(GeneratedTask):
     def _question(self, question: Question, brief: bool) -> list[int]:
         return self._encode(question.text.rstrip("?") if brief else QUESTION.format(question=question.text))
 
-    def _frame(self, story: Story, questions: Sequence[Question], is_brief: Sequence[bool], early: _Early) -> _Frame:
+    def _frame(self, story: Story, questions: Sequence[tuple[Question, bool]], early: _Early) -> _Frame:
+        """`questions` are those at the end, each with whether it is brief."""
         end, is_answer, answer = list[int](), list[bool](), list[int]()
-        for question, brief in zip(questions, is_brief, strict=True):
+        for question, brief in questions:
             asked = self._question(question, brief)
             end += [*answer, *asked]
             is_answer += [True] * len(answer) + [False] * len(asked)

@@ -23,31 +23,22 @@ from condense.training.train import train
 from ..condense.models import tiny_model
 from .runs import folded_recipe, log_lines, run, tie
 
-RECIPE = """
-lora: {rank: 4, alpha: 12, targets: [q_proj, v_proj, down_proj]}
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 6}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 5.0e-2, warmup_steps: 1}
-dtype: float32
-checkpoints: {every: 3, keep: 3}
-log_every: 1
-report_to: none
-"""
+
+def recipe_in(folder, *targets):
+    fields = {"lora": {"rank": 4, "alpha": 12, "targets": targets}, "checkpoints": {"every": 3, "keep": 3}}
+    fields |= {"optimizer": {"learning_rate": 5e-2, "warmup_steps": 1}}
+    return folded_recipe(folder, (120, 6), global_batch=4, micro_batch=2, **fields)
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    return folded_recipe(tmp_path_factory.mktemp("lora"), RECIPE)
+    return recipe_in(tmp_path_factory.mktemp("lora"), "q_proj", "v_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
-        train(load_recipe(recipe, [f"output={output}"]))
+    train(load_recipe(recipe, [f"output={output}"]))
     return output
 
 
@@ -62,8 +53,7 @@ def test_adapters_alone_are_trained_and_saved(finished):
     assert not (finished / "model.safetensors").exists()
 
 
-def test_a_resumed_run_is_the_same(recipe, finished, tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+def test_a_resumed_run_is_the_same(recipe, finished, tmp_path):
     shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3")
     train(load_recipe(recipe, [f"output={tmp_path}"]))
     assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)][3:]
@@ -142,9 +132,8 @@ def test_refusals(recipe, options, words):
         check_run(load_recipe(recipe, ["output=unused", *options]), 1, None)
 
 
-def test_another_run_from_the_weights_of_a_checkpoint_merges_them_first(recipe, finished, tmp_path, monkeypatch):
+def test_another_run_from_the_weights_of_a_checkpoint_merges_them_first(recipe, finished, tmp_path):
     """A checkpoint of a run with lora holds no model: the remedy is a command that makes one."""
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
     checkpoint = finished / "checkpoint-3"
     with pytest.raises(ValueError, match="comes from another recipe: lora.rank was 4 and is 5") as refused:
         check_run(load_recipe(recipe, [f"output={tmp_path / 'o'}", f"resume={checkpoint}", "lora.rank=5"]), 1, None)
@@ -189,10 +178,9 @@ def test_a_run_does_not_resume_from_damaged_adapters(damage, words, recipe, fini
         check_run(load_recipe(recipe, [f"output={tmp_path}"]), 1, None)
 
 
-def test_adapters_of_a_tied_head_are_trained_and_merged(tmp_path, monkeypatch):
+def test_adapters_of_a_tied_head_are_trained_and_merged(tmp_path):
     """They change the head and not the embedding: the merged model has the logits of PEFT's, and is untied."""
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
-    path = folded_recipe(tmp_path, RECIPE.replace("down_proj", "lm_head"))
+    path = recipe_in(tmp_path, "q_proj", "v_proj", "lm_head")
     tie(tmp_path / "start")
     train(load_recipe(path, [f"output={tmp_path / 'adapters'}"]))
     arguments = ["convert", str(tmp_path / "start"), str(tmp_path / "merged"), "--merge", str(tmp_path / "adapters")]

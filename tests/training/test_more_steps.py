@@ -17,23 +17,13 @@ from condense.training.recipe import Recipe, load_recipe
 
 from .runs import fails, folded_recipe, log_lines, run, same_weights
 
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 2}, {total_length: 100, steps: 2}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-3, final_learning_rate: 1.0e-3, warmup_steps: 2}
-attention: eager
-dtype: float32
-checkpoints: {every: 2, keep: 9}
-log_every: 1
-report_to: none
-"""
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return folded_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+    fields = {"optimizer": {"learning_rate": 1e-3, "final_learning_rate": 1e-3, "warmup_steps": 2}}
+    fields |= {"attention": "eager", "checkpoints": {"every": 2, "keep": 9}}
+    folder, stages = tmp_path_factory.mktemp("recipe"), [(120, 2), (100, 2)]
+    return folded_recipe(folder, *stages, global_batch=4, micro_batch=2, **fields)
 
 
 @pytest.fixture(scope="module")

@@ -21,25 +21,16 @@ from .ranks import run_ranks
 from .runs import ROOT, expected, folded_recipe, log_lines, train_with
 from .test_subprocesses import wait_for
 
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 3}, {total_length: 200, steps: 5}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-3, final_learning_rate: 1.0e-4, warmup_steps: 2}
-attention: eager
-dtype: float32
-checkpoints: {every: 4, keep: 3}
-log_every: 2
-report_to: none
-"""
 LONG = ["stages=[{total_length: 200, steps: 60}]", "log_every=1"]  # for signals from outside
 ON_CPU = ["deepspeed=zero2_cpu"]
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return folded_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+    fields = {"optimizer": {"learning_rate": 1e-3, "final_learning_rate": 1e-4, "warmup_steps": 2}, "log_every": 2}
+    fields |= {"attention": "eager", "checkpoints": {"every": 4, "keep": 3}}
+    folder, stages = tmp_path_factory.mktemp("recipe"), [(120, 3), (200, 5)]
+    return folded_recipe(folder, *stages, global_batch=4, micro_batch=2, **fields)
 
 
 class SignalInStep:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example, Examples
+from .examples import IGNORE_INDEX, Epochs, Example, Examples
 
 SIDE = 8
 NUM_PIXELS = SIDE * SIDE

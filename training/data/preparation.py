@@ -23,10 +23,9 @@ from ..recipe import DocumentData, Source
 from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns
 from .former import UNMERGED, check_line_ends
-from .needed import Needed
 from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
-from .workers import Workers
+from .workers import Needed, Workers
 
 BATCH = 64  # documents between two checks of whether more are needed
 PART_TOKENS = 2**24  # of a part, approximately

@@ -16,8 +16,7 @@ import numpy as np
 from condense.text import first_tokens
 
 from .documents import Document
-from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example
+from .examples import IGNORE_INDEX, Epochs, Example
 from .store import Store, Tokens
 
 

@@ -13,7 +13,6 @@ from .data import Source as Source
 from .data import SummarizationData as SummarizationData
 from .data import TextData as TextData
 from .loading import load_recipe as load_recipe
-from .lora import LoRA as LoRA
 from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
 from .objectives import OBJECTIVES as OBJECTIVES
@@ -21,6 +20,7 @@ from .objectives import Losses as Losses
 from .objectives import ObjectiveKind as ObjectiveKind
 from .schema import Curriculum as Curriculum
 from .schema import Evaluation as Evaluation
+from .schema import LoRA as LoRA
 from .schema import Optimizer as Optimizer
 from .schema import Recipe as Recipe
 from .schema import Stage as Stage

@@ -13,7 +13,6 @@ from condense.configuration import ATTENTION_IMPLEMENTATIONS
 from ..data.digits import NUM_HELD_OUT, NUM_PIXELS
 from ..presets import find_deepspeed_config
 from .data import Data, GeneratedData, SampleData, Source
-from .lora import LoRA
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
 from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section, one_of
@@ -96,6 +95,17 @@ class Evaluation(Section):
 class Checkpoints(Section):
     every: int = Field(500, ge=1, description="steps; one more is written at the end")
     keep: Annotated[int, MAY_CHANGE] = Field(2, ge=1)
+
+
+class LoRA(Section):
+    """Low-rank matrices beside linear maps, which are trained alone: W x + (alpha / rank) B A x."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the input of the adapters")
+    targets: list[str] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="linear maps of each layer, or lm_head"
+    )
 
 
 # Keys that recipes had before models had kinds.
@@ -220,7 +230,6 @@ class Recipe(Section):
     def _check_combinations(self):
         checks: tuple[Callable[[Recipe], None], ...] = (
             _check_length, _check_images, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
-            _check_lora,
         )  # fmt: skip
         for check in checks:
             check(self)
@@ -329,9 +338,6 @@ def _check_steps(recipe: Recipe) -> None:
 
 def _check_objective(recipe: Recipe) -> None:
     recipe.objective.check(recipe)
-
-
-def _check_lora(recipe: Recipe) -> None:
     if recipe.lora is None:
         return
     if not recipe.objective.takes_adapters:

@@ -22,30 +22,18 @@ from condense.training.planning.dry_run import dry_run
 from condense.training.recipe import load_recipe
 from condense.training.train import train
 
+from ..recipes import write_recipe
 from ..runs import log_lines, run
 
-RECIPE = """
-model: {kind: denoiser, channels: [16]}
-objective: {kind: denoising}
-output: unused
-data: {task: digits}
-stages: [{total_length: 64, steps: 4}]
-global_batch: 6
-micro_batch: 6
-optimizer: {learning_rate: 1.0e-2, warmup_steps: 1, weight_decay: 0.0}
-dtype: float32
-log_every: 1
-checkpoints: {every: 2, keep: 2}
-report_to: none
-"""
 T = 25
 
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(RECIPE)
-    return path
+    fields = {"objective": {"kind": "denoising"}, "data": {"task": "digits"}, "checkpoints": {"every": 2, "keep": 2}}
+    fields |= {"optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.0}}
+    denoiser, folder = {"kind": "denoiser", "channels": [16]}, tmp_path_factory.mktemp("recipe")
+    return write_recipe(folder, denoiser, [(64, 4)], global_batch=6, micro_batch=6, **fields)
 
 
 @pytest.fixture(scope="module")

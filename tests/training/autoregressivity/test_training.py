@@ -1,9 +1,5 @@
 """Switches of language models through real training, in one process: neutral values, other values, a resume."""
 
-import json
-import shutil
-from random import Random
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,21 +8,9 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.training.train import train
 
-from ..runs import log_lines
+from ..recipes import text_data, write_digits, write_recipe
+from ..runs import copy_checkpoint, log_lines
 
-RECIPE = """
-model: {{kind: stock, source: {folder}/start}}
-output: {folder}/unused
-data: {{task: text, fit: pack, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
-stages: [{{total_length: 24, steps: 4}}]
-global_batch: 4
-optimizer: {{learning_rate: 1.0e-2, warmup_steps: 1}}
-dtype: float32
-log_every: 1
-checkpoints: {{every: 2, keep: 3}}
-evaluation: {{sequences: 2, every: 4}}
-report_to: none
-"""
 FOLDED = "model={{kind: condense, segment_length: 10, source: {folder}/start}}"
 NEUTRAL = {
     "free_running": "{kind: free_running, steps: 1, feedback: sample}",
@@ -46,10 +30,11 @@ def trained(tmp_path_factory):
     """Trains a model with an objective, once: its output, weights and log."""
     folder = tmp_path_factory.mktemp("runs")
     save_small_llama(folder / "start", width=16)
-    texts = [" ".join(Random(n).choices("0123456789", k=20 + 7 * n)) for n in range(8)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=folder))
+    write_digits(folder, range(20, 76, 7))
+    fields = {"data": text_data(folder, "pack"), "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1}}
+    fields |= {"checkpoints": {"every": 2, "keep": 3}, "evaluation": {"sequences": 2, "every": 4}}
+    stock = {"kind": "stock", "source": str(folder / "start")}
+    path = write_recipe(folder, stock, [(24, 4)], global_batch=4, **fields)
     done = {}
 
     def run(kind: str, objective: str, *overrides, output=None):
@@ -62,9 +47,7 @@ def trained(tmp_path_factory):
             done[key] = output, weights, [line["loss"] for line in log_lines(output)]
         return done[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
-        yield run
+    return run
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -97,8 +80,6 @@ def test_other_values_train_otherwise_and_are_validated_alike(trained, name):
 def test_a_resumed_run_is_the_same(trained, name, tmp_path):
     """Also where it draws random numbers: Trainer restores the generator."""
     output, weights, losses = trained("condense", SWITCHED[name])
-    shutil.copytree(output / "checkpoint-2", tmp_path / "checkpoint-2")
-    lines = (output / "log.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 2))
+    copy_checkpoint(output, tmp_path, 2)
     _, resumed, resumed_losses = trained("condense", SWITCHED[name], output=tmp_path)
     assert resumed_losses == losses and same(resumed, weights)

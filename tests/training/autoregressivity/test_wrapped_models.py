@@ -19,17 +19,6 @@ from condense.training.train import train
 
 from ..runs import expected, folded_recipe, log_lines, run
 
-STAGES = """
-data: {task: passkey, shortest: 0.4, background: 30}
-stages: [{total_length: 120, steps: 2}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-2, warmup_steps: 1}
-dtype: float32
-checkpoints: {every: 2, keep: 1}
-log_every: 1
-report_to: none
-"""
 HEADS = "objective={kind: multi_token, tokens: %d}"
 EXPERTS = "objective={kind: position_experts, experts: %d, split: %s}"
 MODELS = pytest.mark.parametrize("model", ["folded", pytest.param("stock", marks=pytest.mark.slow)])
@@ -39,7 +28,9 @@ VALIDATED = "evaluation={sequences: 3}"
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrapped")
-    path = folded_recipe(folder, STAGES)
+    fields = {"data": {"task": "passkey", "shortest": 0.4, "background": 30}, "checkpoints": {"every": 2, "keep": 1}}
+    fields |= {"optimizer": {"learning_rate": 1e-2, "warmup_steps": 1}}
+    path = folded_recipe(folder, (120, 2), global_batch=4, micro_batch=2, **fields)
     stock = to_stock(CondenseForCausalLM.from_pretrained(folder / "start"))
     stock.save_pretrained(folder / "stock")
     AutoTokenizer.from_pretrained(folder / "start").save_pretrained(folder / "stock")

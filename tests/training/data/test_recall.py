@@ -18,6 +18,7 @@ from condense.training.recipe import RecallData, Recipe, load_recipe
 from condense.training.small_llama import passkey_tokenizer, save_small_llama, word_tokenizer
 from condense.training.train import train
 
+from ..recipes import write_recipe
 from ..runs import log_lines
 
 TOKENIZER = word_tokenizer(RECALL_TEXTS)
@@ -293,24 +294,10 @@ def test_the_model_is_made_for_lookups(start):
 
 def test_a_recipe_trains_on_it(start, tmp_path):
     """In the real Trainer: the loss falls to what a guess among the values costs."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-model: {start}
-output: {tmp_path / "output"}
-data: {{task: recall, pairs: 3, form: overwritten, overwritten: 1.0, background: 0}}
-stages: [{{total_length: 80, steps: 60}}]
-global_batch: 16
-micro_batch: 16
-optimizer: {{learning_rate: 5.0e-3, warmup_steps: 3}}
-attention: eager
-dtype: float32
-evaluation: {{sequences: 10}}
-log_every: 5
-checkpoints: {{every: 60}}
-report_to: none
-"""
-    )
+    data = {"task": "recall", "pairs": 3, "form": "overwritten", "overwritten": 1.0, "background": 0}
+    fields = {"data": data, "optimizer": {"learning_rate": 5e-3, "warmup_steps": 3}, "attention": "eager"}
+    fields |= {"evaluation": {"sequences": 10}, "log_every": 5, "checkpoints": {"every": 60}}
+    path = write_recipe(tmp_path, str(start), [(80, 60)], global_batch=16, micro_batch=16, **fields)
     train(load_recipe(path))
     losses = [line["loss"] for line in log_lines(tmp_path / "output")]
     assert losses[0] > np.log(80) and losses[-1] < np.log(32) + 0.4

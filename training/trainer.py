@@ -238,7 +238,8 @@ class RecipeTrainer(Trainer):
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
         sums: dict[str, SegmentLosses] = defaultdict(lambda: SegmentLosses(self.args.device))  # by the name of the loss
-        by_source, right, names = SegmentLosses(self.args.device), [0, 0], self.validation.source_names
+        names, right = [f"loss_{name}" for name in self.validation.source_names], [0, 0]
+        by_source = [SegmentLosses(self.args.device) for _ in names]
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
@@ -248,26 +249,22 @@ class RecipeTrainer(Trainer):
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
                 now = num_right(model, batch, self.answers.background) if self.answers else (0, 0)
-            for name, found in {
-                "loss": output,
-                **{f"loss_{name}": one for name, one in output.further.items()},
-            }.items():
+            is_own = n < len(numbers)
+            for name, found in [("loss", output), *((f"loss_{name}", one) for name, one in output.further.items())]:
                 own = sums[name]  # on all ranks, for the sums over them
-                if n < len(numbers):
+                if is_own:
                     own.add(found.sums_S, found.targets_S)
-            if n < len(numbers):
+            if is_own:
                 right = [sum(pair) for pair in zip(right, now, strict=True)]
                 if names:
-                    is_own = torch.arange(len(names)) == self.validation.source(numbers[n])
-                    by_source.add(
-                        is_own.to(self.args.device) * output.sums_S.sum(), is_own * output.targets_S.sum().cpu()
-                    )
+                    by_source[self.validation.source(numbers[n])].add(output.sums_S, output.targets_S)
         model.train()
-        totals = {name: one.over_ranks() for name, one in sums.items()}
-        metrics = {name: (losses_S.sum() / targets_S.sum()).item() for name, (losses_S, targets_S) in totals.items()}
-        for name, loss, targets in zip(names, *by_source.over_ranks(), strict=False) if names else ():
-            if targets:
-                metrics[f"loss_{name}"] = (loss / targets).item()
+        totals = {name: one.over_ranks() for name, one in (*sums.items(), *zip(names, by_source, strict=True))}
+        metrics = {
+            name: (losses_S.sum() / targets_S.sum()).item()
+            for name, (losses_S, targets_S) in totals.items()
+            if name not in names or targets_S.any()
+        }
         if self.by_segment:
             metrics |= by_octave(*totals["loss"])
         if self.answers:

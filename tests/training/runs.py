@@ -70,11 +70,15 @@ def log_lines(output: Path, name="loss") -> list[dict]:
     return [line for line in map(json.loads, (output / "log.jsonl").read_text().splitlines()) if name in line]
 
 
+def logged(output: Path, name="loss") -> list[float]:
+    return [line[name] for line in log_lines(output, name)]
+
+
 def run(recipe, output, *overrides, ranks=2, launcher=False) -> tuple[list[float], str]:
     """The logged losses, and what was printed."""
     succeeded, printed = _start(recipe, output, overrides, ranks, launcher)
     assert succeeded and was_finished(output), printed[-6000:]
-    return [line["loss"] for line in log_lines(output)], printed
+    return logged(output), printed
 
 
 def fails(recipe, output, *overrides, ranks=2, launcher=False) -> str:
@@ -191,6 +195,6 @@ def assert_same_training(recipe, output, *overrides, tolerance=1e-4):
         torch.testing.assert_close(tensor, weights[name], atol=tolerance, rtol=1e-3)
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    first, second = (CondenseForCausalLM.from_pretrained(folder).state_dict() for folder in (one, other))
-    return all(torch.equal(first[name], second[name]) for name in first)
+def same_weights(one: Path, other: Path, file="model.safetensors") -> bool:
+    first, second = (load_file(folder / file) for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

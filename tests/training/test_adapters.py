@@ -21,13 +21,18 @@ from condense.training.recipe import LoRA, load_recipe
 from condense.training.train import train
 
 from ..condense.models import tiny_model
-from .runs import folded_recipe, log_lines, run, tie
+from .runs import folded_recipe, logged, run, same_weights, tie
 
 
 def recipe_in(folder, *targets):
     fields = {"lora": {"rank": 4, "alpha": 12, "targets": targets}, "checkpoints": {"every": 3, "keep": 3}}
     fields |= {"optimizer": {"learning_rate": 5e-2, "warmup_steps": 1}}
     return folded_recipe(folder, (120, 6), global_batch=4, micro_batch=2, **fields)
+
+
+def convert(*arguments):
+    done = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def finished(recipe, tmp_path_factory):
 
 
 def test_adapters_alone_are_trained_and_saved(finished):
-    losses = [line["loss"] for line in log_lines(finished)]
+    losses = logged(finished)
     assert losses[-1] < losses[0] - 0.1
     stored = load_file(finished / "adapter_model.safetensors")
     assert len(stored) == 2 * 3 * 2 and all("lora_" in name for name in stored)  # layers, targets, matrices
@@ -56,17 +61,15 @@ def test_adapters_alone_are_trained_and_saved(finished):
 def test_a_resumed_run_is_the_same(recipe, finished, tmp_path):
     shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3")
     train(load_recipe(recipe, [f"output={tmp_path}"]))
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)][3:]
-    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, finished))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert logged(tmp_path) == logged(finished)[3:]
+    assert same_weights(tmp_path, finished, "adapter_model.safetensors")
 
 
 @torch.no_grad()
 def test_convert_merges_them(recipe, finished, tmp_path):
     """W + (alpha / rank) B A, written out."""
     source = recipe.parent / "start"
-    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "merged"), "--merge", str(finished)])
-    assert done.exit_code == 0, done.output
+    convert(source, tmp_path / "merged", "--merge", finished)
     expected = CondenseForCausalLM.from_pretrained(source).state_dict()
     for name, matrix_RI in load_file(finished / "adapter_model.safetensors").items():
         if "lora_A" in name:
@@ -86,11 +89,8 @@ def test_the_merged_model_has_the_segments_of_the_training(recipe, finished, tmp
     shutil.copytree(finished, adapters)
     trained = json.loads((adapters / "recipe.json").read_text())
     (adapters / "recipe.json").write_text(json.dumps(trained | {"model": trained["model"] | {"segment_length": 24}}))
-    to_stock = ["convert", str(recipe.parent / "start"), str(stock), "--to", "stock"]
-    merge = ["convert", str(stock), str(tmp_path / "merged"), "--merge", str(adapters), *options]
-    for arguments in (to_stock, merge):
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
+    convert(recipe.parent / "start", stock, "--to", "stock")
+    convert(stock, tmp_path / "merged", "--merge", adapters, *options)
     assert CondenseConfig.from_pretrained(tmp_path / "merged").segment_length == expected
     assert trained_segment_length(adapters / "checkpoint-3") == 24
 
@@ -139,9 +139,7 @@ def test_another_run_from_the_weights_of_a_checkpoint_merges_them_first(recipe, 
         check_run(load_recipe(recipe, [f"output={tmp_path / 'o'}", f"resume={checkpoint}", "lora.rank=5"]), 1, None)
     command, _, override = str(refused.value).partition("with condense ")[2].partition(", then ")
     assert override == "model=MERGED output=FOLDER."
-    command = command.replace("MERGED", str(tmp_path / "merged"))
-    done = CliRunner().invoke(app, command.split())
-    assert done.exit_code == 0, done.output
+    convert(*command.replace("MERGED", str(tmp_path / "merged")).removeprefix("convert ").split())
     check_run(load_recipe(recipe, [f"output={tmp_path / 'o'}", f"model={tmp_path / 'merged'}", "lora.rank=5"]), 1, None)
 
 
@@ -183,9 +181,7 @@ def test_adapters_of_a_tied_head_are_trained_and_merged(tmp_path):
     path = recipe_in(tmp_path, "q_proj", "v_proj", "lm_head")
     tie(tmp_path / "start")
     train(load_recipe(path, [f"output={tmp_path / 'adapters'}"]))
-    arguments = ["convert", str(tmp_path / "start"), str(tmp_path / "merged"), "--merge", str(tmp_path / "adapters")]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    convert(tmp_path / "start", tmp_path / "merged", "--merge", tmp_path / "adapters")
     tied = CondenseForCausalLM.from_pretrained(tmp_path / "start")
     adapted = peft.PeftModel.from_pretrained(tied, tmp_path / "adapters").eval()
     ids, found = torch.randint(5, 50, (2, 90)), CondenseForCausalLM.from_pretrained(tmp_path / "merged")
@@ -227,7 +223,7 @@ def test_the_dry_run_counts_what_is_trained(recipe):
 @pytest.mark.slow
 def test_two_ranks_of_zero_2_train_adapters_as_one_process(recipe, finished, tmp_path):
     losses, _ = run(recipe, tmp_path, launcher=True)
-    assert losses == pytest.approx([line["loss"] for line in log_lines(finished)], abs=1e-4)
+    assert losses == pytest.approx(logged(finished), abs=1e-4)
     one, other = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, finished))
     for name, tensor in other.items():
         torch.testing.assert_close(one[name], tensor, atol=2e-4, rtol=1e-3)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from condense import CondenseForCausalLM
 from condense.depth import DepthLlamaForCausalLM, convert_to_depth, to_depth_llama
 
-from .runs import assert_same_training, copy_checkpoint, expected, folded_recipe, log_lines, run, same_weights
+from .runs import assert_same_training, copy_checkpoint, expected, folded_recipe, logged, run, same_weights
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_two_ranks_of_zero_2_train_a_block_as_one_plain_process(hybrid, finished
 def test_a_run_with_a_block_goes_on_from_its_checkpoint(hybrid, finished, tmp_path):
     copy_checkpoint(finished, tmp_path, 4)
     losses, printed = run(hybrid, tmp_path, "gradient_checkpointing=true")
-    assert "resuming from" in printed and losses == [line["loss"] for line in log_lines(finished)]
+    assert "resuming from" in printed and losses == logged(finished)
     assert same_weights(finished, tmp_path)
 
 

@@ -23,7 +23,7 @@ from condense.training.train import train
 
 from ..condense.models import padded_batch, random_ids, tiny_model
 from .recipes import text_data, write_digits, write_recipe
-from .runs import copy_checkpoint, log_lines, run
+from .runs import copy_checkpoint, log_lines, logged, run, same_weights
 
 PLAIN = SimpleNamespace(dtype="float32", lora=None)
 
@@ -172,15 +172,14 @@ def test_a_run_closes_the_distance_to_its_teacher(folder, finished):
 def test_a_resumed_run_has_the_same_teacher(folder, finished, tmp_path):
     copy_checkpoint(finished, tmp_path, 4)
     train(load_recipe(folder / "recipe.yaml", [f"output={tmp_path}"]))
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)]
-    one, other = (load_file(output / "model.safetensors") for output in (tmp_path, finished))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert logged(tmp_path) == logged(finished)
+    assert same_weights(tmp_path, finished)
 
 
 def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, tmp_path):
     options = [f"output={tmp_path}", f"objective.teacher={folder / 'start'}"]
     train(load_recipe(folder / "recipe.yaml", options))
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)]
+    assert logged(tmp_path) == logged(finished)
 
 
 @pytest.mark.parametrize(
@@ -244,5 +243,5 @@ def test_refusals_come_before_the_weights(folder, options, words, tmp_path, monk
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_of_zero_2_distil_as_one_process(folder, finished, dtype, tmp_path):
     losses, _ = run(folder / "recipe.yaml", tmp_path, f"dtype={dtype}", launcher=True)
-    expected = [line["loss"] for line in log_lines(finished)]
+    expected = logged(finished)
     assert losses == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 3e-2)

@@ -71,8 +71,7 @@ def test_the_share_of_common_words_is_printed(folder, tmp_path):
 def test_the_curriculum_trains_on_facts(folder, tmp_path):
     curriculum = "{steps: 12, tokens_per_step: 640, first_segments: 2, last_segments: 4, loss_below: 100, patience: 2}"
     recipe = load_recipe(
-        folder / "recipe.yaml",
-        [f"output={tmp_path}", f"curriculum={curriculum}", "log_every=2", "checkpoints.every=6"],
+        folder / "recipe.yaml", [f"output={tmp_path}", f"curriculum={curriculum}", "log_every=2", "checkpoints.every=6"]
     )
     train.train(recipe)
     state = json.loads((tmp_path / "curriculum.json").read_text())

@@ -74,10 +74,7 @@ def launch_script(script: str, recipe: Path) -> None:
     ("ends", "said"),
     [
         ("sys.exit(75)", "exit code 75: "),
-        (
-            "os.kill(os.getpid(), 9) if rank else time.sleep(60)",
-            "a rank received SIGKILL, which the system",
-        ),
+        ("os.kill(os.getpid(), 9) if rank else time.sleep(60)", "a rank received SIGKILL, which the system"),
     ],
     ids=["stopped", "killed"],
 )

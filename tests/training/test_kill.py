@@ -50,10 +50,7 @@ def test_twenty_kills_change_nothing(tmp_path):
     kills, in_writing = 0, 0
     while kills < KILLS:
         process = subprocess.Popen(
-            launch_command(recipe, f"output={output}"),
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            launch_command(recipe, f"output={output}"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         if kills % 2:  # at any moment, from the start of the launcher on
             time.sleep(chance.uniform(1, 16))

@@ -18,7 +18,7 @@ from condense.training.recipe import load_recipe
 from condense.training.stopping import StopOnSignal, Stopped
 
 from .ranks import run_ranks
-from .runs import ROOT, expected, folded_recipe, log_lines, train_with
+from .runs import ROOT, expected, folded_recipe, log_lines, logged, train_with
 from .test_subprocesses import wait_for
 
 LONG = ["stages=[{total_length: 200, steps: 60}]", "log_every=1"]  # for signals from outside
@@ -167,7 +167,7 @@ def test_condense_train_passes_signals_on(recipe, tmp_path, number):
     ends_stopped(process, tmp_path, 75)
     finished = start(command)
     assert "resuming from" in finished.communicate(timeout=240)[0] and finished.returncode == 0
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(recipe, *LONG)[0], abs=1e-4)
+    assert logged(tmp_path) == pytest.approx(expected(recipe, *LONG)[0], abs=1e-4)
 
 
 @pytest.mark.slow
@@ -203,6 +203,6 @@ def test_two_nodes_of_torchrun_train_stop_and_resume(recipe, tmp_path):
         else:
             assert [process.returncode for process in processes] == [0, 0], printed[0][-3000:]
     losses, _, weights = expected(recipe, *LONG)
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(losses, abs=1e-4)
+    assert logged(tmp_path) == pytest.approx(losses, abs=1e-4)
     trained = CondenseForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all((trained[name] - weights[name]).abs().max() < 1e-3 for name in weights)

@@ -33,6 +33,7 @@ from .runs import (
     expected,
     fails,
     log_lines,
+    logged,
     rank_arguments,
     run,
     same_weights,
@@ -230,7 +231,7 @@ def test_one_process_without_the_launcher(stages, tmp_path):
     succeeded, printed = run_ranks(train_alone, ["--recipe", str(stages), f"output={tmp_path}", *SHORT], ranks=1)
     assert succeeded, printed[-3000:]
     assert "is not used" in printed
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(stages, *SHORT)[0], abs=1e-4)
+    assert logged(tmp_path) == pytest.approx(expected(stages, *SHORT)[0], abs=1e-4)
 
 
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path):
@@ -374,7 +375,7 @@ def test_going_on_from_another_output(stages, finished, tmp_path):
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text("{")
     run(stages, tmp_path, resume)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-8"]
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)][4:]
+    assert logged(tmp_path) == logged(finished)[4:]
     assert same_weights(tmp_path, finished)
     recipe = load_recipe(stages, [f"output={tmp_path}", resume])
     assert find_checkpoint(recipe) == tmp_path / "checkpoint-8"

@@ -47,6 +47,15 @@ class Curriculum(Section):
             lengths.append(min(max(lengths[-1] + 1, int(lengths[-1] * self.growth)), self.last_segments))
         return lengths
 
+    def check_holds_longest(self, segment_length: int, ranks: int) -> None:
+        """Raises `ValueError` where a step does not hold one of the longest texts on each rank."""
+        needed = self.last_segments * segment_length * ranks
+        if self.tokens_per_step < needed:
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} does not hold one text of {self.last_segments} segments of "
+                f"{segment_length} tokens on each of {ranks} ranks: allow at least {needed}."
+            )
+
     @model_validator(mode="after")
     def _ordered(self):
         if self.last_segments < self.first_segments:
@@ -161,13 +170,18 @@ class Recipe(Section):
             return self.curriculum.last_segments * segment_length
         return max(stage.total_length for stage in self.stages or ())
 
+    @property
+    def num_held_out(self) -> int:
+        """Sequences to validate with."""
+        return self.evaluation.sequences if self.evaluation else 0
+
     def num_samples(self) -> int:
         """Texts of the longest length that the model samples from itself, those to validate with included."""
         if not isinstance(self.data, SampleData) or self.stages is None or self.global_batch is None:
             return 0
         tokens = sum(stage.steps * self.global_batch * stage.total_length for stage in self.stages)
         training = self.data.texts or -(-tokens // self.longest_text())
-        return training + (self.evaluation.sequences if self.evaluation else 0)
+        return training + self.num_held_out
 
     @property
     def decay_steps(self) -> int:

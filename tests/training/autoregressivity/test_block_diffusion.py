@@ -11,7 +11,7 @@ from condense.training.train import train
 
 from ...condense.models import tiny_model
 from ..recipes import text_data, write_recipe, write_texts
-from ..runs import log_lines
+from ..runs import log_lines, logged
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_run_saves_a_model_that_writes_blocks(path):
     model = AutoModelForCausalLM.from_pretrained(recipe.output)
     assert isinstance(model, BlockDiffusionForCausalLM) and model.config.block_length == 4
     assert model.config.use_cache and model.config.attention_dropout == 0
-    lines = [line["eval_loss"] for line in log_lines(recipe.output, "eval_loss")]
+    lines = logged(recipe.output, "eval_loss")
     assert len(lines) == 3 and lines[-1] < lines[0]
     assert log_lines(whole.output, "eval_loss")[0]["eval_loss"] == pytest.approx(lines[0], rel=1e-5)
     prompt = AutoTokenizer.from_pretrained(recipe.output)("word1 word2 word3", return_tensors="pt").input_ids

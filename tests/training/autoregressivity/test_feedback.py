@@ -7,13 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from condense.training.autoregressivity.feedback import (
-    Expected,
-    Tree,
-    free_running_losses,
-    likeliest,
-    read_inputs,
-)
+from condense.training.autoregressivity.feedback import Expected, Tree, free_running_losses, likeliest, read_inputs
 from condense.training.recipe import OBJECTIVES, load_recipe
 from condense.training.recipe.objectives import next_token_losses
 

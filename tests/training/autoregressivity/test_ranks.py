@@ -8,7 +8,7 @@ from condense.training.recipe import load_recipe
 from condense.training.train import train
 
 from ..recipes import text_data, write_digits
-from ..runs import copy_checkpoint, folded_recipe, log_lines, run, same_weights
+from ..runs import copy_checkpoint, folded_recipe, log_lines, logged, run, same_weights
 
 MISSING = "objective={kind: missing_targets, rate: 0.5, unknown: free_run}"
 STATES = "objective={kind: synthetic_states, states: 1}"
@@ -40,7 +40,7 @@ def test_two_ranks_train_as_one_process(recipe, tmp_path, objective):
     lines, own = log_lines(one), log_lines(ranks)
     assert losses == pytest.approx([line["loss"] for line in lines], abs=1e-4)
     assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in lines], rel=1e-3)
-    validated = [[line["eval_loss"] for line in log_lines(output, "eval_loss")] for output in (ranks, one)]
+    validated = [logged(output, "eval_loss") for output in (ranks, one)]
     assert validated[0] == pytest.approx(validated[1], abs=1e-4)
     models = [CondenseForCausalLM.from_pretrained(output).state_dict() for output in (ranks, one)]
     for name, tensor in models[0].items():

@@ -9,7 +9,7 @@ from condense.training.small_llama import save_small_llama
 from condense.training.train import train
 
 from ..recipes import text_data, write_digits, write_recipe
-from ..runs import copy_checkpoint, log_lines
+from ..runs import copy_checkpoint, logged
 
 FOLDED = "model={{kind: condense, segment_length: 10, source: {folder}/start}}"
 NEUTRAL = {
@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
             given = [FOLDED.format(folder=folder)] if kind == "condense" else []
             train(load_recipe(path, [*given, f"objective={objective}", f"output={output}", *overrides]))
             weights = load_file(output / "model.safetensors")
-            done[key] = output, weights, [line["loss"] for line in log_lines(output)]
+            done[key] = output, weights, logged(output)
         return done[key]
 
     return run
@@ -61,9 +61,7 @@ def test_a_neutral_value_trains_as_the_next_token(trained, kind, name):
     output, weights, losses = trained(kind, NEUTRAL[name])
     plain, plain_weights, plain_losses = trained(kind, "{kind: next_token}")
     assert same(weights, plain_weights) and losses == plain_losses
-    assert [line["eval_loss"] for line in log_lines(output, "eval_loss")] == [
-        line["eval_loss"] for line in log_lines(plain, "eval_loss")
-    ]
+    assert logged(output, "eval_loss") == logged(plain, "eval_loss")
 
 
 @pytest.mark.parametrize("name", SWITCHED)
@@ -71,7 +69,7 @@ def test_other_values_train_otherwise_and_are_validated_alike(trained, name):
     output, weights, losses = trained("condense", SWITCHED[name])
     plain, plain_weights, plain_losses = trained("condense", "{kind: next_token}")
     assert losses[0] != plain_losses[0] and not same(weights, plain_weights)
-    before, after = ([line["eval_loss"] for line in log_lines(folder, "eval_loss")] for folder in (output, plain))
+    before, after = (logged(folder, "eval_loss") for folder in (output, plain))
     assert before[0] == after[0] and before[-1] != after[-1]
     assert losses[-1] < losses[0]
 

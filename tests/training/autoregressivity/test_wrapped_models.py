@@ -17,7 +17,7 @@ from condense.training.preflight import check_run
 from condense.training.recipe import load_recipe
 from condense.training.train import train
 
-from ..runs import expected, folded_recipe, log_lines, run
+from ..runs import expected, folded_recipe, log_lines, logged, run
 
 HEADS = "objective={kind: multi_token, tokens: %d}"
 EXPERTS = "objective={kind: position_experts, experts: %d, split: %s}"
@@ -57,7 +57,7 @@ def test_one_head_and_one_expert_are_the_ordinary_training_to_the_bit(recipe, tm
         trained(recipe, tmp_path / name, *chosen, objective)
         same = load_file(tmp_path / name / "model.safetensors")
         assert same.keys() == weights.keys() and all(torch.equal(same[key], weights[key]) for key in weights)
-        assert [line["loss"] for line in log_lines(tmp_path / name)] == [line["loss"] for line in losses]
+        assert logged(tmp_path / name) == [line["loss"] for line in losses]
         own, other = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in (name, "plain"))
         assert own == other
 
@@ -215,5 +215,5 @@ def test_bfloat16_and_a_curriculum_train_too(recipe, tmp_path, objective):
     lines = [line for line in text.splitlines() if not line.startswith(("global_batch", "micro_batch"))]
     (tmp_path / "curriculum.yaml").write_text("\n".join(lines))
     trained(tmp_path / "curriculum.yaml", tmp_path / "grown", objective, "optimizer.decay_steps=4", "log_every=2")
-    curve = [line["loss"] for line in log_lines(tmp_path / "grown")]
+    curve = logged(tmp_path / "grown")
     assert curve[-1] < curve[0]

@@ -19,7 +19,7 @@ from condense.training.small_llama import passkey_tokenizer, save_small_llama, w
 from condense.training.train import train
 
 from ..recipes import write_recipe
-from ..runs import log_lines
+from ..runs import logged
 
 TOKENIZER = word_tokenizer(RECALL_TEXTS)
 SENTENCE = r"The (\w+ \w+) has (\w+) \. "
@@ -43,11 +43,7 @@ def read(form, ids):
 
 @pytest.mark.parametrize(
     ("form", "options", "sentences", "answer"),
-    [
-        ("single", {}, 20, 1),
-        ("multi_value", {"values": 3}, 60, 3),
-        ("overwritten", {"overwritten": 0.3}, 26, 1),
-    ],
+    [("single", {}, 20, 1), ("multi_value", {"values": 3}, 60, 3), ("overwritten", {"overwritten": 0.3}, 26, 1)],
 )
 @pytest.mark.parametrize("room", [0, 1, 77, 1200])
 def test_a_reader_knows_the_answer(form, options, sentences, answer, room):
@@ -299,9 +295,9 @@ def test_a_recipe_trains_on_it(start, tmp_path):
     fields |= {"evaluation": {"sequences": 10}, "log_every": 5, "checkpoints": {"every": 60}}
     path = write_recipe(tmp_path, str(start), [(80, 60)], global_batch=16, micro_batch=16, **fields)
     train(load_recipe(path))
-    losses = [line["loss"] for line in log_lines(tmp_path / "output")]
+    losses = logged(tmp_path / "output")
     assert losses[0] > np.log(80) and losses[-1] < np.log(32) + 0.4
-    accuracies = [line["eval_recall_accuracy"] for line in log_lines(tmp_path / "output", "eval_recall_accuracy")]
+    accuracies = logged(tmp_path / "output", "eval_recall_accuracy")
     assert len(accuracies) == 2  # before and after training
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from condense.linear import Linear
 
 if TYPE_CHECKING:
-    from .recipe.lora import LoRA
+    from .recipe import LoRA
 
 
 def check_targets(model: Any, lora: "LoRA") -> None:

@@ -14,7 +14,7 @@ def uniform(seed: int, *indices: torch.Tensor) -> torch.Tensor:
     output of a generator whose seed is the output before.
     """
     assert indices
-    state = torch.tensor(_signed(seed), device=indices[0].device)
+    state = torch.tensor((seed + 2**63) % 2**64 - 2**63, device=indices[0].device)  # as a signed number
     for index in indices:
         state = _mix(state + (index.long() + 1) * INCREMENT)
     return _shift_right(state, 11).double() * 2.0**-53
@@ -29,7 +29,3 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
 def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
     """As for unsigned numbers: zeros come in."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(seed: int) -> int:
-    return (seed + 2**63) % 2**64 - 2**63

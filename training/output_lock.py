@@ -55,9 +55,9 @@ def check_unlocked(folder: Path, name: str = "run") -> None:
             os.close(descriptor)
 
 
-def was_finished(folder: Path, name: str = "run") -> bool:
-    """Whether the last holder of the folder has finished: not while it is held, and not after an error or a kill."""
-    path = lock_file(folder, name)
+def was_finished(folder: Path) -> bool:
+    """Whether the last run in the folder has finished: not while it is held, and not after an error or a kill."""
+    path = lock_file(folder)
     return path.exists() and path.stat().st_size == 0
 
 

@@ -64,13 +64,11 @@ def check_former_recipe(source: str) -> None:
 
 def check_prepared(recipe: Recipe) -> None:
     """Raises `ValueError` for documents that do not exist, and for a folder that can't keep them prepared."""
-    if isinstance(recipe.data, SampleData):
-        check_output_folder(Path(recipe.data.prepared))
     named = getattr(recipe.data, "sources", [])  # some tasks have none
     for source in (*named, *(recipe.evaluation.sources if recipe.evaluation else ())):
         if source.files is not None:
             source_files(source)
-    if isinstance(recipe.data, DocumentData):
+    if isinstance(recipe.data, DocumentData | SampleData):
         check_output_folder(Path(recipe.data.prepared))
 
 

@@ -66,18 +66,6 @@ LAUNCHER_S = 5.0  # until the launcher has ended the ranks that another one has 
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
 
 
-class TrainingData(NamedTuple):
-    """The tokenizer and, unless a curriculum generates its texts, the examples to train on and to validate with.
-
-    `former` are the stages that a resumed run has had before those of its recipe, oldest first.
-    """
-
-    former: Sequence[Sequence[Stage]]
-    tokenizer: Any
-    examples: Examples | None
-    held_out: Examples | None
-
-
 class Batches(NamedTuple):
     """The micro-batches of a run; the state of its curriculum, where it has one."""
 
@@ -108,8 +96,10 @@ def run(
     """Trains as one rank, from the newest checkpoint or from the recipe's model, and saves the trained model."""
     zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
     checkpoint = find_checkpoint(recipe)
+    former = former_stages(checkpoint, recipe) if checkpoint else []
     # Data come before the group: ranks that wait there for another rank's preparation would time out.
-    data = prepare_data(recipe, former_stages(checkpoint, recipe) if checkpoint else [])
+    tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
+    examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer, former=former)
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
         assert deepspeed is not None
         deepspeed["checkpoint"] = {"load_universal": True}
@@ -125,7 +115,10 @@ def run(
     model = recipe.objective.prepare_model(base, recipe)
     if recipe.lora:
         model = add_adapters(model, recipe.lora)
-    batches = make_batches(recipe, data, base.config, process, checkpoint, equal_lengths=zero_stage == 3)
+    if examples is None:
+        batches = curriculum_batches(recipe, tokenizer, base.config, process.num_ranks, checkpoint)
+    else:
+        batches = stage_batches(recipe, examples, held_out, process, equal_lengths=zero_stage == 3)
     if process.is_first:
         begin_output(recipe, checkpoint, arguments)
         if without_effect:
@@ -140,13 +133,17 @@ def run(
         snapshot_when_full(snapshot, smaller_passes(recipe)),
         reporting,
     ):
-        trainer = make_trainer(recipe, model, arguments, data, batches)
+        callbacks = make_callbacks(recipe, batches.curriculum, former)
+        trainer = make_trainer(recipe, model, arguments, tokenizer, batches, callbacks)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)
         trainer.add_callback(stop)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not stop.stopped:
-        save(recipe, trainer, batches, process)
+        trainer.save_model(str(recipe.output))  # all ranks take part
         if process.is_first:
+            use_default_mode(recipe.output)
+            if batches.curriculum is not None:
+                batches.curriculum.save(recipe.output)
             if line := validation_line(recipe, trainer.state.log_history):
                 print(line, flush=True)
             trained = "adapters are" if recipe.lora else "model is"
@@ -172,14 +169,6 @@ def check_launch(recipe: Recipe, process: Process) -> None:
         )
     unused = f"{recipe.deepspeed}" + (" and max_skipped_steps are" if recipe.max_skipped_steps else " is")
     print(f"started without the deepspeed launcher: one process, {unused} not used", flush=True)
-
-
-def prepare_data(recipe: Recipe, former: Sequence[Sequence[Stage]]) -> TrainingData:
-    """Loads the tokenizer, and reads and tokenises the documents that have not been prepared."""
-    tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
-    if recipe.curriculum:
-        return TrainingData(former, tokenizer, None, None)
-    return TrainingData(former, tokenizer, *make_examples(recipe, tokenizer, former=former))
 
 
 def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> TrainingArguments:
@@ -233,19 +222,16 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
     if (segments := (arguments.gradient_checkpointing_kwargs or {}).get("checkpoint_segments")) is not None:
         print(f"gradient checkpointing by groups of {segments} segments", flush=True)
     if checkpoint is not None:
-        print(f"resuming from {checkpoint}{followed_changes(checkpoint, recipe)}", flush=True)
+        kept = "The optimizer's state is kept, and the learning rate follows the new recipe."
+        followed = "; ".join(changes(checkpoint, recipe).followed)
+        print(
+            f"resuming from {checkpoint}" + (f" with another recipe: {followed}. {kept}" if followed else ""),
+            flush=True,
+        )
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
         print(f"{not_counted}, so that no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
     (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
-
-
-def followed_changes(checkpoint: Path, recipe: Recipe) -> str:
-    """What a resumed run does otherwise from now on; empty where nothing has changed."""
-    if not (followed := changes(checkpoint, recipe).followed):
-        return ""
-    kept = "The optimizer's state is kept, and the learning rate follows the new recipe."
-    return f" with another recipe: {'; '.join(followed)}. {kept}"
 
 
 def smaller_passes(recipe: Recipe) -> str:
@@ -273,17 +259,14 @@ def run_configuration(recipe: Recipe, *configs: Any) -> Iterator[None]:
         config.update(saved)
 
 
-def make_batches(
-    recipe: Recipe, data: TrainingData, config: Any, process: Process, checkpoint: Path | None, equal_lengths: bool
+def stage_batches(
+    recipe: Recipe, examples: Examples, held_out: Examples | None, process: Process, equal_lengths: bool
 ) -> Batches:
-    """The micro-batches of a curriculum or of stages; `equal_lengths` extends them to the full length, for ZeRO-3."""
-    if data.examples is None:
-        return curriculum_batches(recipe, data.tokenizer, config, process.num_ranks, checkpoint)
+    """`equal_lengths` extends micro-batches to the full length, for ZeRO-3."""
     if process.launched:
-        check_same_documents(data.examples, process.num_ranks)
-    training = StageBatches(recipe, data.examples, process.num_ranks, equal_lengths)
-    validation = ValidationBatches(recipe, data.held_out, equal_lengths) if data.held_out else None
-    return Batches(training, validation, None)
+        check_same_documents(examples, process.num_ranks)
+    validation = ValidationBatches(recipe, held_out, equal_lengths) if held_out else None
+    return Batches(StageBatches(recipe, examples, process.num_ranks, equal_lengths), validation, None)
 
 
 def curriculum_batches(recipe: Recipe, tokenizer: Any, config: Any, ranks: int, checkpoint: Path | None) -> Batches:
@@ -309,7 +292,12 @@ def check_same_documents(examples: Examples, ranks: int) -> None:
 
 
 def make_trainer(
-    recipe: Recipe, model: Any, arguments: TrainingArguments, data: TrainingData, batches: Batches
+    recipe: Recipe,
+    model: Any,
+    arguments: TrainingArguments,
+    tokenizer: Any,
+    batches: Batches,
+    callbacks: list[TrainerCallback],
 ) -> RecipeTrainer:
     trainer = RecipeTrainer(
         model=model,
@@ -322,8 +310,8 @@ def make_trainer(
         max_skipped_steps=recipe.max_skipped_steps,
         seconds_at_peak=seconds_at_peak(recipe, model.config),
         data_collator=_only_item,
-        processing_class=data.tokenizer,
-        callbacks=make_callbacks(recipe, batches.curriculum, data.former),
+        processing_class=tokenizer,
+        callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -361,15 +349,6 @@ def make_callbacks(
 def _only_item(items: list[dict]) -> dict:
     (item,) = items
     return item
-
-
-def save(recipe: Recipe, trainer: RecipeTrainer, batches: Batches, process: Process) -> None:
-    """Writes the trained model, and the state of its curriculum beside it. All ranks take part."""
-    trainer.save_model(str(recipe.output))
-    if process.is_first:
-        use_default_mode(recipe.output)
-        if batches.curriculum is not None:
-            batches.curriculum.save(recipe.output)
 
 
 def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | None:

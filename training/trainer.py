@@ -6,6 +6,7 @@ Axes: S segments.
 import math
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -236,9 +237,9 @@ class RecipeTrainer(Trainer):
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
-        losses, by_source, right = SegmentLosses(self.args.device), SegmentLosses(self.args.device), [0, 0]
-        further: dict[str, SegmentLosses] = {}
-        names = self.validation.source_names
+        sums: dict[str, SegmentLosses] = defaultdict(lambda: SegmentLosses(self.args.device))  # by the name of the loss
+        names, right = [f"loss_{name}" for name in self.validation.source_names], [0, 0]
+        by_source = [SegmentLosses(self.args.device) for _ in names]
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
@@ -248,27 +249,24 @@ class RecipeTrainer(Trainer):
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
                 now = num_right(model, batch, self.answers.background) if self.answers else (0, 0)
-            for name in output.further:  # on all ranks, for the sums over them
-                further.setdefault(name, SegmentLosses(self.args.device))
-            if n < len(numbers):
-                for name, other in output.further.items():
-                    further[name].add(other.sums_S, other.targets_S)
-                losses.add(output.sums_S, output.targets_S)
+            is_own = n < len(numbers)
+            for name, found in [("loss", output), *((f"loss_{name}", one) for name, one in output.further.items())]:
+                own = sums[name]  # on all ranks, for the sums over them
+                if is_own:
+                    own.add(found.sums_S, found.targets_S)
+            if is_own:
                 right = [sum(pair) for pair in zip(right, now, strict=True)]
                 if names:
-                    own = torch.arange(len(names)) == self.validation.source(numbers[n])
-                    by_source.add(own.to(self.args.device) * output.sums_S.sum(), own * output.targets_S.sum().cpu())
+                    by_source[self.validation.source(numbers[n])].add(output.sums_S, output.targets_S)
         model.train()
-        losses_S, targets_S = losses.over_ranks()
-        metrics = {"loss": (losses_S.sum() / targets_S.sum()).item()}
-        for name, sums in further.items():
-            other_S, targets_of_other_S = sums.over_ranks()
-            metrics[f"loss_{name}"] = (other_S.sum() / targets_of_other_S.sum()).item()
-        for name, loss, targets in zip(names, *by_source.over_ranks(), strict=False) if names else ():
-            if targets:
-                metrics[f"loss_{name}"] = (loss / targets).item()
+        totals = {name: one.over_ranks() for name, one in (*sums.items(), *zip(names, by_source, strict=True))}
+        metrics = {
+            name: (losses_S.sum() / targets_S.sum()).item()
+            for name, (losses_S, targets_S) in totals.items()
+            if name not in names or targets_S.any()
+        }
         if self.by_segment:
-            metrics |= by_octave(losses_S, targets_S)
+            metrics |= by_octave(*totals["loss"])
         if self.answers:
             given, asked = (over_ranks(number, self.args.device) for number in right)
             metrics[f"{self.answers.task}_accuracy"] = given / asked

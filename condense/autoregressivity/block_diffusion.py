@@ -170,11 +170,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         return requested_attention
 
     def forward(
-        self,
-        input_ids=None,
-        masked: torch.Tensor | None = None,
-        targets: torch.Tensor | None = None,
-        **arguments: Any,
+        self, input_ids=None, masked: torch.Tensor | None = None, targets: torch.Tensor | None = None, **arguments: Any
     ) -> CondenseOutput:
         """As `CondenseForCausalLM.forward`. With `masked` [B, N], boolean, the noisy stream over whole texts without
         padding: `logits` [B, N, V] of the token after each one, where the inputs at `masked` are replaced by a mask.

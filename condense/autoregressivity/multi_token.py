@@ -134,10 +134,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
 
 
 def targets_of_heads(
-    labels_BN: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    num_tokens: int,
-    supervised: Supervised = "all_heads",
+    labels_BN: torch.Tensor, attention_mask: torch.Tensor | None, num_tokens: int, supervised: Supervised = "all_heads"
 ) -> torch.Tensor:
     """The label that each head of each token predicts, [B, N, k]; `IGNORE_INDEX` where there is none."""
     targets_BNk = labels_BN.new_full((*labels_BN.shape, num_tokens), IGNORE_INDEX)

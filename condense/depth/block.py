@@ -65,11 +65,7 @@ class DepthFlow(nn.Module):
         return Solution(end_nD.unflatten(0, shape).to(start_RTD.dtype), evaluations_n.unflatten(0, shape))
 
     def integrate(
-        self,
-        field: BoundField,
-        start_RTD: torch.Tensor,
-        control_RTC: torch.Tensor | None,
-        chunk: Chunk | None = None,
+        self, field: BoundField, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk | None = None
     ) -> Solution:
         """The flow with fixed steps."""
         settings, start = self.settings, _accurate(start_RTD)

@@ -102,7 +102,7 @@ def solve_adaptive(
             f"rtol={settings.rtol:g} and atol={settings.atol:g} are below the rounding of {start_nD.dtype}, "
             f"{rounding:.1g}: raise one of them, or compute in float64."
         )
-    term = torchode.ODETerm(_of_samples(derivative), with_stats=False)
+    term = torchode.ODETerm(lambda tau_n, state_nD: derivative(tau_n[:, None], state_nD), with_stats=False)
     method = {"dopri5": torchode.Dopri5, "adaptive_heun": torchode.Heun}[settings.solver](term)
     controller = torchode.IntegralController(atol=settings.atol, rtol=settings.rtol, term=term)
     per_step = EVALUATIONS_PER_STEP[settings.solver]
@@ -131,7 +131,3 @@ def check_installed(settings: DepthSettings) -> None:
             f"depth: solver={settings.solver!r} with gradient={settings.gradient!r} needs the package {needed}: "
             f"pip install {needed}, or choose one of {', '.join(FIXED_SOLVERS)} with gradient='direct'."
         )
-
-
-def _of_samples(derivative: Derivative) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    return lambda tau_n, state_nD: derivative(tau_n[:, None], state_nD)

@@ -4,12 +4,14 @@ import functools
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, get_wsd_schedule
@@ -26,6 +28,7 @@ from condense.training.recipe import Recipe, load_recipe
 from condense.training.small_llama import save_small_llama
 
 from .ranks import run_ranks
+from .recipes import write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = (
@@ -38,13 +41,18 @@ def launch_command(recipe, *overrides, ranks=2) -> list[str]:
     return [sys.executable, "-c", CODE, str(recipe), str(ranks), *overrides]
 
 
-def folded_recipe(folder: Path, text: str, output: Path | str = "unused") -> Path:
-    """A recipe that starts from a small folded model, which is saved beside it."""
+def folded_recipe(folder: Path, *stages: tuple[int, int], **fields) -> Path:
+    """A recipe that starts from a small folded model, which is saved beside it; see `write_recipe`."""
     save_small_llama(folder / "start")
     CondenseForCausalLM.from_pretrained(folder / "start", segment_length=40).save_pretrained(folder / "start")
-    path = folder / "recipe.yaml"
-    path.write_text(f"model: {folder / 'start'}\noutput: {output}\n{text}")
-    return path
+    return write_recipe(folder, str(folder / "start"), stages, **fields)
+
+
+def copy_checkpoint(finished: Path, output: Path, step: int) -> None:
+    """An output as that of a finished run was when it had written the checkpoint of a step."""
+    shutil.copytree(finished / f"checkpoint-{step}", output / f"checkpoint-{step}")
+    lines = (finished / "log.jsonl").read_text().splitlines(keepends=True)
+    (output / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
 
 def tie(folder: Path) -> set[str]:
@@ -62,11 +70,15 @@ def log_lines(output: Path, name="loss") -> list[dict]:
     return [line for line in map(json.loads, (output / "log.jsonl").read_text().splitlines()) if name in line]
 
 
+def logged(output: Path, name="loss") -> list[float]:
+    return [line[name] for line in log_lines(output, name)]
+
+
 def run(recipe, output, *overrides, ranks=2, launcher=False) -> tuple[list[float], str]:
     """The logged losses, and what was printed."""
     succeeded, printed = _start(recipe, output, overrides, ranks, launcher)
     assert succeeded and was_finished(output), printed[-6000:]
-    return [line["loss"] for line in log_lines(output)], printed
+    return logged(output), printed
 
 
 def fails(recipe, output, *overrides, ranks=2, launcher=False) -> str:
@@ -172,6 +184,17 @@ def expected(recipe, *overrides, ranks=2):
     return plain_training(load_recipe(recipe, ["output=o", *overrides]), ranks)
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    first, second = (CondenseForCausalLM.from_pretrained(folder).state_dict() for folder in (one, other))
-    return all(torch.equal(first[name], second[name]) for name in first)
+def assert_same_training(recipe, output, *overrides, tolerance=1e-4):
+    """Float32: losses, gradient norms (before clipping) and weights."""
+    losses, norms, weights = expected(recipe, *overrides)
+    lines = log_lines(output)
+    assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-4)
+    assert [line["grad_norm"] for line in lines] == pytest.approx(norms, rel=1e-3)
+    trained = CondenseForCausalLM.from_pretrained(output)
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], atol=tolerance, rtol=1e-3)
+
+
+def same_weights(one: Path, other: Path, file="model.safetensors") -> bool:
+    first, second = (load_file(folder / file) for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -21,38 +21,34 @@ from condense.training.recipe import LoRA, load_recipe
 from condense.training.train import train
 
 from ..condense.models import tiny_model
-from .runs import folded_recipe, log_lines, run, tie
+from .runs import folded_recipe, logged, run, same_weights, tie
 
-RECIPE = """
-lora: {rank: 4, alpha: 12, targets: [q_proj, v_proj, down_proj]}
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 6}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 5.0e-2, warmup_steps: 1}
-dtype: float32
-checkpoints: {every: 3, keep: 3}
-log_every: 1
-report_to: none
-"""
+
+def recipe_in(folder, *targets):
+    fields = {"lora": {"rank": 4, "alpha": 12, "targets": targets}, "checkpoints": {"every": 3, "keep": 3}}
+    fields |= {"optimizer": {"learning_rate": 5e-2, "warmup_steps": 1}}
+    return folded_recipe(folder, (120, 6), global_batch=4, micro_batch=2, **fields)
+
+
+def convert(*arguments):
+    done = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    return folded_recipe(tmp_path_factory.mktemp("lora"), RECIPE)
+    return recipe_in(tmp_path_factory.mktemp("lora"), "q_proj", "v_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
-        train(load_recipe(recipe, [f"output={output}"]))
+    train(load_recipe(recipe, [f"output={output}"]))
     return output
 
 
 def test_adapters_alone_are_trained_and_saved(finished):
-    losses = [line["loss"] for line in log_lines(finished)]
+    losses = logged(finished)
     assert losses[-1] < losses[0] - 0.1
     stored = load_file(finished / "adapter_model.safetensors")
     assert len(stored) == 2 * 3 * 2 and all("lora_" in name for name in stored)  # layers, targets, matrices
@@ -62,21 +58,18 @@ def test_adapters_alone_are_trained_and_saved(finished):
     assert not (finished / "model.safetensors").exists()
 
 
-def test_a_resumed_run_is_the_same(recipe, finished, tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+def test_a_resumed_run_is_the_same(recipe, finished, tmp_path):
     shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3")
     train(load_recipe(recipe, [f"output={tmp_path}"]))
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)][3:]
-    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, finished))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert logged(tmp_path) == logged(finished)[3:]
+    assert same_weights(tmp_path, finished, "adapter_model.safetensors")
 
 
 @torch.no_grad()
 def test_convert_merges_them(recipe, finished, tmp_path):
     """W + (alpha / rank) B A, written out."""
     source = recipe.parent / "start"
-    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "merged"), "--merge", str(finished)])
-    assert done.exit_code == 0, done.output
+    convert(source, tmp_path / "merged", "--merge", finished)
     expected = CondenseForCausalLM.from_pretrained(source).state_dict()
     for name, matrix_RI in load_file(finished / "adapter_model.safetensors").items():
         if "lora_A" in name:
@@ -96,11 +89,8 @@ def test_the_merged_model_has_the_segments_of_the_training(recipe, finished, tmp
     shutil.copytree(finished, adapters)
     trained = json.loads((adapters / "recipe.json").read_text())
     (adapters / "recipe.json").write_text(json.dumps(trained | {"model": trained["model"] | {"segment_length": 24}}))
-    to_stock = ["convert", str(recipe.parent / "start"), str(stock), "--to", "stock"]
-    merge = ["convert", str(stock), str(tmp_path / "merged"), "--merge", str(adapters), *options]
-    for arguments in (to_stock, merge):
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
+    convert(recipe.parent / "start", stock, "--to", "stock")
+    convert(stock, tmp_path / "merged", "--merge", adapters, *options)
     assert CondenseConfig.from_pretrained(tmp_path / "merged").segment_length == expected
     assert trained_segment_length(adapters / "checkpoint-3") == 24
 
@@ -142,17 +132,14 @@ def test_refusals(recipe, options, words):
         check_run(load_recipe(recipe, ["output=unused", *options]), 1, None)
 
 
-def test_another_run_from_the_weights_of_a_checkpoint_merges_them_first(recipe, finished, tmp_path, monkeypatch):
+def test_another_run_from_the_weights_of_a_checkpoint_merges_them_first(recipe, finished, tmp_path):
     """A checkpoint of a run with lora holds no model: the remedy is a command that makes one."""
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
     checkpoint = finished / "checkpoint-3"
     with pytest.raises(ValueError, match="comes from another recipe: lora.rank was 4 and is 5") as refused:
         check_run(load_recipe(recipe, [f"output={tmp_path / 'o'}", f"resume={checkpoint}", "lora.rank=5"]), 1, None)
     command, _, override = str(refused.value).partition("with condense ")[2].partition(", then ")
     assert override == "model=MERGED output=FOLDER."
-    command = command.replace("MERGED", str(tmp_path / "merged"))
-    done = CliRunner().invoke(app, command.split())
-    assert done.exit_code == 0, done.output
+    convert(*command.replace("MERGED", str(tmp_path / "merged")).removeprefix("convert ").split())
     check_run(load_recipe(recipe, [f"output={tmp_path / 'o'}", f"model={tmp_path / 'merged'}", "lora.rank=5"]), 1, None)
 
 
@@ -189,15 +176,12 @@ def test_a_run_does_not_resume_from_damaged_adapters(damage, words, recipe, fini
         check_run(load_recipe(recipe, [f"output={tmp_path}"]), 1, None)
 
 
-def test_adapters_of_a_tied_head_are_trained_and_merged(tmp_path, monkeypatch):
+def test_adapters_of_a_tied_head_are_trained_and_merged(tmp_path):
     """They change the head and not the embedding: the merged model has the logits of PEFT's, and is untied."""
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
-    path = folded_recipe(tmp_path, RECIPE.replace("down_proj", "lm_head"))
+    path = recipe_in(tmp_path, "q_proj", "v_proj", "lm_head")
     tie(tmp_path / "start")
     train(load_recipe(path, [f"output={tmp_path / 'adapters'}"]))
-    arguments = ["convert", str(tmp_path / "start"), str(tmp_path / "merged"), "--merge", str(tmp_path / "adapters")]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    convert(tmp_path / "start", tmp_path / "merged", "--merge", tmp_path / "adapters")
     tied = CondenseForCausalLM.from_pretrained(tmp_path / "start")
     adapted = peft.PeftModel.from_pretrained(tied, tmp_path / "adapters").eval()
     ids, found = torch.randint(5, 50, (2, 90)), CondenseForCausalLM.from_pretrained(tmp_path / "merged")
@@ -239,7 +223,7 @@ def test_the_dry_run_counts_what_is_trained(recipe):
 @pytest.mark.slow
 def test_two_ranks_of_zero_2_train_adapters_as_one_process(recipe, finished, tmp_path):
     losses, _ = run(recipe, tmp_path, launcher=True)
-    assert losses == pytest.approx([line["loss"] for line in log_lines(finished)], abs=1e-4)
+    assert losses == pytest.approx(logged(finished), abs=1e-4)
     one, other = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, finished))
     for name, tensor in other.items():
         torch.testing.assert_close(one[name], tensor, atol=2e-4, rtol=1e-3)

@@ -18,23 +18,12 @@ from condense.training.trainer import peak_memory, text_lengths
 from .ranks import run_ranks
 from .runs import folded_recipe, log_lines, train_with
 
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 3}]
-global_batch: 4
-micro_batch: 2
-optimizer: {warmup_steps: 1}
-attention: eager
-log_every: 1
-checkpoints: {every: 3}
-report_to: none
-"""
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
-    return folded_recipe(folder, RECIPE, output=folder / "out")
+    fields = {"attention": "eager", "dtype": "bfloat16", "checkpoints": {"every": 3}}
+    return folded_recipe(folder, (120, 3), global_batch=4, micro_batch=2, **fields)
 
 
 @pytest.fixture
@@ -48,7 +37,6 @@ def gpu_calls(monkeypatch):
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(("record", given)))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
     return calls
 
 
@@ -141,7 +129,6 @@ def test_the_share_of_the_peak_is_that_of_the_plans_operations(path, tmp_path, m
 
 
 def test_a_plan_takes_the_rate_of_a_runs_log(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
     train.train(load_recipe(path, [f"output={tmp_path}"]))
     rates = [line["tokens_per_second"] for line in log_lines(tmp_path)]
     assert parse_rate(str(tmp_path / "log.jsonl"), 8).tokens_per_second == pytest.approx(8 * median(rates[1:]))

@@ -15,22 +15,14 @@ from condense.training.recipe import load_recipe
 
 from .runs import folded_recipe, log_lines, run
 
-RECIPE = """
-data: {task: passkey, num_digits: 1, background: 1}
-stages: [{total_length: 120, steps: 4}, {total_length: 160, steps: 8}]
-global_batch: 16
-micro_batch: 8
-optimizer: {learning_rate: 5.0e-3, warmup_steps: 1}
-attention: eager
-dtype: float32
-evaluation: {sequences: 21, reference_loss: 0.25}
-report_to: none
-"""
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    return folded_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+    fields = {"data": {"task": "passkey", "num_digits": 1, "background": 1}, "log_every": 10, "attention": "eager"}
+    fields |= {"optimizer": {"learning_rate": 5e-3, "warmup_steps": 1}}
+    fields |= {"evaluation": {"sequences": 21, "reference_loss": 0.25}}
+    stages = (120, 4), (160, 8)
+    return folded_recipe(tmp_path_factory.mktemp("recipe"), *stages, global_batch=16, micro_batch=8, **fields)
 
 
 class Says:

@@ -15,14 +15,14 @@ from condense.eval.tasks.passkey import Passkey
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 
-from .runs import ROOT, log_lines, run
+from .runs import ROOT, logged, run
 
 RECIPES = ROOT / "training" / "recipes"
 SEGMENT, LENGTH = 64, 512
 
 
 def validation_losses(output):
-    return [line["eval_loss"] for line in log_lines(output, "eval_loss")]
+    return logged(output, "eval_loss")
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -23,23 +22,10 @@ from condense.training.small_llama import save_small_llama
 from condense.training.train import train
 
 from ..condense.models import padded_batch, random_ids, tiny_model
-from .runs import log_lines, run
+from .recipes import text_data, write_digits, write_recipe
+from .runs import copy_checkpoint, log_lines, logged, run, same_weights
 
 PLAIN = SimpleNamespace(dtype="float32", lora=None)
-RECIPE = """
-model: {{source: {folder}/start, segment_length: 10}}
-objective: {{kind: distill}}
-output: {folder}/unused
-data: {{task: text, fit: pack, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
-stages: [{{total_length: 40, steps: 8}}]
-global_batch: 4
-optimizer: {{learning_rate: 3.0e-3, warmup_steps: 1}}
-dtype: float32
-log_every: 1
-checkpoints: {{every: 4, keep: 3}}
-evaluation: {{sequences: 4, every: 8}}
-report_to: none
-"""
 
 
 def prepared(model, **fields) -> Distillation:
@@ -160,17 +146,18 @@ def folder(tmp_path_factory):
             if parameter.dim() == 2:
                 parameter.mul_(6)
     model.save_pretrained(folder / "start")
-    texts = [" ".join(Random(n).choices("0123456789", k=40 + 7 * n)) for n in range(8)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
+    write_digits(folder, range(40, 96, 7))
+    fields = {"objective": {"kind": "distill"}, "data": text_data(folder, "pack")}
+    fields |= {"optimizer": {"learning_rate": 3e-3, "warmup_steps": 1}, "checkpoints": {"every": 4, "keep": 3}}
+    fields |= {"evaluation": {"sequences": 4, "every": 8}}
+    start = {"source": str(folder / "start"), "segment_length": 10}
+    write_recipe(folder, start, [(40, 8)], global_batch=4, **fields)
     return folder
 
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
-        train(load_recipe(folder / "recipe.yaml", [f"output={folder / 'done'}"]))
+    train(load_recipe(folder / "recipe.yaml", [f"output={folder / 'done'}"]))
     return folder / "done"
 
 
@@ -182,22 +169,17 @@ def test_a_run_closes_the_distance_to_its_teacher(folder, finished):
     assert type(AutoModelForCausalLM.from_pretrained(finished)) is CondenseForCausalLM
 
 
-def test_a_resumed_run_has_the_same_teacher(folder, finished, tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
-    shutil.copytree(finished / "checkpoint-4", tmp_path / "checkpoint-4")
-    lines = (finished / "log.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 4))
+def test_a_resumed_run_has_the_same_teacher(folder, finished, tmp_path):
+    copy_checkpoint(finished, tmp_path, 4)
     train(load_recipe(folder / "recipe.yaml", [f"output={tmp_path}"]))
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)]
-    one, other = (load_file(output / "model.safetensors") for output in (tmp_path, finished))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert logged(tmp_path) == logged(finished)
+    assert same_weights(tmp_path, finished)
 
 
-def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, tmp_path):
     options = [f"output={tmp_path}", f"objective.teacher={folder / 'start'}"]
     train(load_recipe(folder / "recipe.yaml", options))
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)]
+    assert logged(tmp_path) == logged(finished)
 
 
 @pytest.mark.parametrize(
@@ -261,5 +243,5 @@ def test_refusals_come_before_the_weights(folder, options, words, tmp_path, monk
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_of_zero_2_distil_as_one_process(folder, finished, dtype, tmp_path):
     losses, _ = run(folder / "recipe.yaml", tmp_path, f"dtype={dtype}", launcher=True)
-    expected = [line["loss"] for line in log_lines(finished)]
+    expected = logged(finished)
     assert losses == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 3e-2)

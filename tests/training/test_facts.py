@@ -17,18 +17,10 @@ from condense.training.facts_data import write_facts_llama
 from condense.training.recipe import load_recipe
 
 from ..facts_world import answer_to, plain
+from .recipes import write_recipe
 from .runs import log_lines
 
 TEXT = "The old man sat. The man was the old one of men. He ran to the sea."
-RECIPE = """
-model: {source: FOLDER/llama, segment_length: 40}
-output: unused
-data: {task: facts, kinds: [one_fact, two_facts], facts: 3, background: 1, sources: [{files: FOLDER/text.txt}]}
-optimizer: {learning_rate: 2.0e-3, warmup_steps: 1}
-attention: eager
-dtype: float32
-report_to: none
-"""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +28,12 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("facts")
     (folder / "text.txt").write_text(TEXT)
     write_facts_llama(folder, [str(folder / "*.txt")], width=32, layers=2, words=5)
-    (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
+    data = {"task": "facts", "kinds": ["one_fact", "two_facts"], "facts": 3, "background": 1}
+    data |= {"sources": [{"files": str(folder / "text.txt")}]}
+    fields = {"data": data, "attention": "eager", "log_every": 10}
+    fields |= {"optimizer": {"learning_rate": 2e-3, "warmup_steps": 1}}
+    llama = {"source": str(folder / "llama"), "segment_length": 40}
+    write_recipe(folder, llama, None, global_batch=None, **fields)
     return folder
 
 
@@ -74,8 +71,7 @@ def test_the_share_of_common_words_is_printed(folder, tmp_path):
 def test_the_curriculum_trains_on_facts(folder, tmp_path):
     curriculum = "{steps: 12, tokens_per_step: 640, first_segments: 2, last_segments: 4, loss_below: 100, patience: 2}"
     recipe = load_recipe(
-        folder / "recipe.yaml",
-        [f"output={tmp_path}", f"curriculum={curriculum}", "log_every=2", "checkpoints.every=6"],
+        folder / "recipe.yaml", [f"output={tmp_path}", f"curriculum={curriculum}", "log_every=2", "checkpoints.every=6"]
     )
     train.train(recipe)
     state = json.loads((tmp_path / "curriculum.json").read_text())

@@ -15,16 +15,9 @@ from condense.training import launch, train
 from .ranks import run_ranks
 from .runs import folded_recipe, launch_from_a_shell, rank_arguments, train_with
 
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 100, steps: 3}]
-global_batch: 2
-optimizer: {warmup_steps: 1}
-checkpoints: {every: 1}
-dtype: float32
-log_every: 1
-report_to: none
-"""
+
+def recipe_in(folder: Path) -> Path:
+    return folded_recipe(folder, (100, 3), global_batch=2, checkpoints={"every": 1}, output=str(folder / "out"))
 
 
 def train_until_one_fails(arguments: list[str], failing: str, patience: float) -> None:
@@ -39,7 +32,7 @@ def train_until_one_fails(arguments: list[str], failing: str, patience: float) -
 
 @pytest.mark.parametrize("failing", ["0", "1"])
 def test_the_others_are_silent_until_the_launcher_has_ended_them(tmp_path, failing):
-    arguments = rank_arguments(folded_recipe(tmp_path, RECIPE), tmp_path / "out")
+    arguments = rank_arguments(recipe_in(tmp_path), tmp_path / "out")
     succeeded, printed = run_ranks(train_until_one_fails, arguments, failing, 60)
     assert not succeeded and "Traceback" not in printed and "can't be reached" not in printed
     said = "train: the third page" if failing == "0" else "train, rank 1: the third page"
@@ -48,7 +41,7 @@ def test_the_others_are_silent_until_the_launcher_has_ended_them(tmp_path, faili
 
 def test_ranks_that_nobody_ends_say_one_sentence(tmp_path):
     """As under torchrun on another machine."""
-    arguments = rank_arguments(folded_recipe(tmp_path, RECIPE), tmp_path / "out")
+    arguments = rank_arguments(recipe_in(tmp_path), tmp_path / "out")
     succeeded, printed = run_ranks(train_until_one_fails, arguments, "1", 0)
     assert not succeeded and "Traceback" not in printed
     (said,) = [line for line in printed.splitlines() if "can't be reached" in line]
@@ -81,10 +74,7 @@ def launch_script(script: str, recipe: Path) -> None:
     ("ends", "said"),
     [
         ("sys.exit(75)", "exit code 75: "),
-        (
-            "os.kill(os.getpid(), 9) if rank else time.sleep(60)",
-            "a rank received SIGKILL, which the system",
-        ),
+        ("os.kill(os.getpid(), 9) if rank else time.sleep(60)", "a rank received SIGKILL, which the system"),
     ],
     ids=["stopped", "killed"],
 )
@@ -93,7 +83,7 @@ def test_the_launcher_adds_nothing(tmp_path, ends, said):
     script = tmp_path / "rank.py"
     hello = "os.write(1, f'hello {rank}\\n'.encode())"  # at once: both ranks write to one pipe
     script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{hello}\n{ends}\n")
-    recipe = folded_recipe(tmp_path, RECIPE, output=tmp_path / "out")
+    recipe = recipe_in(tmp_path)
     succeeded, printed = run_ranks(launch_script, str(script), recipe, ranks=1)
     assert succeeded and said in printed, printed
     lines = [line for line in printed.splitlines() if line]
@@ -112,4 +102,4 @@ def test_exit_codes_in_words(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(launch, "launch", fail)
     with pytest.raises(ValueError, match="a rank received SIGSEGV; the same command resumes it"):
-        condense.cli.train(str(folded_recipe(tmp_path, RECIPE)), [f"output={tmp_path / 'out'}"])
+        condense.cli.train(str(recipe_in(tmp_path)), [f"output={tmp_path / 'out'}"])

@@ -13,22 +13,11 @@ from condense.training.recipe import load_recipe
 
 from .runs import folded_recipe
 
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 100, steps: 2}]
-global_batch: 2
-optimizer: {warmup_steps: 1}
-checkpoints: {every: 1}
-dtype: float32
-log_every: 1
-report_to: none
-"""
-
 
 @pytest.fixture
 def recipe(tmp_path):
     """Its model ends texts with another token than its tokenizer, and Trainer changes its settings of `generate`."""
-    path = folded_recipe(tmp_path, RECIPE)
+    path = folded_recipe(tmp_path, (100, 2), global_batch=2, checkpoints={"every": 1})
     give(path, eos_token_id=0)
     return path
 

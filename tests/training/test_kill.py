@@ -8,29 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from condense import CondenseForCausalLM
 from condense.training.checkpoints.complete import MARKER
-from condense.training.small_llama import save_small_llama
 
-from .runs import ROOT, kill_tree, launch_command, log_lines, run
+from .runs import ROOT, folded_recipe, kill_tree, launch_command, log_lines, run
 
 KILLS = 20
-RECIPE = """
-model: {start}
-output: unused
-data: {{task: passkey, shortest: 0.4}}
-stages: [{{total_length: 120, steps: 60}}, {{total_length: 200, steps: 60}}]
-global_batch: 8
-micro_batch: 2
-optimizer: {{learning_rate: 1.0e-3, warmup_steps: 2}}
-attention: eager
-attention_dropout: 0.1
-gradient_checkpointing: true
-checkpoints: {{every: 2, keep: 2}}
-evaluation: {{every: 40, sequences: 3}}
-log_every: 1
-report_to: none
-"""
 
 
 def weights_hash(output: Path) -> str:
@@ -58,20 +40,17 @@ def is_writing(output: Path) -> bool:
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(tmp_path):
     """In bfloat16 with dropout on two ranks: the same losses and weights, bit for bit."""
-    save_small_llama(tmp_path / "start")
-    CondenseForCausalLM.from_pretrained(tmp_path / "start", segment_length=40).save_pretrained(tmp_path / "start")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.format(start=tmp_path / "start"))
+    fields = {"dtype": "bfloat16", "attention": "eager", "attention_dropout": 0.1, "gradient_checkpointing": True}
+    fields |= {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 2}, "checkpoints": {"every": 2, "keep": 2}}
+    fields |= {"evaluation": {"every": 40, "sequences": 3}}
+    recipe = folded_recipe(tmp_path, (120, 60), (200, 60), global_batch=8, micro_batch=2, **fields)
     losses, _ = run(recipe, tmp_path / "whole")
 
     chance, output = random.Random(0), tmp_path / "broken"
     kills, in_writing = 0, 0
     while kills < KILLS:
         process = subprocess.Popen(
-            launch_command(recipe, f"output={output}"),
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            launch_command(recipe, f"output={output}"), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         if kills % 2:  # at any moment, from the start of the launcher on
             time.sleep(chance.uniform(1, 16))

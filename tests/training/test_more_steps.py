@@ -15,25 +15,15 @@ from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import Recipe, load_recipe
 
-from .runs import fails, folded_recipe, log_lines, run, same_weights
-
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 2}, {total_length: 100, steps: 2}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-3, final_learning_rate: 1.0e-3, warmup_steps: 2}
-attention: eager
-dtype: float32
-checkpoints: {every: 2, keep: 9}
-log_every: 1
-report_to: none
-"""
+from .runs import fails, folded_recipe, log_lines, logged, run, same_weights
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return folded_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+    fields = {"optimizer": {"learning_rate": 1e-3, "final_learning_rate": 1e-3, "warmup_steps": 2}}
+    fields |= {"attention": "eager", "checkpoints": {"every": 2, "keep": 9}}
+    folder, stages = tmp_path_factory.mktemp("recipe"), [(120, 2), (100, 2)]
+    return folded_recipe(folder, *stages, global_batch=4, micro_batch=2, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +45,7 @@ def test_more_steps_end_as_a_run_that_was_never_finished(recipe, whole, tmp_path
     printed = capsys.readouterr().out
     assert "checkpoint-5 with another recipe: stages was [{'total_length': 120, 'steps': 2}" in printed
     assert "The optimizer's state is kept, and the learning rate follows the new recipe." in printed
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(whole)]
+    assert logged(tmp_path) == logged(whole)
     assert same_weights(tmp_path, whole)
 
 

@@ -7,47 +7,20 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from condense import CondenseForCausalLM
 from condense.training import train as train_module
 from condense.training.recipe import Optimizer, load_recipe
-from condense.training.small_llama import save_small_llama
 from condense.training.train import OPTIMIZERS, RecipeTrainer, train, training_arguments
 
 from .ranks import run_ranks
-from .runs import train_with
-
-RECIPE = """
-model: {folder}/start
-output: {folder}/out
-data: {{task: passkey}}
-stages: [{{total_length: 80, steps: 2}}]
-global_batch: 2
-optimizer:
-  name: adamw
-  learning_rate: 0.002
-  final_learning_rate: 0.001
-  warmup_steps: 1
-  decay_steps: 1
-  weight_decay: 0.03
-  beta1: 0.8
-  beta2: 0.7
-  eps: 1.0e-5
-  max_grad_norm: 0.25
-attention: eager
-dtype: float32
-log_every: 1
-checkpoints: {{every: 1, keep: 1}}
-report_to: none
-"""
+from .runs import folded_recipe, train_with
 
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    save_small_llama(tmp_path / "start")
-    CondenseForCausalLM.from_pretrained(tmp_path / "start", segment_length=40).save_pretrained(tmp_path / "start")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
-    return path
+    rates = {"learning_rate": 2e-3, "final_learning_rate": 1e-3, "warmup_steps": 1, "decay_steps": 1}
+    optimizer = {"name": "adamw", **rates, "weight_decay": 0.03, "beta1": 0.8, "beta2": 0.7, "eps": 1e-5}
+    fields = {"optimizer": optimizer | {"max_grad_norm": 0.25}, "checkpoints": {"every": 1, "keep": 1}}
+    return folded_recipe(tmp_path, (80, 2), global_batch=2, attention="eager", data={"task": "passkey"}, **fields)
 
 
 class Reporting(RecipeTrainer):
@@ -84,7 +57,6 @@ def assert_as_given(output: Path) -> None:
 
 
 def test_without_deepspeed(recipe, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
     monkeypatch.setattr(train_module, "RecipeTrainer", Reporting)
     train(load_recipe(recipe))
     assert_as_given(load_recipe(recipe).output)

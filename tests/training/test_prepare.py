@@ -18,18 +18,7 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.training.subprocesses import child_environment
 
-RECIPE = """
-model: {folder}/llama
-output: {folder}/output
-data:
-  task: summarization
-  sources: [{{files: '{folder}/train-*.jsonl'}}]
-  prepared: {folder}/prepared
-stages: [{{total_length: 64, steps: 10}}]
-global_batch: 4
-optimizer: {{warmup_steps: 1}}
-evaluation: {{sequences: 5, sources: [{{files: {folder}/news.jsonl}}, {{files: {folder}/books.jsonl}}]}}
-"""
+from .recipes import write_recipe
 
 
 @pytest.fixture
@@ -38,9 +27,11 @@ def recipe(tmp_path):
     for name in ("train-0", "train-1", "train-2", "news", "books"):
         lines = [json.dumps({"text": "the sea " * n, "summary": "red"}) for n in range(1, 24)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
-    return path
+    data = {"task": "summarization", "sources": [{"files": f"{tmp_path}/train-*.jsonl"}]}
+    data |= {"prepared": str(tmp_path / "prepared")}
+    held_out = [{"files": f"{tmp_path}/{name}.jsonl"} for name in ("news", "books")]
+    evaluation = {"sequences": 5, "sources": held_out}
+    return write_recipe(tmp_path, f"{tmp_path}/llama", [(64, 10)], global_batch=4, data=data, evaluation=evaluation)
 
 
 def contents(folder):

@@ -18,28 +18,19 @@ from condense.training.recipe import load_recipe
 from condense.training.stopping import StopOnSignal, Stopped
 
 from .ranks import run_ranks
-from .runs import ROOT, expected, folded_recipe, log_lines, train_with
+from .runs import ROOT, expected, folded_recipe, log_lines, logged, train_with
 from .test_subprocesses import wait_for
 
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 3}, {total_length: 200, steps: 5}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-3, final_learning_rate: 1.0e-4, warmup_steps: 2}
-attention: eager
-dtype: float32
-checkpoints: {every: 4, keep: 3}
-log_every: 2
-report_to: none
-"""
 LONG = ["stages=[{total_length: 200, steps: 60}]", "log_every=1"]  # for signals from outside
 ON_CPU = ["deepspeed=zero2_cpu"]
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    return folded_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+    fields = {"optimizer": {"learning_rate": 1e-3, "final_learning_rate": 1e-4, "warmup_steps": 2}, "log_every": 2}
+    fields |= {"attention": "eager", "checkpoints": {"every": 4, "keep": 3}}
+    folder, stages = tmp_path_factory.mktemp("recipe"), [(120, 3), (200, 5)]
+    return folded_recipe(folder, *stages, global_batch=4, micro_batch=2, **fields)
 
 
 class SignalInStep:
@@ -176,7 +167,7 @@ def test_condense_train_passes_signals_on(recipe, tmp_path, number):
     ends_stopped(process, tmp_path, 75)
     finished = start(command)
     assert "resuming from" in finished.communicate(timeout=240)[0] and finished.returncode == 0
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(recipe, *LONG)[0], abs=1e-4)
+    assert logged(tmp_path) == pytest.approx(expected(recipe, *LONG)[0], abs=1e-4)
 
 
 @pytest.mark.slow
@@ -212,6 +203,6 @@ def test_two_nodes_of_torchrun_train_stop_and_resume(recipe, tmp_path):
         else:
             assert [process.returncode for process in processes] == [0, 0], printed[0][-3000:]
     losses, _, weights = expected(recipe, *LONG)
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(losses, abs=1e-4)
+    assert logged(tmp_path) == pytest.approx(losses, abs=1e-4)
     trained = CondenseForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all((trained[name] - weights[name]).abs().max() < 1e-3 for name in weights)

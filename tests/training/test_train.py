@@ -1,7 +1,6 @@
 """Training on two ranks of a CPU, through the launcher and without it, against training written out plainly."""
 
 import atexit
-import json
 import os
 import re
 import shutil
@@ -27,25 +26,27 @@ from condense.training.small_llama import save_small_llama
 
 from ..condense.execution.recording import recordings
 from .ranks import run_ranks, started_ranks
-from .runs import ROOT, expected, fails, log_lines, rank_arguments, run, same_weights, tie, train_alone, train_with
+from .recipes import text_data, write_recipe, write_texts
+from .runs import (
+    ROOT,
+    assert_same_training,
+    expected,
+    fails,
+    log_lines,
+    logged,
+    rank_arguments,
+    run,
+    same_weights,
+    tie,
+    train_alone,
+    train_with,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 CURRICULUM = ["curriculum.steps=12", "curriculum.tokens_per_step=320", "curriculum.last_segments=3", "log_every=1"]
 CURRICULUM += ["checkpoints.every=4", "optimizer.warmup_steps=2", "optimizer.decay_steps=4"]
 SHORT = ["stages=[{total_length: 120, steps: 1}, {total_length: 160, steps: 2}]", "optimizer.warmup_steps=1"]
-STAGES = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 3}, {total_length: 200, steps: 5}]
-global_batch: 8
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-3, final_learning_rate: 1.0e-4, warmup_steps: 2}
-attention: eager
-dtype: float32
-checkpoints: {every: 4, keep: 3}
-log_every: 1
-report_to: none
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,9 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stages(start):
-    path = start / "stages.yaml"
-    path.write_text(f"model: {start}\noutput: unused\n{STAGES}")
-    return path
+    fields = {"optimizer": {"learning_rate": 1e-3, "final_learning_rate": 1e-4, "warmup_steps": 2}}
+    fields |= {"attention": "eager", "checkpoints": {"every": 4, "keep": 3}}
+    return write_recipe(start, str(start), [(120, 3), (200, 5)], global_batch=8, micro_batch=2, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +73,6 @@ def finished(stages, tmp_path_factory):
     left = {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith("deepspeed_")}
     assert not left, "DeepSpeed's buffers are still there"
     return output
-
-
-def assert_same_training(recipe, output, *overrides):
-    """Float32: losses, gradient norms (before clipping) and weights within 1e-4."""
-    expected_losses, expected_norms, weights = expected(recipe, *overrides)
-    lines = log_lines(output)
-    assert [line["loss"] for line in lines] == pytest.approx(expected_losses, abs=1e-4)
-    assert [line["grad_norm"] for line in lines] == pytest.approx(expected_norms, rel=1e-3)
-    trained = CondenseForCausalLM.from_pretrained(output)
-    for name, tensor in trained.state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
 
 
 def test_two_ranks_of_zero_2_train_as_one_plain_process_on_a_curriculum(start, tmp_path):
@@ -136,29 +126,19 @@ def test_two_ranks_of_zero_2_by_graphs(overrides, stages, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def two_sources(start):
+def two_sources(start, tmp_path_factory):
     """A recipe whose validation documents come from two sources; odd digits and even ones."""
-    path = start / "sources.yaml"
     names = {"train": 40, "news": 2, "books": 3}
     for number, (name, count) in enumerate(names.items()):
         digits = ["0123456789", "13579", "2468"][number]
         texts = [" ".join(Random(n).choices(digits, k=40 + 10 * n)) for n in range(count)]
-        lines = [json.dumps({"text": text}) for text in texts]
-        (start / f"{name}.jsonl").write_text("\n".join(lines))
-    path.write_text(f"""
-model: {start}
-output: unused
-data: {{task: text, fit: cut, sources: [{{files: {start}/train.jsonl}}], prepared: {start}/prepared}}
-stages: [{{total_length: 20, steps: 2}}]
-global_batch: 4
-optimizer: {{warmup_steps: 1}}
-dtype: float32
-checkpoints: {{every: 1}}
-log_every: 1
-report_to: none
-evaluation: {{sequences: 5, sources: [{{files: {start}/news.jsonl}}, {{files: {start}/books.jsonl}}]}}
-""")
-    return path
+        write_texts(start / f"{name}.jsonl", texts)
+    folder, held_out = (
+        tmp_path_factory.mktemp("sources"),
+        [{"files": f"{start}/{name}.jsonl"} for name in ("news", "books")],
+    )
+    fields = {"data": text_data(start, files="train.jsonl"), "evaluation": {"sequences": 5, "sources": held_out}}
+    return write_recipe(folder, str(start), [(20, 2)], global_batch=4, checkpoints={"every": 1}, **fields)
 
 
 def test_validation_losses_by_source(two_sources, tmp_path):
@@ -251,7 +231,7 @@ def test_one_process_without_the_launcher(stages, tmp_path):
     succeeded, printed = run_ranks(train_alone, ["--recipe", str(stages), f"output={tmp_path}", *SHORT], ranks=1)
     assert succeeded, printed[-3000:]
     assert "is not used" in printed
-    assert [line["loss"] for line in log_lines(tmp_path)] == pytest.approx(expected(stages, *SHORT)[0], abs=1e-4)
+    assert logged(tmp_path) == pytest.approx(expected(stages, *SHORT)[0], abs=1e-4)
 
 
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(start, tmp_path):
@@ -395,7 +375,7 @@ def test_going_on_from_another_output(stages, finished, tmp_path):
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text("{")
     run(stages, tmp_path, resume)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-8"]
-    assert [line["loss"] for line in log_lines(tmp_path)] == [line["loss"] for line in log_lines(finished)][4:]
+    assert logged(tmp_path) == logged(finished)[4:]
     assert same_weights(tmp_path, finished)
     recipe = load_recipe(stages, [f"output={tmp_path}", resume])
     assert find_checkpoint(recipe) == tmp_path / "checkpoint-8"

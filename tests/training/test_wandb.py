@@ -15,19 +15,6 @@ from condense.training.wandb_run import wandb_run
 from .runs import folded_recipe
 from .test_stopping import SignalInStep
 
-RECIPE = """
-data: {task: passkey, shortest: 0.4}
-stages: [{total_length: 120, steps: 3}]
-global_batch: 2
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-3, warmup_steps: 1}
-attention: eager
-dtype: float32
-checkpoints: {every: 2, keep: 3}
-log_every: 1
-report_to: wandb
-"""
-
 
 @pytest.fixture(scope="module")
 def wandb():
@@ -40,7 +27,8 @@ def recipe(wandb, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    return load_recipe(folded_recipe(tmp_path, RECIPE, output=tmp_path / "my-run"))
+    fields = {"output": str(tmp_path / "my-run"), "checkpoints": {"every": 2, "keep": 3}, "report_to": "wandb"}
+    return load_recipe(folded_recipe(tmp_path, (120, 3), global_batch=2, micro_batch=2, attention="eager", **fields))
 
 
 def records(file) -> bytes:

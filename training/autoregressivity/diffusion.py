@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from condense.progress import ProgressBar
-
 from ..data.digits import MAX_VALUE, SIDE
 
 SCHEDULE = "squaredcos_cap_v2"
@@ -78,7 +76,6 @@ def sample(
     steps: int | None = None,
     sampler: Literal["ddpm", "ddim"] = "ddpm",
     generator: torch.Generator | None = None,
-    progress: bool = False,
 ) -> torch.Tensor:
     """`number` images that a `DenoiserModel` makes of noise in `steps` evaluations; None: as many as it has steps.
 
@@ -100,9 +97,7 @@ def sample(
     further = {} if sampler == "ddpm" else {"use_clipped_model_output": True}
     scheduler.set_timesteps(steps)
     state = torch.randn(number, 1, SIDE, SIDE, generator=generator).to(model.device)
-    for time in ProgressBar(
-        scheduler.timesteps.tolist(), desc="sampling", unit="step", leave=False, disable=not progress
-    ):
+    for time in scheduler.timesteps.tolist():
         predicted = model(state, torch.full((number,), time, device=state.device))
         state = scheduler.step(predicted, time, state, generator=generator, **further).prev_sample
     return state

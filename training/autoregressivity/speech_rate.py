@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from condense import CondenseForCausalLM, loading
 
 from ..draws import uniform
-from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from ..recipe.objectives import OBJECTIVES, Losses, OfDurations, next_token_losses
 
 Schedule = Literal["even", "cosine", "hard_long", "hard_short"]
 LEVELS = 100  # of difficulty
@@ -119,7 +119,7 @@ class SpeechRate:
 
 
 @OBJECTIVES.register
-class SpeechRateObjective(ObjectiveKind):
+class SpeechRateObjective(OfDurations):
     """Next tokens of texts whose tokens have durations by a schedule."""
 
     kind: Literal["speech_rate"] = "speech_rate"
@@ -137,13 +137,6 @@ class SpeechRateObjective(ObjectiveKind):
         if self.schedule == "even" and self.shuffled:
             raise ValueError("shuffled=true changes nothing of schedule=even: leave it out")
         return self
-
-    def check(self, recipe: Any) -> None:
-        if recipe.model.kind != "condense":
-            raise ValueError(
-                f"objective.kind='speech_rate' needs a model that takes durations, and model.kind="
-                f"{recipe.model.kind!r} is none: set model.kind=condense"
-            )
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         if self.judge is not None:

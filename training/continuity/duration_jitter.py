@@ -7,24 +7,17 @@ from pydantic import Field
 
 from ..distributed import Process
 from ..draws import uniform
-from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
+from ..recipe.objectives import OBJECTIVES, Losses, OfDurations, next_token_losses
 
 
 @OBJECTIVES.register
-class DurationJitter(ObjectiveKind):
+class DurationJitter(OfDurations):
     """Next tokens of texts whose tokens last 1 - jitter to 1 + jitter units. Validation has durations of one unit."""
 
     kind: Literal["duration_jitter"] = "duration_jitter"
     predicts_next_tokens: ClassVar[bool] = True
 
     jitter: float = Field(0.1, gt=0, lt=1, description="the furthest that a duration is from one unit")
-
-    def check(self, recipe: Any) -> None:
-        if recipe.model.kind != "condense":
-            raise ValueError(
-                f"objective.kind='duration_jitter' needs a model that takes durations, and model.kind="
-                f"{recipe.model.kind!r} is none: set model.kind=condense"
-            )
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         return next_token_losses(model, batch | {"durations": self.durations(batch["input_ids"])}, num_targets)

@@ -1,16 +1,14 @@
 """Prompts, each followed by the tokens to predict: questions with answers, documents with summaries."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from condense.text import first_tokens
 
 from .documents import Document
-from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example, places_of
-from .store import Store, Tokens
+from .store import Tokens
+from .text import Plan, StoredExamples
 
 
 def question_encoder(tokenizer, total_length: int):
@@ -40,44 +38,15 @@ def question_encoder(tokenizer, total_length: int):
     return encode
 
 
-class AnswerExamples:
-    """One prompt with its answer per sequence: documents `first` to `last - 1` of a store."""
-
-    def __init__(self, store: Store, first: int, last: int, seed: int | None):
-        self.store, self.first, self.last = store, first, last
-        self.epochs = Epochs(seed)
-        self.places = places_of(store.lengths)
-        self.fitting = lru_cache(maxsize=4)(self._fitting)
-
-    def _fitting(self, total_length: int) -> np.ndarray:
-        """The numbers of the documents that fit."""
-        fitting = np.flatnonzero(self.store.lengths[self.first : self.last] <= total_length)
-        if not len(fitting):
-            raise ValueError(f"no prompt with its answer fits into total_length={total_length} tokens: allow more.")
-        return fitting
-
-    def num_sequences(self, total_length: int) -> int:
-        return len(self.fitting(total_length))
+class AnswerExamples(StoredExamples):
+    """One prompt with its answer per sequence."""
 
     def left_out(self, total_length: int) -> str:
-        """Describes the documents that no sequence of this length holds; empty where there are none."""
-        documents = self.last - self.first - len(self.fitting(total_length))
+        documents = len(self.lengths) - self.num_sequences(total_length)
         return f"{documents:,} longer documents left out" if documents else ""
 
-    def fingerprint(self) -> str:
-        return self.store.fingerprint(self.first, self.last)
-
-    def source(self, number: int, total_length: int) -> int:
-        return int(self.store.sources[self._document(number, total_length)])
-
-    def _document(self, number: int, total_length: int) -> int:
-        fitting = self.fitting(total_length)
-        return self.first + int(fitting[self.epochs.index(number, len(fitting))])
-
-    def sequence(self, number: int, total_length: int) -> list[Example]:
-        document = self._document(number, total_length)
-        tokens = self.store[document]
-        input_ids = tokens.input_ids.astype(np.int64)
-        labels = input_ids.copy()
-        labels[: tokens.num_given] = IGNORE_INDEX
-        return [Example(input_ids, labels, int(self.places[document]))]
+    def _plan(self, total_length: int) -> Plan:
+        fitting = np.flatnonzero(self.lengths <= total_length)
+        if not len(fitting):
+            raise ValueError(f"no prompt with its answer fits into total_length={total_length} tokens: allow more.")
+        return Plan(fitting, np.zeros_like(fitting), self.lengths[fitting], np.arange(len(fitting) + 1))

@@ -22,11 +22,8 @@ from .examples import Examples, collate
 def evaluated_sources(recipe: Recipe) -> list[str]:
     """The names of the sources that validation losses are divided by: none for a single source and packed sequences."""
     data = recipe.data
-    if (
-        not isinstance(data, DocumentData)
-        or not recipe.evaluation
-        or (isinstance(data, TextData) and data.fit == "pack")
-    ):
+    packs = isinstance(data, TextData) and data.fit == "pack"
+    if not isinstance(data, DocumentData) or not recipe.evaluation or packs:
         return []
     sources = recipe.evaluation.sources or data.sources
     return source_names(sources) if len(sources) > 1 else []
@@ -68,8 +65,7 @@ class StageBatches(Dataset):
         total_length, before = self._stage_at(index // self.per_step)
         first = (index - before * self.per_step) * self.recipe.micro_batch
         numbers = range(first, first + self.recipe.micro_batch)
-        sequences = [self.examples.sequence(number, total_length) for number in numbers]
-        examples = [example for sequence in sequences for example in sequence]
+        examples = [example for number in numbers for example in self.examples.sequence(number, total_length)]
         extend_to = total_length if self.equal_lengths else 0
         batch = collate(examples, extend_to, self.recipe.objective.needs_places)
         return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]} of length {total_length}"}
@@ -121,6 +117,6 @@ class ValidationBatches(Dataset):
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sequences = [self.examples.sequence(number, self.total_length) for number in self.numbers[index]]
-        examples = [example for sequence in sequences for example in sequence]
+        numbers, length = self.numbers[index], self.total_length
+        examples = [example for number in numbers for example in self.examples.sequence(number, length)]
         return collate(examples, extend_to=self.total_length if self.equal_lengths else 0)

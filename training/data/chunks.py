@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     @classmethod
     def from_bytes(cls, data: bytes) -> "Chunk":
         part = read_part(pa.py_buffer(data))
-        kept, (number, before, after) = iter(part.documents()), part.notes["chunk"]
+        kept, (number, before, after) = map(part.document, range(len(part.ends))), part.notes["chunk"]
         return cls(number, before, after, [_outcome(item, kept) for item in part.notes["outcomes"]])
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from ..recipe import Curriculum, GeneratedData, Recipe
-from .generated import GeneratedTask
+from .examples import GeneratedTask
 
 STATE_FILE = "curriculum.json"
 
@@ -40,11 +40,8 @@ class CurriculumState:
         """Records the mean loss of the last `num_steps` steps; true where the text grows."""
         self.losses = [*self.losses, loss][-max(1, self.curriculum.patience // num_steps) :]
         full = len(self.losses) * num_steps >= self.curriculum.patience
-        if (
-            not full
-            or np.mean(self.losses) >= self.curriculum.loss_below
-            or self.segments == self.curriculum.last_segments
-        ):
+        is_low = np.mean(self.losses) < self.curriculum.loss_below
+        if not (full and is_low) or self.segments == self.curriculum.last_segments:
             return False
         lengths = self.curriculum.lengths
         self.milestones.append((step + 2, lengths[lengths.index(self.segments) + 1]))
@@ -71,17 +68,12 @@ class CurriculumBatches(Dataset):
         assert recipe.curriculum is not None and isinstance(recipe.data, GeneratedData)
         self.background = recipe.data.background
         self.curriculum = recipe.curriculum
-        longest = self.curriculum.last_segments * segment_length * world_size
-        if self.curriculum.tokens_per_step < longest:
-            raise ValueError(
-                f"tokens_per_step={self.curriculum.tokens_per_step} does not hold one text of "
-                f"{self.curriculum.last_segments} "
-                f"segments of {segment_length} tokens on each of {world_size} ranks: allow at least {longest}."
-            )
+        self.curriculum.check_holds_longest(segment_length, world_size)
         # Texts that do not fit the first length or the last are refused before the first step.
         shortest = self.curriculum.first_segments * segment_length
         task.training_batch(1, shortest, self.background, np.random.default_rng(recipe.seed))
-        task.example(longest // world_size, 1.0, self.background, np.random.default_rng(recipe.seed))
+        longest = self.curriculum.last_segments * segment_length
+        task.example(longest, 1.0, self.background, np.random.default_rng(recipe.seed))
 
     def __len__(self) -> int:
         return self.recipe.steps * self.world_size

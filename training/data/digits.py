@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example
+from .examples import IGNORE_INDEX, Epochs, Example, Examples
 
 SIDE = 8
 NUM_PIXELS = SIDE * SIDE
@@ -35,7 +34,7 @@ def split() -> tuple[np.ndarray, np.ndarray]:
     return order[NUM_HELD_OUT:], order[:NUM_HELD_OUT]
 
 
-class DigitExamples:
+class DigitExamples(Examples):
     """Images by number; `seed` gives each epoch its own order. The place of an image is its number times 64."""
 
     def __init__(self, numbers: np.ndarray, seed: int | None):
@@ -44,9 +43,6 @@ class DigitExamples:
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.images[self.numbers].tobytes()).hexdigest()
-
-    def source(self, number: int, total_length: int) -> int:
-        return 0
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
         assert total_length == NUM_PIXELS

@@ -60,25 +60,22 @@ def take_turns(readers: Sequence[Iterator[T]], num_read: Sequence[int] | None = 
             yield record
 
 
-def read_documents(sources: Sequence[Source], with_summaries: bool, option: str = "") -> Iterator[Document | Problem]:
-    """The documents of sources that take turns, and the problems. Raises `ValueError` as `open_shards` does.
-
-    `option` names the field of the text, in the problem of one that is missing.
-    """
-    for document in take_turns([_documents(source, with_summaries, option) for source in sources]):
+def read_documents(sources: Sequence[Source], with_summaries: bool) -> Iterator[Document | Problem]:
+    """The documents of sources that take turns, and the problems. Raises `ValueError` as `open_shards` does."""
+    for document in take_turns([_documents(source, with_summaries) for source in sources]):
         if not isinstance(document, str):
             yield document
 
 
-def _documents(source: Source, with_summaries: bool, option: str) -> Iterator[Document | Problem | str]:
+def _documents(source: Source, with_summaries: bool) -> Iterator[Document | Problem | str]:
     for shard in open_shards(source):
         for records, _ in shard.chunks():
             for record in records:
-                yield make_document(record, source, with_summaries, option)
+                yield make_document(record, source, with_summaries)
 
 
-def make_document(record: Record, source: Source, with_summaries: bool, option: str = "") -> Document | Problem | str:
-    """A record's document, its problem, or the reason why it is dropped; `option` names the field of the text.
+def make_document(record: Record, source: Source, with_summaries: bool) -> Document | Problem | str:
+    """A record's document, its problem, or the reason why it is dropped.
 
     Raises `ValueError` where the source asks for lowest values in a field that the record does not have.
     """
@@ -102,9 +99,7 @@ def make_document(record: Record, source: Source, with_summaries: bool, option: 
     for key, name in (("text", text_field), ("summary", source.summary))[: 1 + with_summaries]:
         value = find_field(fields, name)
         if value is MISSING or value is None:
-            remedy = (
-                f"name the right one with {option or f'{key}=FIELD of the source, or --{key}-field in an evaluation'}"
-            )
+            remedy = f"name the right one with {key}=FIELD of the source, or --{key}-field in an evaluation"
             return Problem(where, "missing field", f"{name!r}; there are {field_names(fields)}: {remedy}")
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = " ".join(value) if key == "text" else next(iter(value), "")

@@ -7,7 +7,8 @@ Axes: B rows, N tokens.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,10 +27,31 @@ class Example(NamedTuple):
     labels: np.ndarray
     place: int | None = None
 
+    @classmethod
+    def with_labels_at(cls, places: Any, input_ids: np.ndarray) -> "Example":
+        """The tokens with the labels of those at some places."""
+        labels = np.full(len(input_ids), IGNORE_INDEX)
+        labels[places] = input_ids[places]
+        return cls(input_ids, labels)
 
-def places_of(lengths: np.ndarray) -> np.ndarray:
-    """The place of each document's first token, from the numbers of tokens of all documents."""
-    return np.cumsum(lengths) - lengths
+
+class Epochs:
+    """Maps the number of a sequence in a run to an index: each epoch has every index once, in an order of its own.
+
+    Without a seed, every epoch has the indices in their order.
+    """
+
+    def __init__(self, seed: int | None):
+        self.seed = seed
+
+    def index(self, number: int, count: int) -> int:
+        epoch, index = divmod(number, count)
+        return index if self.seed is None else int(_order(self.seed, epoch, count)[index])
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 class Examples(Protocol):
@@ -39,11 +61,34 @@ class Examples(Protocol):
 
     def source(self, number: int, total_length: int) -> int:
         """The number of the source that the `number`-th sequence comes from; of a packed one, that of its first row."""
-        ...
+        return 0
 
     def fingerprint(self) -> str:
         """A hash that is the same on all ranks, unless they have prepared different documents."""
         ...
+
+
+class GeneratedTask(Protocol):
+    """Makes texts that end with their answer.
+
+    Their labels are those of the answer and, before it, of `background` other tokens of each text. A text is the same
+    for the same state of the generator of random numbers. Both methods raise `ValueError` where a text without
+    background does not fit, or has fewer than `background` tokens that can be predicted.
+    """
+
+    def training_batch(
+        self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        """`input_ids` and `labels` [B, N] of equally long texts of at most `num_tokens` tokens."""
+        ...
+
+    def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
+        """One text of at most `total_length` tokens, and of at least `shortest` of them where it can be."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Of the text that the task has read from files, the same for the same text; empty where it reads none."""
+        return ""
 
 
 def collate(examples: Sequence[Example], extend_to: int = 0, with_places: bool = False) -> dict[str, torch.Tensor]:

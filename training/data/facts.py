@@ -6,7 +6,6 @@ Axes: B rows, N tokens.
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ import torch
 from condense.text import first_tokens
 
 from .background import Background, sentences_of
-from .encoding import encode_within
-from .examples import IGNORE_INDEX, Example
+from .encoding import remembering_encoder
+from .examples import Example, GeneratedTask, collate
 from .fact_kinds import (
     ANSWERS,
     KINDS,
@@ -34,7 +33,6 @@ from .fact_kinds import (
 )  # fmt: skip
 from .passkey import FILLER
 
-ENCODED_TEXTS = 2**16  # kept: more than there are sentences of facts
 LONGEST_DISTRACTOR = 40  # tokens
 
 
@@ -49,16 +47,21 @@ class Prompt(NamedTuple):
     others: list[list[int]]
 
 
-class _Frame(NamedTuple):
-    """A text without its background, as tokens. `inserted` are facts, distractors and early questions in their order;
-    of `num_places` random places in order they stand at those numbered `places`. `early_answers` are the first tokens
-    of the answers, by the numbers of the inserted questions. `end` are the questions with all answers but the last one,
-    and `is_answer` says which of its tokens are answers'."""
+class _Piece(NamedTuple):
+    """What stands between sentences: a fact, a distractor, or an early question with the first token of its answer."""
 
-    inserted: list[list[int]]
+    tokens: list[int]
+    answer: int | None = None
+
+
+class _Frame(NamedTuple):
+    """A text without its background, as tokens. Of `num_places` random places in order, the pieces stand at those
+    numbered `places`. `end` are the questions with all answers but the last one, and `is_answer` says which of its
+    tokens are answers'."""
+
+    pieces: list[_Piece]
     places: list[int]
     num_places: int
-    early_answers: dict[int, int]
     end: list[int]
     is_answer: list[bool]
     answer: list[int]
@@ -67,18 +70,18 @@ class _Frame(NamedTuple):
 
 def _with_distractors(frame: _Frame, distractors: Sequence[list[int]], generator: np.random.Generator) -> _Frame:
     """They stand at places of their own between the others."""
+    if not distractors:  # no random numbers are needed
+        return frame
     num_places = frame.num_places + len(distractors)
     taken = set(generator.permutation(num_places)[: len(distractors)].tolist())
     free = [place for place in range(num_places) if place not in taken]
-    answers = [frame.early_answers.get(number) for number in range(len(frame.inserted))]
-    pieces = list(zip([free[place] for place in frame.places], frame.inserted, answers, strict=True))
-    pieces += [(place, sentence, None) for place, sentence in zip(taken, distractors, strict=True)]
-    pieces.sort(key=itemgetter(0))
+    placed = list(zip([free[place] for place in frame.places], frame.pieces, strict=True))
+    placed += zip(taken, map(_Piece, distractors), strict=True)
+    placed.sort(key=itemgetter(0))
     return frame._replace(
-        inserted=[tokens for _, tokens, _ in pieces],
-        places=[place for place, _, _ in pieces],
+        pieces=[piece for _, piece in placed],
+        places=[place for place, _ in placed],
         num_places=num_places,
-        early_answers={number: answer for number, (_, _, answer) in enumerate(pieces) if answer is not None},
         length=frame.length + sum(map(len, distractors)),
     )
 
@@ -92,7 +95,7 @@ class _Early(NamedTuple):
     questions: list[tuple[Question, bool]]
 
 
-class FactsTask:
+class FactsTask(GeneratedTask):
     """Makes texts of facts, in their order at random places between the sentences of the background."""
 
     def __init__(
@@ -121,7 +124,7 @@ class FactsTask:
         self.tokenizer, self.kinds, self.facts = tokenizer, kinds, facts
         self.questions, self.brief = min(questions, facts), brief
         self.early_questions, self.num_distractors = early_questions, distractors
-        self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
+        self._encode = remembering_encoder(tokenizer, before=" ")
         self._check_words()
         self.start = first_tokens(tokenizer)
         self.background = Background(tokenizer, sentences_of(FILLER) if sentences is None else sentences)
@@ -133,9 +136,6 @@ class FactsTask:
             )
         self.longest_answer = max(len(self._encode(answer)) for answer in ANSWERS)
         self.longest_frame = self._longest_frame()
-
-    def _tokenize(self, text: str) -> list[int]:
-        return encode_within(self.tokenizer, [f" {text}"])[0]
 
     def _check_words(self) -> None:
         unknown = self.tokenizer.unk_token_id
@@ -173,7 +173,8 @@ class FactsTask:
         """A prompt with one question of a kind. It leaves room for the longest answer: all prompts are equally long."""
         self.check_fits(num_tokens)
         story = tell(kind, self.facts, generator)
-        frame = self._frame(story, story.questions[:1], [False])
+        early = self._early_questions(story, 0, generator)
+        frame = self._frame(story, [(story.questions[0], False)], early)
         input_ids, is_background, _ = self._fill(frame, num_tokens - self.longest_answer, generator)
         last, *others = candidates(story)
         is_guessed = last == story.questions[0].answer
@@ -191,11 +192,9 @@ class FactsTask:
         """
         self.check_fits(num_tokens, background)
         room = num_tokens - self._least_background(background)
-        rows = [self._text(self._draw(room, generator), num_tokens, background, generator) for _ in range(num_rows)]
-        return {
-            "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
-            "labels": torch.from_numpy(np.stack([row.labels for row in rows])),
-        }
+        return collate(
+            [self._text(self._draw(room, generator), num_tokens, background, generator) for _ in range(num_rows)]
+        )
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
         """A text with its answers and labels as in a training batch, of any length from `shortest` of the total on."""
@@ -213,20 +212,20 @@ class FactsTask:
         if self.questions > 1:  # one question needs no random numbers
             others = [story.questions[1:][number] for number in generator.permutation(len(story.questions) - 1)]
             questions += others[: self.questions - 1]
-        is_brief = [self.brief > 0 and generator.random() < self.brief for _ in questions]
-        early = self._early_questions(story, generator)
+        asked = [(question, self.brief > 0 and generator.random() < self.brief) for question in questions]
+        early = self._early_questions(story, self.early_questions, generator)
         distractors = self._distractors(generator)
         while True:
-            frame = self._frame(story, questions, is_brief, early, distractors, generator)
+            frame = _with_distractors(self._frame(story, asked, early), distractors, generator)
             added = early.questions or distractors
-            if frame.length + len(frame.answer) <= room or (len(questions) == 1 and not added):
+            if frame.length + len(frame.answer) <= room or (len(asked) == 1 and not added):
                 return frame
             if distractors:
                 distractors = distractors[1:]
             elif early.questions:
                 early = early._replace(questions=early.questions[1:])
             else:
-                questions, is_brief = questions[:-1], is_brief[:-1]
+                asked = asked[:-1]
 
     def _distractors(self, generator: np.random.Generator) -> list[list[int]]:
         if not self.distractors:  # no random numbers are needed
@@ -234,11 +233,11 @@ class FactsTask:
         number = int(generator.integers(self.num_distractors + 1))
         return [self.distractors[int(one)] for one in generator.integers(len(self.distractors), size=number)]
 
-    def _early_questions(self, story: Story, generator: np.random.Generator) -> _Early:
+    def _early_questions(self, story: Story, number: int, generator: np.random.Generator) -> _Early:
         num_facts = len(story.facts)
-        if not self.early_questions:  # no random numbers are needed
+        if not number:  # no random numbers are needed
             return _Early(list(range(num_facts)), num_facts, [])
-        num_places = num_facts + self.early_questions
+        num_places = num_facts + number
         fact_places = sorted(generator.permutation(num_places)[:num_facts].tolist())
         questions = [
             (story.questions[int(generator.integers(len(story.questions)))], bool(generator.random() < self.brief))
@@ -249,50 +248,32 @@ class FactsTask:
     def _question(self, question: Question, brief: bool) -> list[int]:
         return self._encode(question.text.rstrip("?") if brief else QUESTION.format(question=question.text))
 
-    def _frame(
-        self,
-        story: Story,
-        questions: Sequence[Question],
-        is_brief: Sequence[bool],
-        early: _Early | None = None,
-        distractors: Sequence[list[int]] = (),
-        generator: np.random.Generator | None = None,
-    ) -> _Frame:
-        """`early` None: a text without early questions. The `generator` draws the places of distractors."""
+    def _frame(self, story: Story, questions: Sequence[tuple[Question, bool]], early: _Early) -> _Frame:
+        """`questions` are those at the end, each with whether it is brief."""
         end, is_answer, answer = list[int](), list[bool](), list[int]()
-        for question, brief in zip(questions, is_brief, strict=True):
+        for question, brief in questions:
             asked = self._question(question, brief)
             end += [*answer, *asked]
             is_answer += [True] * len(answer) + [False] * len(asked)
             answer = self._encode(question.answer)
-        inserted = [self._encode(fact) for fact in story.facts]
-        num_facts = len(inserted)
-        early = early or _Early(list(range(num_facts)), num_facts, [])
-        inserted += [self._question(question, brief) for question, brief in early.questions]
-        num_early = len(early.questions)
-        places = [*early.fact_places, *range(early.num_places - num_early, early.num_places)]
-        early_answers = {
-            num_facts + number: self._encode(question.answer)[0] for number, (question, _) in enumerate(early.questions)
-        }
-        length = len(self.start) + sum(map(len, inserted)) + len(end)
-        frame = _Frame(inserted, places, early.num_places, early_answers, end, is_answer, answer, length)
-        if not distractors:
-            return frame
-        assert generator is not None
-        return _with_distractors(frame, distractors, generator)
+        pieces = [_Piece(self._encode(fact)) for fact in story.facts]
+        pieces += [_Piece(self._question(one, brief), self._encode(one.answer)[0]) for one, brief in early.questions]
+        places = [*early.fact_places, *range(early.num_places - len(early.questions), early.num_places)]
+        length = len(self.start) + sum(len(piece.tokens) for piece in pieces) + len(end)
+        return _Frame(pieces, places, early.num_places, end, is_answer, answer, length)
 
     def _fill(
         self, frame: _Frame, num_tokens: int, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The text [N], where it is background [N], and the ends of what is inserted: the numbers of the tokens that
-        follow."""
+        """The text [N], where it is background [N], and the ends of its pieces: the numbers of the next tokens."""
         tokens, places = self.background.part(num_tokens - frame.length, frame.num_places, generator)
-        pieces: list[Sequence[int] | np.ndarray] = [self.start]
-        for between, piece in zip(np.split(tokens, places[frame.places]), [*frame.inserted, frame.end], strict=True):
-            pieces += [between, piece]
-        lengths = [len(piece) for piece in pieces]
-        is_background = np.repeat(np.arange(len(pieces)) % 2 == 1, lengths)
-        input_ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces])
+        parts: list[Sequence[int] | np.ndarray] = [self.start]
+        inserted = [*(piece.tokens for piece in frame.pieces), frame.end]
+        for between, piece in zip(np.split(tokens, places[frame.places]), inserted, strict=True):
+            parts += [between, piece]
+        lengths = [len(part) for part in parts]
+        is_background = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
+        input_ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
         return input_ids, is_background, np.cumsum(lengths)[2:-1:2]
 
     def _text(self, frame: _Frame, num_tokens: int, background: int, generator: np.random.Generator) -> Example:
@@ -302,7 +283,8 @@ class FactsTask:
         answers = np.flatnonzero(frame.is_answer) + len(prompt_ids) - len(frame.end)
         labelled = [*generator.choice(predicted, background, replace=False), *answers]
         labelled += range(len(prompt_ids), num_tokens)
-        labels = np.full(num_tokens, IGNORE_INDEX)
-        labels[labelled] = input_ids[labelled]
-        labels[ends[list(frame.early_answers)]] = list(frame.early_answers.values())
-        return Example(input_ids, labels)
+        example = Example.with_labels_at(labelled, input_ids)
+        for end, piece in zip(ends, frame.pieces, strict=True):
+            if piece.answer is not None:
+                example.labels[end] = piece.answer
+        return example

@@ -12,6 +12,7 @@ from condense.text import first_tokens, template_tokens
 from ..recipe import Source
 from .shards import source_files
 
+UNMERGED = "unmerged"  # the folder of chunks that worker processes have written, until they are merged into parts
 LINE_ENDS = ".line_ends"  # in a folder whose text files were read by `decode_text`
 
 
@@ -59,4 +60,4 @@ def check_line_ends(folder: Path, sources: Sequence[Source]) -> None:
 
 
 def _holds_documents(folder: Path) -> bool:
-    return any(folder.glob("part-*.arrow")) or (folder / "unmerged").exists()
+    return any(folder.glob("part-*.arrow")) or (folder / UNMERGED).exists()

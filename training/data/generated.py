@@ -1,47 +1,20 @@
-"""Tasks whose texts are generated, each with an answer to predict: the interface, and their sequences by number.
-
-Axes: B rows, N tokens.
-"""
+"""Tasks whose texts are generated, each with an answer to predict, and their sequences by number."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
 from ..recipe import FactsData, GeneratedData, PasskeyData, RecallData, Source
 from .background import sentences_of
 from .documents import good_documents, read_documents
-from .examples import Example
+from .examples import Example, Examples, GeneratedTask
 from .facts import FactsTask
 from .passkey import PasskeyTask
 from .recall import RecallTask
 
 
-class GeneratedTask(Protocol):
-    """Makes texts that end with their answer.
-
-    Their labels are those of the answer and, before it, of `background` other tokens of each text. A text is the same
-    for the same state of the generator of random numbers. Both methods raise `ValueError` where a text without
-    background does not fit, or has fewer than `background` tokens that can be predicted.
-    """
-
-    def training_batch(
-        self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
-    ) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` [B, N] of equally long texts of at most `num_tokens` tokens."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Of the text that the task has read from files, the same for the same text; empty where it reads none."""
-        ...
-
-    def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
-        """One text of at most `total_length` tokens, and of at least `shortest` of them where it can be."""
-        ...
-
-
-class GeneratedExamples:
+class GeneratedExamples(Examples):
     """Generated texts by number: a number's text depends on nothing but the seed and the total length."""
 
     def __init__(self, task: GeneratedTask, data: GeneratedData, seed: int):
@@ -49,9 +22,6 @@ class GeneratedExamples:
 
     def fingerprint(self) -> str:
         return self.task.fingerprint()
-
-    def source(self, number: int, total_length: int) -> int:
-        return 0
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
         """One document. Raises `ValueError` where its text does not fit into `total_length` tokens."""

@@ -6,9 +6,7 @@ Axes: B rows, N tokens of the prompt, A tokens of the answer.
 """
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +14,8 @@ import torch
 
 from condense.text import first_tokens
 
-from .encoding import encode_within
-from .examples import IGNORE_INDEX, Example
+from .encoding import equally_long, remembering_encoder
+from .examples import Example, GeneratedTask, collate
 
 PREAMBLE = (
     "There is a critical piece of information hidden within a large amount of irrelevant text. Your task is to locate "
@@ -35,7 +33,6 @@ NAMES = [
     "station", "island", "valley", "castle", "hotel", "forest", "street", "library",
     "museum", "hospital", "office", "kitchen", "village", "mountain", "temple", "lake",
 ]  # fmt: skip
-ENCODED_TEXTS = 2**16  # kept: without names, all texts of all keys of four digits
 PASSKEY_TEXTS = [PREAMBLE, FILLER, KEY.format(whose="", key=""), QUESTION.format(whose="")]
 
 
@@ -66,7 +63,7 @@ class _Row(NamedTuple):
     starts: list[int]  # of each sentence, then of the question
 
 
-class PasskeyTask:
+class PasskeyTask(GeneratedTask):
     """Makes prompts of a given length by repeating the filler before, between and after the key sentences."""
 
     def __init__(
@@ -78,30 +75,20 @@ class PasskeyTask:
         if num_keys > 10**num_digits:
             raise ValueError(f"there are no num_keys={num_keys} different keys of num_digits={num_digits}: raise it.")
         self.tokenizer, self.num_keys, self.num_digits = tokenizer, num_keys, num_digits
-        self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
+        self._encode = remembering_encoder(tokenizer)
         before, self.after = (first_tokens(tokenizer), []) if frame is None else frame
         self.preamble = before + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"]
         self.filler = self._encode(FILLER)
         self.names = self._usable_names() if num_keys > 1 else []
 
-    def _tokenize(self, text: str) -> list[int]:
-        return encode_within(self.tokenizer, [text])[0]
-
-    def fingerprint(self) -> str:
-        return ""
-
     def _usable_names(self) -> list[str]:
-        """The names of the most common number of tokens, so that the rows of a batch have the same length."""
-        by_length = defaultdict(list)
         for name in NAMES:
-            ids = self._encode(" " + name)
-            if self.tokenizer.unk_token_id in ids:
+            if self.tokenizer.unk_token_id in self._encode(" " + name):
                 raise ValueError(
                     f"the tokenizer does not know {name!r}, a name that several keys need: "
                     "use num_keys=1 or a tokenizer with all of condense.training.data.passkey.NAMES."
                 )
-            by_length[len(ids)].append(name)
-        names = max(by_length.values(), key=len)
+        names = equally_long(self._encode, NAMES)
         if self.num_keys > len(names):
             raise ValueError(
                 f"num_keys={self.num_keys}, and there are names of equally many tokens for {len(names)}: ask for fewer."
@@ -116,7 +103,13 @@ class PasskeyTask:
         `depth` 0 puts the requested key before all fillers, 1 after them, None anywhere with equal
         probability, as all other keys. Raises `ValueError` where the prompt without fillers is too long.
         """
-        return _stack(self._rows(num_rows, num_tokens, generator, depth))
+        rows = self._rows(num_rows, num_tokens, generator, depth)
+        return Passkeys(
+            torch.tensor([row.prompt for row in rows]),
+            torch.tensor([row.frame.answer for row in rows]),
+            [row.frame.fields[row.frame.asked]["key"] for row in rows],
+            [row.starts[row.frame.asked] for row in rows],
+        )
 
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
@@ -127,10 +120,7 @@ class PasskeyTask:
         name, which are random.
         """
         rows = self._rows(num_rows, num_tokens, generator, depth=None)
-        passkeys = _stack(rows)
-        input_ids = torch.cat([passkeys.prompt_ids_BN, passkeys.answer_ids_BA], dim=1)
-        labels = np.stack([self._labels(row, background, generator) for row in rows])
-        return {"input_ids": input_ids, "labels": torch.from_numpy(labels)}
+        return collate([self._example(row, background, generator) for row in rows])
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
         """A text with its answer and labels as in a training batch, of any length from `shortest` of the total on.
@@ -140,14 +130,19 @@ class PasskeyTask:
         frame = self._frame(total_length, generator)
         least = max(frame.length, math.ceil(shortest * total_length))
         row = self._fill(frame, int(generator.integers(least, total_length + 1)), generator, depth=None)
-        return Example(np.array(row.prompt + row.frame.answer), self._labels(row, background, generator))
+        return self._example(row, background, generator)
 
     def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(
                 f"depth={depth} is outside 0 to 1: 0 is directly after the preamble, 1 before the question."
             )
-        return [self._fill(self._frame(num_tokens, generator), num_tokens, generator, depth) for _ in range(num_rows)]
+        rows = [self._fill(self._frame(num_tokens, generator), num_tokens, generator, depth) for _ in range(num_rows)]
+        if len({len(row.prompt) + len(row.frame.answer) for row in rows}) > 1:
+            raise ValueError(
+                "this tokenizer splits keys of equal length into unequal numbers of tokens: not supported."
+            )
+        return rows
 
     def _frame(self, num_tokens: int, generator: np.random.Generator) -> _Frame:
         keys: list[str] = []
@@ -190,8 +185,8 @@ class PasskeyTask:
         question = FIRST_QUESTION.format(**frame.fields[frame.asked])
         return [*firsts, len(self._encode(question)) if self.num_keys > 1 else 0]
 
-    def _labels(self, row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
-        """Labels [N + A]: the answer, and `background` tokens that can be predicted."""
+    def _example(self, row: _Row, background: int, generator: np.random.Generator) -> Example:
+        """Labels are those of the answer, and of `background` tokens that can be predicted."""
         input_ids = np.array(row.prompt + row.frame.answer)
         predictable = np.ones(len(row.prompt), dtype=bool)
         predictable[0] = False
@@ -201,19 +196,5 @@ class PasskeyTask:
             raise ValueError(
                 f"background={background} and the text has {predictable.sum()} tokens that can be predicted: lower it."
             )
-        labels = np.full(len(input_ids), IGNORE_INDEX)
         labelled = [*generator.choice(np.flatnonzero(predictable), background, replace=False)]
-        labelled += range(len(row.prompt), len(input_ids))
-        labels[labelled] = input_ids[labelled]
-        return labels
-
-
-def _stack(rows: list[_Row]) -> Passkeys:
-    if len({len(row.prompt) + len(row.frame.answer) for row in rows}) > 1:
-        raise ValueError("this tokenizer splits keys of equal length into unequal numbers of tokens: not supported.")
-    return Passkeys(
-        torch.tensor([row.prompt for row in rows]),
-        torch.tensor([row.frame.answer for row in rows]),
-        [row.frame.fields[row.frame.asked]["key"] for row in rows],
-        [row.starts[row.frame.asked] for row in rows],
-    )
+        return Example.with_labels_at([*labelled, *range(len(row.prompt), len(input_ids))], input_ids)

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +22,14 @@ from condense.progress import ProgressBar
 from ..recipe import DocumentData, Source
 from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns
-from .former import check_line_ends
-from .needed import Needed
+from .former import UNMERGED, check_line_ends
 from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
-from .workers import Workers
+from .workers import Needed, Workers
 
 BATCH = 64  # documents between two checks of whether more are needed
 PART_TOKENS = 2**24  # of a part, approximately
-PART_DOCUMENTS = (
-    2**16
-)  # read for a part, at most: it limits the work that a kill loses where most documents are dropped
+PART_DOCUMENTS = 2**16  # read for a part, at most: it limits what a kill loses where most documents are dropped
 JUDGED_AFTER = 16  # documents of a source that are read; a source without any kept one is then refused
 ESTIMATE_AFTER_S = 10.0  # a run that prepares for longer prints an estimate of the time
 
@@ -60,7 +58,7 @@ def prepare(
         if not preparation.finished:
             preparation.run(sources, make_encode, with_summaries)
             store = Store(folder)
-        shutil.rmtree(_unmerged(folder), ignore_errors=True)
+        shutil.rmtree(folder / UNMERGED, ignore_errors=True)
         _summarize(store)
     if not len(store):
         raise ValueError(f"no document is left to train on: {store.notes['counts']}; see {folder / 'summary.json'}.")
@@ -79,11 +77,6 @@ def _check_sources(store: Store) -> None:
                 f"source {described['source']} gives no document: of {read:,} read none is kept ({why}); see "
                 f"{store.folder / 'problems.jsonl'}. Correct the source or its fields, or leave it out."
             )
-
-
-def _unmerged(folder: Path) -> Path:
-    """The folder of chunks that worker processes have written, until they are merged into parts."""
-    return folder / "unmerged"
 
 
 class Position(NamedTuple):
@@ -155,11 +148,10 @@ class _Preparation:
     def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode], with_summaries: bool) -> None:
         positions = [Position(*position) for position in self.positions or [()] * len(sources)]
         described = self.notes.get("sources") or [{}] * len(sources)  # folders of earlier versions have none
-        fields = zip(sources, range(len(sources)), positions, described, strict=True)
-        merged = [_Merged(*values) for values in fields]
-        with _Progress(self) as progress:
+        merged = list(map(_Merged, sources, range(len(sources)), positions, described))
+        with closing(_Progress(self)) as progress:
             if self.num_workers:
-                unmerged = _unmerged(self.folder)
+                unmerged = self.folder / UNMERGED
                 unmerged.mkdir(exist_ok=True)
                 # In the order in which they are needed: the sources take turns.
                 readings = sorted(
@@ -247,10 +239,7 @@ class _Progress:
             unit_scale=True,
         )
 
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
+    def close(self) -> None:
         self.bar.close()
 
     def add(self, num_read: int, lengths: Sequence[int]) -> None:

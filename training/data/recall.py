@@ -13,10 +13,8 @@ Axes: B rows, N tokens of the prompt, A tokens of the answer.
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,8 +23,8 @@ import torch
 
 from condense.text import first_tokens
 
-from .encoding import encode_within
-from .examples import IGNORE_INDEX, Example
+from .encoding import equally_long, remembering_encoder
+from .examples import Example, GeneratedTask, collate
 from .passkey import FILLER, NAMES
 
 Form = Literal["single", "multi_value", "overwritten"]
@@ -54,7 +52,6 @@ VALUES = [
 ]  # fmt: skip
 FRAMES = [frame.format(place="", owner="", value="") for frame in (SENTENCE, *QUESTIONS.values())]
 RECALL_TEXTS = [PREAMBLE, FILLER, *FRAMES, *PLACES, *OWNERS, *VALUES]  # all words of the task
-ENCODED_TEXTS = 2**16  # kept: all sentences of all keys and values
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class _Row(NamedTuple):
     said_at: int
 
 
-class RecallTask:
+class RecallTask(GeneratedTask):
     """Makes texts of exactly a given number of tokens with sentences at random places between those of the filler."""
 
     def __init__(
@@ -105,10 +102,10 @@ class RecallTask:
         self.num_values, self.overwritten, self.brief = values, overwritten, brief
         if form not in FORMS:
             raise ValueError(f"there is no form={form!r}: choose from {', '.join(FORMS)}.")
-        self._encode = lru_cache(ENCODED_TEXTS)(self._tokenize)
+        self._encode = remembering_encoder(tokenizer)
         self._check_words()
-        self.words = self._equally_long(VALUES)
-        self.keys = list(product(self._equally_long(PLACES), self._equally_long(OWNERS)))
+        places, owners, self.words = (equally_long(self._encode, words) for words in (PLACES, OWNERS, VALUES))
+        self.keys = list(product(places, owners))
         if not 1 <= pairs <= len(self.keys):
             raise ValueError(f"pairs={pairs}, and there are keys for 1 to {len(self.keys)} with this tokenizer.")
         if not 1 <= values <= len(self.words):
@@ -130,12 +127,6 @@ class RecallTask:
         self.least_predictable = len(self.preamble) - 1 + known_of_question  # tokens of a text without filler
         self.sentence_length = len(self._encode(SENTENCE.format(place=place, owner=owner, value=answer[0])))
 
-    def _tokenize(self, text: str) -> list[int]:
-        return encode_within(self.tokenizer, [text])[0]
-
-    def fingerprint(self) -> str:
-        return ""
-
     def _check_words(self) -> None:
         words = {word for text in RECALL_TEXTS for word in re.findall(r"\w+|[^\w\s]", text)}
         unknown = [word for word in sorted(words) if self.tokenizer.unk_token_id in self._encode(" " + word)]
@@ -144,13 +135,6 @@ class RecallTask:
                 f"the tokenizer does not know {len(unknown)} of {len(words)} words of the recall task, such as "
                 f"{unknown[0]!r}: use one with all of condense.training.data.recall.RECALL_TEXTS."
             )
-
-    def _equally_long(self, words: list[str]) -> list[str]:
-        """The words of the most common number of tokens, so that all keys and all values cost the same."""
-        by_length = defaultdict(list)
-        for word in words:
-            by_length[len(self._encode(" " + word))].append(word)
-        return max(by_length.values(), key=len)
 
     def length(self, pairs: int, questions: int = 1, brief: int = 0) -> int:
         """Tokens of a text with so many keys and questions, `brief` of them brief, without filler; with answers."""
@@ -206,10 +190,7 @@ class RecallTask:
         no room for one key.
         """
         rows = [self._training_row(num_tokens, background, generator) for _ in range(num_rows)]
-        return {
-            "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
-            "labels": torch.from_numpy(np.stack([_labels(row, background, generator) for row in rows])),
-        }
+        return collate([_example(row, background, generator) for row in rows])
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
         """A text with its answers and labels as in a training batch, of any length from `shortest` of the total on.
@@ -221,7 +202,7 @@ class RecallTask:
         is_brief = self._draw_questions(pairs, total_length - filler, generator)
         least = max(self.length(pairs, len(is_brief), sum(is_brief)) + filler, math.ceil(shortest * total_length))
         row = self._row(pairs, int(generator.integers(least, total_length + 1)), generator, is_brief)
-        return Example(row.input_ids, _labels(row, background, generator))
+        return _example(row, background, generator)
 
     def _training_row(self, num_tokens: int, background: int, generator: np.random.Generator) -> _Row:
         room = num_tokens - self._filler_for(background)
@@ -297,11 +278,9 @@ def _spaced(words: list[str]) -> str:
     return "".join(f" {word}" for word in words)
 
 
-def _labels(row: _Row, background: int, generator: np.random.Generator) -> np.ndarray:
-    """Labels [N + A]: the answers, and `background` tokens that can be known."""
+def _example(row: _Row, background: int, generator: np.random.Generator) -> Example:
+    """Labels are those of the answers, and of `background` tokens that can be known."""
     known = np.flatnonzero(row.role == KNOWN)
     assert background <= len(known)
     labelled = np.append(generator.choice(known, background, replace=False), np.flatnonzero(row.role == ANSWER))
-    labels = np.full(len(row.input_ids), IGNORE_INDEX)
-    labels[labelled] = row.input_ids[labelled]
-    return labels
+    return Example.with_labels_at(labelled, row.input_ids)

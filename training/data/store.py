@@ -52,10 +52,10 @@ class Part(NamedTuple):
     source: np.ndarray
     notes: dict[str, Any]
 
-    def documents(self) -> list[Tokens]:
-        firsts = np.concatenate([[0], self.ends])[:-1]
-        columns = zip(firsts, self.ends, self.num_given, self.source, strict=True)
-        return [Tokens(self.values[first:end], int(given), "", int(source)) for first, end, given, source in columns]
+    def document(self, number: int) -> Tokens:
+        start = self.ends[number - 1] if number else 0
+        values, given = self.values[start : self.ends[number]], int(self.num_given[number])
+        return Tokens(values, given, source=int(self.source[number]))
 
 
 class Store:
@@ -81,9 +81,7 @@ class Store:
 
     def __getitem__(self, number: int) -> Tokens:
         n = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        part, index = self.parts[n], number - self._firsts[n]
-        start = part.ends[index - 1] if index else 0
-        return Tokens(part.values[start : part.ends[index]], int(part.num_given[index]), "", int(part.source[index]))
+        return self.parts[n].document(number - self._firsts[n])
 
     def fingerprint(self, first: int, last: int) -> str:
         """A hash of the lengths of documents `first` to `last - 1`, and of the tokens of some of them."""

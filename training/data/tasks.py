@@ -27,7 +27,7 @@ from .preparation import prepare
 from .samples import sample_store
 from .store import Encode, Need, Store, folder_of
 from .summarization import summary_encoder
-from .text import TextExamples, text_encoder
+from .text import StoredExamples, TextExamples, text_encoder
 
 VALIDATION_SEED = 2**40  # added to the seed of the run: other generated texts than those of training
 
@@ -60,10 +60,7 @@ def sampled_examples(
 ) -> tuple[Examples, Examples | None]:
     """The model's own texts; the first ones are held out for the evaluation."""
     plans = [recipe.model_copy(update={"stages": stages}) for stages in (*former, recipe.stages)]
-    lasts, num_held_out = (
-        [plan.num_samples() for plan in plans],
-        recipe.evaluation.sequences if recipe.evaluation else 0,
-    )
+    lasts, num_held_out = [plan.num_samples() for plan in plans], recipe.num_held_out
     store = sample_store(data, recipe.model.source, tokenizer, recipe.longest_text(), max(lasts))
     training = continued(
         lambda first, last: TextExamples(store, first, last, "cut", recipe.seed),
@@ -96,16 +93,15 @@ class DocumentTask:
         self.recipe, self.data, self.tokenizer, self.num_workers = recipe, data, tokenizer, num_workers
         self.longest, self.asked = recipe.longest_text(), sequences_asked(recipe)
         self.former = [sequences_asked(recipe.model_copy(update={"stages": stages})) for stages in former]
-        self.num_held_out = recipe.evaluation.sequences if recipe.evaluation else 0
+        self.num_held_out = recipe.num_held_out
 
     def _need(self, asked: dict[int, int]) -> Need:
         if not isinstance(self.data, TextData):
             return Need(np.ones_like, sum(asked.values()), "documents")
         tokens = sum(total_length * count for total_length, count in asked.items())
         if self.data.fit == "pack":
-            return Need(
-                lambda lengths: lengths - (lengths % self.longest == 1), tokens
-            )  # a remainder of a single token predicts nothing
+            # A remainder of a single token predicts nothing.
+            return Need(lambda lengths: lengths - (lengths % self.longest == 1), tokens)
         return Need(lambda lengths: lengths // self.longest * self.longest, tokens)
 
     def _prepare(self, sources: Sequence[Source], need: Need) -> Store:
@@ -126,7 +122,7 @@ class DocumentTask:
         folder = folder_of(data, sources, self.tokenizer, task=data.task, **settings)
         return prepare(folder, data, sources, make_encode, need, data.task != "text", self.num_workers)
 
-    def _of(self, store: Store, first: int, last: int, seed: int | None) -> TextExamples | AnswerExamples:
+    def _of(self, store: Store, first: int, last: int, seed: int | None) -> StoredExamples:
         if isinstance(self.data, TextData):
             return TextExamples(store, first, last, self.data.fit, seed)
         return AnswerExamples(store, first, last, seed)
@@ -171,7 +167,7 @@ class DocumentTask:
                 )
         return training, held_out
 
-    def _describe(self, training: TextExamples | AnswerExamples) -> None:
+    def _describe(self, training: StoredExamples) -> None:
         for total_length, asked in self.asked.items():
             available, left_out = training.num_sequences(total_length), training.left_out(total_length)
             print(

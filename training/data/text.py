@@ -6,6 +6,7 @@ the next. Rows of similar length are packed together, and rows x the longest of 
 length: so a packed sequence never needs more memory than a whole piece.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -15,8 +16,7 @@ import numpy as np
 from condense.text import first_tokens
 
 from .documents import Document
-from .epochs import Epochs
-from .examples import IGNORE_INDEX, Example, places_of
+from .examples import IGNORE_INDEX, Epochs, Example
 from .store import Store, Tokens
 
 
@@ -45,22 +45,26 @@ class Plan(NamedTuple):
     firsts: np.ndarray
 
 
-class TextExamples:
+class StoredExamples:
     """Sequences of the documents `first` to `last - 1` of a store; `seed` gives each epoch its own order."""
 
-    def __init__(self, store: Store, first: int, last: int, fit: Literal["cut", "pack"], seed: int | None):
-        self.store, self.first, self.last, self.fit = store, first, last, fit
+    def __init__(self, store: Store, first: int, last: int, seed: int | None):
+        self.store, self.first, self.last = store, first, last
+        self.lengths = store.lengths[first:last]
         self.epochs = Epochs(seed)
-        self.places = places_of(store.lengths)
+        self.places = np.cumsum(store.lengths) - store.lengths  # of each document's first token
         self.plan = lru_cache(maxsize=4)(self._plan)
+
+    @abstractmethod
+    def _plan(self, total_length: int) -> Plan:
+        """Raises `ValueError` where no document makes a sequence of this length."""
+
+    @abstractmethod
+    def left_out(self, total_length: int) -> str:
+        """Describes what no sequence of this length holds; empty where there is nothing."""
 
     def num_sequences(self, total_length: int) -> int:
         return len(self.plan(total_length).firsts) - 1
-
-    def left_out(self, total_length: int) -> str:
-        """Describes the tokens that no sequence of this length holds; empty where there are none."""
-        tokens = self.store.lengths[self.first : self.last].sum() - self.plan(total_length).length.sum()
-        return f"remainders of {tokens:,} tokens left out" if tokens else ""
 
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)
@@ -76,14 +80,27 @@ class TextExamples:
         return [self._example(plan, n) for n in range(plan.firsts[index], plan.firsts[index + 1])]
 
     def _example(self, plan: Plan, n: int) -> Example:
-        document = self.first + int(plan.document[n])
-        input_ids = self.store[document].input_ids[plan.start[n] : plan.start[n] + plan.length[n]].astype(np.int64)
+        document, start = self.first + int(plan.document[n]), int(plan.start[n])
+        tokens = self.store[document]
+        input_ids = tokens.input_ids[start : start + plan.length[n]].astype(np.int64)
         labels = input_ids.copy()
-        labels[0] = IGNORE_INDEX
-        return Example(input_ids, labels, int(self.places[document]) + int(plan.start[n]))
+        labels[: max(1, tokens.num_given - start)] = IGNORE_INDEX
+        return Example(input_ids, labels, int(self.places[document]) + start)
+
+
+class TextExamples(StoredExamples):
+    """Documents cut into pieces, or packed."""
+
+    def __init__(self, store: Store, first: int, last: int, fit: Literal["cut", "pack"], seed: int | None):
+        super().__init__(store, first, last, seed)
+        self.fit = fit
+
+    def left_out(self, total_length: int) -> str:
+        tokens = self.lengths.sum() - self.plan(total_length).length.sum()
+        return f"remainders of {tokens:,} tokens left out" if tokens else ""
 
     def _plan(self, total_length: int) -> Plan:
-        lengths = self.store.lengths[self.first : self.last]
+        lengths = self.lengths
         num_whole = lengths // total_length
         document = np.repeat(np.arange(len(lengths)), num_whole)
         start = (np.arange(len(document)) - np.repeat(np.cumsum(num_whole) - num_whole, num_whole)) * total_length

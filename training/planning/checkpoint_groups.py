@@ -8,7 +8,7 @@ from condense.execution import default_checkpoint_segments
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .activations import kept_by_condense
-from .passes import Pass, element_size, passes
+from .passes import element_size, passes
 
 WAVE_SEGMENTS = 8
 
@@ -32,7 +32,8 @@ def with_checkpoint_segments(config: LlamaConfig, recipe: Recipe, ranks: int) ->
     if model.schedule == "wavefront":
         candidates = [max(2, number) for number in candidates]  # a wave has at least two segments
     return min(
-        (_with(recipe, number) for number in reversed(candidates)), key=lambda each: _bytes(config, each, longest)
+        (_with(recipe, number) for number in reversed(candidates)),
+        key=lambda each: sum(kept_by_condense(config, each, longest, zero_stage=0).values()),
     )
 
 
@@ -53,7 +54,3 @@ def _default(config: LlamaConfig, recipe: Recipe, ranks: int) -> int:
 
 def _with(recipe: Recipe, segments: int) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint_segments": segments})})
-
-
-def _bytes(config: LlamaConfig, recipe: Recipe, a_pass: Pass) -> int:
-    return sum(kept_by_condense(config, recipe, a_pass, zero_stage=0).values())

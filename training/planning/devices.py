@@ -2,26 +2,20 @@
 
 import re
 
-# Dense bfloat16 multiplications and additions in a second, by words of the name that torch gives; the first row counts.
+# Dense bfloat16 multiplications and additions in a second, and words of the names that torch gives: the first counts.
 # From NVIDIA's data sheets, whose figures "with sparsity" are halved.
-PEAK_FLOPS = (
-    (("H100", "PCIe"), 756e12),
-    (("H800", "PCIe"), 756e12),
-    (("H100", "NVL"), 835e12),
-    (("H200", "NVL"), 835e12),
-    (("H100",), 989e12),
-    (("H200",), 989e12),
-    (("H800",), 989e12),
-    (("GH200",), 989e12),
-    (("B200",), 2250e12),
-    (("A100",), 312e12),
-    (("A800",), 312e12),
-    (("A40",), 149.7e12),
-    (("A30",), 165e12),
-    (("L40S",), 362e12),
-    (("L40",), 181e12),
-    (("L4",), 121e12),
-)
+PEAK_FLOPS = {
+    756e12: ("H100 PCIe", "H800 PCIe"),
+    835e12: ("H100 NVL", "H200 NVL"),
+    989e12: ("H100", "H200", "H800", "GH200"),
+    2250e12: ("B200",),
+    312e12: ("A100", "A800"),
+    149.7e12: ("A40",),
+    165e12: ("A30",),
+    362e12: ("L40S",),
+    181e12: ("L40",),
+    121e12: ("L4",),
+}
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -29,4 +23,5 @@ def peak_flops(device_name: str) -> float | None:
     words = set(re.split(r"[\s-]+", device_name))
     if "MIG" in words:  # a part of a GPU
         return None
-    return next((flops for wanted, flops in PEAK_FLOPS if words.issuperset(wanted)), None)
+    known = ((flops, name) for flops, names in PEAK_FLOPS.items() for name in names)
+    return next((flops for flops, name in known if words.issuperset(name.split())), None)

@@ -32,7 +32,9 @@ def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
     length = recipe.model.tokens_per_segment(config)
     if recipe.curriculum:
         assert length is not None
-        return _curriculum_passes(recipe, length, ranks)
+        recipe.curriculum.check_holds_longest(length, ranks)
+        tokens = recipe.curriculum.tokens_per_step // ranks
+        return [Pass(tokens // (number * length), [length] * number) for number in recipe.curriculum.lengths]
     return [Pass(recipe.micro_batch, segments_of(stage.total_length, length)) for stage in recipe.stages or ()]
 
 
@@ -40,17 +42,6 @@ def segments_of(total_length: int, length: int | None) -> list[int]:
     """Tokens of each segment of a text; `length` is None for a text read as a whole."""
     length = length or total_length
     return [min(length, total_length - start) for start in range(0, total_length, length)]
-
-
-def _curriculum_passes(recipe: Recipe, length: int, ranks: int) -> list[Pass]:
-    assert recipe.curriculum is not None
-    tokens, lengths = recipe.curriculum.tokens_per_step // ranks, recipe.curriculum.lengths
-    if tokens < lengths[-1] * length:
-        raise ValueError(
-            f"tokens_per_step={recipe.curriculum.tokens_per_step} does not hold one text of {lengths[-1]} segments "
-            f"of {length} tokens on each of {ranks} ranks: allow at least {lengths[-1] * length * ranks}."
-        )
-    return [Pass(tokens // (segments * length), [length] * segments) for segments in lengths]
 
 
 class Weights(NamedTuple):

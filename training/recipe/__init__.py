@@ -1,55 +1,29 @@
 """A run as one object: what is trained, on what data, for how long, and where it is written."""
 
-from .data import (
-    BadDocuments,
-    Data,
-    DigitsData,
-    DocumentData,
-    FactsData,
-    GeneratedData,
-    PasskeyData,
-    QuestionData,
-    RecallData,
-    SampleData,
-    Source,
-    SummarizationData,
-    TextData,
-)
-from .loading import load_recipe
-from .lora import LoRA
-from .models import MODELS, ModelKind
-from .objectives import OBJECTIVES, Losses, ObjectiveKind
-from .schema import Checkpoints, Curriculum, Evaluation, Optimizer, Recipe, Stage
-from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section
-
-__all__ = [
-    "MAY_CHANGE",
-    "MAY_CHANGE_FROM_HERE",
-    "MODELS",
-    "OBJECTIVES",
-    "BadDocuments",
-    "Checkpoints",
-    "Curriculum",
-    "Data",
-    "DigitsData",
-    "DocumentData",
-    "Evaluation",
-    "FactsData",
-    "GeneratedData",
-    "LoRA",
-    "Losses",
-    "ModelKind",
-    "ObjectiveKind",
-    "Optimizer",
-    "PasskeyData",
-    "QuestionData",
-    "RecallData",
-    "Recipe",
-    "SampleData",
-    "Section",
-    "Source",
-    "Stage",
-    "SummarizationData",
-    "TextData",
-    "load_recipe",
-]
+from .data import BadDocuments as BadDocuments
+from .data import DigitsData as DigitsData
+from .data import DocumentData as DocumentData
+from .data import FactsData as FactsData
+from .data import GeneratedData as GeneratedData
+from .data import PasskeyData as PasskeyData
+from .data import QuestionData as QuestionData
+from .data import RecallData as RecallData
+from .data import SampleData as SampleData
+from .data import Source as Source
+from .data import SummarizationData as SummarizationData
+from .data import TextData as TextData
+from .loading import load_recipe as load_recipe
+from .models import MODELS as MODELS
+from .models import ModelKind as ModelKind
+from .objectives import OBJECTIVES as OBJECTIVES
+from .objectives import Losses as Losses
+from .objectives import ObjectiveKind as ObjectiveKind
+from .schema import Curriculum as Curriculum
+from .schema import Evaluation as Evaluation
+from .schema import LoRA as LoRA
+from .schema import Optimizer as Optimizer
+from .schema import Recipe as Recipe
+from .schema import Stage as Stage
+from .section import MAY_CHANGE as MAY_CHANGE
+from .section import MAY_CHANGE_FROM_HERE as MAY_CHANGE_FROM_HERE
+from .section import Section as Section

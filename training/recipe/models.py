@@ -45,6 +45,16 @@ class ModelKind(Section):
     def load(self, attention: str, attention_dropout: float, **options: Any) -> Any:
         """The model in float32; `options` go to `from_pretrained`."""
 
+    def _load(self, model_class: Any, attention: str, attention_dropout: float, **options: Any) -> Any:
+        return loading.load_model(
+            model_class,
+            self.source,
+            dtype=torch.float32,
+            attn_implementation=attention_option(attention),
+            attention_dropout=attention_dropout,
+            **options,
+        )
+
     def load_tokenizer(self, config: Any) -> Any:
         """The tokenizer beside the model. Raises `ValueError` where it does not fit."""
         return loading.load_tokenizer(self.source, config)
@@ -158,15 +168,7 @@ class CondenseModel(ModelKind):
         return loading.load_config(CondenseConfig, self.source, **self._given())
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> CondenseForCausalLM:
-        model = loading.load_model(
-            CondenseForCausalLM,
-            self.source,
-            dtype=torch.float32,
-            attn_implementation=attention_option(attention),
-            attention_dropout=attention_dropout,
-            **self._given(),
-            **options,
-        )
+        model = self._load(CondenseForCausalLM, attention, attention_dropout, **self._given(), **options)
         model.logits_in_evaluation = False  # validation reads losses only
         return model
 
@@ -243,13 +245,6 @@ class StockModel(ModelKind):
         return with_head_dim(config)
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> PreTrainedModel:
-        model = loading.load_model(
-            stock_class(self.load_config()),
-            self.source,
-            dtype=torch.float32,
-            attn_implementation=attention_option(attention),
-            attention_dropout=attention_dropout,
-            **options,
-        )
+        model = self._load(stock_class(self.load_config()), attention, attention_dropout, **options)
         with_head_dim(model.config)
         return model

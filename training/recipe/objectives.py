@@ -75,6 +75,17 @@ class ObjectiveKind(Section):
         return self.losses(model, batch, 1)
 
 
+class OfDurations(ObjectiveKind):
+    """The base of objectives whose tokens have durations, which only a folded model takes."""
+
+    def check(self, recipe: Any) -> None:
+        if recipe.model.kind != "condense":
+            raise ValueError(
+                f"objective.kind={self.kind!r} needs a model that takes durations, and model.kind="
+                f"{recipe.model.kind!r} is none: set model.kind=condense"
+            )
+
+
 OBJECTIVES = Registry[ObjectiveKind](
     default="next_token", elsewhere={"distill": "condense.training.distillation:Distillation"} | laboratories.OBJECTIVES
 )

@@ -13,7 +13,6 @@ from condense.configuration import ATTENTION_IMPLEMENTATIONS
 from ..data.digits import NUM_HELD_OUT, NUM_PIXELS
 from ..presets import find_deepspeed_config
 from .data import Data, GeneratedData, SampleData, Source
-from .lora import LoRA
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
 from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section, one_of
@@ -47,6 +46,15 @@ class Curriculum(Section):
         while lengths[-1] < self.last_segments:
             lengths.append(min(max(lengths[-1] + 1, int(lengths[-1] * self.growth)), self.last_segments))
         return lengths
+
+    def check_holds_longest(self, segment_length: int, ranks: int) -> None:
+        """Raises `ValueError` where a step does not hold one of the longest texts on each rank."""
+        needed = self.last_segments * segment_length * ranks
+        if self.tokens_per_step < needed:
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} does not hold one text of {self.last_segments} segments of "
+                f"{segment_length} tokens on each of {ranks} ranks: allow at least {needed}."
+            )
 
     @model_validator(mode="after")
     def _ordered(self):
@@ -96,6 +104,17 @@ class Evaluation(Section):
 class Checkpoints(Section):
     every: int = Field(500, ge=1, description="steps; one more is written at the end")
     keep: Annotated[int, MAY_CHANGE] = Field(2, ge=1)
+
+
+class LoRA(Section):
+    """Low-rank matrices beside linear maps, which are trained alone: W x + (alpha / rank) B A x."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the input of the adapters")
+    targets: list[str] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="linear maps of each layer, or lm_head"
+    )
 
 
 # Keys that recipes had before models had kinds.
@@ -151,13 +170,18 @@ class Recipe(Section):
             return self.curriculum.last_segments * segment_length
         return max(stage.total_length for stage in self.stages or ())
 
+    @property
+    def num_held_out(self) -> int:
+        """Sequences to validate with."""
+        return self.evaluation.sequences if self.evaluation else 0
+
     def num_samples(self) -> int:
         """Texts of the longest length that the model samples from itself, those to validate with included."""
         if not isinstance(self.data, SampleData) or self.stages is None or self.global_batch is None:
             return 0
         tokens = sum(stage.steps * self.global_batch * stage.total_length for stage in self.stages)
         training = self.data.texts or -(-tokens // self.longest_text())
-        return training + (self.evaluation.sequences if self.evaluation else 0)
+        return training + self.num_held_out
 
     @property
     def decay_steps(self) -> int:
@@ -220,7 +244,6 @@ class Recipe(Section):
     def _check_combinations(self):
         checks: tuple[Callable[[Recipe], None], ...] = (
             _check_length, _check_images, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
-            _check_lora,
         )  # fmt: skip
         for check in checks:
             check(self)
@@ -329,9 +352,6 @@ def _check_steps(recipe: Recipe) -> None:
 
 def _check_objective(recipe: Recipe) -> None:
     recipe.objective.check(recipe)
-
-
-def _check_lora(recipe: Recipe) -> None:
     if recipe.lora is None:
         return
     if not recipe.objective.takes_adapters:

@@ -10,22 +10,7 @@ import functools
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from condense import to_stock
 from condense.continuity import ContinuousLM, Sentence
@@ -39,19 +24,16 @@ SMALL = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_at
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 ROTARY = {**SMALL, **TOKENS, "intermediate_size": 40, "num_key_value_heads": 2, "initializer_range": 0.25}
 GPT2_FIELDS = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "initializer_range": 0.25, **TOKENS}
-STOCK = {
-    "llama": (LlamaForCausalLM, LlamaConfig, ROTARY),
-    "mistral": (MistralForCausalLM, MistralConfig, {**ROTARY, "sliding_window": WINDOW}),
-    "phi3": (Phi3ForCausalLM, Phi3Config, ROTARY),
-    "phi3 window": (Phi3ForCausalLM, Phi3Config, {**ROTARY, "sliding_window": WINDOW}),
-    "gemma": (GemmaForCausalLM, GemmaConfig, {**ROTARY, "head_dim": 8}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**ROTARY, "head_dim": 8, "sliding_window": WINDOW}),
-    "qwen2": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
-        {**ROTARY, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
-    "gpt2": (GPT2LMHeadModel, GPT2Config, {**GPT2_FIELDS, "n_positions": LEARNED}),
+WINDOW_FROM_THE_SECOND_LAYER = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+STOCK = {  # model types of transformers, and fields of their configurations
+    "llama": ("llama", ROTARY),
+    "mistral": ("mistral", {**ROTARY, "sliding_window": WINDOW}),
+    "phi3": ("phi3", ROTARY),
+    "phi3 window": ("phi3", {**ROTARY, "sliding_window": WINDOW}),
+    "gemma": ("gemma", {**ROTARY, "head_dim": 8}),
+    "gemma2": ("gemma2", {**ROTARY, "head_dim": 8, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {**ROTARY, **WINDOW_FROM_THE_SECOND_LAYER}),
+    "gpt2": ("gpt2", {**GPT2_FIELDS, "n_positions": LEARNED}),
 }
 ROTATING = [name for name in STOCK if name != "gpt2"]
 WINDOWED = ["mistral", "phi3 window", "gemma2", "qwen2"]
@@ -61,11 +43,10 @@ ATTENTIONS.remove(("gemma2", "sdpa"))  # transformers refuses it, because sdpa h
 
 
 def build(kind, attention="eager", **fields):
-    model_class, config_class, own = kind
+    model_type, own = kind
     torch.manual_seed(0)
-    config = config_class(**{**own, **fields})
-    config._attn_implementation = attention
-    model = model_class(config).double().eval()
+    config = AutoConfig.for_model(model_type, **{**own, **fields})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -2,18 +2,6 @@
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    CodeGenConfig,
-    CodeGenForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
 
 from condense.continuity import ContinuousLM, Sentence
 
@@ -52,16 +40,13 @@ def test_flash_attention_is_refused_for_stock_models(attention):
     assert ContinuousLM(folded).folded
 
 
-OTHERS = {
-    "opt": (OPTForCausalLM, OPTConfig, {**SMALL, **TOKENS, "ffn_dim": 40, "word_embed_proj_dim": 24}),
-    "mamba": (
-        MambaForCausalLM,
-        MambaConfig,
-        {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1, **TOKENS},
-    ),
-    "bloom": (BloomForCausalLM, BloomConfig, {"vocab_size": VOCAB, "hidden_size": 24, "n_layer": 1, "n_head": 4}),
-    "mpt": (MptForCausalLM, MptConfig, {"vocab_size": VOCAB, "d_model": 24, "n_layers": 1, "n_heads": 4}),
-    "codegen": (CodeGenForCausalLM, CodeGenConfig, {**GPT2_FIELDS, "n_embd": 32, "rotary_dim": 4}),
+TINY = {"vocab_size": VOCAB, "hidden_size": 24}
+OTHERS = {  # by model type
+    "opt": {**SMALL, **TOKENS, "ffn_dim": 40, "word_embed_proj_dim": 24},
+    "mamba": {**TINY, "num_hidden_layers": 1, **TOKENS},
+    "bloom": {**TINY, "n_layer": 1, "n_head": 4},
+    "mpt": {"vocab_size": VOCAB, "d_model": 24, "n_layers": 1, "n_heads": 4},
+    "codegen": {**GPT2_FIELDS, "n_embd": 32, "rotary_dim": 4},
 }
 
 
@@ -72,12 +57,12 @@ def test_models_without_support_for_durations_are_refused(name):
         match=f"a {name} does not accept durations|durations do not change the logits of a {name}"
         f"|the logits of a {name} are not finite",
     ):
-        ContinuousLM(build(OTHERS[name]))
+        ContinuousLM(build((name, OTHERS[name])))
 
 
 def test_layers_of_unknown_type_are_named():
     with pytest.raises(ValueError, match="layers of type linear_attention are not supported"):
-        ContinuousLM(build(OTHERS["mamba"]))
+        ContinuousLM(build(("mamba", OTHERS["mamba"])))
 
 
 @pytest.mark.parametrize(

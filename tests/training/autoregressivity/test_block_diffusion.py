@@ -1,7 +1,5 @@
 """Block diffusion as the objective of a recipe, in the real trainer."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -12,23 +10,8 @@ from condense.training.small_llama import word_tokenizer
 from condense.training.train import train
 
 from ...condense.models import tiny_model
-from ..runs import log_lines
-
-RECIPE = """
-model: {folder}/start
-objective: {{kind: block_diffusion, block_length: 4}}
-output: {folder}/trained
-data: {{task: text, sources: [{{files: {folder}/text.jsonl}}], fit: cut, prepared: {folder}/prepared}}
-stages: [{{total_length: 20, steps: 4}}]
-global_batch: 4
-micro_batch: 2
-optimizer: {{learning_rate: 0.01, warmup_steps: 1}}
-dtype: float32
-log_every: 1
-checkpoints: {{every: 2, keep: 1}}
-evaluation: {{sequences: 3, every: 2}}
-report_to: none
-"""
+from ..recipes import text_data, write_recipe, write_texts
+from ..runs import log_lines, logged
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +21,14 @@ def path(tmp_path_factory):
     tokenizer = word_tokenizer(words)
     generator = torch.Generator().manual_seed(0)
     texts = [" ".join(words[n] for n in torch.randint(40, (60,), generator=generator)) for _ in range(12)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_texts(folder / "texts.jsonl", texts)
     fields = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, "initializer_range": 0.02}
     tiny_model(torch.float32, segment_length=8, **fields).save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")
-    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
-    return folder / "recipe.yaml"
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
+    fields = {"objective": {"kind": "block_diffusion", "block_length": 4}, "data": text_data(folder)}
+    fields |= {"optimizer": {"learning_rate": 0.01, "warmup_steps": 1}, "checkpoints": {"every": 2, "keep": 1}}
+    fields |= {"evaluation": {"sequences": 3, "every": 2}}
+    return write_recipe(folder, str(folder / "start"), [(20, 4)], global_batch=4, micro_batch=2, **fields)
 
 
 def trained(path, name, *overrides):
@@ -71,7 +51,7 @@ def test_a_run_saves_a_model_that_writes_blocks(path):
     model = AutoModelForCausalLM.from_pretrained(recipe.output)
     assert isinstance(model, BlockDiffusionForCausalLM) and model.config.block_length == 4
     assert model.config.use_cache and model.config.attention_dropout == 0
-    lines = [line["eval_loss"] for line in log_lines(recipe.output, "eval_loss")]
+    lines = logged(recipe.output, "eval_loss")
     assert len(lines) == 3 and lines[-1] < lines[0]
     assert log_lines(whole.output, "eval_loss")[0]["eval_loss"] == pytest.approx(lines[0], rel=1e-5)
     prompt = AutoTokenizer.from_pretrained(recipe.output)("word1 word2 word3", return_tensors="pt").input_ids

@@ -22,30 +22,18 @@ from condense.training.planning.dry_run import dry_run
 from condense.training.recipe import load_recipe
 from condense.training.train import train
 
-from ..runs import log_lines, run
+from ..recipes import write_recipe
+from ..runs import log_lines, logged, run, same_weights
 
-RECIPE = """
-model: {kind: denoiser, channels: [16]}
-objective: {kind: denoising}
-output: unused
-data: {task: digits}
-stages: [{total_length: 64, steps: 4}]
-global_batch: 6
-micro_batch: 6
-optimizer: {learning_rate: 1.0e-2, warmup_steps: 1, weight_decay: 0.0}
-dtype: float32
-log_every: 1
-checkpoints: {every: 2, keep: 2}
-report_to: none
-"""
 T = 25
 
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(RECIPE)
-    return path
+    fields = {"objective": {"kind": "denoising"}, "data": {"task": "digits"}, "checkpoints": {"every": 2, "keep": 2}}
+    fields |= {"optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, "weight_decay": 0.0}}
+    denoiser, folder = {"kind": "denoiser", "channels": [16]}, tmp_path_factory.mktemp("recipe")
+    return write_recipe(folder, denoiser, [(64, 4)], global_batch=6, micro_batch=6, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +107,7 @@ def trained(recipe_file, drawn, tmp_path_factory):
 def test_without_a_switch_it_is_plain_ddpm_to_the_bit(trained, drawn):
     assert len(drawn) == trained.steps
     losses, weights = plain_training(trained, lambda step, part, places: drawn[step])
-    assert [line["loss"] for line in log_lines(trained.output)] == losses
+    assert logged(trained.output) == losses
     found = DenoiserModel.from_pretrained(trained.output).state_dict()
     assert {f"experts.0.{name}" for name in weights} == set(found)
     assert all(torch.equal(weights[name.removeprefix("experts.0.")], found[name]) for name in found)
@@ -130,9 +118,8 @@ def test_a_resumed_run_has_the_same_noise(trained, tmp_path):
     train(trained.model_copy(update={"output": tmp_path}))
     lines = log_lines(tmp_path)
     assert [line["step"] for line in lines] == [3, 4]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in log_lines(trained.output)][2:]
-    one, other = (DenoiserModel.from_pretrained(folder).state_dict() for folder in (trained.output, tmp_path))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [line["loss"] for line in lines] == logged(trained.output)[2:]
+    assert same_weights(trained.output, tmp_path)
 
 
 @pytest.mark.parametrize("ablation", [{"experts": 4}, {"free_running": 4}])

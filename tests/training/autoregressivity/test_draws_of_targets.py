@@ -3,9 +3,7 @@
 The data are real documents through the real batches.
 """
 
-import json
 import math
-from random import Random
 
 import pytest
 import torch
@@ -18,27 +16,17 @@ from condense.training.recipe import OBJECTIVES, load_recipe
 from condense.training.recipe.objectives import next_token_losses
 from condense.training.small_llama import save_small_llama
 
+from ..recipes import text_data, write_digits, write_recipe
 from .models import VOCABULARY, ids_of, small_model
-
-RECIPE = """
-model: {{kind: stock, source: {folder}/start}}
-output: {folder}/out
-data: {{task: text, fit: cut, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
-stages: [{{total_length: 20, steps: 6}}, {{total_length: 10, steps: 12}}]
-global_batch: 4
-optimizer: {{warmup_steps: 1}}
-"""
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     save_small_llama(folder / "start", width=8)
-    texts = [" ".join(Random(n).choices("0123456789", k=18 + 20 * (n % 3))) for n in range(6)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=folder))
-    return path
+    write_digits(folder, [18, 38, 58] * 2)
+    stock = {"kind": "stock", "source": str(folder / "start")}
+    return write_recipe(folder, stock, [(20, 6), (10, 12)], global_batch=4, data=text_data(folder))
 
 
 def batches_of(recipe, objective: str, ranks: int = 1, *overrides):

@@ -7,16 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from condense.training.autoregressivity.feedback import (
-    Expected,
-    Tree,
-    free_running_losses,
-    likeliest,
-    read_inputs,
-)
+from condense.training.autoregressivity.feedback import Expected, Tree, free_running_losses, likeliest, read_inputs
 from condense.training.recipe import OBJECTIVES, load_recipe
 from condense.training.recipe.objectives import next_token_losses
 
+from ..recipes import write_recipe
 from .models import ids_of, small_model
 
 KINDS = ("condense", "stock")
@@ -217,15 +212,8 @@ def test_gradients_survive_autocast_and_checkpointing(kind, feedback):
 
 
 def test_contradictions_are_refused(tmp_path):
-    text = """
-    model: {kind: stock, source: nowhere}
-    output: unused
-    data: {task: text, sources: [{files: nothing.txt}]}
-    stages: [{total_length: 8, steps: 60}]
-    global_batch: 2
-    """
-    path = tmp_path / "recipe.yaml"
-    path.write_text("\n".join(line.strip() for line in text.splitlines()))
+    data = {"task": "text", "sources": [{"files": "nothing.txt"}]}
+    path = write_recipe(tmp_path, {"kind": "stock", "source": "nowhere"}, [(8, 60)], global_batch=2, data=data)
     for overrides, message in {
         ("steps=0",): "objective.steps",
         ("feedback=beam",): "'argmax', 'sample', 'branch' or 'expected'",

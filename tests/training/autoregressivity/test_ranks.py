@@ -1,9 +1,5 @@
 """Switches of language models on two ranks of ZeRO-2: against one process, and resumed."""
 
-import json
-import shutil
-from random import Random
-
 import pytest
 import torch
 
@@ -11,20 +7,9 @@ from condense import CondenseForCausalLM
 from condense.training.recipe import load_recipe
 from condense.training.train import train
 
-from ..runs import folded_recipe, log_lines, run, same_weights
+from ..recipes import text_data, write_digits
+from ..runs import copy_checkpoint, folded_recipe, log_lines, logged, run, same_weights
 
-TRAINING = """
-data: {{task: text, fit: cut, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
-stages: [{{total_length: 60, steps: 3}}, {{total_length: 90, steps: 3}}]
-global_batch: 8
-micro_batch: 2
-optimizer: {{learning_rate: 2.0e-2, final_learning_rate: 1.0e-3, warmup_steps: 2}}
-dtype: float32
-checkpoints: {{every: 2, keep: 3}}
-evaluation: {{sequences: 3}}
-log_every: 1
-report_to: none
-"""
 MISSING = "objective={kind: missing_targets, rate: 0.5, unknown: free_run}"
 STATES = "objective={kind: synthetic_states, states: 1}"
 SAMPLE = "objective={kind: free_running, steps: 4, feedback: sample}"
@@ -33,31 +18,29 @@ SAMPLE = "objective={kind: free_running, steps: 4, feedback: sample}"
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
-    texts = [" ".join(Random(n).choices("0123456789", k=200)) for n in range(8)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return folded_recipe(folder, TRAINING.format(folder=folder))
+    write_digits(folder, [200] * 8)
+    fields = {"data": text_data(folder), "checkpoints": {"every": 2, "keep": 3}, "evaluation": {"sequences": 3}}
+    fields |= {"optimizer": {"learning_rate": 2e-2, "final_learning_rate": 1e-3, "warmup_steps": 2}}
+    return folded_recipe(folder, (60, 3), (90, 3), global_batch=8, micro_batch=2, **fields)
 
 
 def resumed(recipe, finished, output, *overrides) -> tuple[list[float], str]:
     """The losses of a run that goes on after step 2 of a finished one."""
-    shutil.copytree(finished / "checkpoint-2", output / "checkpoint-2")
-    lines = (finished / "log.jsonl").read_text().splitlines(keepends=True)
-    (output / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 2))
+    copy_checkpoint(finished, output, 2)
     return run(recipe, output, *overrides)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [MISSING, STATES], ids=["missing_targets", "synthetic_states"])
-def test_two_ranks_train_as_one_process(recipe, tmp_path, monkeypatch, objective):
+def test_two_ranks_train_as_one_process(recipe, tmp_path, objective):
     """By the launcher, with checkpointing and accumulation; then resumed."""
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
     ranks, one, again = tmp_path / "ranks", tmp_path / "one", tmp_path / "again"
     losses, _ = run(recipe, ranks, objective, "gradient_checkpointing=true", launcher=True)
     train(load_recipe(recipe, [objective, f"output={one}", "micro_batch=4"]))
     lines, own = log_lines(one), log_lines(ranks)
     assert losses == pytest.approx([line["loss"] for line in lines], abs=1e-4)
     assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in lines], rel=1e-3)
-    validated = [[line["eval_loss"] for line in log_lines(output, "eval_loss")] for output in (ranks, one)]
+    validated = [logged(output, "eval_loss") for output in (ranks, one)]
     assert validated[0] == pytest.approx(validated[1], abs=1e-4)
     models = [CondenseForCausalLM.from_pretrained(output).state_dict() for output in (ranks, one)]
     for name, tensor in models[0].items():

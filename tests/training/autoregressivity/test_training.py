@@ -1,9 +1,5 @@
 """Switches of language models through real training, in one process: neutral values, other values, a resume."""
 
-import json
-import shutil
-from random import Random
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,21 +8,9 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.training.train import train
 
-from ..runs import log_lines
+from ..recipes import text_data, write_digits, write_recipe
+from ..runs import copy_checkpoint, logged
 
-RECIPE = """
-model: {{kind: stock, source: {folder}/start}}
-output: {folder}/unused
-data: {{task: text, fit: pack, sources: [{{files: {folder}/texts.jsonl}}], prepared: {folder}/prepared}}
-stages: [{{total_length: 24, steps: 4}}]
-global_batch: 4
-optimizer: {{learning_rate: 1.0e-2, warmup_steps: 1}}
-dtype: float32
-log_every: 1
-checkpoints: {{every: 2, keep: 3}}
-evaluation: {{sequences: 2, every: 4}}
-report_to: none
-"""
 FOLDED = "model={{kind: condense, segment_length: 10, source: {folder}/start}}"
 NEUTRAL = {
     "free_running": "{kind: free_running, steps: 1, feedback: sample}",
@@ -46,10 +30,11 @@ def trained(tmp_path_factory):
     """Trains a model with an objective, once: its output, weights and log."""
     folder = tmp_path_factory.mktemp("runs")
     save_small_llama(folder / "start", width=16)
-    texts = [" ".join(Random(n).choices("0123456789", k=20 + 7 * n)) for n in range(8)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    path = folder / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=folder))
+    write_digits(folder, range(20, 76, 7))
+    fields = {"data": text_data(folder, "pack"), "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1}}
+    fields |= {"checkpoints": {"every": 2, "keep": 3}, "evaluation": {"sequences": 2, "every": 4}}
+    stock = {"kind": "stock", "source": str(folder / "start")}
+    path = write_recipe(folder, stock, [(24, 4)], global_batch=4, **fields)
     done = {}
 
     def run(kind: str, objective: str, *overrides, output=None):
@@ -59,12 +44,10 @@ def trained(tmp_path_factory):
             given = [FOLDED.format(folder=folder)] if kind == "condense" else []
             train(load_recipe(path, [*given, f"objective={objective}", f"output={output}", *overrides]))
             weights = load_file(output / "model.safetensors")
-            done[key] = output, weights, [line["loss"] for line in log_lines(output)]
+            done[key] = output, weights, logged(output)
         return done[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
-        yield run
+    return run
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -78,9 +61,7 @@ def test_a_neutral_value_trains_as_the_next_token(trained, kind, name):
     output, weights, losses = trained(kind, NEUTRAL[name])
     plain, plain_weights, plain_losses = trained(kind, "{kind: next_token}")
     assert same(weights, plain_weights) and losses == plain_losses
-    assert [line["eval_loss"] for line in log_lines(output, "eval_loss")] == [
-        line["eval_loss"] for line in log_lines(plain, "eval_loss")
-    ]
+    assert logged(output, "eval_loss") == logged(plain, "eval_loss")
 
 
 @pytest.mark.parametrize("name", SWITCHED)
@@ -88,7 +69,7 @@ def test_other_values_train_otherwise_and_are_validated_alike(trained, name):
     output, weights, losses = trained("condense", SWITCHED[name])
     plain, plain_weights, plain_losses = trained("condense", "{kind: next_token}")
     assert losses[0] != plain_losses[0] and not same(weights, plain_weights)
-    before, after = ([line["eval_loss"] for line in log_lines(folder, "eval_loss")] for folder in (output, plain))
+    before, after = (logged(folder, "eval_loss") for folder in (output, plain))
     assert before[0] == after[0] and before[-1] != after[-1]
     assert losses[-1] < losses[0]
 
@@ -97,8 +78,6 @@ def test_other_values_train_otherwise_and_are_validated_alike(trained, name):
 def test_a_resumed_run_is_the_same(trained, name, tmp_path):
     """Also where it draws random numbers: Trainer restores the generator."""
     output, weights, losses = trained("condense", SWITCHED[name])
-    shutil.copytree(output / "checkpoint-2", tmp_path / "checkpoint-2")
-    lines = (output / "log.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= 2))
+    copy_checkpoint(output, tmp_path, 2)
     _, resumed, resumed_losses = trained("condense", SWITCHED[name], output=tmp_path)
     assert resumed_losses == losses and same(resumed, weights)

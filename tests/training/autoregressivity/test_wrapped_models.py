@@ -17,19 +17,8 @@ from condense.training.preflight import check_run
 from condense.training.recipe import load_recipe
 from condense.training.train import train
 
-from ..runs import expected, folded_recipe, log_lines, run
+from ..runs import expected, folded_recipe, log_lines, logged, run
 
-STAGES = """
-data: {task: passkey, shortest: 0.4, background: 30}
-stages: [{total_length: 120, steps: 2}]
-global_batch: 4
-micro_batch: 2
-optimizer: {learning_rate: 1.0e-2, warmup_steps: 1}
-dtype: float32
-checkpoints: {every: 2, keep: 1}
-log_every: 1
-report_to: none
-"""
 HEADS = "objective={kind: multi_token, tokens: %d}"
 EXPERTS = "objective={kind: position_experts, experts: %d, split: %s}"
 MODELS = pytest.mark.parametrize("model", ["folded", pytest.param("stock", marks=pytest.mark.slow)])
@@ -39,7 +28,9 @@ VALIDATED = "evaluation={sequences: 3}"
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrapped")
-    path = folded_recipe(folder, STAGES)
+    fields = {"data": {"task": "passkey", "shortest": 0.4, "background": 30}, "checkpoints": {"every": 2, "keep": 1}}
+    fields |= {"optimizer": {"learning_rate": 1e-2, "warmup_steps": 1}}
+    path = folded_recipe(folder, (120, 2), global_batch=4, micro_batch=2, **fields)
     stock = to_stock(CondenseForCausalLM.from_pretrained(folder / "start"))
     stock.save_pretrained(folder / "stock")
     AutoTokenizer.from_pretrained(folder / "start").save_pretrained(folder / "stock")
@@ -66,7 +57,7 @@ def test_one_head_and_one_expert_are_the_ordinary_training_to_the_bit(recipe, tm
         trained(recipe, tmp_path / name, *chosen, objective)
         same = load_file(tmp_path / name / "model.safetensors")
         assert same.keys() == weights.keys() and all(torch.equal(same[key], weights[key]) for key in weights)
-        assert [line["loss"] for line in log_lines(tmp_path / name)] == [line["loss"] for line in losses]
+        assert logged(tmp_path / name) == [line["loss"] for line in losses]
         own, other = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in (name, "plain"))
         assert own == other
 
@@ -224,5 +215,5 @@ def test_bfloat16_and_a_curriculum_train_too(recipe, tmp_path, objective):
     lines = [line for line in text.splitlines() if not line.startswith(("global_batch", "micro_batch"))]
     (tmp_path / "curriculum.yaml").write_text("\n".join(lines))
     trained(tmp_path / "curriculum.yaml", tmp_path / "grown", objective, "optimizer.decay_steps=4", "log_every=2")
-    curve = [line["loss"] for line in log_lines(tmp_path / "grown")]
+    curve = logged(tmp_path / "grown")
     assert curve[-1] < curve[0]

@@ -13,10 +13,12 @@ from condense import CondenseForCausalLM
 from condense.training.data.answers import AnswerExamples, question_encoder
 from condense.training.data.batches import StageBatches
 from condense.training.data.documents import Document
-from condense.training.data.store import Tokens
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import QuestionData, load_recipe
 from condense.training.small_llama import small_llama, word_tokenizer
+
+from ..recipes import write_recipe
+from .test_text import Documents
 
 TEXTS = ["How many is and Answer : ?", "cat"]
 
@@ -105,27 +107,18 @@ def test_a_slow_tokenizer_is_refused():
         question_encoder(Slow(), 10)
 
 
-class Documents:
-    """Ten documents of 3 to 12 tokens."""
-
-    lengths = np.arange(3, 13)
-
-    def __getitem__(self, number):
-        return Tokens(100 * number + np.arange(self.lengths[number], dtype=np.int32), 2)
-
-    def fingerprint(self, first, last):
-        return f"{first} to {last}"
+DOCUMENTS = Documents(range(3, 13), given=2)
 
 
 def test_the_answer_alone_is_asked_for():
-    examples = AnswerExamples(Documents(), 0, 10, seed=None)
+    examples = AnswerExamples(DOCUMENTS, 0, 10, seed=None)
     (example,) = examples.sequence(1, 20)
     assert example.input_ids.tolist() == [100, 101, 102, 103] and example.labels.tolist() == [-100, -100, 102, 103]
     assert example.input_ids.dtype == example.labels.dtype == np.int64
 
 
 def test_each_document_that_fits_is_taken_once_an_epoch():
-    examples = AnswerExamples(Documents(), 4, 10, seed=3)
+    examples = AnswerExamples(DOCUMENTS, 4, 10, seed=3)
     assert (examples.num_sequences(9), examples.num_sequences(12)) == (3, 6)
     assert examples.left_out(9) == "3 longer documents left out" and examples.left_out(12) == ""
     assert examples.fingerprint() == "4 to 10"
@@ -136,26 +129,10 @@ def test_each_document_that_fits_is_taken_once_an_epoch():
     assert sorted(numbers(9, 0, 3)) == sorted(numbers(9, 3, 3)) == [4, 5, 6]
     assert sorted(numbers(12, 0, 6)) == [4, 5, 6, 7, 8, 9]
     assert len({tuple(numbers(12, 6 * epoch, 6)) for epoch in range(5)}) > 1  # in another order
-    again = AnswerExamples(Documents(), 4, 10, seed=3)
+    again = AnswerExamples(DOCUMENTS, 4, 10, seed=3)
     assert [int(again.sequence(n, 12)[0].input_ids[0]) // 100 for n in range(12)] == numbers(12, 0, 12)
     with pytest.raises(ValueError, match="no prompt with its answer fits into total_length=6 tokens"):
         examples.sequence(0, 6)
-
-
-RECIPE = """
-model: {{source: {folder}/llama, segment_length: 4}}
-output: {folder}/trained
-data:
-  task: questions
-  sources: [{{files: {folder}/questions.jsonl, text: prompt, summary: answer}}]
-  prepared: {folder}/prepared
-stages: [{{total_length: 10, steps: 6}}, {{total_length: 12, steps: 30}}]
-global_batch: 4
-micro_batch: 4
-optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2}}
-evaluation: {{sequences: 5}}
-dtype: float32
-"""
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +145,12 @@ def recipe(tmp_path_factory):
         for n in range(80):
             question = {"prompt": "How many? " + "cat " * (n % 7 + 1), "answer": str(n % 7 + 1)}
             file.write(json.dumps(question) + "\n")
-    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
-    return load_recipe(folder / "recipe.yaml")
+    sources = [{"files": str(folder / "questions.jsonl"), "text": "prompt", "summary": "answer"}]
+    data = {"task": "questions", "sources": sources, "prepared": str(folder / "prepared")}
+    fields = {"data": data, "micro_batch": 4, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2}}
+    llama = {"source": str(folder / "llama"), "segment_length": 4}
+    path = write_recipe(folder, llama, [(10, 6), (12, 30)], global_batch=4, evaluation={"sequences": 5}, **fields)
+    return load_recipe(path)
 
 
 def test_a_recipe_of_questions(recipe):

@@ -7,15 +7,7 @@ from condense.training.data.batches import StageBatches, ValidationBatches, eval
 from condense.training.data.examples import Example
 from condense.training.recipe import Source, load_recipe
 
-RECIPE = """
-model: m
-output: o
-data: {task: passkey}
-stages: [{total_length: 4, steps: 1}, {total_length: 6, steps: 2}, {total_length: 4, steps: 2}]
-global_batch: 4
-micro_batch: 2
-optimizer: {warmup_steps: 1}
-"""
+from ..recipes import write_recipe
 
 
 class Numbered:
@@ -31,8 +23,7 @@ class Numbered:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sequences_are_numbered_within_their_length(tmp_path, ranks):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
+    path = write_recipe(tmp_path, "m", [(4, 1), (6, 2), (4, 2)], global_batch=4, micro_batch=2)
     examples = Numbered()
     batches = StageBatches(load_recipe(path), examples, ranks)
     names = [batches[index]["name"] for index in range(len(batches))]

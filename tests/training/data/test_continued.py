@@ -2,17 +2,16 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from condense.training.data.answers import AnswerExamples
 from condense.training.data.continued import Lot, continued
-from condense.training.data.store import Tokens
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import Stage, load_recipe
 from condense.training.small_llama import word_tokenizer
 
 from .test_tasks import WORDS, recipe  # noqa: F401  a fixture
+from .test_text import Documents
 
 PER_STEP, AVAILABLE = 4, 120  # sequences of 8 tokens, which are two of each document
 
@@ -69,20 +68,14 @@ def test_packed_documents_and_ranks_that_compare_them(recipe):  # noqa: F811
     assert examples.fingerprint() != make_examples(loaded, tokenizer)[0].fingerprint()
 
 
-class Questions:
-    """Ten short questions with their answers, and then four of 2000 tokens."""
-
-    lengths = np.array([100] * 10 + [2000] * 4)
-
-    def __getitem__(self, number):
-        return Tokens(np.full(self.lengths[number], number, dtype=np.int32), 2)
+QUESTIONS = Documents([100] * 10 + [2000] * 4, given=2)
 
 
 def numbers(lots, total_length):
     """The documents of all sequences of a length that a run asks for."""
-    examples = continued(lambda first, last: AnswerExamples(Questions(), first, last, seed=3), 0, lots)
+    examples = continued(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)
     asked = max(lot.asked[total_length] for lot in lots)
-    return [int(examples.sequence(number, total_length)[0].input_ids[0]) for number in range(asked)]
+    return [int(examples.sequence(number, total_length)[0].input_ids[0]) // 100 for number in range(asked)]
 
 
 SHORT, LONG = Lot({512: 8, 4096: 8}, 10), Lot({512: 8, 4096: 12}, 14)
@@ -101,4 +94,4 @@ def test_a_length_without_further_sequences_asks_no_new_documents():
 )
 def test_further_sequences_that_no_document_fits_into_are_refused_at_once(lots):
     with pytest.raises(ValueError, match="no prompt with its answer fits into total_length=512"):
-        continued(lambda first, last: AnswerExamples(Questions(), first, last, seed=3), 0, lots)
+        continued(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)

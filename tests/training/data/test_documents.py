@@ -37,10 +37,7 @@ def test_formats(tmp_path):
     rows = tmp_path / "d.parquet"
     pa.parquet.write_table(pa.table({"article": ["n1", "n2"], "highlights": ["h1", "h2"]}), rows)
     cnn = Source(files=str(rows), text="article", summary="highlights")
-    assert read(cnn, summaries=True) == [
-        Document(f"{rows}:row 0", "n1", "h1"),
-        Document(f"{rows}:row 1", "n2", "h2"),
-    ]
+    assert read(cnn, summaries=True) == [Document(f"{rows}:row 0", "n1", "h1"), Document(f"{rows}:row 1", "n2", "h2")]
     chapters = tmp_path / "e.parquet"
     pa.parquet.write_table(pa.table({"chapter": ["c"], "summary_text": ["s"]}), chapters)
     assert read(Source(files=str(chapters), text="chapter", summary="summary_text"), summaries=True) == [

@@ -18,7 +18,8 @@ from condense.training.recipe import RecallData, Recipe, load_recipe
 from condense.training.small_llama import passkey_tokenizer, save_small_llama, word_tokenizer
 from condense.training.train import train
 
-from ..runs import log_lines
+from ..recipes import write_recipe
+from ..runs import logged
 
 TOKENIZER = word_tokenizer(RECALL_TEXTS)
 SENTENCE = r"The (\w+ \w+) has (\w+) \. "
@@ -42,11 +43,7 @@ def read(form, ids):
 
 @pytest.mark.parametrize(
     ("form", "options", "sentences", "answer"),
-    [
-        ("single", {}, 20, 1),
-        ("multi_value", {"values": 3}, 60, 3),
-        ("overwritten", {"overwritten": 0.3}, 26, 1),
-    ],
+    [("single", {}, 20, 1), ("multi_value", {"values": 3}, 60, 3), ("overwritten", {"overwritten": 0.3}, 26, 1)],
 )
 @pytest.mark.parametrize("room", [0, 1, 77, 1200])
 def test_a_reader_knows_the_answer(form, options, sentences, answer, room):
@@ -293,28 +290,14 @@ def test_the_model_is_made_for_lookups(start):
 
 def test_a_recipe_trains_on_it(start, tmp_path):
     """In the real Trainer: the loss falls to what a guess among the values costs."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-model: {start}
-output: {tmp_path / "output"}
-data: {{task: recall, pairs: 3, form: overwritten, overwritten: 1.0, background: 0}}
-stages: [{{total_length: 80, steps: 60}}]
-global_batch: 16
-micro_batch: 16
-optimizer: {{learning_rate: 5.0e-3, warmup_steps: 3}}
-attention: eager
-dtype: float32
-evaluation: {{sequences: 10}}
-log_every: 5
-checkpoints: {{every: 60}}
-report_to: none
-"""
-    )
+    data = {"task": "recall", "pairs": 3, "form": "overwritten", "overwritten": 1.0, "background": 0}
+    fields = {"data": data, "optimizer": {"learning_rate": 5e-3, "warmup_steps": 3}, "attention": "eager"}
+    fields |= {"evaluation": {"sequences": 10}, "log_every": 5, "checkpoints": {"every": 60}}
+    path = write_recipe(tmp_path, str(start), [(80, 60)], global_batch=16, micro_batch=16, **fields)
     train(load_recipe(path))
-    losses = [line["loss"] for line in log_lines(tmp_path / "output")]
+    losses = logged(tmp_path / "output")
     assert losses[0] > np.log(80) and losses[-1] < np.log(32) + 0.4
-    accuracies = [line["eval_recall_accuracy"] for line in log_lines(tmp_path / "output", "eval_recall_accuracy")]
+    accuracies = logged(tmp_path / "output", "eval_recall_accuracy")
     assert len(accuracies) == 2  # before and after training
 
 

@@ -18,22 +18,16 @@ from condense.training.recipe import SampleData, load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.training.train import train
 
+from ..recipes import write_recipe
 from ..runs import log_lines
 
-RECIPE = """
-model: {{source: {folder}/start, segment_length: 8}}
-objective: {{kind: distill}}
-output: {folder}/output
-data: {{task: samples, prepared: {folder}/prepared}}
-stages: [{{total_length: 24, steps: 4}}, {{total_length: 32, steps: 2}}]
-global_batch: 4
-micro_batch: 2
-optimizer: {{learning_rate: 3.0e-3, warmup_steps: 1}}
-dtype: float32
-log_every: 1
-evaluation: {{sequences: 3, every: 6}}
-report_to: none
-"""
+
+def recipe_in(folder):
+    data = {"task": "samples", "prepared": str(folder / "prepared")}
+    fields = {"data": data, "objective": {"kind": "distill"}, "evaluation": {"sequences": 3, "every": 6}}
+    fields |= {"optimizer": {"learning_rate": 3e-3, "warmup_steps": 1}, "micro_batch": 2}
+    start = {"source": str(folder / "start"), "segment_length": 8}
+    return write_recipe(folder, start, [(24, 4), (32, 2)], global_batch=4, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +108,9 @@ def test_settings_of_generate_do_not_change_the_texts(start, tokenizer, tmp_path
     assert np.array_equal(*map(drawn, stores))
 
 
-def test_training_without_data(start, tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")
+def test_training_without_data(start, tmp_path):
     (tmp_path / "start").symlink_to(start)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
-    train(load_recipe(path))
+    train(load_recipe(recipe_in(tmp_path)))
     assert len(log_lines(tmp_path / "output")) == 6
     first, *_, last = log_lines(tmp_path / "output", "eval_loss_distill")
     assert last["eval_loss_distill"] < first["eval_loss_distill"]
@@ -131,8 +122,7 @@ def test_training_without_data(start, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("texts", "expected"), [("", 4 * 4 * 24 // 32 + 2 * 4), ("data.texts=5", 5)])
 def test_as_many_texts_as_the_run_reads(start, tokenizer, tmp_path, texts, expected):
     (tmp_path / "start").symlink_to(start)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
+    path = recipe_in(tmp_path)
     training, held_out = make_examples(load_recipe(path, [texts] if texts else []), tokenizer)
     assert (held_out.first, held_out.last) == (0, 3)
     assert (training.first, training.last) == (3, 3 + expected)
@@ -142,8 +132,7 @@ def test_as_many_texts_as_the_run_reads(start, tokenizer, tmp_path, texts, expec
 
 
 def test_refusals(start, tokenizer, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
+    path = recipe_in(tmp_path)
     with pytest.raises(ValueError, match=r"evaluation.sources: data.task=samples generates its texts"):
         load_recipe(path, ["evaluation.sources=[{files: x}]"])
     with pytest.raises(ValueError, match=r"data.temperature"):

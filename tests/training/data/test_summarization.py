@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -10,12 +9,14 @@ from transformers import AutoTokenizer
 
 from condense.training.data.answers import AnswerExamples
 from condense.training.data.documents import Document
-from condense.training.data.store import Tokens
 from condense.training.data.summarization import prompt_frame, prompt_ids, summary_encoder
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import word_tokenizer
 from tests.conftest import SHARED
+
+from ..recipes import write_recipe
+from .test_text import Documents
 
 SUMMARY_WORDS = "Summarize this text Summary : - a b c d e f"
 
@@ -38,13 +39,7 @@ def test_summaries_by_hand():
 
 
 def test_only_the_summary_is_asked_for():
-    class Summaries:
-        lengths = np.array([6, 30, 8])
-
-        def __getitem__(self, n):
-            return Tokens(100 * n + np.arange(self.lengths[n]), 4)
-
-    examples = AnswerExamples(Summaries(), 0, 3, seed=None)
+    examples = AnswerExamples(Documents([6, 30, 8], given=4), 0, 3, seed=None)
     assert examples.num_sequences(10) == 2 and examples.left_out(10) == "1 longer documents left out"
     assert examples.left_out(30) == ""
     (example,) = examples.sequence(1, 10)
@@ -53,25 +48,11 @@ def test_only_the_summary_is_asked_for():
         examples.sequence(0, 5)
 
 
-RECIPE = """
-model: m
-output: o
-data:
-  task: summarization
-  sources: [{{files: "{files}", text: {text}, summary: {summary}}}]
-  prepared: {folder}/prepared
-  too_long: {too_long}
-  bad_documents: skip
-stages: [{{total_length: {shorter}, steps: 2}}, {{total_length: {longest}, steps: {steps}}}]
-global_batch: 2
-optimizer: {{warmup_steps: 1}}
-"""
-
-
 def examples_of(folder, tokenizer, shorter=100, longest=400, steps=2, too_long="drop", **fields):
-    recipe = RECIPE.format(folder=folder, shorter=shorter, longest=longest, steps=steps, too_long=too_long, **fields)
-    (folder / "recipe.yaml").write_text(recipe)
-    return make_examples(load_recipe(folder / "recipe.yaml"), tokenizer)[0]
+    data = {"task": "summarization", "sources": [fields], "too_long": too_long, "bad_documents": "skip"}
+    data |= {"prepared": str(folder / "prepared")}
+    path = write_recipe(folder, "m", [(shorter, 2), (longest, steps)], global_batch=2, data=data)
+    return make_examples(load_recipe(path), tokenizer)[0]
 
 
 def summary_of(folder):
@@ -92,7 +73,7 @@ def test_parquet_as_cnn_dailymail_and_booksum_have_it(tmp_path, text, summary):
     columns = {text: [f"a {'b ' * n}" for n in range(6)], summary: ["c", "d", None, "e", "", "f"], "id": list(range(6))}
     pa.parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
     tokenizer = word_tokenizer([SUMMARY_WORDS])
-    examples = examples_of(tmp_path, tokenizer, files=tmp_path / "x.parquet", text=text, summary=summary)
+    examples = examples_of(tmp_path, tokenizer, files=str(tmp_path / "x.parquet"), text=text, summary=summary)
     pairs = {halves(tokenizer, examples.sequence(n, 100)[0]) for n in range(examples.num_sequences(100))}
     frame = "<s> Summarize this text : {} - - - - Summary :"
     assert pairs == {(frame.format(" ".join("a" + "b" * n)), f"{summary} </s>") for n, summary in
@@ -105,7 +86,7 @@ def test_cut_and_dropped_documents_are_counted(tmp_path):
     path = tmp_path / "x.jsonl"
     records = [("a", "d"), ("a " * 200, "d"), ("a " * 150, "d"), ("a", "d " * 200)]
     path.write_text("".join(json.dumps({"text": text, "summary": summary}) + "\n" for text, summary in records))
-    fields = {"files": path, "text": "text", "summary": "summary", "longest": 120}
+    fields = {"files": str(path), "text": "text", "summary": "summary", "longest": 120}
     tokenizer = word_tokenizer([SUMMARY_WORDS])
     for name in ("drop", "cut"):
         (tmp_path / name).mkdir()
@@ -130,14 +111,8 @@ def test_every_summary_of_scitldr(tmp_path, stories):
     lines = path.read_text(encoding="utf-8").splitlines()[:40]
     (tmp_path / "x.jsonl").write_text("\n".join(lines), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    fields = {
-        "files": tmp_path / "x.jsonl",
-        "text": "source",
-        "summary": "target",
-        "shorter": 1_000,
-        "longest": 2_000,
-        "steps": 20,
-    }
+    fields = {"files": str(tmp_path / "x.jsonl"), "text": "source", "summary": "target"}
+    fields |= {"shorter": 1_000, "longest": 2_000, "steps": 20}
     examples = examples_of(tmp_path, tokenizer, **fields)
     assert examples.num_sequences(2_000) == 40
     records = [(" ".join(record["source"]), record["target"][0]) for record in map(json.loads, lines)]

@@ -1,38 +1,22 @@
 """A recipe's documents: how many are read, and which are held out."""
 
-import json
-
 import pytest
 
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import word_tokenizer
 
+from ..recipes import text_data, write_recipe, write_texts
+
 WORDS = "zero one two three four five six seven eight nine"
-RECIPE = """
-model: m
-output: o
-data:
-  task: text
-  fit: cut
-  sources: [{{files: {folder}/train.jsonl}}]
-  prepared: {folder}/prepared
-stages: [{{total_length: 8, steps: 20}}]
-global_batch: 4
-optimizer: {{warmup_steps: 1}}
-"""
 
 
 @pytest.fixture
 def recipe(tmp_path):
     for name, count in (("train", 60), ("other", 12)):
-        with (tmp_path / f"{name}.jsonl").open("w") as file:
-            for n in range(count):
-                digits = " ".join(WORDS.split()[int(digit)] for digit in f"{n:02d}")
-                file.write(json.dumps({"text": f"{digits} " + "nine " * 14}) + "\n")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
-    return path
+        digits = (" ".join(WORDS.split()[int(digit)] for digit in f"{n:02d}") for n in range(count))
+        write_texts(tmp_path / f"{name}.jsonl", (f"{words} " + "nine " * 14 for words in digits))
+    return write_recipe(tmp_path, "m", [(8, 20)], global_batch=4, data=text_data(tmp_path, files="train.jsonl"))
 
 
 def documents_of(examples, total_length=8):

@@ -19,13 +19,16 @@ from tests.condense.models import tiny_config
 
 
 class Documents:
-    """A store in memory: document n is 100 n, 100 n + 1, ..."""
+    """A store in memory: document n is 100 n, 100 n + 1, ... without labels at the first `given`."""
 
-    def __init__(self, lengths):
-        self.lengths = np.array(lengths)
+    def __init__(self, lengths, given=1):
+        self.lengths, self.given = np.array(lengths), given
 
     def __getitem__(self, n):
-        return Tokens(100 * n + np.arange(self.lengths[n]), 1)
+        return Tokens(100 * n + np.arange(self.lengths[n], dtype=np.int32), self.given)
+
+    def fingerprint(self, first, last):
+        return f"{first} to {last}"
 
 
 def sequences(examples, total_length, epoch=0):

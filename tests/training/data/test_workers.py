@@ -11,11 +11,10 @@ import pytest
 
 from condense.training.data import preparation
 from condense.training.data.chunks import Reading
-from condense.training.data.needed import Needed
 from condense.training.data.preparation import prepare
 from condense.training.data.shards import open_shards
 from condense.training.data.store import Need, Store
-from condense.training.data.workers import Workers
+from condense.training.data.workers import Needed, Workers
 from condense.training.recipe import Source, TextData
 
 from .encoders import WORDS, die, encoder, fail, failing_first, wait_for

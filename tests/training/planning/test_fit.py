@@ -4,14 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from condense import CondenseConfig
-from condense.training.planning.fit import (
-    GIB,
-    UNCOUNTED,
-    default_ranks,
-    propose,
-    reasons_without_waves,
-    wave_bytes,
-)
+from condense.training.planning.fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves, wave_bytes
 from condense.training.planning.memory import estimate
 from condense.training.recipe import Recipe, load_recipe
 

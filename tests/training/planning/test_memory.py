@@ -22,7 +22,7 @@ from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
 from condense.training.planning.fit import WAVE_ACTIVATIONS, wave_bytes
-from condense.training.planning.memory import estimate
+from condense.training.planning.memory import MemoryEstimate, estimate
 from condense.training.planning.passes import parameter_shapes, weights_of
 from condense.training.recipe import Recipe
 
@@ -120,6 +120,16 @@ def head_gradients(config, trained) -> int:
     return config.vocab_size * config.hidden_size * (getattr(torch, trained.dtype).itemsize if single else 4)
 
 
+def check_pass(config, trained, kept_within, peak_within, others=0, device="cpu") -> MemoryEstimate:
+    """Compares the estimate with what a pass keeps, `others` aside, unless `kept_within` is None; and with its peak."""
+    parts, (kept, peak) = estimate(config, trained, PLAIN, 1), measure(config, trained, device)
+    if kept_within is not None:
+        estimated = parts.activations + parts.memories + parts.hidden_gradients
+        assert estimated == pytest.approx(kept - others, rel=kept_within)
+    assert expected_peak(config, trained) == pytest.approx(peak, rel=peak_within)
+    return parts
+
+
 SHAPES = {
     "small": {},
     "untied, no groups": {"tie_word_embeddings": False, "num_key_value_heads": 4},
@@ -136,11 +146,7 @@ def test_a_folded_pass_keeps_what_is_estimated(shape, dtype, attention):
     config = LlamaConfig(**SMALL | SHAPES[shape])
     for length, total, span in [(32, 128, 1), (24, 110, None), (64, 64, None)]:
         trained = recipe(total, 2, dtype, attention, segment_length=length, bptt_segments=span)
-        parts = estimate(config, trained, PLAIN, 1)
-        kept, peak = measure(config, trained)
-        kept -= head_gradients(config, trained)
-        assert parts.activations + parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.04)
-        assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
+        check_pass(config, trained, 0.04, 0.10, head_gradients(config, trained))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -149,10 +155,7 @@ def test_shares_of_the_output_in_the_memory(share, dtype):
     """In float32 a mean of a layer's input and output is kept, where either is the next layer's anyway."""
     config = CondenseConfig(**SMALL, segment_length=32, memory_share=share)
     trained = recipe(256, 2, dtype, "sdpa", segment_length=32)
-    parts, (kept, peak) = estimate(config, trained, PLAIN, 1), measure(config, trained)
-    kept -= head_gradients(config, trained)
-    assert parts.activations + parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.02)
-    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.05)
+    check_pass(config, trained, 0.02, 0.05, head_gradients(config, trained))
 
 
 @pytest.mark.parametrize(("layers", "length", "total"), [(4, 64, 256), (4, 512, 600), (4, 512, 1024), (16, 512, 600)])
@@ -172,11 +175,7 @@ def test_logits_narrower_than_hidden_states(dtype, checkpointing):
     shape = {"vocab_size": 120, "hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 1}
     config, group = LlamaConfig(**SMALL | shape), {"checkpoint_segments": 4} if checkpointing else {}
     trained = recipe(128, 2, dtype, "sdpa", checkpointing, segment_length=32, **group)
-    parts, (kept, peak) = estimate(config, trained, PLAIN, 1), measure(config, trained)
-    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
-    if not checkpointing:
-        kept -= head_gradients(config, trained)
-        assert parts.activations + parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.04)
+    check_pass(config, trained, None if checkpointing else 0.04, 0.10, head_gradients(config, trained))
 
 
 def test_a_memory_without_gradient_spares_a_copy_of_its_source():
@@ -222,15 +221,11 @@ def test_groups_of_segments_keep_what_is_estimated(shape, dtype):
 def test_auto_takes_the_group_that_needs_least(segments, chosen):
     """The 1.2 B shape: the 16 MiB of a segment's memories against some 700 MiB of its activations."""
     config = CondenseConfig(**LLAMA_1B, segment_length=512)
-    auto = recipe(512 * segments, 1, checkpointing=True, segment_length=512, checkpoint_segments="auto")
+    with_groups = partial(recipe, 512 * segments, 1, checkpointing=True, segment_length=512)
+    auto = with_groups(checkpoint_segments="auto")
     resolved = with_checkpoint_segments(config, auto, 1).model.checkpoint_segments
     needed = {
-        group: estimate(
-            config,
-            recipe(512 * segments, 1, checkpointing=True, segment_length=512, checkpoint_segments=group),
-            PLAIN,
-            1,
-        ).total
+        group: estimate(config, with_groups(checkpoint_segments=group), PLAIN, 1).total
         for group in (1, 2, 4, 8, 16, 32, segments)
     }
     assert resolved == min(needed, key=needed.__getitem__) == chosen
@@ -277,10 +272,7 @@ def test_adapters_keep_what_is_estimated(dtype, kind, targets):
     """Within 5 %: frozen weights need no inputs."""
     config, fields = LlamaConfig(**SMALL), {"segment_length": 32} if kind == "condense" else {}
     trained = recipe(128, 2, dtype, kind=kind, lora={"rank": 4, "targets": targets}, **fields)
-    parts = estimate(config, trained, PLAIN, 1)
-    kept, peak = measure(config, trained)
-    assert parts.activations + parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.05)
-    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.05)
+    parts = check_pass(config, trained, 0.05, 0.05)
     shapes = weights_of(config, trained).trained
     assert parts.moments == 2 * 4 * sum(shape.numel() for shape in shapes)
     model = add_adapters(LlamaForCausalLM(config), trained.lora)
@@ -296,11 +288,7 @@ def test_distillation_keeps_what_is_estimated(shape, dtype, checkpointing, token
     config = LlamaConfig(**SMALL | SHAPES[shape])
     monkeypatch.setattr("condense.loss.MAX_LOGITS", tokens_at_once * config.vocab_size)
     trained = recipe(128, 2, dtype, checkpointing=checkpointing, segment_length=32, objective={"kind": "distill"})
-    parts = estimate(config, trained, PLAIN, 1)
-    kept, peak = measure(config, trained)
-    if not checkpointing:
-        assert parts.activations + parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.02)
-    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.12)
+    parts = check_pass(config, trained, None if checkpointing else 0.02, 0.12)
     plain = recipe(128, 2, dtype, checkpointing=checkpointing, segment_length=32)
     assert parts.weights == 2 * estimate(config, plain, PLAIN, 1).weights  # the teacher's too
 
@@ -330,12 +318,8 @@ def test_a_model_of_1b_with_the_flash_kernel(total, rows, fields, monkeypatch):
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     config, folded = LlamaConfig(**LLAMA_1B), fields.get("kind") != "stock"
     trained = recipe(total, rows, **fields, **({"segment_length": 512} if folded else {}))
-    parts = estimate(config, trained, PLAIN, 1)
-    kept, peak = measure(config, trained, "meta")
-    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.06)
-    if folded and not trained.gradient_checkpointing:
-        kept -= head_gradients(config, trained)
-        assert parts.activations + parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.01)
+    kept_within = 0.01 if folded and not trained.gradient_checkpointing else None
+    check_pass(config, trained, kept_within, 0.06, head_gradients(config, trained), "meta")
 
 
 @pytest.mark.slow

@@ -16,23 +16,8 @@ from condense.training.recipe import MODELS, OBJECTIVES, Losses, ModelKind, Obje
 from condense.training.small_llama import passkey_tokenizer
 from condense.training.train import train
 
-from ..runs import log_lines
-
-RECIPE = """
-model: {{kind: bigrams, source: {folder}/start, width: 8}}
-objective: {{kind: skip, ahead: 3}}
-output: {folder}/trained
-data: {{task: passkey, background: 20}}
-stages: [{{total_length: 90, steps: 2}}]
-global_batch: 4
-micro_batch: 2
-optimizer: {{learning_rate: 0.1, warmup_steps: 1}}
-dtype: float32
-log_every: 1
-checkpoints: {{every: 1, keep: 1}}
-evaluation: {{sequences: 2}}
-report_to: none
-"""
+from ..recipes import write_recipe
+from ..runs import log_lines, logged
 
 
 class BigramsConfig(PreTrainedConfig):
@@ -82,6 +67,15 @@ class Skip(ObjectiveKind):
         return Losses(total / num_targets, total.detach()[None], (labels != -100).sum()[None])
 
 
+def recipe_in(folder):
+    fields = {"objective": {"kind": "skip", "ahead": 3}, "data": {"task": "passkey", "background": 20}}
+    fields |= {"optimizer": {"learning_rate": 0.1, "warmup_steps": 1}, "checkpoints": {"every": 1, "keep": 1}}
+    bigrams = {"kind": "bigrams", "source": str(folder / "start"), "width": 8}
+    return write_recipe(
+        folder, bigrams, [(90, 2)], global_batch=4, micro_batch=2, evaluation={"sequences": 2}, **fields
+    )
+
+
 @pytest.fixture
 def kinds():
     MODELS.register(BigramsModel)
@@ -96,12 +90,10 @@ def recipe(kinds, tmp_path):
     torch.manual_seed(0)
     Bigrams(BigramsConfig(vocab_size=len(tokenizer), width=8)).save_pretrained(tmp_path / "start")
     tokenizer.save_pretrained(tmp_path / "start")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
-    return load_recipe(path)
+    return load_recipe(recipe_in(tmp_path))
 
 
-def test_another_model_and_another_objective_train(recipe, monkeypatch):
+def test_another_model_and_another_objective_train(recipe):
     """The logged losses are those of plain AdamW on the same batches."""
     model = Bigrams.from_pretrained(recipe.model.source)
     batches = StageBatches(recipe, make_examples(recipe, passkey_tokenizer())[0], ranks=1)
@@ -118,12 +110,11 @@ def test_another_model_and_another_objective_train(recipe, monkeypatch):
         optimizer.step()
         optimizer.zero_grad()
 
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
     train(recipe)
     lines = log_lines(recipe.output)
     assert [line["loss"] for line in lines] == pytest.approx(expected, abs=1e-4)
     assert not any(name.startswith("loss_segment") for name in lines[0])  # this model has no segments
-    assert np.isfinite([line["eval_loss"] for line in log_lines(recipe.output, "eval_loss")]).all()
+    assert np.isfinite(logged(recipe.output, "eval_loss")).all()
     trained = Bigrams.from_pretrained(recipe.output)
     torch.testing.assert_close(trained.head.weight, model.head.weight, atol=1e-4, rtol=1e-3)
     assert not torch.equal(trained.head.weight, Bigrams.from_pretrained(recipe.model.source).head.weight)
@@ -136,8 +127,7 @@ def test_the_dry_run_says_that_it_does_not_count_them(recipe):
 
 
 def test_their_keys_are_checked(kinds, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE.format(folder=tmp_path))
+    path = recipe_in(tmp_path)
     with pytest.raises(ValueError, match="model.segment_length is no key of model.kind=bigrams, which has .*width"):
         load_recipe(path, ["model.segment_length=4"])
     with pytest.raises(ValueError, match="objective.ahead is missing"):

@@ -52,6 +52,11 @@ class Table:
         return "\n".join([self.title, *lines])
 
 
+def some_table(title: str, columns: list[str], rows: list[list[Any]]) -> list[Table]:
+    """The table, if it has rows."""
+    return [Table(title, columns, rows)] if rows else []
+
+
 def run_metadata() -> dict[str, Any]:
     """The command, the hardware, the versions and the date of a run."""
     program = Path(sys.argv[0])

@@ -9,11 +9,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from condense.eval.continuity import memory, space
-from condense.eval.continuity.aggregation import SET
+from condense.eval.continuity.aggregation import SET, mass
 from condense.eval.continuity.classes import (
     DIGITS,
     class_curves,
-    digit_classes,
     first_digit_classes,
     likely_tokens,
     watched_classes,
@@ -220,7 +219,7 @@ def tokens_as(texts, **special):
 def test_classes_of_digits():
     texts = ["a", *DIGITS, " 3", "37", "3.", "x3", "٣", "³", " 45 ", "3٣"]
     tokenizer = tokens_as(texts)
-    found = digit_classes(tokenizer)
+    found = word_classes(tokenizer, DIGITS)
     assert list(found) == DIGITS
     assert found["3"] == [4, 11] and found["4"] == [5]
     found = first_digit_classes(tokenizer)
@@ -243,7 +242,7 @@ def test_a_word_without_a_token_is_known_by_its_beginning():
 
 def test_words_that_nothing_stands_for():
     with pytest.raises(NotValid, match=r"no token for 0, 1, 2, .*9"):
-        digit_classes(tokens_as(["a", "b", "?"], unk="?"))
+        word_classes(tokens_as(["a", "b", "?"], unk="?"), DIGITS)
     with pytest.raises(NotValid, match="no token for 7$"):
         first_digit_classes(tokens_as([digit for digit in DIGITS if digit != "7"]))
     tokenizer = tokens_as(["yes", "?"], unk="?")
@@ -258,7 +257,7 @@ def test_classes_of_a_real_vocabulary_of_pieces(stories):
     }
     assert {"Y", "y"} < found["yes"] < {"Y", "y", "▁Y", "▁y", "<0x59>", "<0x79>"}
     assert {"N", "n"} < found["no"] < {"N", "n", "▁N", "▁n", "<0x4E>", "<0x6E>"}
-    for digit, ids in digit_classes(tokenizer).items():
+    for digit, ids in word_classes(tokenizer, DIGITS).items():
         assert tokenizer.convert_ids_to_tokens(ids) == [f"<0x3{digit}>", digit]
 
 
@@ -270,9 +269,8 @@ def test_what_is_watched():
         "1": ["1"],
     }
     assert watched_classes(tokenizer, "tokens") == {}
-    assert (
-        watched_classes(tokenizer, "digits") == watched_classes(tokenizer, "first_digits") == digit_classes(tokenizer)
-    )
+    digits, first_digits = (watched_classes(tokenizer, watched) for watched in ("digits", "first_digits"))
+    assert digits == first_digits == word_classes(tokenizer, DIGITS)
 
 
 def test_likely_tokens_of_the_same_text_are_one():
@@ -400,7 +398,7 @@ def test_summary_of_memory():
     assert found["distances"][3]["right_at_1"] == 1
     assert list(found["dials"]) == ["dial, counting"]
     assert found["dials"]["dial, counting"]["recall"] == pytest.approx([0.3, 0.6])
-    assert (found["distances"][0]["mass"], one["mass"]) == (None, memory.mass(records[:2]))
+    assert (found["distances"][0]["mass"], one["mass"]) == (None, mass(records[:2]))
     assert found["dials"]["dial, counting"]["valid"] == 2 and set(memory.SHOWN_DIALS) <= set(memory.DIALS)
 
 

@@ -19,7 +19,7 @@ from condense.eval.cli import evaluations
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.runner import measure
 from condense.eval.statistics import bootstrap
-from condense.eval.tasks import evaluate, passkey, summarization
+from condense.eval.tasks import evaluate, evaluation, summarization
 from condense.eval.tasks.corpus import Corpus, read_corpus
 from condense.eval.tasks.options import SummarizationOptions
 from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
@@ -170,13 +170,13 @@ def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, mo
     whole = (tmp_path / "whole" / "summarization.records.jsonl").read_text()
     lines = whole.splitlines(keepends=True)
     assert len(lines) == 1 + 2 * 2  # settings, then 5 documents by threes for two models
-    calls, real = [], summarization.generate
+    calls, real = [], evaluation.generate
 
     def counted(model, ids, *rest, **options):
         calls.append(len(ids))
         return real(model, ids, *rest, **options)
 
-    monkeypatch.setattr(summarization, "generate", counted)
+    monkeypatch.setattr(evaluation, "generate", counted)
     for name, kept, missing in (
         ("between lines", "".join(lines[:2]), [2, 3, 2]),
         ("within a line", "".join(lines[:3]) + lines[3][:200], [3, 2]),
@@ -297,8 +297,7 @@ def test_a_chat_model_reads_its_template_and_stops_at_its_turns_end(chat, folded
 
 
 def test_chats_that_cannot_be_are_refused_before_a_model_is_loaded(folded, chat, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(summarization, "load_models", None)
-    monkeypatch.setattr(passkey, "load_models", None)
+    monkeypatch.setattr(evaluation, "load_models", None)
     for kind, more in (("summarization", {"data": str(data)}), ("passkey", {"lengths": [80]})):
         options = {"models": [f"ours={folded}", str(chat)], **more}
         with pytest.raises(ValueError, match=r"--chat theirs: no model has this name; there are ours, .*chat"):

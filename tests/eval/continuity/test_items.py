@@ -10,9 +10,7 @@ from condense.eval.continuity.counts import Counting, Events
 from condense.eval.continuity.data import load
 from condense.eval.continuity.memory import Memory
 from condense.eval.continuity.probes import PROBES
-from condense.eval.continuity.prompts import (
-    PASSAGES,
-)
+from condense.eval.continuity.prompts import PASSAGES
 from condense.eval.continuity.space import Boolean, Space
 from condense.eval.continuity.sums import Sums
 from condense.eval.continuity.transformations import Scaling, Translation
@@ -103,17 +101,14 @@ def test_what_turns_into_what():
     for kind, question in record["questions"].items():
         first, second = (question.replace("{}", option) for option in record["options"])
         item = items[f"0 {kind}"]
-        assert (item.text, item.other) == (
-            f"Question: {first} (yes/no)\nAnswer:",
-            f"Question: {second} (yes/no)\nAnswer:",
-        )
+        asked = [f"Question: {question} (yes/no)\nAnswer:" for question in (first, second)]
+        assert [item.text, item.other] == asked
     operators = {item.name: item for item in Boolean.prompts(options())}
     item = operators["0 AND to XOR 1"]
     assert item.text == "Question: What is 0 AND 1? Reply with 0 or 1\nAnswer: " and "What is 0 XOR 1?" in item.other
     turned = {item.group: item for item in Sums.prompts(options()) if item.name == "24 + 13"}
-    assert turned["embedding"].other == "The sum of 24 and 31 is " and turned["embedding"].text.endswith(
-        "24 and 13 is "
-    )
+    sums = turned["embedding"]
+    assert sums.other == "The sum of 24 and 31 is " and sums.text.endswith("24 and 13 is ")
 
 
 def test_labels_of_sums(tmp_path):
@@ -121,9 +116,6 @@ def test_labels_of_sums(tmp_path):
     records = [one, one | {"shrink_1": False}]
     (tmp_path / "own.json").write_text(json.dumps(records))
     first, second = (item for item in Sums.prompts(options(data=tmp_path / "own.json")) if item.group == SET)
-    assert first.facts == {"original": "6", "shrunk": ["3", "4"], "published_other": []} and parts(
-        first.text, first.char_spans
-    ) == ["24"]
-    assert second.facts == {"original": "6", "shrunk": ["2", "3"], "published_other": []} and parts(
-        second.text, second.char_spans
-    ) == ["37"]
+    for item, shrunk, number in ((first, ["3", "4"], "24"), (second, ["2", "3"], "37")):
+        assert item.facts == {"original": "6", "shrunk": shrunk, "published_other": []}
+        assert parts(item.text, item.char_spans) == [number]

@@ -36,9 +36,9 @@ from condense.eval.continuity.transformations import Density
 from condense.training.small_llama import word_tokenizer
 
 
-def digit_curves(*tops, **others):
+def digit_curves(*tops, rest=0.01, **others):
     """All ten digits: at each factor one has 0.5, the others 0.01; `d3=[...]` gives a digit's curve."""
-    curves = {digit: [0.5 if digit == top else 0.01 for top in tops] for digit in DIGITS}
+    curves = {digit: [0.5 if digit == top else rest for top in tops] for digit in DIGITS}
     return curves | {name[1:]: curve for name, curve in others.items()}
 
 
@@ -63,14 +63,10 @@ def test_the_likeliest_class_at_a_factor():
 
 def test_peak_frequencies_by_hand():
     """Four repetitions; 0, 1 and 4 are on top at some duration, and 0 is not expected."""
-    found = peak_frequencies(digit_curves("0", "1", "4", "4"), 4)
-    assert found == {
-        "counterfactual": 1 / 4,
-        "observed": 3 / 4,
-        "observed_expected": 2 / 4,
-        "ratio": 3.0,
-        "ratio_expected": 2.0,
-    }
+    few = {"0": [0.1, 0.6, 0.1, 0.1], "1": [0.5, 0.2, 0.5, 0.1], "3": [0.2, 0.1, 0.3, 0.3], "4": [0.0, 0.0, 0.0, 0.4]}
+    expected = {"counterfactual": 0.25, "observed": 0.75, "observed_expected": 0.5, "ratio": 3, "ratio_expected": 2}
+    for curves in (digit_curves("0", "1", "4", "4"), few):
+        assert (found := peak_frequencies(curves, 4)) == expected
     assert found["ratio"] == found["observed"] / found["counterfactual"]
     beyond = peak_frequencies(digit_curves("3", "4", "5"), 3)
     assert (beyond["observed"], beyond["observed_expected"], beyond["ratio_expected"]) == (1.0, 1 / 3, 1.0)
@@ -182,7 +178,10 @@ def test_derivative_by_hand():
     assert normalised_max_derivative([0, 1, 2], [0, 4, 6]) == pytest.approx(4 / 6)  # 4 at the end, 3 inside, 2
     assert normalised_max_derivative([0, 0.5, 1, 1.5], [0.2, 0.2, 0.1, 0.1]) == pytest.approx(1.0)  # falling counts
     assert normalised_max_derivative([0, 1], [2, 3]) == 1
-    assert normalised_max_derivative([0, 0.5, 1], [0.3, 0.3, 0.3]) is None
+    # Between neighbours 0.5 / 1, then (0.9 - 0) / 2 and at the end 0.4 / 1, over an amplitude of 0.9.
+    assert normalised_max_derivative([0, 1, 2], [0.0, 0.5, 0.9]) == pytest.approx(0.5 / 0.9)
+    for factors in ([0, 0.5, 1], [0, 1, 2]):
+        assert normalised_max_derivative(factors, [0.3, 0.3, 0.3]) is None
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -195,6 +194,8 @@ def test_distance_to_the_range_between_the_ends(turned):
     assert outside(0.2, 0.05, 0.7, 0.6) == pytest.approx(0.15)  # below by more than above
     assert outside(0.2, 0.3, 0.5, 0.6) == 0
     assert outside(0.4, 0.4) == 0
+    assert outside(0.2, 0.5, 0.3, 0.1, 0.4) == pytest.approx(0.1)
+    assert outside(0.4, 0.3, 0.2) == 0 and outside(0.4, 0.45, 0.2) == pytest.approx(0.05)
 
 
 def test_the_formula_as_printed_means_something_else():
@@ -252,9 +253,8 @@ def test_words_that_nothing_stands_for():
 
 def test_classes_of_a_real_vocabulary_of_pieces(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    found = {
-        name: set(tokenizer.convert_ids_to_tokens(ids)) for name, ids in watched_classes(tokenizer, "yes_no").items()
-    }
+    classes = watched_classes(tokenizer, "yes_no")
+    found = {name: set(tokenizer.convert_ids_to_tokens(ids)) for name, ids in classes.items()}
     assert {"Y", "y"} < found["yes"] < {"Y", "y", "▁Y", "▁y", "<0x59>", "<0x79>"}
     assert {"N", "n"} < found["no"] < {"N", "n", "▁N", "▁n", "<0x4E>", "<0x6E>"}
     for digit, ids in word_classes(tokenizer, DIGITS).items():
@@ -264,10 +264,8 @@ def test_classes_of_a_real_vocabulary_of_pieces(stories):
 def test_what_is_watched():
     tokenizer = word_tokenizer(["Yes no"])
     bits = watched_classes(tokenizer, "bits")
-    assert {name: tokenizer.convert_ids_to_tokens(members) for name, members in bits.items()} == {
-        "0": ["0"],
-        "1": ["1"],
-    }
+    members_of = {name: tokenizer.convert_ids_to_tokens(members) for name, members in bits.items()}
+    assert members_of == {"0": ["0"], "1": ["1"]}
     assert watched_classes(tokenizer, "tokens") == {}
     digits, first_digits = (watched_classes(tokenizer, watched) for watched in ("digits", "first_digits"))
     assert digits == first_digits == word_classes(tokenizer, DIGITS)
@@ -402,21 +400,6 @@ def test_summary_of_memory():
     assert found["dials"]["dial, counting"]["valid"] == 2 and set(memory.SHOWN_DIALS) <= set(memory.DIALS)
 
 
-# By hand
-
-
-def test_peaks_by_hand():
-    """Of a word that stands four times; at four factors 1, 0, 1 and 4 are on top."""
-    curves = {
-        "0": [0.1, 0.6, 0.1, 0.1],
-        "1": [0.5, 0.2, 0.5, 0.1],
-        "3": [0.2, 0.1, 0.3, 0.3],
-        "4": [0.0, 0.0, 0.0, 0.4],
-    }
-    expected = {"counterfactual": 0.25, "observed": 0.75, "observed_expected": 0.5, "ratio": 3, "ratio_expected": 2}
-    assert peak_frequencies(curves, 4) == expected
-
-
 @pytest.mark.parametrize(
     ("six", "two", "three", "nine", "expected"),
     [
@@ -432,11 +415,3 @@ def test_sums_by_hand(six, two, three, nine, expected):
     assert shrunk_labels(24, 37) == {"2", "3"}
     found = sum_properties({"6": six, "2": two, "3": three, "9": nine}, "6", {"2", "3", "6"})
     assert tuple(found[name] for name in ("valid", "P1", "P2", "P3")) == expected
-
-
-def test_curves_by_hand():
-    assert outside_ends([0.2, 0.5, 0.3, 0.1, 0.4]) == pytest.approx(0.1)
-    assert outside_ends([0.4, 0.3, 0.2]) == 0 and outside_ends([0.4, 0.45, 0.2]) == pytest.approx(0.05)
-    # Between neighbours 0.5 / 1, then (0.9 - 0) / 2 and at the end 0.4 / 1, over an amplitude of 0.9.
-    assert normalised_max_derivative([0, 1, 2], [0.0, 0.5, 0.9]) == pytest.approx(0.5 / 0.9)
-    assert normalised_max_derivative([0, 1, 2], [0.3, 0.3, 0.3]) is None

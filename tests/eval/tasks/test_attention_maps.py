@@ -8,9 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-import typer
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM, reference, to_stock
 from condense.eval.models import EvaluatedModel, load_evaluated
@@ -21,6 +19,9 @@ from condense.eval.tasks.options import AttentionOptions
 from condense.eval.tasks.windows import read_texts
 from condense.training.small_llama import save_small_llama
 from tests.condense.models import random_ids, tiny_model, weights
+
+from ..measuring import command, save_folded
+from .documents import write_lines
 
 LENGTH, SEGMENTS = 5, (1, 3)
 
@@ -201,27 +202,16 @@ def test_stock_maps_are_of_the_same_pair():
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_small_llama(folder / "llama", layers=3)
-    model = CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=8)
-    model.save_pretrained(folder / "folded")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / "folded" / name).write_bytes((folder / "llama" / name).read_bytes())
+    save_folded(folder / "llama", folder / "folded", 8)
     lines = ["The grass is green.", "The sky is blue. Here we go, there and back again. " * 8]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    write_lines(folder / "texts.jsonl", [{"text": line} for line in lines])
     return folder
-
-
-def command(*arguments):
-    from condense.eval import cli
-
-    app = typer.Typer()
-    app.command()(cli.attention)
-    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
 
 
 def test_the_command_on_folded_and_stock(folders, tmp_path):
     arguments = ["--model", folders / "folded", "--model", folders / "llama", "--segment-length", 8, "--layers", "0,2"]
     arguments += ["--prompt-file", folders / "texts.jsonl", "--segments", "2,5", "--heads", "1", "--output", tmp_path]
-    run = command(*arguments)
+    shown = command("attention", *arguments)
     results = json.loads((tmp_path / "attention.json").read_text())
     assert len(results["masses"]) == 2 * 3 * 2 and len(results["maps"]) == 2 * 2 * 2 * 2
     for one in results["maps"]:
@@ -235,7 +225,7 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     for name in ("attention", "attention_mass"):
         assert all((tmp_path / f"{name}.{kind}").stat().st_size > 5_000 for kind in ("png", "svg"))
     first, second = AttentionMaps.tables(results)
-    assert str(first) in run.stdout and str(second) in run.stdout
+    assert str(first) in shown and str(second) in shown
     assert first.columns == ["layer", "segment 2: % on memory", "segment 5: % on memory"]
     assert first.rows[0][1] == f"{100 * results['masses'][0]['on_previous']:.1f}"
     # 8 keys of the memory among 9 to 16, and for segment 5 of the stock model among 41 to 48.
@@ -309,7 +299,7 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
 def test_errors_are_named(folders, tmp_path, changed, words):
     options = {"--model": folders / "folded", "--prompt-file": folders / "texts.jsonl", "--output": tmp_path}
     with pytest.raises(ValueError, match=words):
-        command(*(part for pair in (options | changed).items() for part in pair))
+        command("attention", *(part for pair in (options | changed).items() for part in pair))
 
 
 def test_models_of_another_kind_are_refused():

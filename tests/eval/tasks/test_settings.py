@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from condense import CondenseForCausalLM
 from condense.eval.continuity.options import ProbeOptions
 from condense.eval.continuity.probes import PROBES
 from condense.eval.tasks import find_task
 from condense.eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
 from condense.training.data.summarization import AFTER, BEFORE
 from condense.training.small_llama import save_small_llama, small_llama, word_tokenizer
+
+from ..measuring import save_folded
+from .documents import write_lines
 
 TEXT = "the grass is green and the sky is blue and here we go"
 
@@ -24,12 +26,11 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     tokenizer = word_tokenizer([TEXT, BEFORE, AFTER])
     small_llama(tokenizer, seed=0).save_pretrained(root / "llama")
-    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=8).save_pretrained(root / "folded")
-    for name in ("llama", "folded"):
-        tokenizer.save_pretrained(root / name)
+    tokenizer.save_pretrained(root / "llama")
+    save_folded(root / "llama", root / "folded", 8)
     (root / "text.txt").write_text(f"{TEXT} " * 10)
     lines = [{"text": TEXT, "summary": "green and blue"}, {"text": "the sky", "summary": "blue"}]
-    (root / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(root / "documents.jsonl", lines)
     return root
 
 

@@ -23,9 +23,11 @@ def test_items_point_at_what_shrinks():
     for item in Counting.prompts(options()):
         words = set(parts(item.text, item.char_spans))
         assert len(words) == 1 and len(item.char_spans) == item.facts["repetitions"] and item.one_token
+        assert all(word and word == word.strip() for word in words)
     for item in Events.prompts(options()):
         found = parts(item.text, item.char_spans)
         assert len(found) == item.facts["repetitions"] and not item.one_token
+        assert all(part and part == part.strip() for part in found)
         if item.group == SET:
             assert all(part.startswith("- ") for part in found) and item.text.count("\n- ") == len(found)
         else:

@@ -11,11 +11,11 @@ from statistics import fmean
 from typing import Any
 
 from ..intervals import interval, shown
-from ..results import Table, run_metadata
+from ..results import Table, groups_of, run_metadata
 from ..results_store import Record
 from ..runner import Results
 from .digit_quality import held_out_quality, noise_quality
-from .experiment import Experiment, figures, groups_of, means, titles
+from .experiment import Experiment, figures, means, titles
 from .grid import (
     CONTROL,
     IMAGES,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..intervals import LOG, LOGIT, Scale, interval, shown
-from ..results import Table, picture
+from ..results import Table, groups_of, picture
 from ..results_store import Record
 from ..runner import Results
-from .experiment import Experiment, groups_of
+from .experiment import Experiment
 from .options import AblationOptions
 from .pictures import draw_curve, log_scale
 from .walking_classifier import (

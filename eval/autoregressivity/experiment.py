@@ -51,14 +51,6 @@ class Experiment(Task[Item]):
         return [{name: value for name, value in cell.items() if name not in NOT_IN_ROWS} for cell in results["cells"]]
 
 
-def groups_of(records: Sequence[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """The records that agree in these fields, such as those of all seeds, by the values of the fields."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault(tuple(record[name] for name in names), []).append(record)
-    return groups
-
-
 def titles(names: Sequence[str]) -> list[str]:
     """The names of fields as those of columns."""
     return [name.replace("_", " ") for name in names]

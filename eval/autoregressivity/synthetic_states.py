@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..intervals import interval, shown
-from ..results import Table, picture
+from ..results import Table, groups_of, picture
 from ..results_store import Record
 from ..runner import Results
 from ..study.training import read_curve, train_alone
 from .ablation import changes, percent
-from .experiment import Experiment, groups_of
+from .experiment import Experiment
 from .grid import LANGUAGE
 from .options import AblationOptions
 from .pictures import draw_bounds

@@ -50,11 +50,7 @@ SENTENCES = {
 }
 PUBLISHED_SENTENCES = {  # usage and repetition, as in the published code
     ("apples", "bananas"): ("Alice bought some {} at the", "The most common colour of {} is"),
-    ("cats", "dogs"): (
-        "We bought two {} at the",
-        "{} are usually kept as",
-        "Question: Repeat the word {}. Answer:",
-    ),
+    ("cats", "dogs"): ("We bought two {} at the", "{} are usually kept as", "Question: Repeat the word {}. Answer:"),
     ("forks", "spoons"): (
         "We used the {} to eat",
         "Typically, {} are made of",

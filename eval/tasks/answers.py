@@ -27,8 +27,7 @@ from ..overview import Figure
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from .chat import shown_name
-from .evaluation import Evaluation, answer, figure_of, in_percent, kibibytes, left_out_table
+from .evaluation import Evaluation, answer, figure_of, in_percent, kibibytes, left_out_table, shown_name
 from .grids import pooled
 from .options import AnswersOptions
 

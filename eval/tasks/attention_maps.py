@@ -25,9 +25,8 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from .attention_scores import mass, queries_and_keys, scaled_map, scores
-from .chat import shown_name
 from .corpus import NAMES, find_source
-from .evaluation import Evaluation
+from .evaluation import Evaluation, shown_name
 from .options import AttentionOptions
 from .windows import by_position, read_texts
 

@@ -8,14 +8,18 @@ from itertools import takewhile
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from transformers import AutoConfig
 
-from ..models import EvaluatedModel, generate, load_models
+from condense.chat import check_chat_template
+from condense.loading import load_config, load_tokenizer
+
+from ..models import EvaluatedModel, generate, load_models, split_name
 from ..options import Options as BaseOptions
 from ..options import stored
 from ..overview import Figure, remark_of
+from ..positions import mark
 from ..results import Table, some_table
 from ..runner import Results, Task
-from .chat import check_chat
 
 Item = TypeVar("Item")
 
@@ -99,3 +103,21 @@ def kibibytes(cells: Sequence[dict[str, Any]]) -> str:
 def left_out_table(title: str, what: str, results: Results) -> list[Table]:
     """The reasons why something was left out, if it was."""
     return some_table(title, ["reason", what], [[why, f"{count:,}"] for why, count in results["left_out"].items()])
+
+
+def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
+    """Raises `ValueError` for names in `chat` that no model has, and for tokenizers without a chat template.
+
+    Reads tokenizers alone, so that it can be called before a model is loaded.
+    """
+    sources = dict(map(split_name, models))
+    for name in chat:
+        if name not in sources:
+            raise ValueError(f"--chat {name}: no model has this name; there are {', '.join(sources)}.")
+        check_chat_template(load_tokenizer(sources[name], load_config(AutoConfig, sources[name])), sources[name])
+
+
+def shown_name(name: str, results: dict[str, Any]) -> str:
+    """The name of a model in tables and pictures of results."""
+    remarks = ["chat"] if name in results.get("chat", ()) else []
+    return mark(name, results.get("positions_exceeded", {}), remarks)

@@ -11,12 +11,11 @@ import numpy as np
 
 from ..models import EvaluatedModel, rows_per_batch
 from ..overview import Figure, lengths_of
-from ..results import picture, set_log_scale
+from ..results import groups_of, picture, set_log_scale
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import wilson
-from .chat import shown_name
-from .evaluation import Evaluation, figure_of
+from .evaluation import Evaluation, figure_of, shown_name
 
 LINE_STYLES = ("-", "--", "-.")  # in turn: lines that cover each other remain visible
 PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
@@ -100,11 +99,9 @@ class Grid(Evaluation[Batch]):
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
         """Of all cells together."""
-        measure, found = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]", []
-        for name in (model["name"] for model in results["models"]):
-            share = pooled([cell for cell in results["cells"] if cell["model"] == name])
-            found.append(figure_of(name, measure, share, results))
-        return found
+        measure = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]"
+        by_model = groups_of(results["cells"], "model")
+        return [figure_of(name, measure, pooled(cells), results) for (name,), cells in by_model.items()]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]

@@ -14,8 +14,7 @@ from ..models import EvaluatedModel
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
-from .chat import shown_name
-from .evaluation import complete, in_percent, kibibytes
+from .evaluation import complete, in_percent, kibibytes, shown_name
 from .grids import Batch, Grid, pooled
 from .options import PasskeyOptions
 

@@ -15,11 +15,10 @@ from condense.training.data.recall import FORMS, RecallTask
 
 from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
-from ..results import Table, picture
+from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from .chat import shown_name
-from .evaluation import Evaluation, complete, kibibytes, with_interval
+from .evaluation import Evaluation, complete, kibibytes, shown_name, with_interval
 from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
@@ -109,11 +108,8 @@ class Recall(Evaluation[Batch]):
         `capacities` by model, form and length; `memories`: segment length, width and layers of each model, None of a
         stock one."""
         cells = count_cells(measured, lambda item, record: {**_cell(item), "num_tokens": item.num_tokens})
-        curves = defaultdict(list)
-        for cell in cells:
-            curves[cell["model"], cell["form"], cell["length"]].append(cell)
         options, capacities = self.options, []
-        for key, curve in curves.items():
+        for key, curve in groups_of(cells, "model", "form", "length").items():
             bound, pairs = capacity({cell["pairs"]: cell["accuracy"] for cell in curve})
             line = dict(zip(("model", "form", "length"), key, strict=True)) | {"bound": bound, "pairs": pairs}
             capacities.append({**line, "state_bytes": max(cell["state_bytes"] for cell in curve)})

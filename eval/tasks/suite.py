@@ -16,7 +16,7 @@ from ..harness import CondenseLM, StockLM
 from ..harness_tasks import BENCHMARKS, FILLED, default_folder, load_task, longest_sample, requests_of, tasks_of
 from ..models import EvaluatedModel
 from ..overview import Figure, lengths_of, remark_of
-from ..results import Table, picture, some_table
+from ..results import Table, groups_of, picture, some_table
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
@@ -180,14 +180,10 @@ class Suite(Evaluation[Cell]):
         cells = [{"benchmark": cell.benchmark, **self.key(cell), **record} for cell, record in measured]
         for cell in cells:
             cell |= _score(cell["samples"])
-        together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for cell in cells:
-            together.setdefault((cell["model"], cell["benchmark"], cell["length"]), []).extend(cell["samples"])
-        means = [
-            {"model": model, "benchmark": benchmark, "length": length, **_score(samples)}
-            for (model, benchmark, length), samples in together.items()
-            if samples
-        ]
+        means = []
+        for (model, benchmark, length), own in groups_of(cells, "model", "benchmark", "length").items():
+            if samples := [sample for cell in own for sample in cell["samples"]]:
+                means.append({"model": model, "benchmark": benchmark, "length": length, **_score(samples)})
         lengths, left_out = list(self.options.lengths), self._left_out(cells)
         return {"lengths": lengths, "cells": cells, "means": means, "left_out": left_out}
 
@@ -204,8 +200,7 @@ class Suite(Evaluation[Cell]):
             if cell["left_out"]
         ]
         own = [cell for cell in cells if "of_this_length" in cell]
-        for model, task in dict.fromkeys((cell["model"], cell["task"]) for cell in own):
-            mine = [cell for cell in own if (cell["model"], cell["task"]) == (model, task)]
+        for (model, task), mine in groups_of(own, "model", "task").items():
             total, shortest, longest = (mine[0][name] for name in ("documents", "shortest", "longest"))
             if others := total - sum(cell["of_this_length"] for cell in mine):
                 why = f"{others:,} of {total:,} texts have other lengths: {shortest:,} to {longest:,} tokens"
@@ -216,8 +211,7 @@ class Suite(Evaluation[Cell]):
     def overview(cls, results: Results) -> list[Figure]:
         """Of each benchmark the mean of its lengths."""
         found = []
-        for model, name in dict.fromkeys((mean["model"], mean["benchmark"]) for mean in results["means"]):
-            means = [mean for mean in results["means"] if (mean["model"], mean["benchmark"]) == (model, name)]
+        for (model, name), means in groups_of(results["means"], "model", "benchmark").items():
             value = 100 * sum(mean["score"] for mean in means) / len(means)
             lengths = lengths_of([mean["length"] for mean in means])
             found.append(Figure(model, f"{name}, {lengths} [score of 100]", value, remark=remark_of(model, results)))
@@ -230,8 +224,7 @@ class Suite(Evaluation[Cell]):
     def tables(cls, results: Results) -> list[Table]:
         """Benchmarks by length, the tasks of each of them, and what was left out."""
         made = [_table("means of the tasks", "benchmark", results["means"], results["lengths"])]
-        for name in dict.fromkeys(cell["benchmark"] for cell in results["cells"]):
-            cells = [cell for cell in results["cells"] if cell["benchmark"] == name]
+        for (name,), cells in groups_of(results["cells"], "benchmark").items():
             made.append(_table(name, "task", cells, results["lengths"]))
         rows = [
             [one["task"], one["model"], f"{one['length']:,}" if one["length"] else "", one["why"]]
@@ -242,12 +235,11 @@ class Suite(Evaluation[Cell]):
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """A panel for each benchmark: the mean score against length."""
-        names = list(dict.fromkeys(mean["benchmark"] for mean in results["means"])) or ["nothing measured"]
+        names = [name for (name,) in groups_of(results["means"], "benchmark")] or ["nothing measured"]
         with picture(path, columns=len(names), figsize=(4 * len(names), 3.2), squeeze=False) as panels:
             for axes, name in zip(panels[0], names, strict=True):
-                for model in dict.fromkeys(mean["model"] for mean in results["means"]):
-                    points = [mean for mean in results["means"] if (mean["model"], mean["benchmark"]) == (model, name)]
-                    points.sort(key=lambda point: point["length"])
+                for (model,), means in groups_of(results["means"], "model").items():
+                    points = sorted((one for one in means if one["benchmark"] == name), key=lambda one: one["length"])
                     lengths = [point["length"] for point in points]
                     axes.plot(lengths, [100 * point["score"] for point in points], marker="o", label=model)
                     low, high = ([100 * point[bound] for point in points] for bound in ("low", "high"))
@@ -274,10 +266,10 @@ def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _table(title: str, name: str, cells: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
     """A line for each model and `name`, a column for each length: the score and the number of prompts."""
-    by_length = {(cell["model"], cell[name], cell["length"]): cell for cell in cells if cell["prompts"]}
     rows = []
-    for model, one in dict.fromkeys((cell["model"], cell[name]) for cell in cells):
-        found = [by_length.get((model, one, length)) for length in lengths]
+    for (model, one), own in groups_of(cells, "model", name).items():
+        by_length = {cell["length"]: cell for cell in own if cell["prompts"]}
+        found = [by_length.get(length) for length in lengths]
         shown = [f"{100 * cell['score']:.1f} ({cell['prompts']:,})" if cell else "-" for cell in found]
         rows.append([one, model, *shown])
     columns = [name, "model", *(f"{length:,}" for length in lengths)]

@@ -29,13 +29,12 @@ from .. import paper
 from ..decoding import max_positions
 from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
-from ..results import Table, picture
+from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
-from .chat import shown_name
 from .corpus import Corpus, find_source, read_corpus
-from .evaluation import Evaluation, answer, left_out_table
+from .evaluation import Evaluation, answer, left_out_table, shown_name
 from .options import SummarizationOptions
 from .rouge import METRICS, SCORES, UNSTEMMED, Rouge
 
@@ -215,10 +214,9 @@ def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     The values are None where a bucket is empty; one document has a mean and no interval.
     """
     cells = []
-    for name in dict.fromkeys(document["model"] for document in documents):
+    for (name, chat), own in groups_of(documents, "model", "chat").items():
         for bucket in BUCKETS:
-            found = [item for item in documents if item["model"] == name and bucket in (item["bucket"], "overall")]
-            chat = next(item["chat"] for item in documents if item["model"] == name)
+            found = [item for item in own if bucket in (item["bucket"], "overall")]
             cell: dict[str, Any] = {"model": name, "chat": chat, "bucket": bucket, "documents": len(found)}
             for metric in SCORES:
                 values = [document[metric] for document in found]

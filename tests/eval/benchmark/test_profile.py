@@ -103,8 +103,7 @@ SECONDS = {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ratios"),
-    [({None: (2, 9)}, ["4.50x", "-"]), ({False: (2, 9), True: (4, 10)}, ["4.50x", "2.50x"])],
+    ("sizes", "ratios"), [({None: (2, 9)}, ["4.50x", "-"]), ({False: (2, 9), True: (4, 10)}, ["4.50x", "2.50x"])]
 )
 def test_ratios_beside_the_papers(sizes, ratios):
     """By the optimizer, which earlier results do not name."""

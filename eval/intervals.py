@@ -1,7 +1,7 @@
 """Means over seeds and their t intervals, on a scale that fits the values."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -47,7 +47,12 @@ def shown(
     known = [value for value in values if value is not None]
     if not known:
         return "-"
-    mean, *bounds = (f"{unit * n:,.{digits}{form}}" for n in interval(known, scale) if n is not None)
+    return bracketed(interval(known, scale), f",.{digits}{form}", unit)
+
+
+def bracketed(found: Iterable[float | None], form: str, unit: float = 1) -> str:
+    """A mean, and the ends of its interval if it has one."""
+    mean, *bounds = (f"{unit * number:{form}}" for number in found if number is not None)
     return f"{mean} [{', '.join(bounds)}]" if bounds else mean
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..intervals import interval, shown
+from ..intervals import bracketed, interval, shown
 from ..results import Table, groups_of, run_metadata
 from ..results_store import Record
 from ..runner import Results
@@ -189,11 +189,8 @@ class Summary:
                         row["frechet_difference"] = interval(value["frechet_difference"])
                     rows.append(row)
         for model in MODELS:
-            main = [
-                row
-                for row in rows
-                if row["model"] == model and row["is_main"] and is_seen_by_loss(row["property"], model)
-            ]
+            mine = [row for row in rows if row["model"] == model and row["is_main"]]
+            main = [row for row in mine if is_seen_by_loss(row["property"], model)]
             for row in main:
                 row["ranks"] = _ranks(row, main)
         seeds = min(found["seeds"] for found in results.values())
@@ -219,7 +216,7 @@ class Summary:
         others = [
             [row["property"].replace("_", " "), row["model"], row["variant"] or "-", _change(row),
              f"{100 * row['change_at_equal_operations']:.1f}",
-             _with_interval(row["frechet_difference"], 3) if "frechet_difference" in row else "-"]
+             bracketed(row["frechet_difference"], ".3f") if "frechet_difference" in row else "-"]
             for row in results["rows"]
         ]  # fmt: skip
         return [
@@ -247,7 +244,7 @@ def _rank(row: dict[str, Any]) -> str:
 
 
 def _change(row: dict[str, Any]) -> str:
-    return _with_interval([None if n is None else 100 * n for n in (row["change"], row["low"], row["high"])], 1)
+    return bracketed((row["change"], row["low"], row["high"]), ".1f", unit=100)
 
 
 def _worst(main: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -256,9 +253,3 @@ def _worst(main: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     others = [row for row in rows if (row["property"], row["model"]) == place and row["variant"] != CONTROL]
     worst = max(others, key=lambda row: row["change"])
     return "-" if worst["is_main"] else f"{worst['variant']}: {_change(worst)}"
-
-
-def _with_interval(found: Sequence[float | None], digits: int) -> str:
-    """A mean, and the ends of its interval where it has one."""
-    mean, low, high = (None if number is None else f"{number:.{digits}f}" for number in found)
-    return f"{mean}" if low is None else f"{mean} [{low}, {high}]"

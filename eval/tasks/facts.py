@@ -21,7 +21,7 @@ from ..results import Table
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
-from .evaluation import complete, kibibytes, with_interval
+from .evaluation import complete, kibibytes, shown_name, with_interval
 from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
@@ -122,7 +122,7 @@ class Facts(Grid):
             every = [[cells[kind, length] for kind in kinds] for length in lengths]
             rows.append(["all", f"{100 * fmean(guesses):.1f}", *(with_interval(pooled(column)) for column in every)])
             rows.append(["state [KiB]", "-", *map(kibibytes, every)])
-            shown = cls.title(name, results)
+            shown = shown_name(name, results)
             titles = ["kind", "the last such word", *columns]
             tables.append(Table(f"{shown}: % of right answers (95 % interval)", titles, rows))
             if shares:

@@ -107,11 +107,6 @@ class Grid(Evaluation[Batch]):
         return results["cells"]
 
     @classmethod
-    def title(cls, name: str, results: Results) -> str:
-        """The name of a model in tables and pictures."""
-        return shown_name(name, results)
-
-    @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """A heat map per model; and for several lengths, in PATH-length, all rows together and the state by length."""
         if len(results["lengths"]) > 1:
@@ -140,7 +135,7 @@ class Grid(Evaluation[Batch]):
             by_length = [[cell for cell in cells if cell["length"] == length] for length in lengths]
             shares = [pooled(of_length) for of_length in by_length]
             mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
-            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": cls.title(name, results)}
+            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": shown_name(name, results)}
             look["linestyle"] = LINE_STYLES[number % len(LINE_STYLES)]
             accuracy.plot(lengths, mean, **look)
             accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -177,7 +172,7 @@ class Grid(Evaluation[Batch]):
                 grid[rows.index(cell[cls.row]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
         heat_map(axes, grid, list(map(cls.label, rows)), [f"{length:,}" for length in lengths], unit)
         axes.set(xlabel="tokens", ylabel=cls.row_title)
-        shown = cls.title(name, results)
+        shown = shown_name(name, results)
         axes.set_title(shown, fontsize=10)
         trained = results["longest_trained"][name]
         if trained and trained < lengths[-1]:

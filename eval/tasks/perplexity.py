@@ -267,11 +267,9 @@ def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:
     for before, losses_n in enumerate(losses_nS.T):
         gained_n = losses_nS[:, 0] - losses_n
         point: dict[str, Any] = {"segments_before": before, "segments": len(losses_n)}
-        for names, values_n in (
-            (("loss", "low", "high"), losses_n),
-            (("gained", "gained_low", "gained_high"), gained_n),
-        ):
-            point |= dict(zip(names, (float(values_n.mean()), *bootstrap(values_n)), strict=True))
+        for mean, prefix, values_n in (("loss", "", losses_n), ("gained", "gained_", gained_n)):
+            low, high = bootstrap(values_n)
+            point |= {mean: float(values_n.mean()), f"{prefix}low": low, f"{prefix}high": high}
         points.append(point)
     return points
 
@@ -290,17 +288,16 @@ def _label_of(curve: dict[str, Any], results: Results, before: int | None = None
 def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> None:
     name, points = curve["curve"], curve["points"]
     style: dict[str, Any] = {"color": COLORS[name], "label": label}
-    loss = by_position(np.array(curve["loss"][-1]))
+    dashed = {"linestyle": "--"} if name == "cut_off" else {}
+    right.plot(*by_position(np.array(curve["loss"][-1])), linewidth=1.2, **dashed, **style)
     if name == "cut_off":
-        left.axhline(points[0]["loss"], linestyle="--", linewidth=1.2, **style)
-        right.plot(*loss, linestyle="--", linewidth=1.2, **style)
+        left.axhline(points[0]["loss"], linewidth=1.2, **dashed, **style)
         return
     before = [point["segments_before"] for point in points]
     left.plot(before, [point["loss"] for point in points], marker="o", markersize=4, **style)
     # The band is that of the paired difference, without the differences among the segments.
     low, high = ([points[0]["loss"] - point[bound] for point in points] for bound in ("gained_low", "gained_high"))
     left.fill_between(before, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
-    right.plot(*loss, linewidth=1.2, **style)
 
 
 def _label(left: Any, right: Any, name: str, length: int, num_segments: int) -> None:

@@ -15,10 +15,9 @@ from condense.eval.runner import measure
 from condense.eval.tasks import evaluate, windows
 from condense.eval.tasks.options import CURVES, PerplexityOptions
 from condense.eval.tasks.perplexity import Perplexity, curve_models
-from condense.training.small_llama import save_small_llama
 from tests.condense.models import random_ids, tiny_model
 
-from ..measuring import command, save_folded
+from ..measuring import command
 
 SEGMENTS, LENGTH = 4, 5
 
@@ -158,15 +157,6 @@ def test_a_memory_that_matters_by_construction():
     assert [point["loss"] for point in curve["points"]] == pytest.approx([evenly, evenly, 0, 0], abs=1e-4)
     assert [point["gained"] for point in curve["points"]] == pytest.approx([0, 0, evenly, evenly], abs=1e-4)
     assert curve["points"][2]["gained_low"] == pytest.approx(evenly, abs=1e-4)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    save_small_llama(folder / "llama")
-    save_folded(folder / "llama", folder / "folded", 8)
-    (folder / "text.txt").write_text("The grass is green. The sky is blue. Here we go, there and back again. " * 12)
-    return folder
 
 
 def test_the_command_on_folded_and_stock(folders, tmp_path):

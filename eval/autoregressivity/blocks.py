@@ -121,7 +121,7 @@ class Blocks(Experiment[Item]):
         with picture(path, columns=2, figsize=(10, 3.8)) as (left, right):
             blocks = results["block_lengths"]
             found = [interval([record["bound"]["mean"] for record in _of(results, block)]) for block in blocks]
-            draw_curve(left, blocks, found, label="bound")
+            draw_curve(left, blocks, found, band=0.15, label="bound")
             exact = fmean(record["bound"]["mean"] for record in _of(results, 0))
             left.axhline(exact, color="grey", ls="--", lw=1, label="autoregressive, exact")
             left.set_xscale("log", base=2)

@@ -58,15 +58,17 @@ def _draw_curves(
     for number, (kind, style) in enumerate(kinds.items()):
         found = [(0.0, 0.0, 0.0), *(interval([unit * change for change in value[kind]]) for value in values)]
         named = {} if number else {"label": label}
-        draw_curve(panel, levels, found, has_band=not number, color=color, ls=style, marker=marker, lw=1.2, **named)
+        draw_curve(
+            panel, levels, found, band=0 if number else 0.1, color=color, ls=style, marker=marker, lw=1.2, **named
+        )
 
 
-def draw_curve(panel: Any, x: Sequence[float], found: Intervals, has_band: bool = True, **style: Any) -> None:
-    """A line through means, and a band over those that have an interval."""
+def draw_curve(panel: Any, x: Sequence[float], found: Intervals, band: float = 0.1, **style: Any) -> None:
+    """A line through means, and a band, so opaque, over those that have an interval."""
     (line,) = panel.plot(x, [mean for mean, _, _ in found], **{"marker": "o", "ms": 4} | style)
     known = [(at, low, high) for at, (_, low, high) in zip(x, found, strict=True) if low is not None]
-    if has_band and len(known) > 1:
-        panel.fill_between(*zip(*known, strict=True), color=line.get_color(), alpha=0.1, lw=0)
+    if band and len(known) > 1:
+        panel.fill_between(*zip(*known, strict=True), color=line.get_color(), alpha=band, lw=0)
 
 
 def draw_bounds(panel: Any, x: Sequence[float], found: Intervals, **style: Any) -> None:

@@ -1,7 +1,7 @@
 """Means over seeds and their t intervals, on a scale that fits the values."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -39,16 +39,21 @@ def interval(values: Sequence[float], scale: Scale = LINEAR) -> tuple[float, flo
     return scale.back(mean), scale.back(mean - half), scale.back(mean + half)
 
 
-def shown(values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR, form: str = "f") -> str:
-    """The mean over the seeds that have a value, and its interval, as text; a dash where there are no values. See also
-    `written`, which gives no mean where a run has none."""
+def shown(
+    values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR, form: str = "f", unit: float = 1
+) -> str:
+    """The mean over the seeds that have a value, and its interval, as text; a dash where there are no values. A `unit`
+    of 100 shows shares in percent. See also `written`, which gives no mean where a run has none."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
-    mean, low, high = interval(known, scale)
-    if low is None:
-        return f"{mean:,.{digits}{form}}"
-    return f"{mean:,.{digits}{form}} [{low:,.{digits}{form}}, {high:,.{digits}{form}}]"
+    return bracketed(interval(known, scale), f",.{digits}{form}", unit)
+
+
+def bracketed(found: Iterable[float | None], form: str, unit: float = 1) -> str:
+    """A mean, and the ends of its interval if it has one."""
+    mean, *bounds = (f"{unit * number:{form}}" for number in found if number is not None)
+    return f"{mean} [{', '.join(bounds)}]" if bounds else mean
 
 
 def mean_and_interval(

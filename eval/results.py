@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -50,6 +50,19 @@ class Table:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         return "\n".join([self.title, *lines])
+
+
+def some_table(title: str, columns: list[str], rows: list[list[Any]]) -> list[Table]:
+    """The table, if it has rows."""
+    return [Table(title, columns, rows)] if rows else []
+
+
+def groups_of(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """The records that agree in these fields, by the values of the fields."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[name] for name in names), []).append(record)
+    return groups
 
 
 def run_metadata() -> dict[str, Any]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..intervals import interval, shown
-from ..options import stored
-from ..results import Table, run_metadata
-from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..intervals import bracketed, interval, shown
+from ..results import Table, groups_of, run_metadata
+from ..results_store import Record
+from ..runner import Results
 from .digit_quality import held_out_quality, noise_quality
+from .experiment import Experiment, figures, means, titles
 from .grid import (
     CONTROL,
     IMAGES,
@@ -31,17 +31,8 @@ from .grid import (
 )
 from .options import AblationOptions
 from .pictures import draw_property
-from .setup import Setup
-from .text_quality import text_quality
 from .training import compared_loss, loss_at, trained_cell
 
-ABOUT = (
-    "One property of structured autoregressivity, ablated by degrees. The change is that of the validation loss "
-    "against the unablated model of the same seed, at equal steps, and at the step where a model has spent as many "
-    "operations as the unablated one in all of its steps; a model that spends fewer is read at equal steps. Of k heads "
-    "the loss is that of writing k tokens at a time; head 1 alone, as an ordinary model, stands beside it. Mean over "
-    "seeds and 95 % t interval."
-)
 SUMMARY_ABOUT = (
     "The relative change of the validation loss where a property is halved, against the unablated model of the same "
     "seed. Half of one thing has no common unit with half of another: the ranks say which of these ablations costs "
@@ -54,24 +45,27 @@ TEXT_QUALITY = ("reference_loss", "entropy", "distinct_1", "distinct_2")
 IMAGE_QUALITY = ("evaluations", "frechet_distance", "confident", "confidence", "class_entropy")
 
 
-class Ablation(Task[Cell]):
+class Ablation(Experiment[Cell]):
     """One property."""
 
-    unit = "model"
+    about = (
+        "One property of structured autoregressivity, ablated by degrees. The change is that of the validation loss "
+        "against the unablated model of the same seed, at equal steps, and at the step where a model has spent as many "
+        "operations as the unablated one in all of its steps; a model that spends fewer is read at equal steps. Of k "
+        "heads the loss is that of writing k tokens at a time; head 1 alone, as an ordinary model, stands beside it. "
+        "Mean over seeds and 95 % t interval."
+    )
 
     def __init__(self, name: str, options: AblationOptions, output: Path):
-        self.name, self.options, self.setup = name, options, Setup(options, output)
+        super().__init__(options, output)
+        self.name = name
         self.kind = f"ablation_{name}"  # type: ignore[misc]  # one class for all properties
 
     def settings(self) -> dict[str, Any]:
-        self.setup.make()
-        return stored(self.options) | {"property": self.name} | self.setup.described_with_judge()
+        return super().settings() | {"property": self.name}
 
     def items(self) -> Sequence[Cell]:
         return cells_of(self.name, range(self.options.seeds), self.options.small)
-
-    def key(self, item: Cell) -> Key:
-        return item._asdict()
 
     def measure(self, item: Cell) -> Record:
         return trained_cell(item, self.setup)
@@ -86,23 +80,17 @@ class Ablation(Task[Cell]):
                     for seed in range(self.options.seeds)
                 ]
                 values.append({"model": model, "variant": value.variant, "level": value.level} | changes(pairs))
-        prompts, size = self.setup.prompts, self.setup.size
         return {
-            "about": ABOUT,
             "texts": self.setup.text_names,
-            "seeds": self.options.seeds,
             "values": values,
-            "cells": [{**cell._asdict(), **record} for cell, record in measured],
-            "real_text": text_quality(self.setup.reference(), prompts, size.prompt_length),
+            "cells": self.described(measured),
+            "real_text": self.real_text(),
             "real_images": held_out_quality(),
-            "noise_images": noise_quality(size.images),
+            "noise_images": noise_quality(self.setup.size.images),
         }
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
-        return [
-            {name: value for name, value in cell.items() if name not in ("curve", "quality")} | cell["quality"]
-            for cell in results["cells"]
-        ]
+        return [row | cell["quality"] for row, cell in zip(super().rows(results), results["cells"], strict=True)]
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
@@ -135,35 +123,31 @@ def changes(pairs: Sequence[tuple[Record, Record]]) -> dict[str, list[float]]:
     return found
 
 
-def _percent(values: Sequence[float]) -> str:
-    return shown([100 * value for value in values], 1)
+def percent(changes: Sequence[float] | None) -> str:
+    return shown([100 * change for change in changes or ()], 1)
 
 
 def _at_equal_operations(value: dict[str, Any]) -> str:
     """A model with fewer operations than the unablated one would need more steps than it has."""
     mark = " (at equal steps)" if min(value["operations"]) < 1 else ""
-    return _percent(value["change_at_equal_operations"]) + mark
+    return percent(value["change_at_equal_operations"]) + mark
 
 
 def _cost_table(results: Results) -> Table:
     columns = ["model", "variant", "k or share", "validation loss", "change [%]", "at equal operations [%]",
                "head 1 alone [%]", "operations", "parameters"]  # fmt: skip
-    rows = []
+    groups, rows = groups_of(results["cells"], "model", "variant", "level"), []
     for model in MODELS:
-        of_model = [cell for cell in results["cells"] if cell["model"] == model]
-        neutral = [cell for cell in of_model if cell["ablated"] == NEUTRAL]
-        rows.append([model, "unablated", "-", shown([c["loss"] for c in neutral]), 0, 0, "-", "1.00",
-                     f"{neutral[0]['parameters']:,}"])  # fmt: skip
+        neutral = groups[model, "", 0]
+        parameters = f"{neutral[0]['parameters']:,}"
+        rows.append([model, "unablated", "-", shown([c["loss"] for c in neutral]), 0, 0, "-", "1.00", parameters])
         for value in (value for value in results["values"] if value["model"] == model):
-            cells = [c for c in of_model if c["ablated"] != NEUTRAL
-                     and (c["variant"], c["level"]) == (value["variant"], value["level"])]  # fmt: skip
-            head_1 = value.get("change_of_head_1")
+            cells = groups[model, value["variant"], value["level"]]
             losses = [c["curve"][-1][compared_loss(c["curve"])] for c in cells]
             rows.append(
                 [model, value["variant"] or "-", f"{value['level']:g}", shown(losses),
-                 _percent(value["change"]), _at_equal_operations(value),
-                 "-" if head_1 is None else _percent(head_1), shown(value["operations"], 2),
-                 f"{cells[0]['parameters']:,}"]
+                 percent(value["change"]), _at_equal_operations(value), percent(value.get("change_of_head_1")),
+                 shown(value["operations"], 2), f"{cells[0]['parameters']:,}"]
             )  # fmt: skip
     name = results["property"]
     title = f"{name.replace('_', ' ')}: {PROPERTIES[name]}"
@@ -176,19 +160,13 @@ def _quality_table(results: Results, models: Sequence[str]) -> Table:
     names = IMAGE_QUALITY if models == IMAGES else TEXT_QUALITY
     real = results["real_images" if models == IMAGES else "real_text"]
     controls = {"real": real} | ({"noise": results["noise_images"]} if models == IMAGES else {})
-    rows: list[list[Any]] = [
-        [what, "-", "-", *(f"{found[name]:.3f}" if name in found else "-" for name in names)]
-        for what, found in controls.items()
-    ]
-    groups: dict[tuple[Any, ...], list[dict[str, float]]] = {}
-    for cell in results["cells"]:
-        if cell["model"] in models:
-            groups.setdefault((cell["model"], cell["variant"], cell["level"]), []).append(cell["quality"])
-    for (model, variant, level), found in groups.items():
-        cells = [shown([quality[name] for quality in found], 0 if name == "evaluations" else 3) for name in names]
-        rows.append([model, variant or ("-" if level else "unablated"), f"{level:g}" if level else "-", *cells])
+    rows = [[what, "-", "-", *figures(found, names)] for what, found in controls.items()]
+    own = [cell for cell in results["cells"] if cell["model"] in models]
+    for (model, variant, level), cells in groups_of(own, "model", "variant", "level").items():
+        named = [variant or "-", f"{level:g}"] if level else ["unablated", "-"]
+        rows.append([model, *named, *means([cell["quality"] for cell in cells], names)])
     what = "generated digits" if models == IMAGES else "generated texts"
-    return Table(what, ["model", "variant", "k or share", *(name.replace("_", " ") for name in names)], rows)
+    return Table(what, ["model", "variant", "k or share", *titles(names)], rows)
 
 
 class Summary:
@@ -211,11 +189,8 @@ class Summary:
                         row["frechet_difference"] = interval(value["frechet_difference"])
                     rows.append(row)
         for model in MODELS:
-            main = [
-                row
-                for row in rows
-                if row["model"] == model and row["is_main"] and is_seen_by_loss(row["property"], model)
-            ]
+            mine = [row for row in rows if row["model"] == model and row["is_main"]]
+            main = [row for row in mine if is_seen_by_loss(row["property"], model)]
             for row in main:
                 row["ranks"] = _ranks(row, main)
         seeds = min(found["seeds"] for found in results.values())
@@ -241,7 +216,7 @@ class Summary:
         others = [
             [row["property"].replace("_", " "), row["model"], row["variant"] or "-", _change(row),
              f"{100 * row['change_at_equal_operations']:.1f}",
-             _with_interval(row["frechet_difference"], 3) if "frechet_difference" in row else "-"]
+             bracketed(row["frechet_difference"], ".3f") if "frechet_difference" in row else "-"]
             for row in results["rows"]
         ]  # fmt: skip
         return [
@@ -269,7 +244,7 @@ def _rank(row: dict[str, Any]) -> str:
 
 
 def _change(row: dict[str, Any]) -> str:
-    return _with_interval([None if n is None else 100 * n for n in (row["change"], row["low"], row["high"])], 1)
+    return bracketed((row["change"], row["low"], row["high"]), ".1f", unit=100)
 
 
 def _worst(main: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
@@ -278,9 +253,3 @@ def _worst(main: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     others = [row for row in rows if (row["property"], row["model"]) == place and row["variant"] != CONTROL]
     worst = max(others, key=lambda row: row["change"])
     return "-" if worst["is_main"] else f"{worst['variant']}: {_change(worst)}"
-
-
-def _with_interval(found: Sequence[float | None], digits: int) -> str:
-    """A mean, and the ends of its interval where it has one."""
-    mean, low, high = (None if number is None else f"{number:.{digits}f}" for number in found)
-    return f"{mean}" if low is None else f"{mean} [{low}, {high}]"

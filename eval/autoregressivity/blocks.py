@@ -16,20 +16,14 @@ from transformers import AutoModelForCausalLM
 from condense.autoregressivity import BlockDiffusionForCausalLM, likelihood_bound
 
 from ..intervals import interval, shown
-from ..options import stored
 from ..results import Table, picture
-from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..results_store import Record
+from ..runner import Results
 from ..study.training import train_alone
-from .options import AblationOptions
-from .setup import Setup
+from .experiment import Experiment, figures, means, titles
+from .pictures import draw_curve
 from .text_quality import generate, text_quality
 
-ABOUT = (
-    "Folded block diffusion: the bound on the negative log likelihood of a token of held-out text, and sampled texts, "
-    "against the autoregressive model from the same weights after as many steps. A block of one token is that model. "
-    "The Monte-Carlo error is that of the draws of masks; intervals are over seeds."
-)
 DRAWS = 16  # of masks, for the bound
 QUALITY = ("reference_loss", "entropy", "distinct_2")
 
@@ -41,16 +35,16 @@ class Item(NamedTuple):
     seed: int
 
 
-class Blocks(Task[Item]):
+class Blocks(Experiment[Item]):
     kind = "ablation_blocks"
-    unit = "model"
-
-    def __init__(self, options: AblationOptions, output: Path):
-        self.options, self.setup = options, Setup(options, output)
+    about = (
+        "Folded block diffusion: the bound on the negative log likelihood of a token of held-out text, and sampled "
+        "texts, against the autoregressive model from the same weights after as many steps. A block of one token is "
+        "that model. The Monte-Carlo error is that of the draws of masks; intervals are over seeds."
+    )
 
     def settings(self) -> dict[str, Any]:
-        self.setup.make()
-        return stored(self.options) | self.setup.described_with_judge() | {"draws": DRAWS}
+        return super().settings() | {"draws": DRAWS}
 
     @property
     def block_lengths(self) -> list[int]:
@@ -59,9 +53,6 @@ class Blocks(Task[Item]):
 
     def items(self) -> Sequence[Item]:
         return [Item(block, seed) for block in (0, *self.block_lengths) for seed in range(self.options.seeds)]
-
-    def key(self, item: Item) -> Key:
-        return item._asdict()
 
     def measure(self, item: Item) -> Record:
         output = self.setup.output / "runs" / f"blocks-{item.block_length}-{item.seed}"
@@ -89,14 +80,8 @@ class Blocks(Task[Item]):
         return found
 
     def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
-        prompts = self.setup.prompts
-        return {
-            "about": ABOUT,
-            "seeds": self.options.seeds,
-            "block_lengths": self.block_lengths,
-            "records": [{**item._asdict(), **record} for item, record in measured],
-            "real_text": text_quality(self.setup.reference(), prompts, self.setup.size.prompt_length),
-        }
+        records, real_text = self.described(measured), self.real_text()
+        return {"block_lengths": self.block_lengths, "records": records, "real_text": real_text}
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return [
@@ -117,19 +102,16 @@ class Blocks(Task[Item]):
                 [_name(block), shown([r["bound"]["mean"] for r in records], 4), f"{error:.4f}" if block else "exact",
                  shown(gaps, 4)]
             )  # fmt: skip
-            for number, quality in enumerate(records[0]["quality"]):
-                cells = [shown([record["quality"][number][name] for record in records]) for name in QUALITY]
-                quality_rows.append([_name(block), f"{quality['evaluations']:.3g}", *cells])
-        real = ["real text", "-", *(f"{results['real_text'][name]:.3f}" for name in QUALITY)]
+            for qualities in _by_evaluations(records):
+                cells = means(qualities, QUALITY)
+                quality_rows.append([_name(block), f"{qualities[0]['evaluations']:.3g}", *cells])
+        columns = ["model", "bound", "Monte-Carlo error", "minus the autoregressive model's"]
+        real = ["real text", "-", *figures(results["real_text"], QUALITY)]
         return [
-            Table(
-                "negative log likelihood of a token [nats]: the bound",
-                ["model", "bound", "Monte-Carlo error", "minus the autoregressive model's"],
-                bounds_rows,
-            ),
+            Table("negative log likelihood of a token [nats]: the bound", columns, bounds_rows),
             Table(
                 "sampled texts by evaluations of a token",
-                ["model", "evaluations", *(name.replace("_", " ") for name in QUALITY)],
+                ["model", "evaluations", *titles(QUALITY)],
                 [real, *quality_rows],
             ),
         ]
@@ -139,21 +121,16 @@ class Blocks(Task[Item]):
         with picture(path, columns=2, figsize=(10, 3.8)) as (left, right):
             blocks = results["block_lengths"]
             found = [interval([record["bound"]["mean"] for record in _of(results, block)]) for block in blocks]
-            left.plot(blocks, [mean for mean, _, _ in found], marker="o", ms=4, label="bound")
-            if found[0][1] is not None:
-                left.fill_between(blocks, [low for _, low, _ in found], [high for *_, high in found], alpha=0.15, lw=0)
+            draw_curve(left, blocks, found, band=0.15, label="bound")
             exact = fmean(record["bound"]["mean"] for record in _of(results, 0))
             left.axhline(exact, color="grey", ls="--", lw=1, label="autoregressive, exact")
             left.set_xscale("log", base=2)
             left.set_xticks(blocks, [str(block) for block in blocks])
             left.set(xlabel="tokens of a block", ylabel="negative log likelihood of a token [nats]")
             for block in (0, *blocks):
-                records = _of(results, block)
-                evaluations = [quality["evaluations"] for quality in records[0]["quality"]]
-                losses = [
-                    fmean(record["quality"][number]["reference_loss"] for record in records)
-                    for number in range(len(evaluations))
-                ]
+                qualities = _by_evaluations(_of(results, block))
+                evaluations = [by_seed[0]["evaluations"] for by_seed in qualities]
+                losses = [fmean(quality["reference_loss"] for quality in by_seed) for by_seed in qualities]
                 right.plot(evaluations, losses, marker="o" if block else "x", ms=4, label=_name(block))
             right.axhline(results["real_text"]["reference_loss"], color="grey", ls="--", lw=1, label="real text")
             right.set_xscale("log", base=2)
@@ -179,6 +156,11 @@ def bounds(model: Any, text_BN: torch.Tensor) -> dict[str, float]:
 
 def _of(results: Results, block_length: int) -> list[dict[str, Any]]:
     return [record for record in results["records"] if record["block_length"] == block_length]
+
+
+def _by_evaluations(records: Sequence[dict[str, Any]]) -> list[tuple[dict[str, float], ...]]:
+    """The qualities of all seeds, by the number of evaluations."""
+    return list(zip(*(record["quality"] for record in records), strict=True))
 
 
 def _name(block_length: int) -> str:

@@ -6,12 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import runner
 from ..intervals import LOG, LOGIT, Scale, interval, shown
-from ..results import Table, picture
-from ..results_store import Key, Record
+from ..results import Table, groups_of, picture
+from ..results_store import Record
+from ..runner import Results
+from .experiment import Experiment
 from .options import AblationOptions
-from .pictures import log_scale
+from .pictures import draw_curve, log_scale
 from .walking_classifier import (
     SMALL,
     ClassifierSize,
@@ -23,12 +24,6 @@ from .walking_classifier import (
     train_classifier,
 )
 
-ABOUT = (
-    "A classifier of digits that walks from the uniform vector to the label in T steps with shared weights, trained on "
-    "true states, against a direct classifier of the same parameters (T = 1) and deeper ones with the operations of "
-    "the walk. Controls: its own states in training, and labels that were shuffled. 360 held-out images; mean over "
-    "seeds and 95 % t interval."
-)
 WALK, FREE, DEEP, SHUFFLED = "walk", "free-running walk", "direct, deeper", "walk, shuffled labels"
 STEPS = {WALK: (1, 2, 4, 8, 16), FREE: (2, 4, 8, 16), DEEP: (2, 4, 8, 16), SHUFFLED: (1, 4, 16)}
 SMALL_STEPS = {WALK: (1, 2), FREE: (2,), DEEP: (2,), SHUFFLED: (2,)}
@@ -43,12 +38,17 @@ class Cell(NamedTuple):
     seed: int
 
 
-class Classification(runner.Task[Cell]):
+class Classification(Experiment[Cell]):
     kind = "ablation_classification"
-    unit = "model"
+    about = (
+        "A classifier of digits that walks from the uniform vector to the label in T steps with shared weights, "
+        "trained on true states, against a direct classifier of the same parameters (T = 1) and deeper ones with the "
+        "operations of the walk. Controls: its own states in training, and labels that were shuffled. 360 held-out "
+        "images; mean over seeds and 95 % t interval."
+    )
 
     def __init__(self, options: AblationOptions, output: Path):
-        self.options = options
+        super().__init__(options, output)
         self.size = SMALL if options.small else ClassifierSize()
         self.steps = SMALL_STEPS if options.small else STEPS
 
@@ -62,9 +62,6 @@ class Classification(runner.Task[Cell]):
             for classifier, numbers in self.steps.items()
             for number in numbers
         ]
-
-    def key(self, item: Cell) -> Key:
-        return item._asdict()
 
     def measure(self, item: Cell) -> Record:
         start, training = time.perf_counter(), load(held_out=False)
@@ -81,15 +78,8 @@ class Classification(runner.Task[Cell]):
             "seconds": time.perf_counter() - start,
         }
 
-    def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
-        cells = [{**cell._asdict(), **record} for cell, record in measured]
-        return {"about": ABOUT, "seeds": self.options.seeds, "cells": cells}
-
-    def rows(self, results: runner.Results) -> Sequence[dict[str, Any]]:
-        return [{name: v for name, v in cell.items() if name != "accuracies"} for cell in results["cells"]]
-
     @classmethod
-    def tables(cls, results: runner.Results) -> list[Table]:
+    def tables(cls, results: Results) -> list[Table]:
         groups = _groups(results)
         direct = groups[WALK, 1]
         columns = ["classifier", "T", "accuracy [%]", "loss", "against direct [points]", "against deeper [points]",
@@ -114,7 +104,7 @@ class Classification(runner.Task[Cell]):
         return [Table("a walk from the uniform vector to the label, T steps", columns, rows)]
 
     @classmethod
-    def draw(cls, results: runner.Results, path: Path) -> None:
+    def draw(cls, results: Results, path: Path) -> None:
         from matplotlib.ticker import MaxNLocator
 
         groups = _groups(results)
@@ -137,18 +127,15 @@ class Classification(runner.Task[Cell]):
                 panel.legend(fontsize=8)
 
 
-def _groups(results: runner.Results) -> dict[tuple[str, int], list[dict[str, Any]]]:
+def _groups(results: Results) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
     """The cells of all seeds, by classifier and steps."""
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for cell in sorted(results["cells"], key=lambda cell: (list(STEPS).index(cell["classifier"]), cell["steps"])):
-        groups.setdefault((cell["classifier"], cell["steps"]), []).append(cell)
-    return groups
+    cells = sorted(results["cells"], key=lambda cell: (list(STEPS).index(cell["classifier"]), cell["steps"]))
+    return groups_of(cells, "classifier", "steps")
 
 
 def _percent(cells: Sequence[dict[str, Any]], name: str) -> str:
     """A mean share and its interval, which does not leave 0 to 100 %."""
-    mean, low, high = interval([cell[name] for cell in cells], LOGIT)
-    return f"{100 * mean:.1f}" + ("" if low is None or high is None else f" [{100 * low:.1f}, {100 * high:.1f}]")
+    return shown([cell[name] for cell in cells], 1, LOGIT, unit=100)
 
 
 def _points(cells: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
@@ -169,9 +156,5 @@ def _draw_by_steps(panel: Any, groups: dict, name: str, scale: Scale, unit: floa
 
 
 def _draw_line(panel: Any, places: list[int], found: list, label: str, unit: float) -> None:
-    panel.plot(places, [unit * mean for mean, _, _ in found], color=COLORS[label], marker="o", ms=4, label=label)
-    known = [
-        (place, unit * low, unit * high) for place, (_, low, high) in zip(places, found, strict=True) if low is not None
-    ]
-    if known:
-        panel.fill_between(*zip(*known, strict=True), color=COLORS[label], alpha=0.1, lw=0)
+    scaled: list[Any] = [[None if value is None else unit * value for value in one] for one in found]
+    draw_curve(panel, places, scaled, color=COLORS[label], label=label)

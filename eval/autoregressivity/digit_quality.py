@@ -15,32 +15,20 @@ NUM_FEATURES = 32
 CONFIDENT = 0.9
 
 
-class DigitClassifier:
-    """A network with one hidden layer, whose activations are the features of the Fréchet distance."""
-
-    def __init__(self, seed: int = 0):
-        from sklearn.neural_network import MLPClassifier  # takes a second
-
-        values, digits = load_digits()
-        training, held_out = split()
-        self.network: Any = MLPClassifier(
-            (NUM_FEATURES,), activation="tanh", learning_rate_init=1e-2, random_state=seed
-        )
-        self.network.fit(_inputs(values[training]), digits[training])
-        self.accuracy = float(self.network.score(_inputs(values[held_out]), digits[held_out]))
-
-    def features(self, values: np.ndarray) -> np.ndarray:
-        """[N, F] of images [N, P] with values from 0 to 16."""
-        return np.tanh(_inputs(values) @ self.network.coefs_[0] + self.network.intercepts_[0])
-
-    def probabilities(self, values: np.ndarray) -> np.ndarray:
-        """[N, C] of images [N, P] with values from 0 to 16."""
-        return self.network.predict_proba(_inputs(values))
-
-
 @cache
-def digit_classifier() -> DigitClassifier:
-    return DigitClassifier()
+def digit_classifier(seed: int = 0) -> Any:
+    """A network with one hidden layer, whose activations are the features of the Fréchet distance."""
+    from sklearn.neural_network import MLPClassifier  # takes a second
+
+    (values, digits), (training, _) = load_digits(), split()
+    network = MLPClassifier((NUM_FEATURES,), activation="tanh", learning_rate_init=1e-2, random_state=seed)
+    return network.fit(_inputs(values[training]), digits[training])
+
+
+def features(values: np.ndarray) -> np.ndarray:
+    """[N, F] of images [N, P] with values from 0 to 16."""
+    network = digit_classifier()
+    return np.tanh(_inputs(values) @ network.coefs_[0] + network.intercepts_[0])
 
 
 def _inputs(values: np.ndarray) -> np.ndarray:
@@ -72,13 +60,11 @@ def digit_quality(values: np.ndarray) -> dict[str, float]:
 
     Beside samples, `held_out_quality` says what real images reach.
     """
-    classifier = digit_classifier()
-    images, _ = load_digits()
-    training, _ = split()
-    probabilities = classifier.probabilities(values)
+    (images, _), (training, _) = load_digits(), split()
+    probabilities = digit_classifier().predict_proba(_inputs(values))  # [N, C]
     likeliest, shares = probabilities.max(axis=1), probabilities.mean(axis=0)
     return {
-        "frechet_distance": frechet_distance(classifier.features(values), classifier.features(images[training])),
+        "frechet_distance": frechet_distance(features(values), features(images[training])),
         "confident": float((likeliest > CONFIDENT).mean()),
         "confidence": float(likeliest.mean()),
         "class_entropy": float(-(shares * np.log(shares.clip(1e-12))).sum()),
@@ -93,6 +79,6 @@ def noise_quality(number: int) -> dict[str, float]:
 
 def held_out_quality() -> dict[str, float]:
     """The quality of the held-out images, and the classifier's accuracy on them."""
-    images, _ = load_digits()
-    _, held_out = split()
-    return digit_quality(images[held_out]) | {"classifier_accuracy": digit_classifier().accuracy}
+    (images, digits), (_, held_out) = load_digits(), split()
+    accuracy = float(digit_classifier().score(_inputs(images[held_out]), digits[held_out]))
+    return digit_quality(images[held_out]) | {"classifier_accuracy": accuracy}

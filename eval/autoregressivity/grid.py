@@ -4,6 +4,7 @@ Every property is also halved: half as many steps, half of the sharing, half of 
 half of what a target says. Half of one has no common unit with half of another.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 PROPERTIES = {
@@ -43,72 +44,47 @@ class Cell(NamedTuple):
 
 
 KS, SHARES = (2, 4, 8), (0.25, 0.5, 0.75, 0.9)
-
-
-def _language(name: str) -> list[Value]:
-    match name:
-        case "task_subdivision":
-            return [Value("", k, {"kind": "multi_token", "tokens": k}) for k in KS]
-        case "weight_sharing":
-            return [
-                Value(split, k, {"kind": "position_experts", "experts": k, "split": split})
-                for split in ("interval", "modulo")
-                for k in KS
-            ]
-        case "teacher_forcing":
-            free: dict[str, Any] = {"kind": "free_running"}
-            sampled = [Value("sample", k, free | {"steps": k, "feedback": "sample"}) for k in KS]
-            others = [
-                Value(feedback, k, free | {"steps": k, "feedback": feedback})
-                for feedback in ("argmax", "expected")
-                for k in (2, 4)
-            ]
-            tree = {"feedback": "branch", "samples": 2, "width": 4}  # the costliest: one value of it
-            return [*sampled, *others, Value("branch", 2, free | {"steps": 2} | tree)]
-        case "frequent_supervision":
-            return [
-                *(
-                    Value(unknown, rate, {"kind": "missing_targets", "rate": rate, "unknown": unknown})
-                    for unknown, rates in (("ignore", SHARES), ("free_run", (0.5, 0.9)))
-                    for rate in rates
-                ),
-                Value(CONTROL, 0.5, {"kind": "missing_targets", "rate": 0.5, "fixed": False}),
-            ]
-        case "complete_supervision":
-            return [Value("", rate, {"kind": "partial_logits", "rate": rate}) for rate in SHARES]
-    raise AssertionError(name)
-
-
-def _images(name: str) -> list[Value]:
-    denoising: dict[str, Any] = {"kind": "denoising"}
-    match name:
-        case "task_subdivision":
-            return [Value("", k, denoising | {"steps": 1000 // k}) for k in KS]
-        case "weight_sharing":
-            return [
-                Value(split, k, denoising | {"experts": k, "split": split})
-                for split in ("interval", "modulo")
-                for k in KS
-            ]
-        case "teacher_forcing":
-            return [Value("", k, denoising | {"free_running": k}) for k in KS]
-        case "frequent_supervision":
-            return [
-                *(
-                    Value(unknown, rate, denoising | {"missing": rate, "unknown": unknown})
-                    for unknown, rates in (("ignore", SHARES), ("free_run", (0.5, 0.9)))
-                    for rate in rates
-                ),
-                Value(CONTROL, 0.5, denoising | {"missing": 0.5, "fixed": False}),
-            ]
-        case "complete_supervision":
-            return [Value("", rate, denoising | {"mask": rate}) for rate in SHARES]
-    raise AssertionError(name)
+# Of each property the objective of language models, its field that has the level, and that field of `denoising`.
+OBJECTIVES = {
+    "task_subdivision": ("multi_token", "tokens", "steps"),
+    "weight_sharing": ("position_experts", "experts", "experts"),
+    "teacher_forcing": ("free_running", "steps", "free_running"),
+    "frequent_supervision": ("missing_targets", "rate", "missing"),
+    "complete_supervision": ("partial_logits", "rate", "mask"),
+}
+Variants = list[tuple[str, Sequence[float], dict[str, Any]]]  # with their levels and further fields of the objective
+ONE_WAY: Variants = [("", KS, {})]
+VARIANTS: dict[str, Variants] = {
+    "task_subdivision": ONE_WAY,
+    "weight_sharing": [(split, KS, {"split": split}) for split in ("interval", "modulo")],
+    "teacher_forcing": [
+        *(
+            (name, levels, {"feedback": name})
+            for name, levels in (("sample", KS), ("argmax", (2, 4)), ("expected", (2, 4)))
+        ),
+        ("branch", (2,), {"feedback": "branch", "samples": 2, "width": 4}),  # the costliest: one value of it
+    ],
+    "frequent_supervision": [
+        ("ignore", SHARES, {"unknown": "ignore"}),
+        ("free_run", (0.5, 0.9), {"unknown": "free_run"}),
+        (CONTROL, (0.5,), {"fixed": False}),
+    ],
+    "complete_supervision": [("", SHARES, {})],
+}
 
 
 def values_of(name: str, model: str, small: bool = False) -> list[Value]:
     """The values of a property for a kind of model; of a small grid, the halved ones."""
-    values = _images(name) if model in IMAGES else _language(name)
+    kind, field, field_of_images = OBJECTIVES[name]
+    is_image, variants = model in IMAGES, VARIANTS[name]
+    if is_image:
+        kind, field = "denoising", field_of_images
+        variants = ONE_WAY if name == "teacher_forcing" else variants
+    values = []
+    for variant, levels, more in variants:
+        for level in levels:
+            given = 1000 // level if is_image and name == "task_subdivision" else level
+            values.append(Value(variant, level, {"kind": kind, field: given, **more}))
     return [value for value in values if is_halved(value.level)] if small else values
 
 
@@ -122,13 +98,9 @@ def is_seen_by_loss(name: str, model: str) -> bool:
     return (name, model) != ("task_subdivision", "diffusion")
 
 
-def neutral_objective(model: str) -> dict[str, Any]:
-    return {"kind": "denoising"} if model in IMAGES else {"kind": "next_token"}
-
-
 def objective_of(cell: Cell) -> dict[str, Any]:
     if cell.ablated == NEUTRAL:
-        return neutral_objective(cell.model)
+        return {"kind": "denoising" if cell.model in IMAGES else "next_token"}
     values = values_of(cell.ablated, cell.model)
     return next(value.objective for value in values if (value.variant, value.level) == (cell.variant, cell.level))
 

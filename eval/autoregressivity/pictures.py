@@ -1,5 +1,6 @@
-"""The pictures of the ablations."""
+"""The pictures of the ablations, and what pictures of all experiments share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from .grid import IMAGES, LANGUAGE, MODELS, PROPERTIES, is_seen_by_loss
 
 KINDS = {"change": "-", "change_at_equal_operations": ":"}
 SAMPLES = {"frechet_difference": "-"}
+Intervals = Sequence[tuple[float, float | None, float | None]]  # means, with bounds or None
 COLORS = {"folded": "tab:blue", "stock": "tab:orange", "diffusion": "tab:green"}
 MARKERS = "osDv^"
 
@@ -51,18 +53,29 @@ def _draw_curves(
 ) -> None:
     if not values:
         return
-    start = 0 if values[0]["level"] < 1 else 1
-    levels = [start, *(value["level"] for value in values)]
-    for kind, style in kinds.items():
-        is_first, unit = kind == next(iter(kinds)), 1 if kinds is SAMPLES else 100
+    levels = [0 if values[0]["level"] < 1 else 1, *(value["level"] for value in values)]
+    unit, label = 1 if kinds is SAMPLES else 100, " ".join(filter(None, (model, variant)))
+    for number, (kind, style) in enumerate(kinds.items()):
         found = [(0.0, 0.0, 0.0), *(interval([unit * change for change in value[kind]]) for value in values)]
-        label = " ".join(part for part in (model, variant) if part) if is_first else None
-        panel.plot(
-            levels, [mean for mean, _, _ in found], color=color, ls=style, marker=marker, ms=4, lw=1.2, label=label
+        named = {} if number else {"label": label}
+        draw_curve(
+            panel, levels, found, band=0 if number else 0.1, color=color, ls=style, marker=marker, lw=1.2, **named
         )
-        if is_first and found[-1][1] is not None:
-            low, high = ([values[side] for values in found] for side in (1, 2))
-            panel.fill_between(levels, low, high, color=color, alpha=0.1, lw=0)
+
+
+def draw_curve(panel: Any, x: Sequence[float], found: Intervals, band: float = 0.1, **style: Any) -> None:
+    """A line through means, and a band, so opaque, over those that have an interval."""
+    (line,) = panel.plot(x, [mean for mean, _, _ in found], **{"marker": "o", "ms": 4} | style)
+    known = [(at, low, high) for at, (_, low, high) in zip(x, found, strict=True) if low is not None]
+    if band and len(known) > 1:
+        panel.fill_between(*zip(*known, strict=True), color=line.get_color(), alpha=band, lw=0)
+
+
+def draw_bounds(panel: Any, x: Sequence[float], found: Intervals, **style: Any) -> None:
+    """A vertical line over each interval."""
+    for at, (_, low, high) in zip(x, found, strict=True):
+        if low is not None:
+            panel.plot([at, at], [low, high], **style)
 
 
 def draw_summary(results: dict[str, Any], path: Path) -> None:

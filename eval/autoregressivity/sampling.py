@@ -21,19 +21,13 @@ from ..intervals import LINEAR, LOG, LOGIT, Scale, interval, shown
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from ..study.training import train_alone
 from .digit_quality import digit_quality, held_out_quality
+from .experiment import Experiment, figures
 from .options import AblationOptions
-from .pictures import log_scale
-from .setup import Setup
+from .pictures import draw_bounds, log_scale
 
-ABOUT = (
-    "Digits of one diffusion model for each seed, sampled with equal numbers of evaluations of the network for an "
-    "image. The error is that of the noise predicted on the way to an image, which beam search makes small; random "
-    "choice among as many candidates is its control. Fréchet distances and their ratios, paired by seed, have "
-    "geometric means; 95 % t intervals over seeds."
-)
 QUALITY = {"frechet_distance": "Fréchet distance", "confident": "confident", "class_entropy": "class entropy [nats]"}
 EVALUATIONS, SMALL_EVALUATIONS = (5, 25, 125), (5, 25)  # all of them are exact for each sampler
 
@@ -66,14 +60,19 @@ CONTROLS = [Sampler("random", 2, 1), Sampler("random", 4, 1)]  # at any width, t
 SAMPLERS = [DDPM, DDIM, *BEAMS, *CONTROLS]
 
 
-class Sampling(Task[int]):
+class Sampling(Experiment[int]):
     """An item is a seed: a model, and all that it samples."""
 
     kind = "ablation_sampling"
-    unit = "model"
+    about = (
+        "Digits of one diffusion model for each seed, sampled with equal numbers of evaluations of the network for an "
+        "image. The error is that of the noise predicted on the way to an image, which beam search makes small; random "
+        "choice among as many candidates is its control. Fréchet distances and their ratios, paired by seed, have "
+        "geometric means; 95 % t intervals over seeds."
+    )
 
     def __init__(self, options: AblationOptions, output: Path):
-        self.options, self.setup = options, Setup(options, output)
+        super().__init__(options, output)
         self.evaluations = SMALL_EVALUATIONS if options.small else EVALUATIONS
 
     def settings(self) -> dict[str, Any]:
@@ -108,12 +107,8 @@ class Sampling(Task[int]):
         return {"sampler": sampler.label, "evaluations": evaluations, "steps": steps, **error, **quality}
 
     def summarise(self, measured: Sequence[tuple[int, Record]]) -> dict[str, Any]:
-        return {
-            "about": ABOUT,
-            "seeds": self.options.seeds,
-            "samples": [{"seed": seed, **found} for seed, record in measured for found in record["samples"]],
-            "real_images": held_out_quality(),
-        }
+        samples = [{"seed": seed, **found} for seed, record in measured for found in record["samples"]]
+        return {"samples": samples, "real_images": held_out_quality()}
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["samples"]
@@ -121,7 +116,7 @@ class Sampling(Task[int]):
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
         columns = ["evaluations", "sampler", "steps", *QUALITY.values(), "Fréchet / DDPM's", "/ random's", "error"]
-        real = ["-", "held-out images", "-", *(f"{results['real_images'][name]:.3f}" for name in QUALITY), *"---"]
+        real = ["-", "held-out images", "-", *figures(results["real_images"], list(QUALITY)), *"---"]
         rows = [_row(results, sampler, evaluations) for evaluations in results["evaluations"] for sampler in SAMPLERS]
         return [Table("sampled digits at equal evaluations", columns, [real, *rows])]
 
@@ -136,9 +131,7 @@ class Sampling(Task[int]):
                     style = {"ddpm": "-", "ddim": "-", "likeliest": "--", "random": ":"}[sampler.name]
                     means = [mean for mean, *_ in found]
                     panel.plot(places, means, style, color=f"C{number}", marker="o", ms=4, lw=1, label=sampler.label)
-                    for place, (_, low, high) in zip(places, found, strict=True):
-                        if low is not None:
-                            panel.plot([place, place], [low, high], color=f"C{number}", lw=1.5, alpha=0.5)
+                    draw_bounds(panel, places, found, color=f"C{number}", lw=1.5, alpha=0.5)
                 panel.axhline(results["real_images"][name], color="grey", ls="-.", lw=1, label="held-out images")
                 panel.set_xticks(range(len(evaluations)), [str(count) for count in evaluations])
                 panel.set(xlabel="evaluations of the network for an image", ylabel=label)

@@ -220,13 +220,17 @@ class Setup:
         recipe = self.language_recipe("stock", {"kind": "next_token"}, 0, self.inputs / "reference", **fields)
         train_alone(recipe)
 
+    def windows(self, text: str) -> torch.Tensor:
+        """At most `prompts` parts [B, N] of a text, evenly apart."""
+        ids, length = torch.tensor(self.tokenizer(text, verbose=False)["input_ids"]), self.size.length
+        windows_WN = ids[: len(ids) // length * length].view(-1, length)
+        number = min(self.size.prompts, len(windows_WN))
+        return windows_WN[torch.linspace(0, len(windows_WN) - 1, number).long()]
+
     @cached_property
     def prompts(self) -> torch.Tensor:
         """Windows [B, N] of the held-out text: each begins with a prompt, and goes on as the text does."""
-        ids = torch.tensor(self.tokenizer(self.texts[1], verbose=False)["input_ids"])
-        windows_WN = ids[: len(ids) // self.size.length * self.size.length].view(-1, self.size.length)
-        number = min(self.size.prompts, len(windows_WN))
-        return windows_WN[torch.linspace(0, len(windows_WN) - 1, number).long()]
+        return self.windows(self.texts[1])
 
 
 def _generated(seed: int, documents: int) -> str:

@@ -18,17 +18,11 @@ from ..intervals import interval, shown
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from ..study.training import make_once, train_alone
-from .options import AblationOptions
-from .setup import Setup
+from .experiment import Experiment, figures, means, titles
 from .text_quality import text_quality
 
-ABOUT = (
-    "The next-token loss of held-out text where tokens have durations by a schedule, in training, in reading, or in "
-    "both. Changes are against the model that is trained and read without durations, and against the control, whose "
-    "durations say nothing of their tokens; they are paired by seed. Mean and 95 % t interval."
-)
 QUALITY = ("reference_loss", "entropy", "distinct_2")
 
 
@@ -59,12 +53,13 @@ class Item(NamedTuple):
     seed: int
 
 
-class SpeechRates(Task[Item]):
+class SpeechRates(Experiment[Item]):
     kind = "ablation_speech_rate"
-    unit = "model"
-
-    def __init__(self, options: AblationOptions, output: Path):
-        self.options, self.setup = options, Setup(options, output)
+    about = (
+        "The next-token loss of held-out text where tokens have durations by a schedule, in training, in reading, or "
+        "in both. Changes are against the model that is trained and read without durations, and against the control, "
+        "whose durations say nothing of their tokens; they are paired by seed. Mean and 95 % t interval."
+    )
 
     def settings(self) -> dict[str, Any]:
         self.setup.make()
@@ -90,12 +85,7 @@ class SpeechRates(Task[Item]):
         """The model that is trained without durations, and the losses that it has on some of its texts."""
 
         def write(folder: Path) -> None:
-            model = self._train(EVEN, seed)
-            ids = torch.tensor(self.setup.tokenizer(self.setup.texts[0], verbose=False)["input_ids"])
-            windows_WN = ids[: len(ids) // self.setup.size.length * self.setup.size.length]
-            windows_WN = windows_WN.view(-1, self.setup.size.length)
-            chosen = torch.linspace(0, len(windows_WN) - 1, min(len(windows_WN), self.setup.size.prompts)).long()
-            Difficulty.learn(model, windows_WN[chosen]).save(folder)
+            Difficulty.learn(self._train(EVEN, seed), self.setup.windows(self.setup.texts[0])).save(folder)
 
         return make_once(self.setup.inputs / f"judge-{seed}", write)
 
@@ -129,13 +119,7 @@ class SpeechRates(Task[Item]):
         return float(model(text_BN, labels=text_BN, durations=durations_BN).loss)
 
     def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
-        prompts, prompt_length = self.setup.prompts, self.setup.size.prompt_length
-        return {
-            "about": ABOUT,
-            "seeds": self.options.seeds,
-            "records": [{**self.key(item), **record} for item, record in measured],
-            "real_text": text_quality(self.setup.reference(), prompts, prompt_length),
-        }
+        return {"records": self.described(measured), "real_text": self.real_text()}
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return [
@@ -157,19 +141,12 @@ class SpeechRates(Task[Item]):
             rows.append([trained.label, read.label, losses, change, against])
         for speech in SPEECHES:
             found = [record["quality"] for record in results["records"] if record["trained"] == speech.label]
-            qualities.append([speech.label, *(shown([quality[name] for quality in found]) for name in QUALITY)])
-        real = ["real text", *(f"{results['real_text'][name]:.3f}" for name in QUALITY)]
+            qualities.append([speech.label, *means(found, QUALITY)])
+        real = ["real text", *figures(results["real_text"], QUALITY)]
+        columns = ["trained with", "read with", "loss", "change [%]", "against the control [%]"]
         return [
-            Table(
-                "next-token loss by durations",
-                ["trained with", "read with", "loss", "change [%]", "against the control [%]"],
-                rows,
-            ),
-            Table(
-                "texts written with the durations of training",
-                ["durations", *(name.replace("_", " ") for name in QUALITY)],
-                [real, *qualities],
-            ),
+            Table("next-token loss by durations", columns, rows),
+            Table("texts written with the durations of training", ["durations", *titles(QUALITY)], [real, *qualities]),
         ]
 
     @classmethod

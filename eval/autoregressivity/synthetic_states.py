@@ -7,30 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import runner
 from ..intervals import interval, shown
-from ..results import Table, picture
-from ..results_store import Key, Record
+from ..results import Table, groups_of, picture
+from ..results_store import Record
+from ..runner import Results
 from ..study.training import read_curve, train_alone
-from .ablation import changes
+from .ablation import changes, percent
+from .experiment import Experiment
 from .grid import LANGUAGE
 from .options import AblationOptions
+from .pictures import draw_bounds
 from .setup import SMALL as SMALL_SETUP
 from .setup import Setup, Size
 from .training import count_operations
 
-ABOUT = (
-    "Each token is read in n + 1 steps, on the line from the embedding of the token before. The validation loss is "
-    "that of the next token at the last step, before which nothing depends on it. Against models without states, of "
-    "the same size at equal steps, and of the largest size at equal operations; and against as many steps that repeat "
-    "the token. Mean over seeds and 95 % t interval."
-)
 SIZE = Size(hidden_size=64, layers=2, heads=2, length=64, segment_length=16, steps=300)
 SMALL = replace(SMALL_SETUP, steps=6)
 # The hidden size with which a model with so many states has the operations of the largest one without.
 HIDDEN_SIZES = {0: SIZE.hidden_size, 1: 44, 3: 28}
 SMALL_HIDDEN_SIZES = {0: SMALL.hidden_size, 1: 8}
 STYLES = (("tab:blue", "-"), ("tab:blue", ":"), ("tab:orange", "-"), ("tab:orange", ":"))
+SHAPE = ("model", "hidden_size", "states", "path")  # of a cell, beside the seed
+CHANGES = ("change_by_states", "change_at_equal_operations", "change_by_line")
 COMPARABLE = 0.5  # operations of a step, of those of the largest model without states
 
 
@@ -44,9 +42,14 @@ class Cell(NamedTuple):
     seed: int
 
 
-class SyntheticStates(runner.Task[Cell]):
+class SyntheticStates(Experiment[Cell]):
     kind = "ablation_synthetic_states"
-    unit = "model"
+    about = (
+        "Each token is read in n + 1 steps, on the line from the embedding of the token before. The validation loss is "
+        "that of the next token at the last step, before which nothing depends on it. Against models without states, "
+        "of the same size at equal steps, and of the largest size at equal operations; and against as many steps that "
+        "repeat the token. Mean over seeds and 95 % t interval."
+    )
 
     def __init__(self, options: AblationOptions, output: Path):
         self.options = options
@@ -72,9 +75,6 @@ class SyntheticStates(runner.Task[Cell]):
             for hidden_size, states, path in dict.fromkeys(shapes)
         ]
 
-    def key(self, item: Cell) -> Key:
-        return item._asdict()
-
     def measure(self, item: Cell) -> Record:
         """The validation loss by step (`curve`) and at the end, operations of a step, parameters, seconds."""
         output = self.setup.output / "runs" / "-".join(map(str, item))
@@ -94,40 +94,33 @@ class SyntheticStates(runner.Task[Cell]):
                 "parameters": parameters, "seconds": seconds}  # fmt: skip
 
     def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
-        groups: dict[tuple[str, int, int, str], list[Record]] = {}  # all seeds of a shape, in their order
-        for item, record in measured:
-            groups.setdefault(item[:4], []).append(record)
-        largest, values = self.hidden_sizes[0], []
-        for (model, hidden_size, states, path), cells in groups.items():
-            to_largest = _changes(groups[model, largest, 0, "line"], cells)
-            is_comparable = states and min(to_largest["operations"]) > COMPARABLE
-            has_control = hidden_size == largest and path == "line" and states
-            values.append(
-                {
-                    "model": model,
-                    "hidden_size": hidden_size,
-                    "states": states,
-                    "path": path,
-                    "loss": [record["loss"] for record in cells],
-                    "parameters": cells[0]["parameters"],
-                    "operations": to_largest["operations"],
-                    "change_by_states": _changes(groups[model, hidden_size, 0, "line"], cells)["change"]
-                    if states
-                    else None,
-                    "change_at_equal_operations": to_largest["change_at_equal_operations"] if is_comparable else None,
-                    "change_by_line": _changes(groups[model, largest, states, "repeat"], cells)["change"]
-                    if has_control
-                    else None,
-                }
-            )
-        every = [{**item._asdict(), **record} for item, record in measured]
-        return {"about": ABOUT, "seeds": self.options.seeds, "values": values, "cells": every}
+        cells = self.described(measured)
+        groups, largest, values = groups_of(cells, *SHAPE), self.hidden_sizes[0], []  # all seeds of a shape
+        for shape, own in groups.items():
+            model, hidden_size, states, path = shape
 
-    def rows(self, results: runner.Results) -> Sequence[dict[str, Any]]:
-        return [{name: value for name, value in cell.items() if name != "curve"} for cell in results["cells"]]
+            def against(*other: Any, model: str = model, own: list[Record] = own) -> dict[str, list[float]]:
+                return changes(list(zip(groups[model, *other], own, strict=True)))
+
+            to_largest = against(largest, 0, "line")
+            has_control = hidden_size == largest and path == "line" and states
+            value: dict[str, Any] = dict(zip(SHAPE, shape, strict=True)) | {
+                "loss": [record["loss"] for record in own],
+                "parameters": own[0]["parameters"],
+                "operations": to_largest["operations"],
+                **dict.fromkeys(CHANGES),
+            }
+            if states:
+                value["change_by_states"] = against(hidden_size, 0, "line")["change"]
+                if min(to_largest["operations"]) > COMPARABLE:
+                    value["change_at_equal_operations"] = to_largest["change_at_equal_operations"]
+            if has_control:
+                value["change_by_line"] = against(largest, states, "repeat")["change"]
+            values.append(value)
+        return {"values": values, "cells": cells}
 
     @classmethod
-    def tables(cls, results: runner.Results) -> list[Table]:
+    def tables(cls, results: Results) -> list[Table]:
         columns = ["model", "hidden size", "states", "path", "validation loss", "against none, same size [%]",
                    "against the largest, same operations [%]", "line against repeat [%]", "operations",
                    "parameters"]  # fmt: skip
@@ -138,10 +131,7 @@ class SyntheticStates(runner.Task[Cell]):
                 value["states"],
                 value["path"] if value["states"] else "-",
                 shown(value["loss"]),
-                *(
-                    shown([100 * change for change in value[name] or ()], 1)
-                    for name in ("change_by_states", "change_at_equal_operations", "change_by_line")
-                ),
+                *(percent(value[name]) for name in CHANGES),
                 shown(value["operations"], 2),
                 f"{value['parameters']:,}",
             ]
@@ -150,7 +140,7 @@ class SyntheticStates(runner.Task[Cell]):
         return [Table("states between tokens", columns, rows)]
 
     @classmethod
-    def draw(cls, results: runner.Results, path: Path) -> None:
+    def draw(cls, results: Results, path: Path) -> None:
         largest = results["hidden_sizes"]["0"]
         with picture(path, columns=len(LANGUAGE), figsize=(10, 3.8), sharey=True) as panels:
             for panel, model in zip(panels, LANGUAGE, strict=True):
@@ -173,19 +163,12 @@ class SyntheticStates(runner.Task[Cell]):
                 panel.legend(fontsize=7)
 
 
-def _changes(others: Sequence[Record], own: Sequence[Record]) -> dict[str, list[float]]:
-    """Of models against others of the same seeds."""
-    return changes(list(zip(others, own, strict=True)))
-
-
-def _states_of(results: runner.Results, value: dict[str, Any]) -> int:
+def _states_of(results: Results, value: dict[str, Any]) -> int:
     """The states that a smaller model is made for."""
     return next(int(n) for n, size in results["hidden_sizes"].items() if size == value["hidden_size"])
 
 
 def _draw_curve(panel: Any, values: list[dict], color: str, style: str, label: str) -> None:
-    found = [(value["states"], *interval(value["loss"])) for value in values]
-    panel.plot([x for x, *_ in found], [y for _, y, *_ in found], color=color, ls=style, marker="o", ms=4, label=label)
-    for at, _, low, high in found:
-        if low is not None:
-            panel.plot([at, at], [low, high], color=color, lw=0.8)
+    places, found = [value["states"] for value in values], [interval(value["loss"]) for value in values]
+    panel.plot(places, [mean for mean, _, _ in found], color=color, ls=style, marker="o", ms=4, label=label)
+    draw_bounds(panel, places, found, color=color, lw=0.8)

@@ -3,15 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ..results import hardware, versions
+import torch
+
+from ..results import Table, hardware, versions
 from ..runner import Task, run
-from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase
+from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase, device_and_dtype
+from .memory import PeakMemory, memory_of
 from .options import ProfileOptions
 from .process import ForkServer, ProcessKilledError
-from .sources import ProfiledModel
+from .sources import ProfiledModel, build
 from .tables import label
 
 DEFAULTS: dict[str, Sequence[Any]] = {
@@ -31,7 +35,7 @@ TABLE_1 = DEFAULTS | {
     "attentions": ("eager", "auto"),
     "optimizer": (False, True),  # the paper trained; gpu_bench and earlier results are without
 }
-WORKLOAD = ("mode", "length", "batch", "attention", "checkpointing", "optimizer")  # of a case, for any model
+WORKLOAD = attrgetter("mode", "length", "batch", "attention", "checkpointing", "optimizer")  # of a case, for any model
 KEY = ("kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing")  # of a case, in its record
 
 
@@ -82,12 +86,8 @@ def cases_of(models: Sequence[ProfiledModel], options: ProfileOptions, chosen: d
         own = chosen | {"segments": model.segments(chosen["segments"])}
         found = grid(model.kinds(options.kinds), **own, checkpointing=options.checkpointing)
         cases += [replace(case, model=model.name) for case in found]
-    order = {workload: number for number, workload in enumerate(dict.fromkeys(map(_workload, cases)))}
-    return sorted(cases, key=lambda case: order[_workload(case)])
-
-
-def _workload(case: BenchmarkCase) -> tuple[Any, ...]:
-    return tuple(getattr(case, name) for name in WORKLOAD)
+    order = list(dict.fromkeys(map(WORKLOAD, cases)))
+    return sorted(cases, key=lambda case: order.index(WORKLOAD(case)))
 
 
 @dataclass(frozen=True)
@@ -112,23 +112,19 @@ def key_of(case: BenchmarkCase) -> dict[str, Any]:
 
 
 class GridTask(Task[BenchmarkCase]):
-    """Cases, each measured in a process of its own, under settings that they share."""
+    """Cases, each measured in a process of its own, under shared settings; `shown_by` has their tables and picture."""
 
     unit = "case"
+    shown_by: ClassVar[Any]
 
     def __init__(
-        self,
-        cases: Sequence[BenchmarkCase],
-        environment: Environment,
-        processes: ForkServer,
-        more_settings: dict[str, Any],
+        self, cases: Sequence[BenchmarkCase], environment: Environment, processes: ForkServer, more: dict[str, Any]
     ):
-        self.cases, self.environment, self.processes, self.more = cases, environment, processes, more_settings
+        self.cases, self.environment, self.processes, self.more = cases, environment, processes, more
 
     def settings(self) -> dict[str, Any]:
         """Without the models, which are in the keys: a later start may add some."""
-        of_all = {"dtype": self.environment.dtype, "repeats": self.environment.repeats}
-        of_all |= {"snapshots": self.environment.snapshots}
+        of_all = {name: getattr(self.environment, name) for name in ("dtype", "repeats", "snapshots")}
         return {**of_all, "hardware": hardware(), "torch": versions()["torch"], **self.more}
 
     def items(self) -> Sequence[BenchmarkCase]:
@@ -138,7 +134,11 @@ class GridTask(Task[BenchmarkCase]):
         return key_of(item) | {"config": self.environment.model_of(item).fingerprint}
 
     def measure(self, item: BenchmarkCase) -> dict[str, Any]:
-        return in_a_process(self.processes, item, self.environment)
+        """The figures of a case. A process that the system kills is out of memory, which is a result."""
+        try:
+            return self.processes.call(item, self.environment)
+        except ProcessKilledError:
+            return {"out_of_memory": True, "parameters": None}
 
     def summarise(self, measured: Sequence[tuple[BenchmarkCase, dict[str, Any]]]) -> dict[str, Any]:
         return {
@@ -156,6 +156,14 @@ class GridTask(Task[BenchmarkCase]):
     def rows(self, results: dict[str, Any]) -> Sequence[dict[str, Any]]:
         return results["points"]
 
+    @classmethod
+    def tables(cls, results: dict[str, Any]) -> list[Table]:
+        return cls.shown_by.tables(results)
+
+    @classmethod
+    def draw(cls, results: dict[str, Any], path: Path) -> None:
+        cls.shown_by.draw(results, path)
+
 
 def run_grid(
     task: type[GridTask],
@@ -170,9 +178,9 @@ def run_grid(
         return run(task(cases, environment, processes, more_settings), output)
 
 
-def in_a_process(processes: ForkServer, case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
-    """The figures of a case. A process that the system kills is out of memory, which is a result."""
-    try:
-        return processes.call(case, environment)
-    except ProcessKilledError:
-        return {"out_of_memory": True, "parameters": None}
+def prepare(case: BenchmarkCase, environment: Environment) -> tuple[Any, PeakMemory, str, str]:
+    """The model of a case on the CPU, the memory, and the device and number format that it is measured with."""
+    device, dtype = device_and_dtype(environment.dtype)
+    memory = memory_of(device)  # on a CPU it limits the memory of this process
+    torch.manual_seed(0)
+    return build(environment.model_of(case), case, dtype), memory, device, dtype

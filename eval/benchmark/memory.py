@@ -1,8 +1,9 @@
 """Peak memory: of the CUDA allocator on a GPU, and of the process (resident memory) on a CPU."""
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -38,10 +39,8 @@ class CudaMemory:
 
     def allocator(self) -> dict[str, int]:
         found = cuda_memory()
-        return {
-            "reserved_bytes": found["reserved_cuda_bytes"],
-            "allocation_retries": found["cuda_allocation_retries"],
-        }
+        retries = found["cuda_allocation_retries"]
+        return {"reserved_bytes": found["reserved_cuda_bytes"], "allocation_retries": retries}
 
 
 class ResidentMemory:
@@ -82,3 +81,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
+
+
+def or_out_of_memory(figures: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures with those of a measurement, or with `out_of_memory` where it does not fit."""
+    try:
+        return figures | measure()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return figures | {"out_of_memory": True}

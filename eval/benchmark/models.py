@@ -102,12 +102,7 @@ def set_checkpointing(model: Any, enabled: bool, segments: int = 1) -> None:
 def folded_variants(segments: Sequence[int], attention: str = "sdpa") -> list[ModelVariant]:
     """A folded model with each segment length and each schedule."""
     return [
-        ModelVariant(
-            kind="folded",
-            attention=attention,
-            segment_length=segment,
-            schedule=schedule,
-        )
+        ModelVariant(kind="folded", attention=attention, segment_length=segment, schedule=schedule)
         for segment in segments
         for schedule in SCHEDULES
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..results import Table, picture
-from .tables import group_by, label, model_table
+from .tables import group_by, label, model_table, workload
 
 SHARED = ("batch", "attention", "checkpointing", "optimizer")  # by all points of a table
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
@@ -27,7 +27,6 @@ def tables(results: dict[str, Any]) -> list[Table]:
     """The models, and for each group the bytes by kind of tensor, and by module."""
     made = model_table(results)
     for shared, points in group_by(results["points"], *SHARED):
-        title = _title(shared)
         columns = ["tokens", "model", *(f"{kind} [MiB]" for kind in KINDS)]
         columns += ["all at the peak [MiB]", "after the step [MiB]"]
         rows = []
@@ -38,7 +37,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
                 continue
             sizes = [*(point["peak"][kind] for kind in (*KINDS, "total")), point["after"]["total"]]
             rows.append([*row, *map(_mib, sizes)])
-        made.append(Table(f"{title}: tensors at the peak", columns, rows))
+        made.append(Table(f"{workload(shared)}: tensors at the peak", columns, rows))
         columns = ["tokens", "model", "module", "number", "weights [MiB]", "kept by the forward pass [MiB]"]
         columns += ["peak in its forward pass [MiB]", "peak in its backward pass [MiB]"]
         rows = [
@@ -47,7 +46,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
             if not point["out_of_memory"]
             for line in _lines(point["modules"])
         ]
-        made.append(Table(f"{title}: by module, peaks of all memory while it runs", columns, rows))
+        made.append(Table(f"{workload(shared)}: by module, peaks of all memory while it runs", columns, rows))
     return made
 
 
@@ -68,17 +67,11 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.2f}"
 
 
-def _title(shared: dict[str, Any]) -> str:
-    step = " with AdamW" if shared["optimizer"] else ""
-    checkpoints = ", gradient checkpointing" if shared["checkpointing"] else ""
-    return f"training step{step}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
-
-
 def draw(results: dict[str, Any], path: Path) -> None:
     """A bar for each point, divided by kind of tensor."""
     points = [point for point in results["points"] if not point["out_of_memory"]]
     with picture(path, figsize=(9, 1 + 0.4 * len(points))) as axes:
-        names = [f"{label(point)}, {point['length']:,} tokens\n{_title(point)}" for point in points]
+        names = [f"{label(point)}, {point['length']:,} tokens\n{workload(point)}" for point in points]
         left = [0.0] * len(points)
         for kind in KINDS:
             sizes = [point["peak"][kind] / 2**20 for point in points]

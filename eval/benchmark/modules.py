@@ -19,13 +19,13 @@ from condense.loss import LossAccumulator
 
 from ..runner import Results
 from . import module_tables
-from .cases import BenchmarkCase, device_and_dtype
-from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, run_grid
-from .memory import is_out_of_memory, memory_of
+from .cases import BenchmarkCase
+from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, prepare, run_grid
+from .memory import or_out_of_memory
 from .models import ChunkedLossLlama, parameter_bytes, set_checkpointing
 from .options import ProfileOptions
 from .profile import check
-from .sources import build, read_models
+from .sources import read_models
 from .workloads import adamw, random_ids, training_step
 
 HEAD = "lm_head"
@@ -48,6 +48,7 @@ KINDS = {  # of tensors, by the names of MemTracker
 
 class Modules(GridTask):
     kind = "modules"
+    shown_by = module_tables
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         """For each case a line for each module. The line of the whole model also has the bytes by kind at the peak."""
@@ -59,14 +60,6 @@ class Modules(GridTask):
                 sizes = {column: module.get(name) for name, column in COLUMNS.items()}
                 found.append(key | {"module": module["module"]} | sizes | (kinds if module["module"] == "" else {}))
         return found
-
-    @classmethod
-    def tables(cls, results):
-        return module_tables.tables(results)
-
-    @classmethod
-    def draw(cls, results, path):
-        module_tables.draw(results, path)
 
 
 def modules(output: Path, options: ProfileOptions) -> dict[str, Any]:
@@ -92,22 +85,19 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     `backward_peak`, the most that is in memory in all while the module runs. A head whose loss is computed in blocks is
     counted together with that loss, whose gradients may be computed in the forward pass.
     """
-    device, dtype = device_and_dtype(environment.dtype)
-    memory_of(device)  # on a CPU it limits the memory of this process
-    torch.manual_seed(0)
-    model = build(environment.model_of(case), case, dtype)
-    figures: dict[str, Any] = {"parameters": model.num_parameters(), "dtype": dtype, "out_of_memory": False}
+    model, _, device, dtype = prepare(case, environment)
     if case.kind == "folded":
         model.config.schedule = "sequential"
     set_checkpointing(model, case.checkpointing)
-    try:
-        model = model.to(device, getattr(torch, dtype))
-        figures["weight_bytes"] = parameter_bytes(model)
-        return figures | track(model, random_ids(model, case.batch, case.length), case.optimizer)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return figures | {"out_of_memory": True}
+
+    figures: dict[str, Any] = {"parameters": model.num_parameters(), "dtype": dtype, "out_of_memory": False}
+
+    def measured() -> dict[str, Any]:
+        placed = model.to(device, getattr(torch, dtype))
+        figures["weight_bytes"] = parameter_bytes(placed)
+        return track(placed, random_ids(placed, case.batch, case.length), case.optimizer)
+
+    return or_out_of_memory(figures, measured)
 
 
 def track(model: Any, ids_BN: torch.Tensor, with_optimizer: bool) -> dict[str, Any]:
@@ -153,9 +143,8 @@ def _called(owner: Any, module: nn.Module, loss: Callable, *arguments: Any) -> A
 
 
 def _by_kind(snapshot: dict[Any, int]) -> dict[str, int]:
-    return {name: snapshot[kind] for kind in snapshot if (name := KINDS.get(getattr(kind, "name", "")))} | {
-        "total": snapshot["Total"]
-    }
+    found = {name: snapshot[kind] for kind in snapshot if (name := KINDS.get(getattr(kind, "name", "")))}
+    return found | {"total": snapshot["Total"]}
 
 
 def _figures(stats: _ModMemStats, device: torch.device) -> dict[str, Any]:

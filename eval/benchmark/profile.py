@@ -17,12 +17,12 @@ from condense.training.planning.operations import text_flops
 from ..decode_state import state_bytes
 from ..results import hardware
 from . import profile_tables
-from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase, device_and_dtype
-from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, key_of, run_grid
-from .memory import is_out_of_memory, memory_of
+from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase
+from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, key_of, prepare, run_grid
+from .memory import or_out_of_memory
 from .models import MODEL_KINDS, TABLE_1_PARAMETERS, parameter_bytes, set_checkpointing
 from .options import ProfileOptions
-from .sources import ProfiledModel, build, check_models, fixed_positions, read_models
+from .sources import ProfiledModel, check_models, fixed_positions, read_models
 from .timing import seconds_of, summarize
 from .workloads import adamw, decoding_step, prefill, random_ids, read_context, training_step
 
@@ -33,14 +33,7 @@ TOKENS_PER_CALL = 2048  # of a context that is read before decoding
 
 class Profile(GridTask):
     kind = "profile"
-
-    @classmethod
-    def tables(cls, results):
-        return profile_tables.tables(results)
-
-    @classmethod
-    def draw(cls, results, path):
-        profile_tables.draw(results, path)
+    shown_by = profile_tables
 
 
 def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:
@@ -83,35 +76,32 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     of the allocator with the model loaded and before its first forward pass. A case that does not fit into memory has
     `out_of_memory`. On a GPU there are also `reserved_bytes` and `allocation_retries`, and for training `mfu`.
     """
-    device, dtype = device_and_dtype(environment.dtype)
-    memory = memory_of(device)
+    model, memory, device, dtype = prepare(case, environment)
     figures: dict[str, Any] = {"memory_is": memory.description, "dtype": dtype, "out_of_memory": False}
-    torch.manual_seed(0)
-    profiled = environment.model_of(case)
-    model = build(profiled, case, dtype)
     figures["parameters"] = model.num_parameters()
-    num_tokens = case.length + (num_new_tokens(environment.repeats) if case.mode == "decoding" else 0)
+    num_new = WARM_UP_TOKENS + environment.repeats * NEW_TOKENS if case.mode == "decoding" else 0
+    num_tokens = case.length + num_new
     if (limit := fixed_positions(model.config)) is not None and num_tokens > limit:
         return figures | {"not_measured": f"has {limit:,} positions"}
     if case.kind in WITHOUT_SEGMENTS and num_tokens > getattr(model.config, "max_position_embeddings", num_tokens):
         figures["past_positions"] = True
     if environment.snapshots:
         record_history()
-    try:
-        model = model.to(device, getattr(torch, dtype))
-        figures |= {"weight_bytes": parameter_bytes(model), "before_bytes": memory.now()}
+
+    def measured() -> dict[str, Any]:
+        placed = model.to(device, getattr(torch, dtype))
+        figures.update(weight_bytes=parameter_bytes(placed), before_bytes=memory.now())
         memory.restart()
-        figures |= MEASUREMENTS[case.mode](model, case, environment.repeats)
-        figures["peak_bytes"] = memory.peak()
-        figures |= memory.allocator()
-        if profiled.model_type == "llama":
-            figures |= utilization(case, profiled.config, dtype, figures["seconds"])
+        found = MEASUREMENTS[case.mode](placed, case, environment.repeats)
+        found |= {"peak_bytes": memory.peak()} | memory.allocator()
+        profiled = environment.model_of(case)
+        is_llama = profiled.model_type == "llama"
+        return found | (utilization(case, profiled.config, dtype, found["seconds"]) if is_llama else {})
+
+    try:
+        figures = or_out_of_memory(figures, measured)
     except NoStateError as error:
         return figures | {"not_measured": str(error)}
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        figures["out_of_memory"] = True
     if environment.snapshots:
         name = "-".join(str(value) for value in key_of(case).values())
         write_snapshot(Path(environment.snapshots) / f"{name}.pickle")
@@ -120,10 +110,6 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 
 class NoStateError(Exception):
     """The model returns no state, so there are no later tokens to measure."""
-
-
-def num_new_tokens(repeats: int) -> int:
-    return WARM_UP_TOKENS + repeats * NEW_TOKENS
 
 
 def utilization(case: BenchmarkCase, shape: dict[str, Any], dtype: str, seconds: float) -> dict[str, float]:

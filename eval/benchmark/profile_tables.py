@@ -1,13 +1,14 @@
 """Tables of a profile's models, against the stock model and against the paper, and curves over length."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ..paper import RATIOS, Ratio
-from ..results import Table, picture, set_log_scale
+from ..results import Table, picture, set_log_scale, some_table
 from .models import TABLE_1_PARAMETERS
-from .tables import failure, group_by, label, model_table, token_axis
+from .tables import failure, group_by, label, model_table, token_axis, workload
 
 MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}
 SHARED = ("mode", "batch", "attention", "checkpointing", "optimizer")  # by all points of a table
@@ -59,11 +60,8 @@ def _above(point: dict[str, Any]) -> int:
 
 def _title(shared: dict[str, Any], points: list[dict[str, Any]]) -> str:
     kinds = sorted({point["memory_is"] for point in points if "memory_is" in point})
-    checkpoints = ", gradient checkpointing" if shared["checkpointing"] else ""
-    step = " with AdamW" if shared["optimizer"] else ""
-    name = f"{MODE_NAMES[shared['mode']]}{step}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
     star = "; * past the model's own positions" if any(point.get("past_positions") for point in points) else ""
-    return f"{name} ({', '.join(kinds)}{star})"
+    return f"{workload(shared, MODE_NAMES[shared['mode']])} ({', '.join(kinds)}{star})"
 
 
 def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[str]:
@@ -72,12 +70,8 @@ def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[
         return ["", "", ""]
     if why := failure(stock):
         return [why, why, why]
-    pairs = (
-        (stock["seconds"], point["seconds"]),
-        (stock["peak_bytes"], point["peak_bytes"]),
-        (_above(stock), _above(point)),
-    )
-    return [f"{theirs / ours:.2f}x" for theirs, ours in pairs]
+    theirs, ours = ((one["seconds"], one["peak_bytes"], _above(one)) for one in (stock, point))
+    return [f"{their / our:.2f}x" for their, our in zip(theirs, ours, strict=True)]
 
 
 def _paper_table(results: dict[str, Any]) -> list[Table]:
@@ -97,31 +91,26 @@ def _paper_table(results: dict[str, Any]) -> list[Table]:
             rows.append([f"{ratio.length:,}", ratio.batch, flash, name, segment, f"{ratio.paper:.2f}x", *here])
     columns = ["tokens", "batch", "FlashAttention", "stock / folded", "segment", "the paper"]
     columns += ["here, no optimizer", "here, with AdamW"]
-    return [Table("the paper's ratios for training (126 M parameters, one H100)", columns, rows)] if rows else []
+    return some_table("the paper's ratios for training (126 M parameters, one H100)", columns, rows)
 
 
 def _by_segment(results: dict[str, Any], ratio: Ratio) -> dict[int, dict[bool, str]]:
     """Our ratios, by segment length and by whether the step has an optimizer."""
     found: dict[int, dict[bool, str]] = {}
-    for folded, stock in _pairs(results, ratio):
-        ours = "OOM"
-        if not (folded["out_of_memory"] or stock["out_of_memory"]):
-            ours = f"{stock[ratio.figure] / folded[ratio.figure]:.2f}x"
-        found.setdefault(folded["segment_length"], {})[bool(folded.get("optimizer"))] = ours
+    here = [point for point in results["points"] if _is_of(point, ratio)]
+    for folded, stock in product(here, here):
+        is_pair = (folded["kind"], stock["kind"]) == ("folded", "stock")
+        if is_pair and all(folded.get(name) == stock.get(name) for name in ("model", *SHARED)):
+            fits = not (folded["out_of_memory"] or stock["out_of_memory"])
+            ours = f"{stock[ratio.figure] / folded[ratio.figure]:.2f}x" if fits else "OOM"
+            found.setdefault(folded["segment_length"], {})[bool(folded.get("optimizer"))] = ours
     return found
 
 
-def _pairs(results: dict[str, Any], ratio: Ratio) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for shared, points in group_by(results["points"], *SHARED):
-        if shared["checkpointing"] or (shared["mode"], shared["batch"]) != ("training", ratio.batch):
-            continue
-        if ratio.attention != ("eager" if shared["attention"] == "eager" else "sdpa"):
-            continue
-        here = [point for point in points if point["length"] == ratio.length]
-        for stock in here:
-            if stock["kind"] == "stock":
-                twins = (point for point in here if point.get("model") == stock.get("model"))
-                yield from ((folded, stock) for folded in twins if folded["kind"] == "folded")
+def _is_of(point: dict[str, Any], ratio: Ratio) -> bool:
+    attention = "eager" if point["attention"] == "eager" else "sdpa"
+    sizes = (point["mode"], point["length"], point["batch"], attention)
+    return sizes == ("training", ratio.length, ratio.batch, ratio.attention) and not point["checkpointing"]
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

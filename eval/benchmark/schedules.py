@@ -19,25 +19,18 @@ from condense.execution import choose_schedule
 from condense.segmentation import SegmentPositions
 
 from . import schedule_tables
-from .cases import SCHEDULES, BenchmarkCase, device_and_dtype
-from .grid import DEFAULTS, Environment, GridTask, axes, grid, run_grid
-from .memory import PeakMemory, is_out_of_memory, memory_of
+from .cases import SCHEDULES, BenchmarkCase
+from .grid import DEFAULTS, Environment, GridTask, axes, grid, prepare, run_grid
+from .memory import PeakMemory, or_out_of_memory
 from .options import ProfileOptions
-from .sources import build, read_models
+from .sources import read_models
 from .timing import Contender, measure_in_turn, summarize
 from .workloads import WHOLE_TEXT_WORKLOADS, random_ids
 
 
 class Schedules(GridTask):
     kind = "schedules"
-
-    @classmethod
-    def tables(cls, results):
-        return schedule_tables.tables(results)
-
-    @classmethod
-    def draw(cls, results, path):
-        schedule_tables.draw(results, path)
+    shown_by = schedule_tables
 
 
 def schedules(output: Path, options: ProfileOptions) -> dict[str, Any]:
@@ -68,17 +61,10 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 
     A case that does not fit into memory has `out_of_memory`.
     """
-    device, dtype = device_and_dtype(environment.dtype)
-    memory = memory_of(device)  # on a CPU it limits the memory of this process
-    torch.manual_seed(0)
-    model = build(environment.model_of(case), case, dtype)
-    figures: dict[str, Any] = {"parameters": model.num_parameters(), "dtype": dtype, "out_of_memory": False}
-    try:
-        return figures | compare(model.to(device, getattr(torch, dtype)), case, environment.repeats, memory)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return figures | {"out_of_memory": True}
+    model, memory, device, dtype = prepare(case, environment)
+    figures = {"parameters": model.num_parameters(), "dtype": dtype, "out_of_memory": False}
+    placed = partial(model.to, device, getattr(torch, dtype))
+    return or_out_of_memory(figures, lambda: compare(placed(), case, environment.repeats, memory))
 
 
 def compare(model: Any, case: BenchmarkCase, repeats: int, memory: PeakMemory) -> dict[str, Any]:

@@ -52,6 +52,13 @@ def failure(point: dict[str, Any]) -> str | None:
     return "OOM" if point["out_of_memory"] else point.get("not_measured")
 
 
+def workload(shared: dict[str, Any], name: str = "training step") -> str:
+    """What all points of a table have in common."""
+    checkpoints = ", gradient checkpointing" if shared["checkpointing"] else ""
+    step = " with AdamW" if shared["optimizer"] else ""
+    return f"{name}{step}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
+
+
 def group_by(points: Sequence[dict[str, Any]], *names: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Points that agree in these fields, with the fields they share; None for those that earlier versions lack."""
     found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}

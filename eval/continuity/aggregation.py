@@ -23,6 +23,11 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def ratio(number: int | None, total: int) -> float | None:
+    """The share of a number in a total; None where there is none."""
+    return number / total if number is not None and total else None
+
+
 def mass(records: Sequence[Record]) -> float | None:
     """The mean probability of the watched classes together, over the factors and the valid records."""
     curves = [list(record["curves"].values()) for record in valid(records)]

@@ -35,11 +35,6 @@ def vocabulary(tokenizer: Any) -> list[str]:
     return [tokenizer.decode([token]).strip() for token in range(len(tokenizer))]
 
 
-def digit_classes(tokenizer: Any) -> Classes:
-    """For each digit the tokens that are that digit."""
-    return word_classes(tokenizer, DIGITS)
-
-
 def first_digit_classes(tokenizer: Any) -> Classes:
     """The tokens made of digits, by their first digit: a tokenizer may have one token for 37."""
     numbers = [(n, text) for n, text in enumerate(vocabulary(tokenizer)) if text.isascii() and text.isdecimal()]
@@ -51,9 +46,8 @@ def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
     tokens_of: dict[str | None, list[int]] = defaultdict(list)
     for n, text in enumerate(vocabulary(tokenizer)):
         tokens_of[text.lower()].append(n)
-    return _known(
-        {word: tokens_of.get(word) or tokens_of.get(_beginning(tokenizer, word), []) for word in words}, tokenizer
-    )
+    found = {word: tokens_of.get(word) or tokens_of.get(_beginning(tokenizer, word), []) for word in words}
+    return _known(found, tokenizer)
 
 
 def substring_classes(tokenizer: Any, parts: Mapping[str, Sequence[str]]) -> Classes:
@@ -94,12 +88,11 @@ def watched_classes(tokenizer: Any, watched: Watched, rule: Rule = "exact") -> C
     """The classes of the next token that an item watches, by either rule; none for `tokens`."""
     if rule == "published":
         return substring_classes(tokenizer, PUBLISHED_PARTS[watched])
-    if watched == "digits":
-        return digit_classes(tokenizer)
     if watched == "first_digits":
         return first_digit_classes(tokenizer)
-    words = {"yes_no": ("yes", "no"), "bits": ("1", "0"), "tokens": ()}[watched]
-    return word_classes(tokenizer, words)
+    return word_classes(
+        tokenizer, {"digits": DIGITS, "yes_no": ("yes", "no"), "bits": ("1", "0"), "tokens": ()}[watched]
+    )
 
 
 def likely_tokens(probabilities_FV: torch.Tensor, tokenizer: Any) -> Classes:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..results import Table
-from .aggregation import SET, figure, if_answering, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import SET, figure, if_answering, in_set, mass, mass_column, mean, percent, ratio, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DURATIONS, EVENT_DURATIONS, Item
-from .metrics import likeliest, peak_frequencies, proportion_error
+from .metrics import FREQUENCIES, likeliest, peak_frequencies, proportion_error
 from .options import ProbeOptions, Rule
 from .probe import Probe
-from .prompts import EVENTS_QUESTION, PASSAGES, CharSpan, char_spans_of, counting_prompt, step_char_spans
+from .prompts import EVENTS_QUESTION, PASSAGES, asked_word, char_spans_of, counting_prompt, step_char_spans
 from .runs import Figures
 
 NOT_PRINTED = (None, None, None)
@@ -38,28 +38,12 @@ DISTANCE = "mean distance from repetitions x duration"
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
 
-def _item(
-    name: str,
-    group: str,
-    text: str,
-    char_spans: Sequence[CharSpan],
-    repetitions: int,
-    containing: tuple[str, str],
-    words: bool,
-) -> Item:
-    factors = DURATIONS if words or group != SET else EVENT_DURATIONS
-    return Item(
-        name,
-        group,
-        text,
-        "shrink",
-        factors,
-        "digits",
-        char_spans,
-        one_token=words,
-        containing=containing,
-        facts={"repetitions": repetitions},
-    )
+def peak_figures(counted: Sequence[Record]) -> dict[str, Any]:
+    """Of valid records: the mass, right answers at durations of 1, and the frequencies of peaks."""
+    found = [peak_frequencies(record["curves"], record["repetitions"]) for record in counted]
+    right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in counted]
+    figures = {"valid": len(counted), "mass": mass(counted), "right_at_1": mean(right)}
+    return figures | {name: mean([one[name] for one in found]) for name in FREQUENCIES}
 
 
 class _Counts(Probe):
@@ -73,23 +57,14 @@ class _Counts(Probe):
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
-        counted = valid(in_set(records))
-        frequencies = [peak_frequencies(record["curves"], record["repetitions"]) for record in counted]
-        right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in counted]
-        errors = [proportion_error(one["curves"], one["factors"], one["repetitions"]) for one in counted]
-        return {
-            "records": len(in_set(records)),
-            "valid": len(counted),
-            "mass": mass(counted),
-            **{f"allowed_{rule}": sum(record["allowed_by"][rule] for record in in_set(records)) for rule in RULES},
-            "right_at_1": mean(right),
-            "proportion_error": mean(errors),
-            **{name: mean([one[name] for one in frequencies]) for name in peak_frequencies({"1": [1.0]}, 1)},
-        }
+        posed = in_set(records)
+        errors = [proportion_error(one["curves"], one["factors"], one["repetitions"]) for one in valid(posed)]
+        allowed = {f"allowed_{rule}": sum(record["allowed_by"][rule] for record in posed) for rule in RULES}
+        return {"records": len(posed), **peak_figures(valid(posed)), **allowed, "proportion_error": mean(errors)}
 
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:
-        shares = {f"valid, {rule} spans": _share(summary[f"allowed_{rule}"], summary["records"]) for rule in RULES}
+        shares = {f"valid, {rule} spans": ratio(summary[f"allowed_{rule}"], summary["records"]) for rule in RULES}
         named = {
             "right count at durations of 1": summary["right_at_1"],
             DISTANCE: summary["proportion_error"],
@@ -103,18 +78,14 @@ class _Counts(Probe):
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        fields = ("right_at_1", "proportion_error", *peak_frequencies({"1": [1.0]}, 1))
+        fields = ("right_at_1", "proportion_error", *FREQUENCIES)
         allowed = [f"allowed_{rule}" for rule in RULES]
-        before = {
-            name: {"allowed_exact": found["valid"], "allowed_published": None, "proportion_error": None}
-            for name, found in models.items()
-        }
-        found_of = with_global(
-            {name: before[name] | found for name, found in models.items()}, fields, ("records", "valid", *allowed)
-        )
+        before = {"allowed_published": None, "proportion_error": None}  # of earlier versions
+        known = {name: before | {"allowed_exact": found["valid"]} | found for name, found in models.items()}
+        found_of = with_global(known, fields, ("records", "valid", *allowed))
         valid_rows, every_rows, expected_rows = [], [], []
         for model, found in found_of.items():
-            shares = [percent(_share(found[name], found["records"])) for name in allowed]
+            shares = [percent(ratio(found[name], found["records"])) for name in allowed]
             mass_shown = percent(found["mass"])
             right, error = percent(found["right_at_1"]), figure(found["proportion_error"], 3)
             valid_rows.append([model, *shares, found["records"], right, error, mass_shown])
@@ -138,10 +109,6 @@ class _Counts(Probe):
         ]
 
 
-def _share(number: int | None, records: int) -> float | None:
-    return number / records if number is not None and records else None
-
-
 def _frequencies(found: dict[str, Any], observed: str, ratio: str) -> list[str]:
     return [figure(found["counterfactual"]), figure(found[observed]), figure(found[ratio], 2)]
 
@@ -159,34 +126,14 @@ class Counting(_Counts):
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:
         records = load("words", options.data)[: options.limit]
-        examples = [
-            _item(
-                word,
-                "words",
-                *counting_prompt(word, 4, category, article, options.template),
-                repetitions=4,
-                containing=(word, word),
-                words=True,
-            )
-            for word, category, article in WORDS
-        ]
-        return examples + [
-            _item(
-                f"{number} {record['word']}",
-                SET,
-                *counting_prompt(
-                    record["word"],
-                    record["repetitions"],
-                    record["category"],
-                    record["category_with_article"],
-                    options.template,
-                ),
-                repetitions=record["repetitions"],
-                containing=(record["word"], record["word"]),
-                words=True,
-            )
-            for number, record in enumerate(records)
-        ]
+        asked = [(word, "words", word, 4, category, article) for word, category, article in WORDS]
+        asked += [(f"{number} {record['word']}", SET, *asked_word(record)) for number, record in enumerate(records)]
+        items = []
+        for name, group, word, repetitions, category, article in asked:
+            text, char_spans = counting_prompt(word, repetitions, category, article, options.template)
+            fields: dict[str, Any] = {"containing": (word, word), "facts": {"repetitions": repetitions}}
+            items.append(Item(name, group, text, "shrink", DURATIONS, "digits", char_spans, one_token=True, **fields))
+        return items
 
 
 class Events(_Counts):
@@ -197,14 +144,16 @@ class Events(_Counts):
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:
-        items = []
+        asked = []
         for name, (beginning, events, question) in PASSAGES.items():
             text = EVENTS_QUESTION.format(passage=" ".join([beginning, *events]), question=question)
             char_spans = [char_span for event in events for char_span in char_spans_of(text, event)]
-            subject = events[0].split()[0], "."
-            items.append(_item(name, "passages", text, char_spans, len(events), subject, words=False))
+            asked.append((name, "passages", text, DURATIONS, char_spans, len(events), events[0].split()[0]))
         for number, record in enumerate(load("tutorials", options.data)[: options.limit]):
-            text = record["sentence"]
-            spans = step_char_spans(text)
-            items.append(_item(str(number), SET, text, spans, record["num_sentences"], ("-", "."), words=False))
-        return items
+            text, steps = record["sentence"], record["num_sentences"]
+            asked.append((str(number), SET, text, EVENT_DURATIONS, step_char_spans(text), steps, "-"))
+        return [
+            Item(name, group, text, "shrink", factors, "digits", char_spans, containing=(subject, "."),
+                 facts={"repetitions": repetitions})
+            for name, group, text, factors, char_spans, repetitions, subject in asked
+        ]  # fmt: skip

@@ -3,6 +3,7 @@
 Axes: F factors, V vocabulary.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -110,13 +111,7 @@ class Reader(NamedTuple):
         `left_out`: the factors at which a position lies outside the table of learned ones, and `because`, the first
         reason.
         """
-        named: Record = {"name": item.name, "group": item.group}
-        if allowed := self.rules_that_allow(item):
-            named["allowed_by"] = allowed
-        try:
-            return named | {"valid": True} | self._curves_of(item)
-        except (NotValid, OutsideTable) as reason:
-            return named | {"valid": False, "reason": str(reason)}
+        return checked(item, lambda: self.curves_of(item), self.rules_that_allow(item))
 
     def _readable(self, item: Item) -> tuple[list[float], list[Sentence], Record]:
         """The factors that the model has positions for, their sentences, what is left out. Raises `OutsideTable`."""
@@ -133,7 +128,8 @@ class Reader(NamedTuple):
         lost = {"left_out": [_short(factor) for factor, _ in outside], "because": str(outside[0][1])} if outside else {}
         return [factor for factor, _ in kept], [sentence for _, sentence in kept], lost
 
-    def _curves_of(self, item: Item) -> Record:
+    def curves_of(self, item: Item) -> Record:
+        """The fields of the record of a valid item. Raises `NotValid` and `OutsideTable`."""
         factors, sentences, left_out = self._readable(item)
         facts = dict(item.facts) | left_out
         watched = watched_classes(self.tokenizer, item.watched, self.classes)
@@ -155,6 +151,15 @@ class Reader(NamedTuple):
             "unwatched": [name for name, tokens in likely.items() if not counted.intersection(tokens)],
             **facts,
         }
+
+
+def checked(item: Item, measure: Callable[[], Record], allowed: Mapping[str, bool] | None = None) -> Record:
+    """The record of an item; for one that is not valid, the reason. `allowed`: by the rules for spans."""
+    named: Record = {"name": item.name, "group": item.group} | ({"allowed_by": allowed} if allowed else {})
+    try:
+        return named | {"valid": True} | measure()
+    except (NotValid, OutsideTable) as reason:
+        return named | {"valid": False, "reason": str(reason)}
 
 
 def _short_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:

@@ -18,15 +18,14 @@ from condense.continuity.adapter import TOKENS_AT_ONCE
 from condense.training.data.passkey import PasskeyTask
 
 from ..results import Table
-from .aggregation import answers, figure, if_answering, mass, mass_column, mean, percent, valid
-from .counts import OBSERVED, WORDS
+from .aggregation import answers, figure, if_answering, mass_column, percent, valid
+from .counts import OBSERVED, WORDS, peak_figures
 from .data import load
-from .engine import Reader, Record
+from .engine import Reader, Record, checked
 from .items import DURATIONS, Item, NotValid
-from .metrics import likeliest, peak_frequencies
 from .options import ProbeOptions
 from .probe import Probe
-from .prompts import FILLER, counting_prompt
+from .prompts import FILLER, asked_word, counting_prompt
 from .runs import Figures
 
 DISTANCES = (0, 1, 2, 3)  # segments between the words and the question's end
@@ -59,20 +58,17 @@ class Memory(Probe):
         """The positions of the words depend on the segments of the model: see `words_at_distance`."""
         records = load("words", options.data)[: NUM_WORDS if options.limit is None else options.limit]
         words = [(word, 4, category, article) for word, category, article in WORDS]
-        words += [(r["word"], r["repetitions"], r["category"], r["category_with_article"]) for r in records]
+        words += map(asked_word, records)
         found = []
         for distance in DISTANCES:
-            for number, (word, repetitions, category, with_article) in enumerate(words):
-                facts = {
-                    "repetitions": repetitions,
-                    "distance_in_segments": distance,
-                    "prompt": [word, repetitions, category, with_article],
-                }
-                name = f"{number} {word}, {distance} segments before"
-                group = f"{distance} segments before"
+            group = f"{distance} segments before"
+            for number, prompt in enumerate(words):
+                word, repetitions, *_ = prompt
+                facts = {"repetitions": repetitions, "distance_in_segments": distance, "prompt": list(prompt)}
+                name = f"{number} {word}, {group}"
                 found.append(Item(name, group, "", "shrink", DURATIONS, "digits", one_token=True, facts=facts))
                 if distance:
-                    name = f"{number} {word}, dial, {distance} segments before"
+                    name = f"{number} {word}, dial, {group}"
                     found.append(replace(found[-1], name=name, group="dial, counting", vary="dial", factors=DIALS))
         found += [
             Item(f"passkey {number}", "dial, passkeys", "", "dial", DIALS, "tokens", facts={"seed": number})
@@ -83,39 +79,20 @@ class Memory(Probe):
     @classmethod
     def record(cls, reader: Reader, item: Item) -> Record:
         """As `Reader.record`, with the words as many segments before the end of the question as the item says."""
-        try:
-            if item.group == "dial, passkeys":
-                return {"name": item.name, "group": item.group, "valid": True, **_dial_passkey(reader, item)}
-            moved = words_at_distance(reader, item)
-            if item.group == "dial, counting":
-                return {"name": item.name, "group": item.group, "valid": True, **_dial_counting(reader, moved)}
-        except NotValid as reason:
-            return {"name": item.name, "group": item.group, "valid": False, "reason": str(reason)}
-        return reader.record(moved)
+        return checked(item, lambda: _measured(reader, item))
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
         found: dict[str, Any] = {"records": len(records), "valid": len(valid(records)), "distances": {}, "dials": {}}
         for distance in DISTANCES:
             group = valid([record for record in records if record["group"] == f"{distance} segments before"])
-            frequencies = [peak_frequencies(record["curves"], record["repetitions"]) for record in group]
-            right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in group]
-            names = peak_frequencies({"1": [1.0]}, 1)
-            found["distances"][distance] = {
-                "valid": len(group),
-                "mass": mass(group),
-                "right_at_1": mean(right),
-                **{name: mean([one[name] for one in frequencies]) for name in names},
-            }
+            found["distances"][distance] = peak_figures(group)
         for name in ("dial, counting", "dial, passkeys"):
             group = valid([record for record in records if record["group"] == name])
             if group:
                 recall_F = np.mean([record["recall"] for record in group], axis=0)
-                found["dials"][name] = {
-                    "factors": group[0]["factors"],
-                    "recall": recall_F.tolist(),
-                    "valid": len(group),
-                }
+                dial = {"factors": group[0]["factors"], "recall": recall_F.tolist(), "valid": len(group)}
+                found["dials"][name] = dial
         return found
 
     @classmethod
@@ -141,18 +118,19 @@ class Memory(Probe):
             for what, values in found["dials"].items():
                 recalls = [values["recall"][values["factors"].index(dial)] for dial in SHOWN_DIALS]
                 dials.append([name, what.removeprefix("dial, "), values["valid"], *map(percent, recalls)])
-        columns = [
-            "model",
-            "segments before",
-            "valid",
-            *MEASURES,
-            mass_column("digits"),
-        ]
+        columns = ["model", "segments before", "valid", *MEASURES, mass_column("digits")]
         dial_columns = ["model", "recall of", "prompts", *(f"dial {dial:g}" for dial in SHOWN_DIALS)]
         return [
             Table("words that shrink, by the number of segments before the end of the question", columns, rows),
             Table("mean probability of the right answer with all memory keys at one duration", dial_columns, dials),
         ]
+
+
+def _measured(reader: Reader, item: Item) -> Record:
+    if item.group == "dial, passkeys":
+        return _dial_passkey(reader, item)
+    moved = words_at_distance(reader, item)
+    return _dial_counting(reader, moved) if item.group == "dial, counting" else reader.curves_of(moved)
 
 
 def words_at_distance(reader: Reader, item: Item) -> Item:
@@ -171,12 +149,8 @@ def words_at_distance(reader: Reader, item: Item) -> Item:
 def _dial_counting(reader: Reader, item: Item) -> Record:
     probabilities_FV = dialled(reader, reader.sentence(item.text), item.factors, keep=1)[:, 0]
     curves = reader.curves(probabilities_FV, item.watched)
-    return {
-        "factors": list(item.factors),
-        "curves": curves,
-        "recall": curves[str(item.facts["repetitions"])],
-        **item.facts,
-    }
+    recall = curves[str(item.facts["repetitions"])]
+    return {"factors": list(item.factors), "curves": curves, "recall": recall, **item.facts}
 
 
 def _dial_passkey(reader: Reader, item: Item) -> Record:

@@ -22,6 +22,9 @@ def likeliest(curves: Curves, at: int = -1) -> str:
     return max(curves, key=lambda name: curves[name][at])
 
 
+FREQUENCIES = ("counterfactual", "observed", "observed_expected", "ratio", "ratio_expected")
+
+
 def peak_frequencies(curves: Curves, repetitions: int) -> dict[str, float]:
     """Unique peaks over the number of repetitions n: of all classes, and of the expected ones, 1 to n.
 
@@ -30,13 +33,9 @@ def peak_frequencies(curves: Curves, repetitions: int) -> dict[str, float]:
     """
     peaks = unique_peaks(curves)
     expected = peaks & {str(number) for number in range(1, repetitions + 1)}
-    return {
-        "counterfactual": 1 / repetitions,
-        "observed": len(peaks) / repetitions,
-        "observed_expected": len(expected) / repetitions,
-        "ratio": float(len(peaks)),
-        "ratio_expected": float(len(expected)),
-    }
+    found, known = len(peaks), len(expected)
+    values = (1 / repetitions, found / repetitions, known / repetitions, float(found), float(known))
+    return dict(zip(FREQUENCIES, values, strict=True))
 
 
 def proportion_error(curves: Curves, factors: Sequence[float], repetitions: int) -> float:

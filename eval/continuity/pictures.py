@@ -23,14 +23,9 @@ def draw(results: dict[str, Any], varied_in: Callable[[str], str], path: Path) -
 
     `varied_in` gives the label of the factor's axis for a group.
     """
-    groups = dict.fromkeys(record["group"] for model in results["models"] for record in model["records"])
-    for group in groups:
-        panels = [
-            (model["name"], record)
-            for model in results["models"]
-            for record in model["records"]
-            if _belongs(record, group)
-        ]
+    every = [(model["name"], record) for model in results["models"] for record in model["records"]]
+    for group in dict.fromkeys(record["group"] for _, record in every):
+        panels = [(name, record) for name, record in every if _belongs(record, group)]
         if not panels:
             continue
         varied = varied_in(group)
@@ -56,8 +51,7 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
     height = 2.9 + 0.13 * -(-longest // COLUMNS_BELOW)  # legends stand below, where they cover no curve
     with picture(path, rows, columns, figsize=(3.6 * columns, height * rows), squeeze=False) as axes:
         for panel, (model, record) in zip(axes.flat, panels, strict=False):
-            title = f"{record['name']}" + (f" ({model})" if many else "")
-            panel.set_title(title, fontsize=7, wrap=True)
+            panel.set_title(f"{record['name']} ({model})" if many else record["name"], fontsize=7, wrap=True)
             shown = shown_curves(record)
             if said := _nothing_said(record, shown):
                 panel.text(0.03, 0.94, said, transform=panel.transAxes, fontsize=8)
@@ -106,13 +100,11 @@ def _label(name: str) -> str:
 def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Path) -> None:
     with picture(path, figsize=(4.6, 3.2)) as axes:
         for model, record in panels:
-            axes.plot(
-                record["factors"], record["curves"]["distance"], marker="o", ms=3, label=f"{record['name']} ({model})"
-            )
+            label = f"{record['name']} ({model})"
+            axes.plot(record["factors"], record["curves"]["distance"], marker="o", ms=3, label=label)
         axes.set_xscale("log", base=2)
         set_log_scale(axes, "y")
-        axes.set_xlabel(varied)
-        axes.set_ylabel("total variation to the densest")
+        axes.set(xlabel=varied, ylabel="total variation to the densest")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=6)
 
@@ -136,36 +128,25 @@ def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> N
     with picture(path, 1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False) as axes:
         for panel, model in zip(axes[0], models, strict=True):
             records = [record for record in model["records"] if _belongs(record, group)]
-            silent = (
-                "" if answers(model["summary"]) else f"\nno answer: their mass is {percent(model['summary']['mass'])}"
-            )
+            summary = model["summary"]
+            silent = "" if answers(summary) else f"\nno answer: their mass is {percent(summary['mass'])}"
             panel.set_title(model["name"] + silent, fontsize=9)
-            if "m_max_of_each" in model["summary"]:
-                panel.hist(model["summary"]["m_max_of_each"], bins=np.linspace(0, 1, 41).tolist())
-                panel.set_xlabel("m_max")
-                panel.set_ylabel("records")
-                panel.set_yscale("symlog")
+            if "m_max_of_each" in summary:
+                panel.hist(summary["m_max_of_each"], bins=np.linspace(0, 1, 41).tolist())
+                panel.set(xlabel="m_max", ylabel="records", yscale="symlog")
                 continue
-            by = "repetitions" if records and "repetitions" in records[0] else None
-            for value in sorted({record[by] for record in records}) if by else [None]:
-                mine = [record for record in records if by is None or record[by] == value]
-                if not mine:
-                    continue
-                if by:
-                    panel.plot(*_mean(mine, [_answers(record["curves"]) for record in mine]), label=f"{value} times")
-                else:
-                    for name, color in (("original", "tab:blue"), ("shrunk", "tab:red")):
-                        labels = [[record[name]] if isinstance(record[name], str) else record[name] for record in mine]
-                        together = [
-                            np.sum([r["curves"][x] for x in set(ls)], axis=0)
-                            for r, ls in zip(mine, labels, strict=True)
-                        ]
-                        panel.plot(*_mean(mine, together), label=f"{name} labels", color=color)
-            panel.set_xlabel(varied)
-            panel.set_ylabel("likeliest digit, mean" if by else "probability, mean")
+            has_counts = "repetitions" in records[0]
+            if has_counts:
+                for number in sorted({record["repetitions"] for record in records}):
+                    mine = [record for record in records if record["repetitions"] == number]
+                    panel.plot(*_mean(mine, [_answers(record["curves"]) for record in mine]), label=f"{number} times")
+            else:
+                for name, color in (("original", "tab:blue"), ("shrunk", "tab:red")):
+                    together = [np.sum([r["curves"][label] for label in set(r[name])], axis=0) for r in records]
+                    panel.plot(*_mean(records, together), label=f"{name} labels", color=color)
+            panel.set(xlabel=varied, ylabel="likeliest digit, mean" if has_counts else "probability, mean")
             panel.grid(alpha=0.3)
-            if records:
-                panel.legend(fontsize=8)
+            panel.legend(fontsize=8)
 
 
 def _mean(records: list[dict[str, Any]], curves: list[np.ndarray]) -> tuple[list[float], list[float]]:
@@ -191,9 +172,7 @@ def _draw_dial(results: dict[str, Any], group: str, path: Path) -> None:
                 axes.plot(found["factors"], found["recall"], label=f"{model['name']}, {found['valid']} prompts")
         axes.axvline(1, color="grey", lw=0.8)
         set_log_scale(axes, "x")
-        axes.set_ylim(-0.02, 1.02)
-        axes.set_xlabel("duration of every key in memory")
-        axes.set_ylabel("probability of the right answer")
+        axes.set(ylim=(-0.02, 1.02), xlabel="duration of every key in memory", ylabel="probability of the right answer")
         axes.set_title(group, fontsize=9)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

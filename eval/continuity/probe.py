@@ -12,7 +12,7 @@ from condense.continuity import ContinuousLM
 
 from ..models import load_models
 from ..options import stored
-from ..results import Table
+from ..results import Table, some_table
 from ..results_store import Key
 from ..runner import Results, Task
 from . import pictures
@@ -167,36 +167,23 @@ class Probe(Task[Measurement]):
         found = cls.summary_tables({model["name"] + "".join(rules): model["summary"] for model in results["models"]})
         if results.get("runs"):
             found.append(runs_table(results["runs"]))
-        speeds = [
-            [model["name"], *(figure(model["speed"][f], 2) for f in ("one_by_one", "together", "speed_up"))]
-            for model in results["models"]
-            if "speed_up" in model.get("speed", {})
+        speeds, reasons, shorter = list[list[Any]](), list[list[Any]](), list[list[Any]]()
+        for model in results["models"]:
+            name, records = model["name"], model.get("records", ())  # a published summary has no records
+            if "speed_up" in (seconds := model.get("speed", {})):
+                speeds.append([name, *(figure(seconds[field], 2) for field in ("one_by_one", "together", "speed_up"))])
+            reasons += [[name, reason, number] for reason, number in _reasons(records).items()]
+            if shortened := [record for record in records if "left_out" in record]:
+                factors = sum(len(record["left_out"]) for record in shortened)
+                shorter.append([name, shortened[0]["because"], factors, len(shortened)])
+        columns = ["model", "one pass a factor [s]", "together, beginnings read once [s]", "speed-up"]
+        because = ["model", "because, for example"]
+        return [
+            *found,
+            *some_table("time for three items", columns, speeds),
+            *some_table("records that are not valid", [*because, "records"], reasons[:20]),
+            *some_table("factors that are left out", [*because, "factors", "of records"], shorter),
         ]
-        if speeds:
-            columns = ["model", "one pass a factor [s]", "together, beginnings read once [s]", "speed-up"]
-            found.append(Table("time for three items", columns, speeds))
-        reasons = [
-            [model["name"], reason, number]
-            for model in results["models"]
-            for reason, number in _reasons(model.get("records", ())).items()  # a published summary has no records
-        ]
-        if reasons:
-            columns = ["model", "because, for example", "records"]
-            found.append(Table("records that are not valid", columns, reasons[:20]))
-        shorter = [
-            [
-                model["name"],
-                shortened[0]["because"],
-                sum(len(record["left_out"]) for record in shortened),
-                len(shortened),
-            ]
-            for model in results["models"]
-            if (shortened := [record for record in model.get("records", ()) if "left_out" in record])
-        ]
-        if shorter:
-            columns = ["model", "because, for example", "factors", "of records"]
-            found.append(Table("factors that are left out", columns, shorter))
-        return found
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
@@ -214,18 +201,15 @@ def load_probed(options: ProbeOptions) -> list[ProbedModel]:
     for model in load_models(options.models, options.dtype, options.attention):
         lm = ContinuousLM(model.model, options.position_anchor)
         if lm.table is not None and options.position_anchor is None:
-            print(
-                f"{model.name} learned its positions, from 0 on: tokens stand at the start of their intervals",
-                flush=True,
-            )
+            said = "learned its positions, from 0 on: tokens stand at the start of their intervals"
+            print(f"{model.name} {said}", flush=True)
         own = {
             "position_anchor": lm.position_anchor,
             "attention": model.model.config._attn_implementation,
             "tokenizer": _hash(sorted(model.tokenizer.get_vocab().items())),
         }
-        found.append(
-            ProbedModel(model.name, model.describe() | own, Reader(lm, model.tokenizer, options.spans, options.classes))
-        )
+        reader = Reader(lm, model.tokenizer, options.spans, options.classes)
+        found.append(ProbedModel(model.name, model.describe() | own, reader))
     return found
 
 

@@ -1,7 +1,7 @@
 """The prompts of the probes, with the spans of characters that are varied. Models are taught to answer them too."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CharSpan = tuple[int, int]
 
@@ -48,6 +48,11 @@ PASSAGES = {
 }
 
 
+def asked_word(record: dict[str, Any]) -> tuple[str, int, str, str]:
+    """The first arguments of `counting_prompt`, of a record of the data set of words."""
+    return record["word"], record["repetitions"], record["category"], record["category_with_article"]
+
+
 class Prompt(NamedTuple):
     text: str
     char_spans: list[CharSpan]
@@ -64,18 +69,13 @@ def char_spans_of(text: str, part: str, start: int = 0, end: int | None = None) 
 
 
 def counting_prompt(
-    word: str,
-    repetitions: int,
-    category: str,
-    category_with_article: str,
-    template: str = "sentence",
-    num_fillers: int = 0,
+    word: str, repetitions: int, category: str, with_article: str, template: str = "sentence", num_fillers: int = 0
 ) -> Prompt:
     """A word that is repeated, and the question how often; with the spans of the word."""
     text = COUNTING_TEMPLATES[template].format(
         words=" ".join([word] * repetitions),
         category=category,
-        category_with_article=category_with_article,
+        category_with_article=with_article,
         filler=f"{FILLER}\n" * num_fillers,
     )
     start = text.index('"') + 1

@@ -23,6 +23,7 @@ from .prompts import (
     FILLER,
     PAIRS,
     SUM,
+    asked_word,
     counting_prompt,
     step_char_spans,
     sum_prompt,
@@ -71,8 +72,7 @@ class Counting:
         yield from (*PASSKEY_TEXTS, FILLER)
         for record in self.words:
             for template in ("sentence", "listed"):
-                names = record["word"], 1, record["category"], record["category_with_article"]
-                yield counting_prompt(*names, template).text
+                yield counting_prompt(*asked_word(record | {"repetitions": 1}), template).text
         yield counting_prompt("apple", 1, "fruit", "a fruit", "apart", 1).text
         yield "apple fruit a fruit fruits cat animal an animal animals rose flower a flower flowers"
         yield from (record["sentence"] for record in load("tutorials"))
@@ -88,8 +88,8 @@ class Counting:
         record, repetitions = self.random.choice(self.words), self.random.randint(1, MOST)
         template = self.random.choice(templates)
         fillers = self.random.randint(0, MOST_FILLERS) if template == "apart" else 0
-        names = record["word"], repetitions, record["category"], record["category_with_article"]
-        return _question(counting_prompt(*names, template, fillers).text, repetitions)
+        asked = asked_word(record | {"repetitions": repetitions})
+        return _question(counting_prompt(*asked, template, fillers).text, repetitions)
 
     def steps_question(self) -> Question:
         title, own = self.random.choice(self.tutorials)
@@ -133,11 +133,7 @@ class Adding:
         return _question(sum_prompt(record["template"], fields, "item_1").text, first + second)
 
 
-KINDS: dict[str, type[Counting | Adding | Answering]] = {
-    "counting": Counting,
-    "adding": Adding,
-    "answering": Answering,
-}
+KINDS: dict[str, type[Counting | Adding | Answering]] = {"counting": Counting, "adding": Adding, "answering": Answering}
 
 
 def _question(prompt: str, answer: int) -> Question:

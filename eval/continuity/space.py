@@ -15,6 +15,7 @@ from .aggregation import (
     mass_column,
     mean,
     percent,
+    ratio,
     valid,
     with_global,
 )
@@ -35,6 +36,7 @@ PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_ma
 }
 FAR_OUTSIDE = 0.05
 DERIVATIVE = "normalised max. |derivative|"
+FIGURES = {DERIVATIVE: "derivative", "mean m_max": "m_max", "m_max ≥ 0.05": "far_outside"}  # of a summary
 NUM_PAIRS = 50  # as in the paper, whose file has some more
 QUESTIONS = {
     ("apples", "bananas"): ("Are {} red?", "Are {} fruits?"),
@@ -48,11 +50,7 @@ SENTENCES = {
 }
 PUBLISHED_SENTENCES = {  # usage and repetition, as in the published code
     ("apples", "bananas"): ("Alice bought some {} at the", "The most common colour of {} is"),
-    ("cats", "dogs"): (
-        "We bought two {} at the",
-        "{} are usually kept as",
-        "Question: Repeat the word {}. Answer:",
-    ),
+    ("cats", "dogs"): ("We bought two {} at the", "{} are usually kept as", "Question: Repeat the word {}. Answer:"),
     ("forks", "spoons"): (
         "We used the {} to eat",
         "Typically, {} are made of",
@@ -120,36 +118,27 @@ class Space(Probe):
 
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:
-        named = {
-            DERIVATIVE: summary["derivative"],
-            "mean m_max": summary["m_max"],
-            "m_max ≥ 0.05": summary["far_outside"],
-        }
-        share = summary["valid"] / summary["records"] if summary["records"] else None
+        named = {name: summary[field] for name, field in FIGURES.items()}
+        share = ratio(summary["valid"], summary["records"])
         return {"valid": share, **if_answering(summary, named), "mass of yes and no": summary["mass"]}
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        fields = ("derivative", "m_max", "far_outside")
-        models = with_global(models, fields)
-        rows = [
-            [
-                name,
-                percent(found["valid"] / found["records"] if found["records"] else None),
-                f"{found['valid']} of {found['records']}",
-                figure(found["derivative"], 3),
-                figure(found["m_max"]),
-                percent(found["far_outside"]),
-                percent(found["mass"]),
-            ]
-            for name, found in models.items()
-        ]
-        for name, (share, derivative, m_max, far) in PAPER.items():
-            rows.append([f"{name} (paper)", percent(share), "", figure(derivative, 3), figure(m_max), percent(far), ""])
+        models = with_global(models, list(FIGURES.values()))
+        rows = []
+        for name, found in models.items():
+            share = percent(ratio(found["valid"], found["records"]))
+            shown = _figures(*(found[field] for field in FIGURES.values()))
+            rows.append([name, share, f"{found['valid']} of {found['records']}", *shown, percent(found["mass"])])
+        for name, (of_paper, *figures) in PAPER.items():
+            rows.append([f"{name} (paper)", percent(of_paper), "", *_figures(*figures), ""])
         rows.append(["all six models (paper)", "", "", "", "", "20 %", ""])  # appendix C.4.3
-        columns = ["model", "valid", "records", DERIVATIVE, "mean m_max", "m_max ≥ 0.05"]
-        columns.append(mass_column("yes and no"))
+        columns = ["model", "valid", "records", *FIGURES, mass_column("yes and no")]
         return [Table("from one object to the other (tables 8, 9 and 10)", columns, rows)]
+
+
+def _figures(derivative: float | None, m_max: float | None, far_outside: float | None) -> list[str]:
+    return [figure(derivative, 3), figure(m_max), percent(far_outside)]
 
 
 class Boolean(Probe):
@@ -174,14 +163,14 @@ class Boolean(Probe):
         """For each prompt the share of 1 in the probability of 0 and 1: at both ends and half way."""
         found = {}
         for record in valid(records):
-            ones, zeros = record["curves"]["1"], record["curves"]["0"]
-            truth = [one / (one + zero) if one + zero else 0.5 for one, zero in zip(ones, zeros, strict=True)]
+            both = list(zip(record["curves"]["1"], record["curves"]["0"], strict=True))
+            truth = [one / (one + zero) if one + zero else 0.5 for one, zero in both]
             found[record["name"]] = {
                 "first": truth[0],
                 "half": truth[len(truth) // 2],
                 "second": truth[-1],
                 "outside": outside_ends(truth),
-                "on_bits": mean([one + zero for one, zero in zip(ones, zeros, strict=True)]),
+                "on_bits": mean([one + zero for one, zero in both]),
             }
         return {"records": len(records), "valid": len(found), "truth": found}
 
@@ -194,30 +183,19 @@ class Boolean(Probe):
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        rows = [
-            [name, prompt, *_truths(values), percent(values["on_bits"])]
-            for name, found in models.items()
-            for prompt, values in found["truth"].items()
-        ]
-        columns = [
-            "model",
-            "from operator to operator",
-            "truth at the first",
-            "half way",
-            "at the second",
-            "most outside the ends",
-            mass_column("0 and 1"),
-        ]
+        rows = []
+        for name, found in models.items():
+            for prompt, values in found["truth"].items():
+                known = values if values["on_bits"] >= LEAST_MASS else {}
+                truths = [figure(known.get(field), 3) for field in ("first", "half", "second", "outside")]
+                rows.append([name, prompt, *truths, percent(values["on_bits"])])
+        columns = ["model", "from operator to operator", "truth at the first", "half way", "at the second"]
+        columns += ["most outside the ends", mass_column("0 and 1")]
         counts = [[name, f"{found['valid']} of {found['records']}"] for name, found in models.items()]
         return [
             Table("pairs of operators with equally many tokens", ["model", "prompts"], counts),
             Table("truth values between operators: the share of 1 in the probability of 0 and 1", columns, rows),
         ]
-
-
-def _truths(values: dict[str, float]) -> list[str]:
-    answered = values["on_bits"] >= LEAST_MASS
-    return [figure(values[name] if answered else None, 3) for name in ("first", "half", "second", "outside")]
 
 
 def _between(name: str, group: str, texts: list[str], factors: Sequence[float], watched: Watched) -> Item:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..results import Table
-from .aggregation import SET, answers, if_answering, in_set, mass, mass_column, mean, percent, valid, with_global
+from .aggregation import SET, answers, if_answering, in_set, mass, mass_column, mean, percent, ratio, valid, with_global
 from .data import load
 from .engine import Record
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
@@ -51,9 +51,9 @@ class Sums(Probe):
         found = []
         for first, second in PAIRS:
             apart = " " if options.template == "spaced" else ""
-            fields: dict[str, object] = {"first": apart.join(str(first)), "second": apart.join(str(second))}
-            text, char_spans = sum_prompt(SUM, fields, "second")
-            other = SUM.format(**fields | {"second": apart.join(str(second)[::-1])})
+            pair: dict[str, object] = {"first": apart.join(str(first)), "second": apart.join(str(second))}
+            text, char_spans = sum_prompt(SUM, pair, "second")
+            other = SUM.format(**pair | {"second": apart.join(str(second)[::-1])})
             name = f"{first} + {second}"
             found += [
                 Item(name, "duration", text, "shrink", DURATIONS, "first_digits", char_spans),
@@ -71,21 +71,9 @@ class Sums(Probe):
                 "shrunk": sorted(shrunk_labels(other_number, shrunk)),
                 "published_other": sorted(published_other_labels(other_number, shrunk)),
             }
-            digits = str(shrunk)[0], str(shrunk)[-1]
             where = (None, "and") if record["shrink_1"] else ("and", ".")
-            found.append(
-                Item(
-                    str(number),
-                    SET,
-                    text,
-                    "shrink",
-                    DURATIONS,
-                    "first_digits",
-                    char_spans,
-                    containing=(*digits, *where),
-                    facts=facts,
-                )
-            )
+            fields: dict[str, Any] = {"containing": (str(shrunk)[0], str(shrunk)[-1], *where), "facts": facts}
+            found.append(Item(str(number), SET, text, "shrink", DURATIONS, "first_digits", char_spans, **fields))
         return found
 
     @classmethod
@@ -95,13 +83,10 @@ class Sums(Probe):
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
         posed = valid(in_set(records))
-        ours = [sum_properties(record["curves"], record["original"], set(record["shrunk"])) for record in posed]
-        published = [
-            published_sum_properties(
-                record["curves"], record["original"], set(record["shrunk"]), set(record["published_other"])
-            )
-            for record in posed
-        ]
+        asked = [(record["curves"], record["original"], set(record["shrunk"])) for record in posed]
+        ours = [sum_properties(*one) for one in asked]
+        others = [set(record["published_other"]) for record in posed]
+        published = [published_sum_properties(*one, other) for one, other in zip(asked, others, strict=True)]
         shared = {"records": len(in_set(records)), "posed": len(posed), "mass": mass(in_set(records))}
         return shared | _shares(ours) | {"published": shared | _shares(published)}
 
@@ -109,8 +94,9 @@ class Sums(Probe):
     def figures(cls, summary: dict[str, Any]) -> Figures:
         found: dict[str, float | None] = {}
         for rule, of_rule in (("", summary), (", published rule", summary["published"])):
-            share = of_rule["valid"] / of_rule["records"] if of_rule["records"] else None
-            named = {"valid": share} | {name: of_rule[name] for name in PROPERTIES}
+            named = {"valid": ratio(of_rule["valid"], of_rule["records"])} | {
+                name: of_rule[name] for name in PROPERTIES
+            }
             found |= {f"{name}{rule}": value for name, value in if_answering(summary, named).items()}
         return found | {"mass of digits": summary["mass"]}
 

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from condense.continuity.adapter import OutsideTable
 from condense.continuity.quadrature import RULES
 
 from ..results import Table
 from .aggregation import mean, percent, valid
-from .engine import Reader, Record
+from .engine import Reader, Record, checked
 from .items import DENSITIES, SCALES, SHIFTS, Item, NotValid
 from .options import ProbeOptions
 from .probe import Probe
@@ -53,18 +52,12 @@ class _Transformation(Probe):
 
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        rows = [
-            [
-                name,
-                sentence,
-                f"{values['most']:.2g}",
-                _brief(values["last"]),
-                percent(values["same_top"]),
-                percent(values.get("top")),
-            ]
-            for name, found in models.items()
-            for sentence, values in found["sentences"].items()
-        ]
+        rows = []
+        for name, found in models.items():
+            for sentence, values in found["sentences"].items():
+                last = "-" if values["last"] is None else f"{values['last']:.2g}"
+                shares = (values["same_top"], values.get("top"))
+                rows.append([name, sentence, f"{values['most']:.2g}", last, *map(percent, shares)])
         columns = ["model", "sentence", "most total variation", f"total variation {cls.last}", "same likeliest token"]
         columns.append("mean probability of the unchanged sentence's likeliest token")
         return [Table(cls.title, columns, rows)]
@@ -73,10 +66,6 @@ class _Transformation(Probe):
 def _ends_early(record: Record) -> bool:
     """Whether the last factors are left out: see `Reader.record`."""
     return any(factor > record["factors"][-1] for factor in record.get("left_out", ()))
-
-
-def _brief(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}"
 
 
 class Translation(_Transformation):
@@ -124,20 +113,7 @@ class Density(_Transformation):
         and their total variation to the densest, by trapezoids where the model supports them."""
         if "rule" not in item.facts:
             return reader.record(item)
-        named = {"name": item.name, "group": item.group}
-        rule = item.facts["rule"]
-        try:
-            if reader.lm.folded and rule == "trapezoid":
-                raise NotValid("a folded model knows rectangles only")
-            straight = reader.lm.embed(reader.sentence(item.text))
-            sentences = [straight.densify(int(density), values="linear") for density in item.factors]
-            probabilities_FV = reader._replace(lm=reader.lm.with_rule(rule)).probabilities(sentences)
-            best = reader.lm if reader.lm.folded else reader.lm.with_rule("trapezoid")
-            densest_V = reader._replace(lm=best).probabilities([straight.densify(DENSEST, values="linear")])[0]
-        except (NotValid, OutsideTable) as reason:
-            return named | {"valid": False, "reason": str(reason)}
-        distances = ((probabilities_FV - densest_V).abs().sum(1) / 2).tolist()
-        return named | {"valid": True, "factors": list(item.factors), "curves": {"distance": distances}, **item.facts}
+        return checked(item, lambda: _distances_to_the_densest(reader, item))
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
@@ -155,6 +131,19 @@ class Density(_Transformation):
         columns = ["model", "sentence and rule", *(f"{density} a token" for density in RESAMPLED)]
         title = f"straight lines between embeddings: total variation to {DENSEST} samples a token"
         return [*super().summary_tables(models), Table(title, columns, rows)]
+
+
+def _distances_to_the_densest(reader: Reader, item: Item) -> Record:
+    rule = item.facts["rule"]
+    if reader.lm.folded and rule == "trapezoid":
+        raise NotValid("a folded model knows rectangles only")
+    straight = reader.lm.embed(reader.sentence(item.text))
+    sentences = [straight.densify(int(density), values="linear") for density in item.factors]
+    probabilities_FV = reader._replace(lm=reader.lm.with_rule(rule)).probabilities(sentences)
+    best = reader.lm if reader.lm.folded else reader.lm.with_rule("trapezoid")
+    densest_V = reader._replace(lm=best).probabilities([straight.densify(DENSEST, values="linear")])[0]
+    distances = ((probabilities_FV - densest_V).abs().sum(1) / 2).tolist()
+    return {"factors": list(item.factors), "curves": {"distance": distances}, **item.facts}
 
 
 def density_items() -> list[Item]:

@@ -9,12 +9,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import regex
-import torch
 
 from condense.chat import chat_ids, end_tokens
 from condense.fields import MISSING, field_names, find_field
@@ -23,13 +22,12 @@ from condense.training.data.documents import good_documents
 from condense.training.data.shards import Problem, open_shards, wrong_encoding
 from condense.training.recipe import Source
 
-from ..models import EvaluatedModel, generate, load_models
-from ..options import stored
-from ..overview import Figure, remark_of
+from ..models import EvaluatedModel
+from ..overview import Figure
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
-from .chat import check_chat, shown_name
+from ..runner import Results
+from .evaluation import Evaluation, answer, figure_of, in_percent, kibibytes, left_out_table, shown_name
 from .grids import pooled
 from .options import AnswersOptions
 
@@ -64,7 +62,7 @@ class Batch(NamedTuple):
     questions: list[Question]
 
 
-class Answers(Task[Batch]):
+class Answers(Evaluation[Batch]):
     """A record holds of each of its `prompts` the answer, whether it is right, and the tokens of the prompt."""
 
     kind = "answers"
@@ -72,7 +70,8 @@ class Answers(Task[Batch]):
     Options = AnswersOptions
 
     def __init__(self, options: AnswersOptions, models: Sequence[EvaluatedModel]):
-        self.options, self.models, self.left_out = options, models, Counter[str]()
+        super().__init__(options, models)
+        self.left_out = Counter[str]()
         records = good_documents(
             read_questions(options),
             options.bad_documents,
@@ -81,22 +80,13 @@ class Answers(Task[Batch]):
         )
         found = list(islice(records, options.num_prompts))
         if not found:
-            raise ValueError(
-                f"data {', '.join(options.data)} holds no prompt: pass a .jsonl or .parquet file with some."
-            )
+            named = ", ".join(options.data)
+            raise ValueError(f"data {named} holds no prompt: pass a .jsonl or .parquet file with some.")
         self.questions = sorted(found, key=lambda question: len(question.prompt))  # batches need little padding
-
-    @classmethod
-    def load(cls, options: AnswersOptions) -> "Answers":
-        check_chat(options.chat, options.models)
-        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
 
     def settings(self) -> dict[str, Any]:
         texts = [[question.prompt, question.answers] for question in self.questions]
-        return stored(self.options) | {
-            "models": [model.describe() for model in self.models],
-            "fingerprint": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
-        }
+        return super().settings() | {"fingerprint": hashlib.sha256(repr(texts).encode()).hexdigest()[:16]}
 
     def items(self) -> list[Batch]:
         size = self.options.batch_size
@@ -119,25 +109,13 @@ class Answers(Task[Batch]):
 
     def measure(self, item: Batch) -> Record:
         evaluated, prompts = item.model, self._prompts(item)
-        model, tokenizer = evaluated.model, evaluated.tokenizer
-        ends = end_tokens(model, tokenizer, evaluated.name in self.options.chat)
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
-        num_columns = max(map(len, prompts))
-        sequences, num_bytes = generate(
-            model,
-            torch.tensor([[pad] * (num_columns - len(prompt)) + prompt for prompt in prompts]),
-            torch.tensor([[0] * (num_columns - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-            do_sample=False,
-            max_new_tokens=self.options.new_tokens,
-            eos_token_id=sorted(ends) or None,
-            pad_token_id=pad,
-        )
+        ends = end_tokens(evaluated.model, evaluated.tokenizer, evaluated.name in self.options.chat)
+        rows, num_bytes = answer(evaluated, prompts, ends, do_sample=False, max_new_tokens=self.options.new_tokens)
         found = []
-        for prompt, question, row in zip(prompts, item.questions, sequences[:, num_columns:].tolist(), strict=True):
-            written = takewhile(lambda token: token not in ends, row)
-            answer = tokenizer.decode(list(written), skip_special_tokens=True).strip()
-            right = is_right(answer, question.answers, self.options.match)
-            found.append({"where": question.where, "tokens": len(prompt), "right": right, "answer": answer})
+        for prompt, question, written in zip(prompts, item.questions, rows, strict=True):
+            said = evaluated.tokenizer.decode(written, skip_special_tokens=True).strip()
+            right = is_right(said, question.answers, self.options.match)
+            found.append({"where": question.where, "tokens": len(prompt), "right": right, "answer": said})
         return {"prompts": found, "state_bytes": num_bytes // len(prompts)}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
@@ -158,15 +136,8 @@ class Answers(Task[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        return [
-            Figure(
-                cell["model"],
-                f"answers to {_files(results)} [% right]",
-                *(100 * cell[field] for field in ("accuracy", "low", "high")),
-                remark=remark_of(cell["model"], results),
-            )
-            for cell in results["cells"]
-        ]
+        measure = f"answers to {_files(results)} [% right]"
+        return [figure_of(cell["model"], measure, cell, results) for cell in results["cells"]]
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
@@ -174,15 +145,10 @@ class Answers(Task[Batch]):
         columns = ["model", "% right", "95 % interval", "prompts", "longest prompt [tokens]", "state [KiB]"]
         rows = []
         for cell in results["cells"]:
-            share, low, high = (100 * cell[field] for field in ("accuracy", "low", "high"))
-            row = [shown_name(cell["model"], results), f"{share:.1f}", f"{low:.1f} to {high:.1f}", f"{cell['total']:,}"]
-            rows.append([*row, f"{cell['longest_prompt']:,}", f"{cell['state_bytes'] / 1024:,.1f}"])
-        left_out = [[reason, f"{count:,}"] for reason, count in results["left_out"].items()]
+            numbers = f"{cell['total']:,}", f"{cell['longest_prompt']:,}", kibibytes([cell])
+            rows.append([shown_name(cell["model"], results), *in_percent(cell), *numbers])
         title = f"answers to {_files(results)}; right is what {SAID_OF[results['match']]} the expected answer"
-        return [
-            Table(title, columns, rows),
-            *([Table("left out", ["reason", "prompts"], left_out)] if left_out else []),
-        ]
+        return [Table(title, columns, rows), *left_out_table("left out", "prompts", results)]
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
@@ -190,13 +156,11 @@ class Answers(Task[Batch]):
         cells = results["cells"]
         with picture(path, figsize=(7, 1 + 0.45 * len(cells))) as axes:
             names = [shown_name(cell["model"], results) for cell in cells]
-            axes.barh(names, [100 * cell["accuracy"] for cell in cells], height=0.6, alpha=0.85)
-            axes.hlines(
-                names, [100 * cell["low"] for cell in cells], [100 * cell["high"] for cell in cells], color="black"
-            )
+            shares, low, high = ([100 * cell[field] for cell in cells] for field in ("accuracy", "low", "high"))
+            axes.barh(names, shares, height=0.6, alpha=0.85)
+            axes.hlines(names, low, high, color="black")
             axes.invert_yaxis()
-            axes.set_xlim(0, 100)
-            axes.set_xlabel(f"% right of {cells[0]['total']:,} prompts; lines: 95 % interval")
+            axes.set(xlim=(0, 100), xlabel=f"% right of {cells[0]['total']:,} prompts; lines: 95 % interval")
             axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -263,9 +227,8 @@ def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Pr
     if not isinstance(prompt, str):
         return Problem(where, "wrong type", f"{options.prompt_field!r} is {type(prompt).__name__}, not text")
     if not all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in answers):
-        return Problem(
-            where, "wrong type", f"{options.answer_field!r} is neither text, nor a number, nor a list of these"
-        )
+        what = f"{options.answer_field!r} is neither text, nor a number, nor a list of these"
+        return Problem(where, "wrong type", what)
     if any(isinstance(one, float) and not math.isfinite(one) for one in answers):
         return Problem(where, "missing field", f"{options.answer_field!r} is not a finite number")
     texts = [one if isinstance(one, str) else _written(one) for one in answers]

@@ -20,21 +20,18 @@ from condense.families import FAMILIES
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.data.summarization import prompt_ids
 
-from ..models import EvaluatedModel, load_models
-from ..options import stored
+from ..models import EvaluatedModel
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from .attention_scores import mass, queries_and_keys, scaled_map, scores
-from .chat import shown_name
 from .corpus import NAMES, find_source
+from .evaluation import Evaluation, shown_name
 from .options import AttentionOptions
-from .windows import read_texts
-
-BINS = 32  # of the position in the segment, in the picture
+from .windows import by_position, read_texts
 
 
-class AttentionMaps(Task[EvaluatedModel]):
+class AttentionMaps(Evaluation[EvaluatedModel]):
     """A model is measured at once. `texts` are documents, token ids [N], by the name of the model.
 
     Raises `ValueError` for layers, heads and segments that a model does not have, for segment 0, which has no memory,
@@ -45,36 +42,24 @@ class AttentionMaps(Task[EvaluatedModel]):
     unit = "model"
     Options = AttentionOptions
 
-    def __init__(
-        self,
-        options: AttentionOptions,
-        models: Sequence[EvaluatedModel],
-        texts: dict[str, Sequence[torch.Tensor]],
-    ):
+    def __init__(self, options: AttentionOptions, models: Sequence[EvaluatedModel], texts: dict[str, Any]):
         for model in models:
             _check(model, options)
-        self.options, self.models = options, models
+        super().__init__(options, models)
         self.lengths = {model.name: model.segment_length or options.segment_length for model in models}
         num_segments = max(options.segments) + 1
         self.texts = {name: _long_enough(texts[name], num_segments * self.lengths[name]) for name in self.lengths}
 
     @classmethod
     def load(cls, options: AttentionOptions) -> "AttentionMaps":
-        models = load_models(options.models, options.dtype, options.attention, options.device_map)
+        models = cls.load_models(options)
         for model in models:  # before a text is read
             _check(model, options)
-        return cls(
-            options,
-            models,
-            {model.name: _read(model, options) for model in models},
-        )
+        return cls(options, models, {model.name: _read(model, options) for model in models})
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {
-            "models": [model.describe() for model in self.models],
-            "sha256": {name: hashlib.sha256(ids_N.numpy().tobytes()).hexdigest() for name, ids_N in self.texts.items()},
-            "segment_lengths": self.lengths,
-        }
+        digests = {name: hashlib.sha256(ids_N.numpy().tobytes()).hexdigest() for name, ids_N in self.texts.items()}
+        return super().settings() | {"sha256": digests, "segment_lengths": self.lengths}
 
     def items(self) -> Sequence[EvaluatedModel]:
         return self.models
@@ -140,11 +125,11 @@ class AttentionMaps(Task[EvaluatedModel]):
             for layer in dict.fromkeys(one["layer"] for one in masses):
                 chosen = [by_layer[layer, segment] for segment in results["segments"]]
                 rows.append([layer, *(f"{100 * one[kind]:.1f}" for one in chosen for kind in kinds)])
-            # The last line: the share if all visible keys weighed the same.
-            evenly = {
-                ("on_previous", s): f"{100 * np.mean(by_layer[0, s]['uniform']):.1f}" for s in results["segments"]
-            }
-            rows.append(["even", *(evenly.get((kind, s), "") for s in results["segments"] for kind in kinds)])
+            evenly = ["even"]  # the share if all visible keys weighed the same
+            for segment in results["segments"]:
+                share = 100 * np.mean(by_layer[0, segment]["uniform"])
+                evenly += [f"{share:.1f}", *[""] * (len(kinds) - 1)]
+            rows.append(evenly)
             shown = shown_name(model["name"], results)
             title = f"{shown}: attention of segments of {length} tokens ('even': if all keys weighed the same)"
             found.append(Table(title, columns, rows))
@@ -189,11 +174,8 @@ def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
     if config.model_type not in (CondenseConfig.model_type, *FAMILIES):
         known = ", ".join(FAMILIES)
         raise ValueError(f"{model.name} is a {config.model_type!r}: maps are made of folded models and of {known}.")
-    counts = {
-        "layer": (options.layers or [], config.num_hidden_layers),
-        "head": (options.heads, config.num_attention_heads),
-    }
-    for what, (chosen, count) in counts.items():
+    layers, heads = (options.layers or [], config.num_hidden_layers), (options.heads, config.num_attention_heads)
+    for what, (chosen, count) in {"layer": layers, "head": heads}.items():
         if wrong := [number for number in chosen if not 0 <= number < count]:
             raise ValueError(f"{model.name} has no {what} {wrong[0]}: it has {count}, counted from 0.")
     if not segments or min(segments) < 1:
@@ -225,9 +207,8 @@ def draw_maps(results: Results, path: Path) -> None:
 
 def _draw_map(axes: Any, one: dict[str, Any], length: int) -> Any:
     cells = np.array(one["scores"], dtype=float)  # None becomes NaN, which stays white
-    image = axes.imshow(
-        cells, vmin=0, vmax=1, cmap="viridis", extent=(0, 2 * length, length, 0), interpolation="nearest"
-    )
+    look = {"vmin": 0, "vmax": 1, "cmap": "viridis", "interpolation": "nearest"}
+    image = axes.imshow(cells, extent=(0, 2 * length, length, 0), **look)
     axes.axvline(length, color="white", linewidth=2.5)
     axes.axvline(length, color="crimson", linewidth=1)
     axes.tick_params(labelsize=7)
@@ -239,15 +220,14 @@ def draw_mass(results: Results, path: Path) -> None:
     models = results["models"]
     with picture(path, rows=len(models), columns=2, figsize=(11, 3.8 * len(models)), squeeze=False) as panels:
         for (left, right), model in zip(panels, models, strict=True):
-            name, length = model["name"], results["segment_lengths"][model["name"]]
+            name = model["name"]
             masses = [one for one in results["masses"] if one["model"] == name]
             _draw_by_layer(left, masses, results["segments"])
             shown = sorted({one["layer"] for one in results["maps"] if one["model"] == name})
-            _draw_by_position(right, masses, shown, length)
+            _draw_by_position(right, masses, shown)
             what = "the memory" if model["segment_length"] else "the segment before"
             for axes in (left, right):
-                axes.set_ylabel(f"% of attention on {what}")
-                axes.set_ylim(0, 100)
+                axes.set(ylabel=f"% of attention on {what}", ylim=(0, 100))
                 axes.grid(alpha=0.3)
                 axes.legend(fontsize=8)
             name = shown_name(name, results)
@@ -259,14 +239,8 @@ def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequen
     for number, segment in enumerate(segments):
         chosen = [one for one in masses if one["segment"] == segment]
         layers, color = [one["layer"] for one in chosen], f"C{number}"
-        axes.plot(
-            layers,
-            [100 * one["on_previous"] for one in chosen],
-            marker="o",
-            markersize=4,
-            color=color,
-            label=f"segment {segment}",
-        )
+        previous = [100 * one["on_previous"] for one in chosen]
+        axes.plot(layers, previous, marker="o", markersize=4, color=color, label=f"segment {segment}")
         if chosen[0]["on_earlier"]:
             earlier = [100 * one["on_earlier"] for one in chosen]
             axes.plot(layers, earlier, linestyle=":", color=color, label=f"segment {segment}: on all earlier ones")
@@ -277,18 +251,10 @@ def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequen
     axes.set_xticks(layers if len(layers) <= 16 else layers[:: len(layers) // 8])
 
 
-def _draw_by_position(axes: Any, masses: Sequence[dict[str, Any]], layers: Sequence[int], length: int) -> None:
-    size = -(-length // BINS)
-    starts = np.arange(0, length, size)
-    middle = starts + (np.minimum(starts + size, length) - starts - 1) / 2
-
-    def binned(values: Sequence[Sequence[float]]) -> list[float]:
-        by_position_T = 100 * np.mean(values, axis=0)
-        return [by_position_T[start : start + size].mean() for start in starts]
-
+def _draw_by_position(axes: Any, masses: Sequence[dict[str, Any]], layers: Sequence[int]) -> None:
     for layer in layers:
         chosen = [one["by_position"] for one in masses if one["layer"] == layer]
-        axes.plot(middle, binned(chosen), linewidth=1.2, label=f"layer {layer}")
-    even = binned([one["uniform"] for one in masses])
-    axes.plot(middle, even, color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
+        axes.plot(*by_position(100 * np.mean(chosen, axis=0)), linewidth=1.2, label=f"layer {layer}")
+    even = by_position(100 * np.mean([one["uniform"] for one in masses], axis=0))
+    axes.plot(*even, color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
     axes.set_xlabel("position of the query in its segment [tokens]")

@@ -107,7 +107,4 @@ def scaled_map(score_Tk: torch.Tensor) -> dict[str, Any]:
     rest = -length % block  # each half by itself, so that no block crosses the border
     padded = F.pad(scaled_T2T, (0, rest, 0, 0, 0, rest), value=nan)
     cells = padded.unflatten(2, (-1, block)).unflatten(0, (-1, block)).nanmean((1, 4)).flatten(1).tolist()
-    return {
-        "block": block,
-        "scores": [[None if value != value else round(value, 4) for value in row] for row in cells],
-    }
+    return {"block": block, "scores": [[None if value != value else round(value, 4) for value in row] for row in cells]}

@@ -16,11 +16,12 @@ from condense.training.data.facts import FactsTask
 from condense.training.data.generated import read_sentences
 from condense.training.recipe import Source
 
-from ..models import EvaluatedModel, generate, load_models
+from ..models import EvaluatedModel
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
+from .evaluation import complete, kibibytes, shown_name, with_interval
 from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
@@ -55,10 +56,6 @@ class Facts(Grid):
         for task in self.tasks.values():  # too short a length is refused before anything is measured
             task.check_fits(min(options.lengths))
 
-    @classmethod
-    def load(cls, options: FactsOptions) -> "Facts":
-        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
-
     @staticmethod
     def label(row: str) -> str:
         return row.replace("_", " ")
@@ -66,7 +63,6 @@ class Facts(Grid):
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"text": self.text, "unguessed": True}  # older records have no such counts
 
-    @torch.no_grad()
     def measure(self, item: Batch) -> Record:
         task, row = self.tasks[item.model.name], list(KINDS).index(item.row)
         prompts = [
@@ -74,16 +70,8 @@ class Facts(Grid):
             for n in range(item.first, item.first + item.size)
         ]
         prompt_ids_BN = torch.from_numpy(np.stack([prompt.input_ids for prompt in prompts]))
-        sequences, num_bytes = generate(
-            item.model.model,
-            prompt_ids_BN,
-            torch.ones_like(prompt_ids_BN),
-            do_sample=False,
-            pad_token_id=item.model.tokenizer.pad_token_id,
-            max_new_tokens=task.longest_answer,
-        )
-        said = sequences[:, prompt_ids_BN.shape[1] :].tolist()
-        answers = list(zip(said, prompts, strict=True))
+        found_BN, state = complete(item.model, prompt_ids_BN, task.longest_answer)
+        answers = list(zip(found_BN.tolist(), prompts, strict=True))
         is_right = [answer[: len(prompt.answer)] == prompt.answer for answer, prompt in answers]
         unguessed = [right for right, prompt in zip(is_right, prompts, strict=True) if not prompt.is_guessed]
         others = [
@@ -91,13 +79,8 @@ class Facts(Grid):
             for answer, prompt in answers
             if prompt.is_guessed and prompt.others
         ]
-        counts = sum(unguessed), len(unguessed), sum(others), len(others)
-        return {
-            "correct": sum(is_right),
-            "total": item.size,
-            **dict(zip(GUESSED, counts, strict=True)),
-            "state_bytes": num_bytes // item.size,
-        }
+        counts = zip(GUESSED, (sum(unguessed), len(unguessed), sum(others), len(others)), strict=True)
+        return {"correct": sum(is_right), "total": item.size, **dict(counts), "state_bytes": state}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """The cells, and `tracked`: of each its share of texts in which the model knows who did what, as `accuracy`,
@@ -133,18 +116,17 @@ class Facts(Grid):
         for name in (model["name"] for model in results["models"]):
             cells, shares = (_by_place(results.get(which, []), name) for which in ("cells", "tracked"))
             rows = [
-                [cls.label(kind), f"{100 * guess:.1f}", *(_shown(cells[kind, length]) for length in lengths)]
+                [cls.label(kind), f"{100 * guess:.1f}", *(with_interval(cells[kind, length]) for length in lengths)]
                 for kind, guess in zip(kinds, guesses, strict=True)
             ]
             every = [[cells[kind, length] for kind in kinds] for length in lengths]
-            rows.append(["all", f"{100 * fmean(guesses):.1f}", *(_shown(pooled(column)) for column in every)])
-            held = (max(cell["state_bytes"] for cell in column) / 1024 for column in every)
-            rows.append(["state [KiB]", "-", *(f"{kibibytes:,.1f}" for kibibytes in held)])
-            shown = cls.title(name, results)
-            title = f"{shown}: % of right answers (95 % interval)"
-            tables.append(Table(title, ["kind", "the last such word", *columns], rows))
+            rows.append(["all", f"{100 * fmean(guesses):.1f}", *(with_interval(pooled(column)) for column in every)])
+            rows.append(["state [KiB]", "-", *map(kibibytes, every)])
+            shown = shown_name(name, results)
+            titles = ["kind", "the last such word", *columns]
+            tables.append(Table(f"{shown}: % of right answers (95 % interval)", titles, rows))
             if shares:
-                rows = [[cls.label(kind), *(_shown(shares.get((kind, n))) for n in lengths)] for kind in kinds]
+                rows = [[cls.label(kind), *(with_interval(shares.get((kind, n))) for n in lengths)] for kind in kinds]
                 title = f"{shown}: % of texts whose facts are tracked (95 % interval)"
                 tables.append(Table(title, ["kind", *columns], rows))
         return tables
@@ -182,10 +164,3 @@ def tracked(
 def _by_place(cells: Sequence[dict[str, Any]], model: str) -> dict[tuple[str, int], dict[str, Any]]:
     """Those of a model, by kind and length."""
     return {(cell["kind"], cell["length"]): cell for cell in cells if cell["model"] == model}
-
-
-def _shown(cell: dict[str, Any] | None) -> str:
-    if cell is None:
-        return "-"
-    share, low, high = (100 * cell[field] for field in ("accuracy", "low", "high"))
-    return f"{share:.1f} ({low:.1f} to {high:.1f})"

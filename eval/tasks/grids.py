@@ -10,13 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..models import EvaluatedModel, rows_per_batch
-from ..options import stored
-from ..overview import Figure, lengths_of, remark_of
-from ..results import picture, set_log_scale
+from ..overview import Figure, lengths_of
+from ..results import groups_of, picture, set_log_scale
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from ..statistics import wilson
-from .chat import shown_name
+from .evaluation import Evaluation, figure_of, shown_name
 
 LINE_STYLES = ("-", "--", "-.")  # in turn: lines that cover each other remain visible
 PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
@@ -33,7 +32,7 @@ class Batch(NamedTuple):
     size: int
 
 
-class Grid(Task[Batch]):
+class Grid(Evaluation[Batch]):
     """A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end.
 
     `row` names what the rows of the grid are, and the options hold their values under its plural. `options` has
@@ -45,7 +44,7 @@ class Grid(Task[Batch]):
     row_title: ClassVar[str]
 
     def __init__(self, options: Any, models: Sequence[EvaluatedModel]):
-        self.options, self.models = options, models
+        super().__init__(options, models)
         given = options.longest_trained
         self.longest_trained = {model.name: given or trained_length(model.source) for model in models}
 
@@ -55,7 +54,7 @@ class Grid(Task[Batch]):
         """The name of a row in a picture."""
 
     def settings(self) -> dict[str, Any]:
-        found = stored(self.options) | {"models": [model.describe() for model in self.models]}
+        found = super().settings()
         if found.get("cell_tokens") is None:  # as in measurements that were begun before there was this option
             found.pop("cell_tokens", None)
         return found
@@ -100,20 +99,12 @@ class Grid(Task[Batch]):
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
         """Of all cells together."""
-        measure, found = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]", []
-        for name in (model["name"] for model in results["models"]):
-            share = pooled([cell for cell in results["cells"] if cell["model"] == name])
-            bounds = (100 * share[field] for field in ("accuracy", "low", "high"))
-            found.append(Figure(name, measure, *bounds, remark=remark_of(name, results)))
-        return found
+        measure = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]"
+        by_model = groups_of(results["cells"], "model")
+        return [figure_of(name, measure, pooled(cells), results) for (name,), cells in by_model.items()]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]
-
-    @classmethod
-    def title(cls, name: str, results: Results) -> str:
-        """The name of a model in tables and pictures."""
-        return shown_name(name, results)
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
@@ -144,7 +135,7 @@ class Grid(Task[Batch]):
             by_length = [[cell for cell in cells if cell["length"] == length] for length in lengths]
             shares = [pooled(of_length) for of_length in by_length]
             mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
-            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": cls.title(name, results)}
+            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": shown_name(name, results)}
             look["linestyle"] = LINE_STYLES[number % len(LINE_STYLES)]
             accuracy.plot(lengths, mean, **look)
             accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -152,8 +143,7 @@ class Grid(Task[Batch]):
             if trained := results["longest_trained"][name]:
                 label = f"{look['label']}: longest text in training"
                 accuracy.axvline(trained, color=look["color"], linewidth=1, linestyle=":", label=label)
-        accuracy.set_ylim(0, 102)
-        accuracy.set_ylabel(f"% correct, all {cls.row}s together")
+        accuracy.set(ylim=(0, 102), ylabel=f"% correct, all {cls.row}s together")
         state.set_ylabel("state of a text [KiB]")
         held = [cell["state_bytes"] for cell in results["cells"]]
         if max(held) > 10 * min(held) > 0:
@@ -162,8 +152,7 @@ class Grid(Task[Batch]):
             state.set_ylim(bottom=0)
         for panel in (accuracy, state):
             set_log_scale(panel, "x")
-            panel.set_xlabel("tokens")
-            panel.set_xlim(accuracy.get_xlim())
+            panel.set(xlabel="tokens", xlim=accuracy.get_xlim())
             panel.grid(alpha=0.3)
         accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
@@ -182,9 +171,8 @@ class Grid(Task[Batch]):
             if cell["model"] == name and cell["length"] in lengths:
                 grid[rows.index(cell[cls.row]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
         heat_map(axes, grid, list(map(cls.label, rows)), [f"{length:,}" for length in lengths], unit)
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(cls.row_title)
-        shown = cls.title(name, results)
+        axes.set(xlabel="tokens", ylabel=cls.row_title)
+        shown = shown_name(name, results)
         axes.set_title(shown, fontsize=10)
         trained = results["longest_trained"][name]
         if trained and trained < lengths[-1]:

@@ -5,17 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from condense.chat import chat_frame, end_tokens
 from condense.training.data.passkey import PasskeyTask
 
 from .. import paper
-from ..models import EvaluatedModel, generate, load_models
+from ..models import EvaluatedModel
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
-from .chat import check_chat, shown_name
+from .evaluation import complete, in_percent, kibibytes, shown_name
 from .grids import Batch, Grid, pooled
 from .options import PasskeyOptions
 
@@ -36,50 +35,36 @@ class Passkey(Grid):
 
     def __init__(self, options: PasskeyOptions, models: Sequence[EvaluatedModel]):
         super().__init__(options, models)
-        self.prompts = {
-            model.name: PasskeyTask(
-                model.tokenizer,
-                options.num_keys,
-                options.num_digits,
-                chat_frame(model.tokenizer) if model.name in options.chat else None,
-            )
-            for model in models
-        }
+        self.prompts = {}
+        for model in models:
+            frame = chat_frame(model.tokenizer) if model.name in options.chat else None
+            self.prompts[model.name] = PasskeyTask(model.tokenizer, options.num_keys, options.num_digits, frame)
         for prompts in self.prompts.values():  # too short a length is refused before anything is measured
             prompts.batch(1, min(options.lengths), np.random.default_rng(0))
-
-    @classmethod
-    def load(cls, options: PasskeyOptions) -> "Passkey":
-        check_chat(options.chat, options.models)
-        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
 
     @staticmethod
     def label(row: float) -> str:
         return f"{100 * row:.0f} %"
 
-    @torch.no_grad()
     def measure(self, item: Batch) -> Record:
         model, tokenizer, prompts = item.model.model, item.model.tokenizer, self.prompts[item.model.name]
         generator = np.random.default_rng([self.options.seed, item.length, item.row_number])
         for _ in range(item.first):  # a cell's prompts are drawn one after another, however they are batched
             prompts.batch(1, item.length, generator, item.row)
         passkeys = prompts.batch(item.size, item.length, generator, item.row)
-        chat, find_number = item.model.name in self.options.chat, first_number
-        ending: dict[str, Any] = {"max_new_tokens": passkeys.answer_ids_BA.shape[1]}  # what follows is not asked for
-        if chat:
-            find_number = stated_number
-            ending = {"max_new_tokens": CHAT_TOKENS, "eos_token_id": sorted(end_tokens(model, tokenizer, chat)) or None}
-        sequences, num_bytes = generate(
-            model,
-            passkeys.prompt_ids_BN,
-            torch.ones_like(passkeys.prompt_ids_BN),
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-            **ending,
+        chat, find_number, new_tokens = (
+            item.model.name in self.options.chat,
+            first_number,
+            passkeys.answer_ids_BA.shape[1],
         )
-        answers = tokenizer.batch_decode(sequences[:, passkeys.prompt_ids_BN.shape[1] :])
-        correct = sum(find_number(answer) == key for answer, key in zip(answers, passkeys.keys, strict=True))
-        return {"chat": chat, "correct": correct, "total": item.size, "state_bytes": num_bytes // item.size}
+        ending: dict[str, Any] = {}  # what follows the key is not asked for
+        if chat:
+            find_number, new_tokens = stated_number, CHAT_TOKENS
+            ending = {"eos_token_id": sorted(end_tokens(model, tokenizer, chat)) or None}
+        found_BN, state = complete(item.model, passkeys.prompt_ids_BN, new_tokens, **ending)
+        answers = zip(tokenizer.batch_decode(found_BN), passkeys.keys, strict=True)
+        correct = sum(find_number(answer) == key for answer, key in answers)
+        return {"chat": chat, "correct": correct, "total": item.size, "state_bytes": state}
 
     def _of_cell(self, record: Record) -> dict[str, Any]:
         return {"chat": record["chat"]}
@@ -99,9 +84,7 @@ class Passkey(Grid):
             row: list[Any] = [f"{length:,}"]
             for name in names:
                 cells = [cell for cell in results["cells"] if (cell["model"], cell["length"]) == (name, length)]
-                share, low, high = (100 * pooled(cells)[field] for field in ("accuracy", "low", "high"))
-                kib = max(cell["state_bytes"] for cell in cells) / 1024
-                row += [f"{share:.1f}", f"{low:.1f} to {high:.1f}", f"{kib:,.1f}"]
+                row += [*in_percent(pooled(cells)), kibibytes(cells)]
             rows.append(row)
         is_like = all(results.get(name) == value for name, value in paper.PASSKEY_SETTINGS.items())
         if is_like and any(length in paper.PASSKEY for length in results["lengths"]):

@@ -25,15 +25,15 @@ import torch
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
 
 from ..decoding import max_positions, reads_in_parts
-from ..models import EvaluatedModel, load_models
-from ..options import stored
+from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
 from ..results import Table, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from ..statistics import bootstrap
+from .evaluation import Evaluation
 from .options import CURVES, PerplexityOptions
-from .windows import Window, paired, plan_windows, read_texts, window_losses
+from .windows import Window, by_position, paired, plan_windows, read_texts, window_losses
 
 LABELS = {
     "cut_off": "memory cut off",
@@ -44,7 +44,6 @@ LABELS = {
 STATEFUL = "the model's own state"  # of a model without attention, or not with it alone
 COLORS = {"cut_off": "0.35", "folded": "tab:blue", "layer_input": "tab:orange", "full_attention": "tab:green"}
 OWN_CURVES = {"layer_output": "folded", "layer_input": "layer_input"}  # by memory_source
-BINS = 32  # of the position in the segment, in the picture
 
 
 class Batch(NamedTuple):
@@ -56,7 +55,7 @@ class Batch(NamedTuple):
     windows: list[Window]
 
 
-class Perplexity(Task[Batch]):
+class Perplexity(Evaluation[Batch]):
     """A curve per model and variant: the loss by the number of segments before, and by position in the segment.
 
     `texts` are token ids [N] by the name of the model. Raises `ValueError` where no text fills a window, and for curves
@@ -67,13 +66,9 @@ class Perplexity(Task[Batch]):
     unit = "batch"
     Options = PerplexityOptions
 
-    def __init__(
-        self,
-        options: PerplexityOptions,
-        models: Sequence[EvaluatedModel],
-        texts: dict[str, Sequence[torch.Tensor]],
-    ):
-        self.options, self.models, self.texts = options, models, texts
+    def __init__(self, options: PerplexityOptions, models: Sequence[EvaluatedModel], texts: dict[str, Any]):
+        super().__init__(options, models)
+        self.texts = texts
         self.lengths = {model.name: model.segment_length or options.segment_length for model in models}
         self.windows = {
             name: plan_windows(texts[name], options.num_segments, length) for name, length in self.lengths.items()
@@ -83,20 +78,14 @@ class Perplexity(Task[Batch]):
 
     @classmethod
     def load(cls, options: PerplexityOptions) -> "Perplexity":
-        models = load_models(options.models, options.dtype, options.attention, options.device_map)
+        models = cls.load_models(options)
         check_curves(models, options)  # before a text is read
-        texts: dict[str, Sequence[torch.Tensor]] = {
-            model.name: read_texts(model.tokenizer, options.data, options.max_tokens, options.text_field)
-            for model in models
-        }
-        return cls(options, models, texts)
+        source = (options.data, options.max_tokens, options.text_field)
+        return cls(options, models, {model.name: read_texts(model.tokenizer, *source) for model in models})
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {
-            "models": [model.describe() for model in self.models],
-            "texts": {name: _describe(texts) for name, texts in self.texts.items()},
-            "segment_lengths": self.lengths,
-        }
+        texts = {name: _describe(texts) for name, texts in self.texts.items()}
+        return super().settings() | {"texts": texts, "segment_lengths": self.lengths}
 
     def items(self) -> list[Batch]:
         size = self.options.batch_size
@@ -133,15 +122,13 @@ class Perplexity(Task[Batch]):
         num_segments, length = self.options.num_segments, self.lengths[item.name]
         if item.name not in self._variants:
             self._variants = {}  # before the next model is loaded
-            (evaluated,) = (model for model in self.models if model.name == item.name)
-            self._variants = {item.name: curve_models(evaluated, self.curves[item.name])}
-        loss_WSL = window_losses(
-            self._variants[item.name][item.curve], self.texts[item.name], item.windows, num_segments, length
-        )
+            self._variants = {item.name: curve_models(self.model_of(item), self.curves[item.name])}
+        model = self._variants[item.name][item.curve]
+        loss_WSL = window_losses(model, self.texts[item.name], item.windows, num_segments, length)
         if not np.isfinite(loss_WSL).all():
             raise ValueError(f"{item.name}: losses are not finite; take another dtype or checkpoint.")
         counted_WS1 = paired(item.windows, num_segments)[:, :, None]
-        stateful = {} if reads_in_parts(self._variants[item.name][item.curve]) else {"stateful": True}
+        stateful = {} if reads_in_parts(model) else {"stateful": True}
         return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist(), **stateful}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
@@ -204,14 +191,9 @@ class Perplexity(Task[Batch]):
                 before, is_cut_off = point["segments_before"], curve["curve"] == "cut_off"
                 if not is_cut_off and (before == 0 or (before & (before - 1) and before != last)):
                     continue
-                row = [
-                    curve["model"],
-                    _label_of(curve, results, before),
-                    curve["segment_length"],
-                    before,
-                    f"{point['loss']:.4f}",
-                ]
-                row += [f"{point['low']:.4f} to {point['high']:.4f}", f"{np.exp(point['loss']):,.2f}"]
+                row = [curve["model"], _label_of(curve, results, before), curve["segment_length"], before]
+                row += [f"{point['loss']:.4f}", f"{point['low']:.4f} to {point['high']:.4f}"]
+                row += [f"{np.exp(point['loss']):,.2f}"]
                 if not is_cut_off:
                     row += [f"{point['gained']:+.4f}", f"{point['gained_low']:+.4f} to {point['gained_high']:+.4f}"]
                 rows.append(row + [""] * (len(columns) - len(row)))
@@ -284,20 +266,11 @@ def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:
     points = []
     for before, losses_n in enumerate(losses_nS.T):
         gained_n = losses_nS[:, 0] - losses_n
-        low, high = bootstrap(losses_n)
-        gained_low, gained_high = bootstrap(gained_n)
-        points.append(
-            {
-                "segments_before": before,
-                "segments": len(losses_n),
-                "loss": float(losses_n.mean()),
-                "low": low,
-                "high": high,
-                "gained": float(gained_n.mean()),
-                "gained_low": gained_low,
-                "gained_high": gained_high,
-            }
-        )
+        point: dict[str, Any] = {"segments_before": before, "segments": len(losses_n)}
+        for mean, prefix, values_n in (("loss", "", losses_n), ("gained", "gained_", gained_n)):
+            low, high = bootstrap(values_n)
+            point |= {mean: float(values_n.mean()), f"{prefix}low": low, f"{prefix}high": high}
+        points.append(point)
     return points
 
 
@@ -313,22 +286,18 @@ def _label_of(curve: dict[str, Any], results: Results, before: int | None = None
 
 
 def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> None:
-    name, points, length = curve["curve"], curve["points"], curve["segment_length"]
+    name, points = curve["curve"], curve["points"]
     style: dict[str, Any] = {"color": COLORS[name], "label": label}
-    size = -(-length // BINS)
-    starts = np.arange(0, length, size)
-    by_position = [np.mean(curve["loss"][-1][start : start + size]) for start in starts]
-    middle = starts + (np.minimum(starts + size, length) - starts - 1) / 2
+    dashed = {"linestyle": "--"} if name == "cut_off" else {}
+    right.plot(*by_position(np.array(curve["loss"][-1])), linewidth=1.2, **dashed, **style)
     if name == "cut_off":
-        left.axhline(points[0]["loss"], linestyle="--", linewidth=1.2, **style)
-        right.plot(middle, by_position, linestyle="--", linewidth=1.2, **style)
+        left.axhline(points[0]["loss"], linewidth=1.2, **dashed, **style)
         return
     before = [point["segments_before"] for point in points]
     left.plot(before, [point["loss"] for point in points], marker="o", markersize=4, **style)
     # The band is that of the paired difference, without the differences among the segments.
     low, high = ([points[0]["loss"] - point[bound] for point in points] for bound in ("gained_low", "gained_high"))
     left.fill_between(before, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
-    right.plot(middle, by_position, linewidth=1.2, **style)
 
 
 def _label(left: Any, right: Any, name: str, length: int, num_segments: int) -> None:

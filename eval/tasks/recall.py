@@ -13,13 +13,12 @@ import torch
 
 from condense.training.data.recall import FORMS, RecallTask
 
-from ..models import EvaluatedModel, generate, load_models
-from ..options import stored
+from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
-from ..results import Table, picture
+from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
-from .chat import shown_name
+from ..runner import Results
+from .evaluation import Evaluation, complete, kibibytes, shown_name, with_interval
 from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
@@ -40,7 +39,7 @@ class Batch(NamedTuple):
     size: int
 
 
-class Recall(Task[Batch]):
+class Recall(Evaluation[Batch]):
     """The decoded answer must begin with the value of the key asked for, or with all its values in their order.
 
     A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Of a
@@ -53,33 +52,23 @@ class Recall(Task[Batch]):
     Options = RecallOptions
 
     def __init__(self, options: RecallOptions, models: Sequence[EvaluatedModel]):
-        self.options, self.models = options, models
+        super().__init__(options, models)
         self.prompts = {
             (model.name, form, pairs): RecallTask(model.tokenizer, pairs, form, options.values, options.overwritten)
-            for model in models
-            for form in options.forms
-            for pairs in options.pairs
+            for model, form, pairs in product(models, options.forms, options.pairs)
         }
         for prompts in self.prompts.values():
             for length in filter(None, options.lengths):
                 prompts.check_length(length)
 
-    @classmethod
-    def load(cls, options: RecallOptions) -> "Recall":
-        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
-
     def settings(self) -> dict[str, Any]:
-        models = [model.describe() for model in self.models]
-        return stored(self.options) | {"models": models, "by_segments": True}  # older records have no such counts
+        return super().settings() | {"by_segments": True}  # older records have no such counts
 
     def items(self) -> list[Batch]:
         options = self.options
         return [
             Batch(model, form, length, pairs, num_tokens, first, min(size, options.num_prompts - first))
-            for model in self.models
-            for form in options.forms
-            for length in options.lengths
-            for pairs in options.pairs
+            for model, form, length, pairs in product(self.models, options.forms, options.lengths, options.pairs)
             for num_tokens in [length or self.prompts[model.name, form, pairs].length(pairs)]
             for size in [prompts_per_batch(model, num_tokens)]
             for first in range(0, options.num_prompts, size)
@@ -91,30 +80,22 @@ class Recall(Task[Batch]):
     def key(self, item: Batch) -> Key:
         return {**_cell(item), "first_prompt": item.first}
 
-    @torch.no_grad()
     def measure(self, item: Batch) -> Record:
-        prompts, tokenizer = self.prompts[item.model.name, item.form, item.pairs], item.model.tokenizer
+        prompts = self.prompts[item.model.name, item.form, item.pairs]
         cell = [self.options.seed, FORMS.index(item.form), item.length, item.pairs]
         drawn = [
             prompts.batch(1, item.num_tokens, np.random.default_rng([*cell, number]))  # however they are batched
             for number in range(item.first, item.first + item.size)
         ]
         prompt_ids_BN = torch.cat([questions.prompt_ids_BN for questions in drawn])
-        sequences, num_bytes = generate(
-            item.model.model,
-            prompt_ids_BN,
-            torch.ones_like(prompt_ids_BN),
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-            max_new_tokens=prompts.answer_length,  # what follows is not asked for
-        )
-        answers = tokenizer.batch_decode(sequences[:, prompt_ids_BN.shape[1] :])
+        found_BN, state = complete(item.model, prompt_ids_BN, prompts.answer_length)  # what follows is not asked for
+        answers = item.model.tokenizer.batch_decode(found_BN)
         is_right = [
             re.findall(r"\w+", answer)[: len(words)] == words
             for answer, questions in zip(answers, drawn, strict=True)
             for words in questions.answers
         ]
-        record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": num_bytes // item.size}
+        record: Record = {"correct": sum(is_right), "total": item.size, "state_bytes": state}
         if segment_length := item.model.segment_length:
             last = (prompt_ids_BN.shape[1] - 1) // segment_length
             back = [last - at // segment_length for questions in drawn for at in questions.said_at]
@@ -127,19 +108,13 @@ class Recall(Task[Batch]):
         `capacities` by model, form and length; `memories`: segment length, width and layers of each model, None of a
         stock one."""
         cells = count_cells(measured, lambda item, record: {**_cell(item), "num_tokens": item.num_tokens})
-        curves = defaultdict(list)  # by model, form and length
-        for cell in cells:
-            curves[cell["model"], cell["form"], cell["length"]].append(cell)
         options, capacities = self.options, []
-        for (model, form, length), curve in curves.items():
+        for key, curve in groups_of(cells, "model", "form", "length").items():
             bound, pairs = capacity({cell["pairs"]: cell["accuracy"] for cell in curve})
-            state = max(cell["state_bytes"] for cell in curve)
-            line = {"model": model, "form": form, "length": length, "bound": bound, "pairs": pairs}
-            capacities.append({**line, "state_bytes": state})
+            line = dict(zip(("model", "form", "length"), key, strict=True)) | {"bound": bound, "pairs": pairs}
+            capacities.append({**line, "state_bytes": max(cell["state_bytes"] for cell in curve)})
         return {
-            "pairs": list(options.pairs),
-            "lengths": list(options.lengths),
-            "forms": list(options.forms),
+            **{name: list(getattr(options, name)) for name in ("pairs", "lengths", "forms")},
             "cells": cells,
             "by_segments": _by_segments(measured),
             "capacities": capacities,
@@ -172,13 +147,13 @@ class Recall(Task[Batch]):
         for line in results["capacities"]:
             memory = results["memories"][line["model"]]
             size = "-" if memory is None else f"{' x '.join(map(str, memory))} = {math.prod(memory):,}"
-            pairs, state = f"{line['bound']} {line['pairs']:.4g}".strip(), f"{line['state_bytes'] / 1024:,.1f}"
+            pairs, state = f"{line['bound']} {line['pairs']:.4g}".strip(), kibibytes([line])
             rows.append([shown_name(line["model"], results), line["form"], _shown(line["length"]), pairs, state, size])
         tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
         for model, form in product(results["models"], results["forms"]):
             cells = _by_place(results, model["name"], form)
             rows = [
-                [pairs, *(_percent(cells[pairs, length]) for length in results["lengths"])]
+                [pairs, *(with_interval(cells[pairs, length]) for length in results["lengths"])]
                 for pairs in results["pairs"]
             ]
             columns = ["pairs", *map(_shown, results["lengths"])]
@@ -206,8 +181,7 @@ class Recall(Task[Batch]):
                 cells = _by_place(results, model["name"], form)
                 shares = np.array([[100 * cells[number, length]["accuracy"] for length in lengths] for number in pairs])
                 heat_map(axes, shares, [f"{number:,}" for number in pairs], [_shown(length) for length in lengths])
-                axes.set_xlabel("tokens")
-                axes.set_ylabel("pairs")
+                axes.set(xlabel="tokens", ylabel="pairs")
                 axes.set_title(f"{shown_name(model['name'], results)}, {form}", fontsize=10)
 
 
@@ -261,8 +235,7 @@ def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[in
     axes.set_ylim(bottom=0)
     named = [f"{' x '.join(map(str, memory))}\n= {math.prod(memory):,}" for memory in sizes]
     axes.set_xticks(range(len(sizes)), named, fontsize=8)
-    axes.set_xlabel("memory [segment x width x layers]")
-    axes.set_ylabel(f"pairs of which {RECALLED:.0%} are recalled")
+    axes.set(xlabel="memory [segment x width x layers]", ylabel=f"pairs of which {RECALLED:.0%} are recalled")
     axes.set_title(form, fontsize=10)
     axes.grid(alpha=0.3)
 
@@ -298,7 +271,7 @@ def _by_segments(measured: Sequence[tuple[Batch, Record]]) -> list[dict[str, Any
 def _segments_table(results: Results, model: str, form: str) -> Table:
     found = [line for line in results["by_segments"] if (line["model"], line["form"]) == (model, form)]
     ranges = sorted({(line["nearest"], line["farthest"]) for line in found})
-    cells = {(line["length"], line["pairs"], line["nearest"]): _percent(line) for line in found}
+    cells = {(line["length"], line["pairs"], line["nearest"]): with_interval(line) for line in found}
     rows = [
         [_shown(length), pairs, *(cells.get((length, pairs, nearest), "-") for nearest, _ in ranges)]
         for length, pairs in product(results["lengths"], results["pairs"])
@@ -320,7 +293,3 @@ def _shown(length: int) -> str:
 
 def _tokens(length: int) -> str:
     return f"{length:,} tokens" if length else "no filler"
-
-
-def _percent(cell: dict[str, Any]) -> str:
-    return f"{100 * cell['accuracy']:.1f} ({100 * cell['low']:.1f} to {100 * cell['high']:.1f})"

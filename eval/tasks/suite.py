@@ -14,13 +14,13 @@ import lm_eval
 
 from ..harness import CondenseLM, StockLM
 from ..harness_tasks import BENCHMARKS, FILLED, default_folder, load_task, longest_sample, requests_of, tasks_of
-from ..models import EvaluatedModel, load_models
-from ..options import stored
+from ..models import EvaluatedModel
 from ..overview import Figure, lengths_of, remark_of
-from ..results import Table, picture
+from ..results import Table, groups_of, picture, some_table
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from ..statistics import bootstrap
+from .evaluation import Evaluation
 from .options import SuiteOptions
 
 MOST_ANSWER_TOKENS = 2**14  # of a task of these benchmarks: GraphWalks
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     length: int
 
 
-class Suite(Task[Cell]):
+class Suite(Evaluation[Cell]):
     """A record: `samples`, each with its score, its answer and the tokens of its prompt; `left_out` is the reason where
     there are none, and `documents` the number of texts that the task has. Where these have lengths of their own,
     `of_this_length` is the number of those in the cell, and `shortest` and `longest` are tokens of all of them.
@@ -47,7 +47,8 @@ class Suite(Task[Cell]):
 
     def __init__(self, options: SuiteOptions, models: Sequence[EvaluatedModel]):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        self.options, self.models, self.tasks = options, models, tasks_of(options.benchmarks)
+        super().__init__(options, models)
+        self.tasks = tasks_of(options.benchmarks)
         self.folder = Path(options.samples) if options.samples else default_folder()
         self._reader: tuple[str, Any] = ("", None)  # of one model: the others are not in memory
         self._last: tuple[tuple[Any, ...], Any] = ((), None)
@@ -67,11 +68,10 @@ class Suite(Task[Cell]):
     @classmethod
     def load(cls, options: SuiteOptions) -> "Suite":
         tasks_of(options.benchmarks)  # before the models are loaded
-        return cls(options, load_models(options.models, options.dtype, options.attention, options.device_map))
+        return super().load(options)
 
     def settings(self) -> dict[str, Any]:
-        models = [model.describe() for model in self.models]
-        return stored(self.options) | {"models": models, "lm_eval": version("lm-eval")}
+        return super().settings() | {"lm_eval": version("lm-eval")}
 
     def items(self) -> list[Cell]:
         return [
@@ -134,15 +134,8 @@ class Suite(Task[Cell]):
         key = (cell.model.name, cell.task, cell.length if made else None)
         if key != self._last[0]:
             self._last = ((), None)
-            task = load_task(
-                cell.benchmark,
-                cell.task,
-                cell.length,
-                cell.model.source,
-                cell.model.tokenizer,
-                self.options.seed,
-                self.folder,
-            )
+            model = (cell.model.source, cell.model.tokenizer)
+            task = load_task(cell.benchmark, cell.task, cell.length, *model, self.options.seed, self.folder)
             self._last = (key, task)
         return self._last[1]
 
@@ -187,20 +180,12 @@ class Suite(Task[Cell]):
         cells = [{"benchmark": cell.benchmark, **self.key(cell), **record} for cell, record in measured]
         for cell in cells:
             cell |= _score(cell["samples"])
-        together: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for cell in cells:
-            together.setdefault((cell["model"], cell["benchmark"], cell["length"]), []).extend(cell["samples"])
-        means = [
-            {"model": model, "benchmark": benchmark, "length": length, **_score(samples)}
-            for (model, benchmark, length), samples in together.items()
-            if samples
-        ]
-        return {
-            "lengths": list(self.options.lengths),
-            "cells": cells,
-            "means": means,
-            "left_out": self._left_out(cells),
-        }
+        means = []
+        for (model, benchmark, length), own in groups_of(cells, "model", "benchmark", "length").items():
+            if samples := [sample for cell in own for sample in cell["samples"]]:
+                means.append({"model": model, "benchmark": benchmark, "length": length, **_score(samples)})
+        lengths, left_out = list(self.options.lengths), self._left_out(cells)
+        return {"lengths": lengths, "cells": cells, "means": means, "left_out": left_out}
 
     def _left_out(self, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [
@@ -215,8 +200,7 @@ class Suite(Task[Cell]):
             if cell["left_out"]
         ]
         own = [cell for cell in cells if "of_this_length" in cell]
-        for model, task in dict.fromkeys((cell["model"], cell["task"]) for cell in own):
-            mine = [cell for cell in own if (cell["model"], cell["task"]) == (model, task)]
+        for (model, task), mine in groups_of(own, "model", "task").items():
             total, shortest, longest = (mine[0][name] for name in ("documents", "shortest", "longest"))
             if others := total - sum(cell["of_this_length"] for cell in mine):
                 why = f"{others:,} of {total:,} texts have other lengths: {shortest:,} to {longest:,} tokens"
@@ -227,8 +211,7 @@ class Suite(Task[Cell]):
     def overview(cls, results: Results) -> list[Figure]:
         """Of each benchmark the mean of its lengths."""
         found = []
-        for model, name in dict.fromkeys((mean["model"], mean["benchmark"]) for mean in results["means"]):
-            means = [mean for mean in results["means"] if (mean["model"], mean["benchmark"]) == (model, name)]
+        for (model, name), means in groups_of(results["means"], "model", "benchmark").items():
             value = 100 * sum(mean["score"] for mean in means) / len(means)
             lengths = lengths_of([mean["length"] for mean in means])
             found.append(Figure(model, f"{name}, {lengths} [score of 100]", value, remark=remark_of(model, results)))
@@ -241,32 +224,29 @@ class Suite(Task[Cell]):
     def tables(cls, results: Results) -> list[Table]:
         """Benchmarks by length, the tasks of each of them, and what was left out."""
         made = [_table("means of the tasks", "benchmark", results["means"], results["lengths"])]
-        for name in dict.fromkeys(cell["benchmark"] for cell in results["cells"]):
-            cells = [cell for cell in results["cells"] if cell["benchmark"] == name]
+        for (name,), cells in groups_of(results["cells"], "benchmark").items():
             made.append(_table(name, "task", cells, results["lengths"]))
         rows = [
             [one["task"], one["model"], f"{one['length']:,}" if one["length"] else "", one["why"]]
             for one in results["left_out"]
         ]
-        return made + ([Table("left out", ["task", "model", "tokens", "why"], rows)] if rows else [])
+        return made + some_table("left out", ["task", "model", "tokens", "why"], rows)
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """A panel for each benchmark: the mean score against length."""
-        names = list(dict.fromkeys(mean["benchmark"] for mean in results["means"])) or ["nothing measured"]
+        names = [name for (name,) in groups_of(results["means"], "benchmark")] or ["nothing measured"]
         with picture(path, columns=len(names), figsize=(4 * len(names), 3.2), squeeze=False) as panels:
             for axes, name in zip(panels[0], names, strict=True):
-                for model in dict.fromkeys(mean["model"] for mean in results["means"]):
-                    points = [mean for mean in results["means"] if (mean["model"], mean["benchmark"]) == (model, name)]
-                    points.sort(key=lambda point: point["length"])
+                for (model,), means in groups_of(results["means"], "model").items():
+                    points = sorted((one for one in means if one["benchmark"] == name), key=lambda one: one["length"])
                     lengths = [point["length"] for point in points]
                     axes.plot(lengths, [100 * point["score"] for point in points], marker="o", label=model)
                     low, high = ([100 * point[bound] for point in points] for bound in ("low", "high"))
                     axes.fill_between(lengths, low, high, alpha=0.15)
                 axes.set_xscale("log", base=2)
-                axes.set_ylim(0, 100)
+                axes.set(ylim=(0, 100), xlabel="tokens")
                 axes.set_title(name, fontsize=10)
-                axes.set_xlabel("tokens")
                 axes.grid(alpha=0.3)
                 axes.legend(fontsize=7)
 
@@ -286,12 +266,11 @@ def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _table(title: str, name: str, cells: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
     """A line for each model and `name`, a column for each length: the score and the number of prompts."""
-    by_length = {(cell["model"], cell[name], cell["length"]): cell for cell in cells if cell["prompts"]}
     rows = []
-    for model, one in dict.fromkeys((cell["model"], cell[name]) for cell in cells):
-        found = [by_length.get((model, one, length)) for length in lengths]
+    for (model, one), own in groups_of(cells, "model", name).items():
+        by_length = {cell["length"]: cell for cell in own if cell["prompts"]}
+        found = [by_length.get(length) for length in lengths]
         shown = [f"{100 * cell['score']:.1f} ({cell['prompts']:,})" if cell else "-" for cell in found]
         rows.append([one, model, *shown])
-    return Table(
-        f"{title}: score of 100 (prompts), by tokens", [name, "model", *(f"{length:,}" for length in lengths)], rows
-    )
+    columns = [name, "model", *(f"{length:,}" for length in lengths)]
+    return Table(f"{title}: score of 100 (prompts), by tokens", columns, rows)

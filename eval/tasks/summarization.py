@@ -14,7 +14,6 @@ Axes: B rows, N columns of the prompts.
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -28,15 +27,14 @@ from condense.training.data.summarization import prompt_ids, prompt_text
 
 from .. import paper
 from ..decoding import max_positions
-from ..models import EvaluatedModel, generate, load_models
-from ..options import stored
+from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
-from ..results import Table, picture
+from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..runner import Results
 from ..statistics import bootstrap
-from .chat import check_chat, shown_name
 from .corpus import Corpus, find_source, read_corpus
+from .evaluation import Evaluation, answer, left_out_table, shown_name
 from .options import SummarizationOptions
 from .rouge import METRICS, SCORES, UNSTEMMED, Rouge
 
@@ -52,7 +50,7 @@ class Batch(NamedTuple):
     num_tokens: list[int]
 
 
-class Summarization(Task[Batch]):
+class Summarization(Evaluation[Batch]):
     """The documents of a batch are measured at once and kept as one record. Sets the global seed of torch.
 
     At temperature 0 a summary is that of the likeliest tokens; above 0 the sampled tokens depend on the batch.
@@ -63,24 +61,19 @@ class Summarization(Task[Batch]):
     Options = SummarizationOptions
 
     def __init__(self, options: SummarizationOptions, models: Sequence[EvaluatedModel], corpus: Corpus):
-        self.options, self.models, self.corpus, self.rouge = options, models, corpus, Rouge()
+        super().__init__(options, models)
+        self.corpus, self.rouge = corpus, Rouge()
 
     @classmethod
     def load(cls, options: SummarizationOptions) -> "Summarization":
         Rouge()  # a missing package is an error before anything is loaded
         source = find_source(options.data, options.text_field, options.summary_field)
-        check_chat(options.chat, options.models)
-        models = load_models(options.models, options.dtype, options.attention, options.device_map)
-        tokenizer = models[0].tokenizer
-        corpus = read_corpus(source, tokenizer, options.num_documents, options.longest, options.bad_documents)
-        return cls(options, models, corpus)
+        models, chosen = cls.load_models(options), (options.num_documents, options.longest, options.bad_documents)
+        return cls(options, models, read_corpus(source, models[0].tokenizer, *chosen))
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {
-            "models": [model.describe() for model in self.models],
-            "fingerprint": self.corpus.fingerprint,
-            "scored_by": {name: version(name) for name in ("rouge-score", "sentencex")},
-        }
+        scored_by = {name: version(name) for name in ("rouge-score", "sentencex")}
+        return super().settings() | {"fingerprint": self.corpus.fingerprint, "scored_by": scored_by}
 
     def items(self) -> list[Batch]:
         size, (documents, num_tokens, _) = self.options.batch_size, self.corpus
@@ -110,12 +103,8 @@ class Summarization(Task[Batch]):
         documents = [
             {"model": batch.model.name, **document} for batch, record in measured for document in record["documents"]
         ]
-        return {
-            "longest": self.options.longest,
-            "left_out": self.corpus.left_out,
-            "cells": average(documents),
-            "documents": documents,
-        }
+        corpus = {"longest": self.options.longest, "left_out": self.corpus.left_out}
+        return corpus | {"cells": average(documents), "documents": documents}
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
@@ -148,9 +137,8 @@ class Summarization(Task[Batch]):
             scores = [_figure(cell, metric) for metric in METRICS]
             scores += [_figure(cell, name, with_interval=False) for name in UNSTEMMED]
             mean_new = "" if cell["new_tokens"] is None else f"{cell['new_tokens']:.1f}"
-            rows.append(
-                [shown_name(cell["model"], results), cell["bucket"], f"{cell['documents']:,}", *scores, mean_new]
-            )
+            name = shown_name(cell["model"], results)
+            rows.append([name, cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
         columns = ["model", f"document [tokens of {first}]", "documents", *SCORES.values(), "summary [own tokens]"]
         title = (
             f"summaries of {results['data']}: mean F1 from 0 to 1, with 95 % bootstrap intervals over documents; words "
@@ -159,9 +147,7 @@ class Summarization(Task[Batch]):
         if all(results.get(name) == value for name, value in paper.ROUGE_SETTINGS.items()):
             rows += _paper_rows()
             title += "; the paper does not say whether its words are stemmed"
-        left_out = [[reason, f"{count:,}"] for reason, count in results["left_out"].items()]
-        more = [Table("documents left out", ["reason", "documents"], left_out)] if left_out else []
-        return [Table(title, columns, rows), *more]
+        return [Table(title, columns, rows), *left_out_table("documents left out", "documents", results)]
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
@@ -175,9 +161,8 @@ class Summarization(Task[Batch]):
                 _draw_bars(axes, metric, names, cells)
                 axes.set_title(title, fontsize=10)
                 axes.set_xticks(range(len(BUCKETS)), labels, fontsize=8)
-            axes.figure.supxlabel(
-                f"document [tokens of {names[0]}]; n documents; whiskers: 95 % bootstrap intervals", fontsize=9
-            )
+            said = f"document [tokens of {names[0]}]; n documents; whiskers: 95 % bootstrap intervals"
+            axes.figure.supxlabel(said, fontsize=9)
             handles, _ = axes.get_legend_handles_labels()
             shown = [shown_name(name, results) for name in names]
             axes.figure.legend(handles, shown, loc="outside upper center", ncols=min(len(names), 4), fontsize=9)
@@ -203,32 +188,15 @@ def summarize(
 
     Raises `ValueError` where neither model nor tokenizer has a token that ends a text.
     """
-    model, tokenizer, chat = evaluated.model, evaluated.tokenizer, evaluated.name in options.chat
-    ends = end_tokens(model, tokenizer, chat)
+    tokenizer, chat = evaluated.tokenizer, evaluated.name in options.chat
+    ends = end_tokens(evaluated.model, tokenizer, chat)
     if not ends:
         raise ValueError(f"{evaluated.source} has no token that ends a text: set its tokenizer's eos token.")
-    pad = min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     prompts = [prompt_of(tokenizer, text, chat) for text in texts]
-    num_columns = max(map(len, prompts))
-    ids_BN = torch.tensor([[pad] * (num_columns - len(prompt)) + prompt for prompt in prompts])
-    mask_BN = torch.tensor([[0] * (num_columns - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     torch.manual_seed(int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0]))
-    sequences, _ = generate(
-        model,
-        ids_BN,
-        mask_BN,
-        max_new_tokens=options.new_tokens,
-        do_sample=options.temperature > 0,
-        temperature=options.temperature or None,
-        top_k=None,
-        eos_token_id=sorted(ends),
-        pad_token_id=pad,
-    )
-    answers = []
-    for row in sequences[:, num_columns:].tolist():
-        summary = list(takewhile(lambda token: token not in ends, row))
-        answers.append((tokenizer.decode(summary, skip_special_tokens=True).strip(), len(summary)))
-    return answers
+    sampling: dict[str, Any] = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}
+    rows, _ = answer(evaluated, prompts, ends, max_new_tokens=options.new_tokens, top_k=None, **sampling)
+    return [(tokenizer.decode(row, skip_special_tokens=True).strip(), len(row)) for row in rows]
 
 
 def prompt_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
@@ -246,10 +214,9 @@ def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     The values are None where a bucket is empty; one document has a mean and no interval.
     """
     cells = []
-    for name in dict.fromkeys(document["model"] for document in documents):
+    for (name, chat), own in groups_of(documents, "model", "chat").items():
         for bucket in BUCKETS:
-            found = [item for item in documents if item["model"] == name and bucket in (item["bucket"], "overall")]
-            chat = next(item["chat"] for item in documents if item["model"] == name)
+            found = [item for item in own if bucket in (item["bucket"], "overall")]
             cell: dict[str, Any] = {"model": name, "chat": chat, "bucket": bucket, "documents": len(found)}
             for metric in SCORES:
                 values = [document[metric] for document in found]

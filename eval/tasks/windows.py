@@ -19,6 +19,7 @@ from ..decoding import reads_in_parts
 
 TOKENS_AT_ONCE = 2**16  # of the windows that are read together
 TOKENS_IN_FLOAT32 = 1024  # whose logits are copied at once
+BINS = 32  # of the position in the segment, in pictures
 
 
 class Window(NamedTuple):
@@ -85,12 +86,8 @@ def paired_losses(
     S - 1 segments before, and the text [n] that each belongs to."""
     windows = plan_windows(texts, num_segments, segment_length)
     at_once = max(1, TOKENS_AT_ONCE // (num_segments * segment_length))
-    loss_WSL = np.concatenate(
-        [
-            window_losses(model, texts, windows[first : first + at_once], num_segments, segment_length)
-            for first in range(0, len(windows), at_once)
-        ]
-    )
+    batches = [windows[first : first + at_once] for first in range(0, len(windows), at_once)]
+    loss_WSL = np.concatenate([window_losses(model, texts, one, num_segments, segment_length) for one in batches])
     counted_WS = paired(windows, num_segments)
     loss_nSL = np.stack([loss_WSL[counted_WS[:, column], column] for column in range(num_segments)], axis=1)
     # The windows of the first column begin at the segments that are predicted.
@@ -121,9 +118,8 @@ def segment_losses(model: Any, ids_WN: torch.Tensor, segment_length: int) -> np.
     does not read in parts reads each text in one call.
     """
     if not reads_in_parts(model):
-        return np.stack([_text_losses(model, ids_N.to(model.device)) for ids_N in ids_WN]).reshape(
-            len(ids_WN), -1, segment_length
-        )
+        loss_WN = np.stack([_text_losses(model, ids_N.to(model.device)) for ids_N in ids_WN])
+        return loss_WN.reshape(len(ids_WN), -1, segment_length)
     cache, losses = None, []
     for first in range(0, ids_WN.shape[1] - 1, segment_length):
         part_WL1 = ids_WN[:, first : first + segment_length + 1].to(model.device)
@@ -146,6 +142,13 @@ def _text_losses(model: Any, ids_N: torch.Tensor) -> np.ndarray:
 
 
 def _losses(logits_LV: torch.Tensor, target_L: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(
-        logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32)), target_L, reduction="none"
-    )
+    accurate = torch.promote_types(logits_LV.dtype, torch.float32)
+    return F.cross_entropy(logits_LV.to(accurate), target_L, reduction="none")
+
+
+def by_position(values_L: np.ndarray) -> tuple[np.ndarray, list[float]]:
+    """For a picture: the middles of at most `BINS` parts of a segment, and the means over each."""
+    length, size = len(values_L), -(-len(values_L) // BINS)
+    starts = np.arange(0, length, size)
+    middles = starts + (np.minimum(starts + size, length) - starts - 1) / 2
+    return middles, [float(np.mean(values_L[start : start + size])) for start in starts]

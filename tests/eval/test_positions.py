@@ -10,7 +10,7 @@ import condense.cli
 from condense import CondenseForCausalLM
 from condense.eval.positions import has_position_table, positions_exceeded
 from condense.eval.tasks import evaluate, find_task
-from condense.eval.tasks.passkey import Passkey
+from condense.eval.tasks.evaluation import shown_name
 
 from .rivals import rival, rival_tokenizer, save_rival
 from .tasks.documents import TEXT, made_documents, write_lines
@@ -50,7 +50,7 @@ def test_lengths_past_the_positions_are_marked_everywhere(folders, tmp_path):
     }
     results = json.loads((tmp_path / "passkey.json").read_text())
     assert results["positions_exceeded"] == {"llama": 100, "wide": 100}
-    assert Passkey.title("llama", results) == "llama (past its 100 positions)"  # as pictures have it
+    assert shown_name("llama", results) == "llama (past its 100 positions)"  # as pictures have it
 
 
 @pytest.mark.usefixtures("without_pictures")

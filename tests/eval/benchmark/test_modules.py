@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import condense.cli
 from condense.eval.benchmark.modules import modules
 from condense.eval.benchmark.options import ProfileOptions
 from condense.eval.report import write_report
+
+from ..measuring import command
 
 pytestmark = [
     pytest.mark.usefixtures("one_server"),
@@ -23,12 +23,10 @@ KINDS = ("folded", "stock")
 @pytest.fixture(scope="module")
 def output(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("modules")
-    arguments = ["profile", "--modules", "--config", str(llama), "--segment-length", "64", "--lengths", str(TOKENS)]
-    arguments += ["--optimizer", "off,on", "--output", str(output)]
-    done = CliRunner().invoke(condense.cli.app, arguments)
-    assert done.exit_code == 0, done.output
+    arguments = ["--segment-length", 64, "--lengths", TOKENS, "--optimizer", "off,on", "--output", output]
+    shown = command("profile", "--modules", "--config", llama, *arguments)
     for words in ("with AdamW, batch 1, attention auto: tensors at the peak", "kept by the forward pass", "embedding"):
-        assert words in done.output
+        assert words in shown
     return output
 
 

@@ -1,14 +1,11 @@
 """Cases are measured in processes of their own, one by one, and compared with their exact figures."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import Gemma3Config, GPTNeoXConfig, LlamaConfig, MambaConfig
-from typer.testing import CliRunner
 
-import condense.cli
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.eval.benchmark.cases import BenchmarkCase, ModelVariant
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS
@@ -19,6 +16,7 @@ from condense.eval.benchmark.profile_tables import tables
 from condense.eval.benchmark.sources import build, read_models
 
 from ...pictures import is_drawn
+from ..measuring import command, noted, stop_within
 
 pytestmark = pytest.mark.usefixtures("one_server")
 SHAPE = {
@@ -30,22 +28,12 @@ SHAPE = {
 @pytest.fixture(scope="module")
 def results(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("profile")
-    arguments = ["profile", "--config", str(llama), "--segment-length", "64", "--lengths", "512", "--repeats", "2"]
-    arguments += [
-        "--modes",
-        "training,decoding",
-        "--optimizer",
-        "off,on",
-        "--kinds",
-        "folded,stock",
-        "--output",
-        str(output),
-    ]
-    done = CliRunner().invoke(condense.cli.app, arguments)
-    assert done.exit_code == 0, done.output
+    arguments = ["--segment-length", 64, "--lengths", 512, "--repeats", 2, "--optimizer", "off,on"]
+    arguments += ["--modes", "training,decoding", "--kinds", "folded,stock", "--output", output]
+    shown = command("profile", "--config", llama, *arguments)
     results = json.loads((output / "profile.json").read_text())
     assert (output / "profile.csv").exists() and (output / "profile.svg").exists()
-    return results, done.output, output
+    return results, shown, output
 
 
 def test_points(results):
@@ -65,14 +53,9 @@ def test_points(results):
 
 def test_tables_are_printed_and_curves_drawn(results):
     _, printed, output = results
-    for words in (
-        "training step, batch 1, attention auto",
-        "training step with AdamW, batch 1, attention auto",
-        "folded, segment 64",
-        "stock's peak",
-        "new token",
-    ):
-        assert words in printed
+    for step in ("training step", "training step with AdamW"):
+        assert f"{step}, batch 1, attention auto" in printed
+    assert all(words in printed for words in ("folded, segment 64", "stock's peak", "new token"))
     assert "peak resident memory of the process" in printed or "CUDA allocator" in printed
     assert is_drawn(output / "profile.png")
 
@@ -80,27 +63,18 @@ def test_tables_are_printed_and_curves_drawn(results):
 @pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_profile_resumes(llama, results, monkeypatch):
     before, _, output = results
-    path = output / "profile.records.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]) + lines[-1][:50])
-    measured = []
-    real = ForkServer.call
-    monkeypatch.setattr(ForkServer, "call", lambda self, *given: measured.append(given) or real(self, *given))
-    options = ProfileOptions(
-        configs=[str(llama)], modes=["training", "decoding"], lengths=[512], segments=[64], repeats=2
-    )
-    options = replace(options, optimizer=[False, True])
-    again = profile(output, options)
+    stop_within(output / "profile.records.jsonl", -1, 50)
+    measured = noted(monkeypatch, ForkServer, "call")
+    chosen = {"modes": ["training", "decoding"], "lengths": [512], "segments": [64], "optimizer": [False, True]}
+    again = profile(output, ProfileOptions(configs=[str(llama)], repeats=2, **chosen))
     assert len(measured) == 1
     assert again["points"][:-1] == before["points"][:-1]
 
 
 @pytest.mark.usefixtures("without_pictures")
 def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
-    options = ProfileOptions(
-        configs=[str(llama)], kinds=["sliding_window"], modes=["decoding"], lengths=[512], segments=[64], repeats=1
-    )
-    measured = profile(tmp_path, options)
+    chosen = {"kinds": ["sliding_window"], "modes": ["decoding"], "lengths": [512], "segments": [64], "repeats": 1}
+    measured = profile(tmp_path, ProfileOptions(configs=[str(llama)], **chosen))
     # A window of 128 tokens: it keeps the 127 before the next one.
     assert {point["state_bytes"] for point in measured["points"]} == {2 * 2 * 64 * 4 * 127}
 
@@ -125,16 +99,24 @@ def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
     assert [row[2] for row in table.rows if row[1] == "stock"] == ["OOM", "OOM"] and table.rows[0][-1] == "OOM"
 
 
-def test_ratios_beside_the_papers():
+SECONDS = {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ratios"), [({None: (2, 9)}, ["4.50x", "-"]), ({False: (2, 9), True: (4, 10)}, ["4.50x", "2.50x"])]
+)
+def test_ratios_beside_the_papers(sizes, ratios):
+    """By the optimizer, which earlier results do not name."""
     shared = {"mode": "training", "length": 8192, "batch": 1, "attention": "eager", "checkpointing": False}
     shared |= {"out_of_memory": False, "parameters": TABLE_1_PARAMETERS, "before_bytes": 0, "memory_is": "peak"}
-    shared |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
     points = [
-        {**shared, "kind": "folded", "segment_length": 256, "peak_bytes": 2 * 2**30},
-        {**shared, "kind": "stock", "segment_length": None, "peak_bytes": 9 * 2**30},
+        {**shared, **SECONDS, "kind": kind, "segment_length": segment, "peak_bytes": size * 2**30}
+        | ({} if optimizer is None else {"optimizer": optimizer})
+        for optimizer, both in sizes.items()
+        for kind, segment, size in (("folded", 256, both[0]), ("stock", None, both[1]))
     ]
     *_, paper = tables({"points": points})
-    assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x", "-"]]
+    assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", *ratios]]
 
 
 def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path):
@@ -146,7 +128,7 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
         if case.kind == "stock":
             raise ProcessKilledError
         figures = {"parameters": TABLE_1_PARAMETERS, "out_of_memory": False, "peak_bytes": 2, "before_bytes": 1}
-        return figures | {"memory_is": "peak", "seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
+        return figures | SECONDS | {"memory_is": "peak"}
 
     monkeypatch.setattr(ForkServer, "call", call)
     options = ProfileOptions(preset="table1", lengths=[8192], batches=[1], segments=[256], attentions=["eager"])
@@ -163,7 +145,7 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
     [
         (
             {"kinds": ["folded", "mamba"]},
-            r"kinds=\['mamba'\]: choose from folded, stock, stock_chunked_loss, sliding_window",
+            r"kinds=\['mamba'\]: choose from folded, stock, stock_chunked_loss, sliding_w",
         ),
         ({"modes": ["sleeping"]}, r"modes=\['sleeping'\]"),
         ({"snapshots": True}, "snapshots are the CUDA allocator's"),
@@ -177,21 +159,8 @@ def test_mistakes_are_named(llama, tmp_path, options, words):
 def test_a_failing_case_says_why(llama, tmp_path):
     with pytest.raises(RuntimeError, match="segment_length=0"):
         profile(tmp_path, ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[128], segments=[0]))
-    done = CliRunner().invoke(condense.cli.app, ["profile", "--output", str(tmp_path)])
-    assert isinstance(done.exception, ValueError) and "pass one of the two" in str(done.exception)
-
-
-def test_ratios_with_an_optimizer_have_their_own_column():
-    shared = {"mode": "training", "length": 8192, "batch": 1, "attention": "eager", "checkpointing": False}
-    shared |= {"out_of_memory": False, "parameters": TABLE_1_PARAMETERS, "before_bytes": 0, "memory_is": "peak"}
-    shared |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
-    points = [
-        {**shared, "optimizer": steps, "kind": kind, "segment_length": segment, "peak_bytes": size * 2**30}
-        for steps, sizes in ((False, (2, 9)), (True, (4, 10)))
-        for kind, segment, size in (("folded", 256, sizes[0]), ("stock", None, sizes[1]))
-    ]
-    *_, paper = tables({"points": points})
-    assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", "4.50x", "2.50x"]]
+    with pytest.raises(ValueError, match="pass one of the two"):
+        command("profile", "--output", tmp_path)
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -225,7 +194,7 @@ def test_mfu_of_a_step():
 def test_figures_of_a_gpu_have_columns():
     point = {"kind": "folded", "mode": "training", "length": 64, "batch": 1, "segment_length": 64, "attention": "auto"}
     point |= {"checkpointing": False, "out_of_memory": False, "peak_bytes": 2**20, "before_bytes": 0}
-    point |= {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
+    point |= SECONDS
     on_gpu = {**point, "reserved_bytes": 3 * 2**20, "allocation_retries": 2, "mfu": 0.415}
     _, table = tables({"points": [on_gpu, {**point, "length": 128}]})
     first, second = (dict(zip(table.columns, row, strict=True)) for row in table.rows)

@@ -7,9 +7,7 @@ from itertools import groupby
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import condense.cli
 from condense.attention import IMPLEMENTATIONS, dispatch
 from condense.eval.benchmark import schedules as module
 from condense.eval.benchmark.cases import BenchmarkCase
@@ -22,10 +20,10 @@ from condense.eval.report import write_report
 from condense.execution import EXECUTORS
 
 from ...pictures import is_drawn
+from ..measuring import command, noted, stop_within
 
 # Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
-ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segment-length", "20", "--repeats", "3"]
-
+ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segment-length", 20, "--repeats", 3]
 
 pytestmark = pytest.mark.usefixtures("one_server")
 
@@ -33,10 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_server")
 @pytest.fixture(scope="module")
 def measured(llama, one_server, tmp_path_factory):
     output = tmp_path_factory.mktemp("schedules")
-    arguments = ["profile", "--schedules", "--config", str(llama), *ARGUMENTS, "--output", str(output)]
-    done = CliRunner().invoke(condense.cli.app, arguments)
-    assert done.exit_code == 0, done.output
-    return json.loads((output / "schedules.json").read_text()), done.output, output
+    shown = command("profile", "--schedules", "--config", llama, *ARGUMENTS, "--output", output)
+    return json.loads((output / "schedules.json").read_text()), shown, output
 
 
 def spied(monkeypatch, functions) -> list[str]:
@@ -86,31 +82,27 @@ def test_points(measured):
             assert point[f"{schedule}_seconds"] == middle
     assert [point["auto"] for point in points] == ["sequential", "wavefront"]
     with (output / "schedules.csv").open() as file:
-        assert [float(line["wavefront_seconds"]) for line in csv.DictReader(file)] == [
-            point["wavefront_seconds"] for point in points
-        ]
+        seconds = [float(line["wavefront_seconds"]) for line in csv.DictReader(file)]
+    assert seconds == [point["wavefront_seconds"] for point in points]
 
 
 def test_ratios_are_those_of_the_raw_times(measured):
     results, printed, output = measured
     table, attentions = tables(results)
-    right = 0
-    for row, point in zip(table.rows, results["points"], strict=True):
-        sequential, wavefront = (sorted(point["times"][name])[1] for name in ("sequential", "wavefront"))
-        taken = {"sequential": sequential, "wavefront": wavefront}[point["auto"]] / min(sequential, wavefront)
-        assert row[:4] == [str(point["length"]), 20, 1, point["mode"]]
-        assert row[6:] == [f"{sequential / wavefront:.2f}", point["auto"], f"{taken:.2f}"]
-        assert row[5].startswith(f"{1000 * wavefront:,.1f} (")
-        right += taken <= 1.05
-    assert f"within 5% of the best one in {right} of 2 points" in table.title and str(table) in printed
-    right = 0
-    for row, point in zip(attentions.rows, results["points"], strict=True):
-        sdpa, blocked = (sorted(point["times"][name])[1] for name in ("sdpa", "blocked"))
-        taken = sdpa / min(sdpa, blocked)
-        assert row[:4] == [str(point["length"]), 20, 1, point["mode"]] and row[5].startswith(f"{1000 * blocked:,.1f} (")
-        assert row[6:] == [f"{sdpa / blocked:.2f}", "sdpa", f"{taken:.2f}"]
-        right += taken <= 1.05
-    assert f"within 5% of the best one in {right} of 2 points" in attentions.title and str(attentions) in printed
+    for one, names, auto in (
+        (table, ("sequential", "wavefront"), [point["auto"] for point in results["points"]]),
+        (attentions, ("sdpa", "blocked"), ["sdpa", "sdpa"]),
+    ):
+        right = 0
+        for row, point, chosen in zip(one.rows, results["points"], auto, strict=True):
+            times = {name: sorted(point["times"][name])[1] for name in names}
+            first, second = times.values()
+            taken = times[chosen] / min(first, second)
+            assert row[:4] == [str(point["length"]), 20, 1, point["mode"]]
+            assert row[6:] == [f"{first / second:.2f}", chosen, f"{taken:.2f}"]
+            assert row[5].startswith(f"{1000 * second:,.1f} (")
+            right += taken <= 1.05
+        assert f"within 5% of the best one in {right} of 2 points" in one.title and str(one) in printed
     assert is_drawn(output / "schedules.png") and (output / "schedules.svg").exists()
     page = write_report(output).read_text()
     assert table.title.replace("'", "&#39;") in page and "the rule by which a model chooses" in page
@@ -141,9 +133,8 @@ def test_all_run_in_turn(llama, ran, attended):
         # A warm-up and two repeats; then the attentions, under the schedule that auto takes.
         assert ran == ["sequential", "wavefront"] * 3 + ["sequential"] * 6
         assert [name for name, _ in groupby(attended)] == ["sdpa", "blocked"] * 3
-        assert {name: len(seconds) for name, seconds in compared["times"].items()} == dict.fromkeys(
-            ("sequential", "wavefront", "sdpa", "blocked"), 2
-        )
+        lengths = {name: len(seconds) for name, seconds in compared["times"].items()}
+        assert lengths == dict.fromkeys(("sequential", "wavefront", "sdpa", "blocked"), 2)
         ran.clear()
         attended.clear()
 
@@ -159,12 +150,8 @@ def test_blocked_attention_is_left_out_where_a_model_drops_out(llama):
 @pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_measurement_resumes(llama, measured, monkeypatch):
     before, _, output = measured
-    path = output / "schedules.records.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]) + lines[-1][:50])
-    called = []
-    real = ForkServer.call
-    monkeypatch.setattr(ForkServer, "call", lambda self, *given: called.append(given) or real(self, *given))
+    stop_within(output / "schedules.records.jsonl", -1, 50)
+    called = noted(monkeypatch, ForkServer, "call")
     options = ProfileOptions(configs=[str(llama)], modes=["training"], lengths=[100, 400], segments=[20])
     again = module.schedules(output, options)
     assert len(called) == 1
@@ -194,8 +181,6 @@ def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):
-    arguments = ["profile", "--schedules", "--config", str(llama), "--output", str(tmp_path), *options]
-    done = CliRunner().invoke(condense.cli.app, arguments)
     with pytest.raises(ValueError, match=words):
-        raise done.exception
+        command("profile", "--schedules", "--config", llama, "--output", tmp_path, *options)
     assert not list(tmp_path.iterdir())

@@ -6,14 +6,9 @@ import pytest
 
 from condense.eval.continuity.aggregation import SET
 from condense.eval.continuity.data import load
-from condense.eval.continuity.metrics import (
-    shrunk_labels,
-)
+from condense.eval.continuity.metrics import shrunk_labels
 from condense.eval.continuity.probes import PROBES
-from condense.eval.continuity.prompts import (
-    step_char_spans,
-    tutorial,
-)
+from condense.eval.continuity.prompts import step_char_spans, tutorial
 from tests.conftest import SHARED
 
 from .models import options, parts
@@ -27,12 +22,8 @@ AUTHORS = {
 SIZES = {"words": 200, "tutorials": 200, "sums": 200, "objects": 50}
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_shipped_data(name):
-    assert len(load(name)) == SIZES[name]
-
-
 def test_shipped_records_are_all_different():
+    assert {name: len(load(name)) for name in SIZES} == SIZES
     assert len({(record["word"], record["repetitions"]) for record in load("words")}) == 200
     assert len({record["sentence"] for record in load("tutorials")}) == 200
     assert len({json.dumps(record) for record in load("sums")}) == 200
@@ -145,9 +136,6 @@ def test_a_file_that_is_no_list_of_records_is_named(text, tmp_path):
         load("words", path)
     with pytest.raises(ValueError, match=r"nowhere\.json cannot be read"):
         load("words", tmp_path / "nowhere.json")
-
-
-def test_an_empty_list_is_a_list(tmp_path):
-    (tmp_path / "own.json").write_text("[]")
+    path.write_text("[]")
     with pytest.raises(ValueError, match=r"own\.json is an empty list: the probe needs a record with word, category"):
-        load("words", tmp_path / "own.json")
+        load("words", path)

@@ -6,7 +6,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from condense import reference
-from condense.continuity import ContinuousLM, Sentence
+from condense.continuity import ContinuousLM, Sentence, find_spans
 from condense.eval.continuity import memory, timing, transformations
 from condense.eval.continuity.aggregation import SET
 from condense.eval.continuity.classes import DIGITS
@@ -95,6 +95,18 @@ def test_records_are_a_plain_loop(name, kind, words):
         assert max(record["distance"]) > 1e-3
 
 
+def test_a_record_of_a_counting_prompt_is_a_plain_loop():
+    reader = memory_reader(48)
+    text, char_spans = counting_prompt("apple", 3, "fruit", "a fruit", "apart")
+    record = reader.record(Item("a", "g", text, "shrink", (0.2, 0.7, 1.0), "digits", char_spans, one_token=True))
+    tokens = [token for span in find_spans(reader.tokenizer, text, "apple") for token in span.tokens]
+    for number, factor in enumerate(record["factors"]):
+        probabilities_V = reader.lm.logits(reader.sentence(text).shrink(tokens, factor))[-1].double().softmax(-1)
+        for digit, token in zip(DIGITS, reader.tokenizer.convert_tokens_to_ids(DIGITS), strict=True):
+            assert record["curves"][digit][number] == pytest.approx(probabilities_V[token].item(), rel=1e-4)
+    assert record["distance"][-1] == pytest.approx(0, abs=1e-6) and record["same_top"][-1]
+
+
 def test_probabilities_are_in_double_precision(words):
     reader = stock_reader(words)
     probabilities_FV = reader.probabilities([Sentence([1, 5, 6]), Sentence([1, 7])])
@@ -118,6 +130,9 @@ def test_facts_go_along(words):
         ("the zebra sat on a cat", {"char_spans": ((4, 9),)}, "the tokenizer does not know 'zebra'"),
         ("the cat", {"vary": "interpolate", "other": "the cat sat"}, "3 and 4 tokens: nothing lies between them"),
         ("the cat", {"vary": "interpolate", "other": "the zebra"}, "the tokenizer does not know 'zebra'"),
+        ("the cat sat", {"vary": "interpolate", "other": "the cat"}, "4 and 3 tokens: nothing lies between them"),
+        ("xylophonist cat", {"vary": "scale"}, "the tokenizer does not know 'xylophonist'"),
+        ("the cat", {"char_spans": ((0, 7),)}, "'the cat' is 2 tokens, not one"),
     ],
 )
 def test_what_a_tokenizer_cannot_pose(text, fields, reason, words):
@@ -281,6 +296,18 @@ def test_the_last_samples_of_all_dials(keep, words, monkeypatch):
 def memory_reader(segment_length):
     texts = [*PASSKEY_TEXTS, FILLER, "apple fruit a", counting_prompt("apple", 1, "fruit", "a fruit", "apart", 1).text]
     return folded_reader(with_bos(word_tokenizer(texts)), segment_length)
+
+
+def test_the_dial_at_one_is_the_model():
+    reader = memory_reader(48)
+    sentence = reader.sentence(counting_prompt("apple", 9, "fruit", "a fruit", "apart", 4)[0])
+    assert len(sentence) > 2 * 48
+    plain_NV = reader.lm.logits(sentence).double().softmax(-1)
+    dialled_FNV = memory.dialled(reader, sentence, (1.0, 0.01), keep=60)
+    torch.testing.assert_close(dialled_FNV[0], plain_NV[-60:], rtol=1e-4, atol=1e-9)
+    assert (dialled_FNV[1] - plain_NV[-60:]).abs().max() > 1e-6
+    alone_FNV = memory.dialled(reader, sentence, (0.01,), keep=1)
+    torch.testing.assert_close(alone_FNV[0, 0], dialled_FNV[1, -1], rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("segment_length", [4, 7, 9, 16, 23, 48])  # of 7, a border is between the words

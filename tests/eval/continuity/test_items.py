@@ -10,9 +10,7 @@ from condense.eval.continuity.counts import Counting, Events
 from condense.eval.continuity.data import load
 from condense.eval.continuity.memory import Memory
 from condense.eval.continuity.probes import PROBES
-from condense.eval.continuity.prompts import (
-    PASSAGES,
-)
+from condense.eval.continuity.prompts import PASSAGES
 from condense.eval.continuity.space import Boolean, Space
 from condense.eval.continuity.sums import Sums
 from condense.eval.continuity.transformations import Scaling, Translation
@@ -25,9 +23,11 @@ def test_items_point_at_what_shrinks():
     for item in Counting.prompts(options()):
         words = set(parts(item.text, item.char_spans))
         assert len(words) == 1 and len(item.char_spans) == item.facts["repetitions"] and item.one_token
+        assert all(word and word == word.strip() for word in words)
     for item in Events.prompts(options()):
         found = parts(item.text, item.char_spans)
         assert len(found) == item.facts["repetitions"] and not item.one_token
+        assert all(part and part == part.strip() for part in found)
         if item.group == SET:
             assert all(part.startswith("- ") for part in found) and item.text.count("\n- ") == len(found)
         else:
@@ -39,17 +39,9 @@ def test_items_point_at_what_shrinks():
 
 def test_how_many_items_there_are():
     found = {name: len(probe.prompts(options())) for name, probe in PROBES.items()}
-    assert found == {
-        "counting": 203,
-        "events": 203,
-        "sums": 5 * 8 + 200,
-        "space": 6 + 7 + 4 + 200,
-        "boolean": 4 * 4,
-        "translation": 4,
-        "scaling": 4,
-        "density": 2 * 4 + 2 * 4,
-        "memory": (4 + 3) * (3 + 20) + 20,
-    }
+    expected = {"counting": 203, "events": 203, "sums": 5 * 8 + 200, "space": 6 + 7 + 4 + 200, "boolean": 4 * 4}
+    expected |= {"translation": 4, "scaling": 4, "density": 2 * 4 + 2 * 4, "memory": (4 + 3) * (3 + 20) + 20}
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", PROBES)
@@ -75,14 +67,9 @@ def test_factors_of_the_papers():
     passages, tutorials = Events.prompts(options())[:3], Events.prompts(options())[3:]
     assert ends(passages) == {(100, 0.1, 1)} and ends(tutorials) == {(40, 0.1, 1)}
     of_sums = {item.group: item for item in Sums.prompts(options())}
-    assert {group: next(iter(ends([item]))) for group, item in of_sums.items()} == {
-        "duration": (100, 0.1, 1),
-        "embedding": (100, 0, 1),
-        "translation": (100, 0, 1),
-        "scaling": (100, 0.05, 1),
-        "density": (10, 1, 10),
-        SET: (100, 0.1, 1),
-    }
+    expected = {"duration": (100, 0.1, 1), SET: (100, 0.1, 1), "embedding": (100, 0, 1), "translation": (100, 0, 1)}
+    expected |= {"scaling": (100, 0.05, 1), "density": (10, 1, 10)}
+    assert {group: next(iter(ends([item]))) for group, item in of_sums.items()} == expected
     between = Space.prompts(options(limit=1))
     assert ends(between[:17]) == {(100, 0, 1)} and ends(between[17:]) == {(40, 0, 1)}
     assert ends(Boolean.prompts(options())) == {(100, 0, 1)}
@@ -103,17 +90,14 @@ def test_what_turns_into_what():
     for kind, question in record["questions"].items():
         first, second = (question.replace("{}", option) for option in record["options"])
         item = items[f"0 {kind}"]
-        assert (item.text, item.other) == (
-            f"Question: {first} (yes/no)\nAnswer:",
-            f"Question: {second} (yes/no)\nAnswer:",
-        )
+        asked = [f"Question: {question} (yes/no)\nAnswer:" for question in (first, second)]
+        assert [item.text, item.other] == asked
     operators = {item.name: item for item in Boolean.prompts(options())}
     item = operators["0 AND to XOR 1"]
     assert item.text == "Question: What is 0 AND 1? Reply with 0 or 1\nAnswer: " and "What is 0 XOR 1?" in item.other
     turned = {item.group: item for item in Sums.prompts(options()) if item.name == "24 + 13"}
-    assert turned["embedding"].other == "The sum of 24 and 31 is " and turned["embedding"].text.endswith(
-        "24 and 13 is "
-    )
+    sums = turned["embedding"]
+    assert sums.other == "The sum of 24 and 31 is " and sums.text.endswith("24 and 13 is ")
 
 
 def test_labels_of_sums(tmp_path):
@@ -121,9 +105,6 @@ def test_labels_of_sums(tmp_path):
     records = [one, one | {"shrink_1": False}]
     (tmp_path / "own.json").write_text(json.dumps(records))
     first, second = (item for item in Sums.prompts(options(data=tmp_path / "own.json")) if item.group == SET)
-    assert first.facts == {"original": "6", "shrunk": ["3", "4"], "published_other": []} and parts(
-        first.text, first.char_spans
-    ) == ["24"]
-    assert second.facts == {"original": "6", "shrunk": ["2", "3"], "published_other": []} and parts(
-        second.text, second.char_spans
-    ) == ["37"]
+    for item, shrunk, number in ((first, ["3", "4"], "24"), (second, ["2", "3"], "37")):
+        assert item.facts == {"original": "6", "shrunk": shrunk, "published_other": []}
+        assert parts(item.text, item.char_spans) == [number]

@@ -9,11 +9,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from condense.eval.continuity import memory, space
-from condense.eval.continuity.aggregation import SET
+from condense.eval.continuity.aggregation import SET, mass
 from condense.eval.continuity.classes import (
     DIGITS,
     class_curves,
-    digit_classes,
     first_digit_classes,
     likely_tokens,
     watched_classes,
@@ -37,9 +36,9 @@ from condense.eval.continuity.transformations import Density
 from condense.training.small_llama import word_tokenizer
 
 
-def digit_curves(*tops, **others):
+def digit_curves(*tops, rest=0.01, **others):
     """All ten digits: at each factor one has 0.5, the others 0.01; `d3=[...]` gives a digit's curve."""
-    curves = {digit: [0.5 if digit == top else 0.01 for top in tops] for digit in DIGITS}
+    curves = {digit: [0.5 if digit == top else rest for top in tops] for digit in DIGITS}
     return curves | {name[1:]: curve for name, curve in others.items()}
 
 
@@ -64,14 +63,10 @@ def test_the_likeliest_class_at_a_factor():
 
 def test_peak_frequencies_by_hand():
     """Four repetitions; 0, 1 and 4 are on top at some duration, and 0 is not expected."""
-    found = peak_frequencies(digit_curves("0", "1", "4", "4"), 4)
-    assert found == {
-        "counterfactual": 1 / 4,
-        "observed": 3 / 4,
-        "observed_expected": 2 / 4,
-        "ratio": 3.0,
-        "ratio_expected": 2.0,
-    }
+    few = {"0": [0.1, 0.6, 0.1, 0.1], "1": [0.5, 0.2, 0.5, 0.1], "3": [0.2, 0.1, 0.3, 0.3], "4": [0.0, 0.0, 0.0, 0.4]}
+    expected = {"counterfactual": 0.25, "observed": 0.75, "observed_expected": 0.5, "ratio": 3, "ratio_expected": 2}
+    for curves in (digit_curves("0", "1", "4", "4"), few):
+        assert (found := peak_frequencies(curves, 4)) == expected
     assert found["ratio"] == found["observed"] / found["counterfactual"]
     beyond = peak_frequencies(digit_curves("3", "4", "5"), 3)
     assert (beyond["observed"], beyond["observed_expected"], beyond["ratio_expected"]) == (1.0, 1 / 3, 1.0)
@@ -183,7 +178,10 @@ def test_derivative_by_hand():
     assert normalised_max_derivative([0, 1, 2], [0, 4, 6]) == pytest.approx(4 / 6)  # 4 at the end, 3 inside, 2
     assert normalised_max_derivative([0, 0.5, 1, 1.5], [0.2, 0.2, 0.1, 0.1]) == pytest.approx(1.0)  # falling counts
     assert normalised_max_derivative([0, 1], [2, 3]) == 1
-    assert normalised_max_derivative([0, 0.5, 1], [0.3, 0.3, 0.3]) is None
+    # Between neighbours 0.5 / 1, then (0.9 - 0) / 2 and at the end 0.4 / 1, over an amplitude of 0.9.
+    assert normalised_max_derivative([0, 1, 2], [0.0, 0.5, 0.9]) == pytest.approx(0.5 / 0.9)
+    for factors in ([0, 0.5, 1], [0, 1, 2]):
+        assert normalised_max_derivative(factors, [0.3, 0.3, 0.3]) is None
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -196,6 +194,8 @@ def test_distance_to_the_range_between_the_ends(turned):
     assert outside(0.2, 0.05, 0.7, 0.6) == pytest.approx(0.15)  # below by more than above
     assert outside(0.2, 0.3, 0.5, 0.6) == 0
     assert outside(0.4, 0.4) == 0
+    assert outside(0.2, 0.5, 0.3, 0.1, 0.4) == pytest.approx(0.1)
+    assert outside(0.4, 0.3, 0.2) == 0 and outside(0.4, 0.45, 0.2) == pytest.approx(0.05)
 
 
 def test_the_formula_as_printed_means_something_else():
@@ -220,7 +220,7 @@ def tokens_as(texts, **special):
 def test_classes_of_digits():
     texts = ["a", *DIGITS, " 3", "37", "3.", "x3", "٣", "³", " 45 ", "3٣"]
     tokenizer = tokens_as(texts)
-    found = digit_classes(tokenizer)
+    found = word_classes(tokenizer, DIGITS)
     assert list(found) == DIGITS
     assert found["3"] == [4, 11] and found["4"] == [5]
     found = first_digit_classes(tokenizer)
@@ -243,7 +243,7 @@ def test_a_word_without_a_token_is_known_by_its_beginning():
 
 def test_words_that_nothing_stands_for():
     with pytest.raises(NotValid, match=r"no token for 0, 1, 2, .*9"):
-        digit_classes(tokens_as(["a", "b", "?"], unk="?"))
+        word_classes(tokens_as(["a", "b", "?"], unk="?"), DIGITS)
     with pytest.raises(NotValid, match="no token for 7$"):
         first_digit_classes(tokens_as([digit for digit in DIGITS if digit != "7"]))
     tokenizer = tokens_as(["yes", "?"], unk="?")
@@ -253,26 +253,22 @@ def test_words_that_nothing_stands_for():
 
 def test_classes_of_a_real_vocabulary_of_pieces(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    found = {
-        name: set(tokenizer.convert_ids_to_tokens(ids)) for name, ids in watched_classes(tokenizer, "yes_no").items()
-    }
+    classes = watched_classes(tokenizer, "yes_no")
+    found = {name: set(tokenizer.convert_ids_to_tokens(ids)) for name, ids in classes.items()}
     assert {"Y", "y"} < found["yes"] < {"Y", "y", "▁Y", "▁y", "<0x59>", "<0x79>"}
     assert {"N", "n"} < found["no"] < {"N", "n", "▁N", "▁n", "<0x4E>", "<0x6E>"}
-    for digit, ids in digit_classes(tokenizer).items():
+    for digit, ids in word_classes(tokenizer, DIGITS).items():
         assert tokenizer.convert_ids_to_tokens(ids) == [f"<0x3{digit}>", digit]
 
 
 def test_what_is_watched():
     tokenizer = word_tokenizer(["Yes no"])
     bits = watched_classes(tokenizer, "bits")
-    assert {name: tokenizer.convert_ids_to_tokens(members) for name, members in bits.items()} == {
-        "0": ["0"],
-        "1": ["1"],
-    }
+    members_of = {name: tokenizer.convert_ids_to_tokens(members) for name, members in bits.items()}
+    assert members_of == {"0": ["0"], "1": ["1"]}
     assert watched_classes(tokenizer, "tokens") == {}
-    assert (
-        watched_classes(tokenizer, "digits") == watched_classes(tokenizer, "first_digits") == digit_classes(tokenizer)
-    )
+    digits, first_digits = (watched_classes(tokenizer, watched) for watched in ("digits", "first_digits"))
+    assert digits == first_digits == word_classes(tokenizer, DIGITS)
 
 
 def test_likely_tokens_of_the_same_text_are_one():
@@ -307,20 +303,11 @@ def test_summary_of_counts():
         record_of(curves=digit_curves("9", "9", "9"), repetitions=9, group="words") | quarters,
         record_of(valid=False, reason="no"),
     ]
-    assert Counting.summary(records) == {
-        "records": 3,
-        "valid": 2,
-        "allowed_exact": 2,
-        "allowed_published": 2,
-        "mass": pytest.approx(0.59),
-        "right_at_1": 0.5,
-        "proportion_error": (0 + (0.5 + 2 + 1) / 3) / 2,
-        "counterfactual": (1 / 4 + 1 / 2) / 2,
-        "observed": (3 / 4 + 2 / 2) / 2,
-        "observed_expected": (3 / 4 + 0) / 2,
-        "ratio": (3 + 2) / 2,
-        "ratio_expected": (3 + 0) / 2,
-    }
+    expected = {"records": 3, "valid": 2, "allowed_exact": 2, "allowed_published": 2, "mass": pytest.approx(0.59)}
+    expected |= {"right_at_1": 0.5, "proportion_error": (0 + (0.5 + 2 + 1) / 3) / 2}
+    expected |= {"counterfactual": (1 / 4 + 1 / 2) / 2, "observed": (3 / 4 + 2 / 2) / 2}
+    expected |= {"observed_expected": (3 / 4 + 0) / 2, "ratio": (3 + 2) / 2, "ratio_expected": (3 + 0) / 2}
+    assert Counting.summary(records) == expected
     nothing = Counting.summary([record_of(valid=False, reason="no")])
     assert (nothing["records"], nothing["valid"], nothing["ratio"], nothing["right_at_1"]) == (1, 0, None, None)
 
@@ -374,12 +361,8 @@ def test_summary_of_transformations():
         record_of(valid=False, reason="no") | {"name": "not"},
     ]
     found = Density.summary(records)
-    assert found == {
-        "records": 2,
-        "valid": 1,
-        "sentences": {"x": {"most": 0.4, "last": 0.2, "same_top": 2 / 3, "top": pytest.approx(0.4)}},
-        "rules": {"rule": [0.3, 0.1]},
-    }
+    sentences = {"x": {"most": 0.4, "last": 0.2, "same_top": 2 / 3, "top": pytest.approx(0.4)}}
+    assert found == {"records": 2, "valid": 1, "sentences": sentences, "rules": {"rule": [0.3, 0.1]}}
 
 
 def test_summary_of_memory():
@@ -400,23 +383,8 @@ def test_summary_of_memory():
     assert found["distances"][3]["right_at_1"] == 1
     assert list(found["dials"]) == ["dial, counting"]
     assert found["dials"]["dial, counting"]["recall"] == pytest.approx([0.3, 0.6])
-    assert (found["distances"][0]["mass"], one["mass"]) == (None, memory.mass(records[:2]))
+    assert (found["distances"][0]["mass"], one["mass"]) == (None, mass(records[:2]))
     assert found["dials"]["dial, counting"]["valid"] == 2 and set(memory.SHOWN_DIALS) <= set(memory.DIALS)
-
-
-# By hand
-
-
-def test_peaks_by_hand():
-    """Of a word that stands four times; at four factors 1, 0, 1 and 4 are on top."""
-    curves = {
-        "0": [0.1, 0.6, 0.1, 0.1],
-        "1": [0.5, 0.2, 0.5, 0.1],
-        "3": [0.2, 0.1, 0.3, 0.3],
-        "4": [0.0, 0.0, 0.0, 0.4],
-    }
-    expected = {"counterfactual": 0.25, "observed": 0.75, "observed_expected": 0.5, "ratio": 3, "ratio_expected": 2}
-    assert peak_frequencies(curves, 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -434,11 +402,3 @@ def test_sums_by_hand(six, two, three, nine, expected):
     assert shrunk_labels(24, 37) == {"2", "3"}
     found = sum_properties({"6": six, "2": two, "3": three, "9": nine}, "6", {"2", "3", "6"})
     assert tuple(found[name] for name in ("valid", "P1", "P2", "P3")) == expected
-
-
-def test_curves_by_hand():
-    assert outside_ends([0.2, 0.5, 0.3, 0.1, 0.4]) == pytest.approx(0.1)
-    assert outside_ends([0.4, 0.3, 0.2]) == 0 and outside_ends([0.4, 0.45, 0.2]) == pytest.approx(0.05)
-    # Between neighbours 0.5 / 1, then (0.9 - 0) / 2 and at the end 0.4 / 1, over an amplitude of 0.9.
-    assert normalised_max_derivative([0, 1, 2], [0.0, 0.5, 0.9]) == pytest.approx(0.5 / 0.9)
-    assert normalised_max_derivative([0, 1, 2], [0.3, 0.3, 0.3]) is None

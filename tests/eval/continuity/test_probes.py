@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from typer.testing import CliRunner
 
 import condense.cli
-from condense import CondenseForCausalLM
 from condense.eval.continuity import pictures, probes, space, sums, transformations
 from condense.eval.continuity.aggregation import SET
 from condense.eval.continuity.classes import DIGITS
@@ -25,6 +24,7 @@ from condense.eval.continuity.probes import PROBES, probe_all
 from condense.eval.continuity.prompts import counting_prompt
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from ..measuring import noted, save_folded, stop_within
 from .models import check_files, counts_and_adds_tokenizer, first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
 from .models import options as probe_options
 
@@ -33,19 +33,22 @@ from .models import options as probe_options
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Models of random weights: `llama` and `folded` know the words of the questions, `stories` and `gpt2` those of
-    the sentences and of the first objects."""
+    """Models of random weights: `llama`, `folded` and `counting_gpt2` know the words of the questions, `stories` and
+    `gpt2` those of the sentences and of the first objects."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = counts_and_adds_tokenizer()
     small_llama(tokenizer, seed=0, width=16, layers=1).save_pretrained(folder / "llama")
     tokenizer.save_pretrained(folder / "llama")
-    CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=32).save_pretrained(folder / "folded")
-    tokenizer.save_pretrained(folder / "folded")
+    save_folded(folder / "llama", folder / "folded", 32)
     items = [*space.Space.prompts(probe_options(limit=2)), *transformations.Translation.prompts(probe_options())]
     known = with_bos(word_tokenizer([text for item in items for text in (item.text, item.other)]))
-    for name, model in {"stories": llama(known, layers=1), "gpt2": gpt2_reader(known).lm.model.float()}.items():
+    for name, model, own in (
+        ("stories", llama(known, layers=1), known),
+        ("gpt2", gpt2_reader(known).lm.model.float(), known),
+        ("counting_gpt2", gpt2_reader(tokenizer, n_positions=512).lm.model.float(), tokenizer),
+    ):
         model.save_pretrained(folder / name)
-        known.save_pretrained(folder / name)
+        own.save_pretrained(folder / name)
     return folder
 
 
@@ -145,10 +148,8 @@ def whole(folder):
     @torch.no_grad()
     def probabilities(name, text):
         if name not in loaded:
-            loaded[name] = (
-                AutoModelForCausalLM.from_pretrained(folder / name).eval(),
-                AutoTokenizer.from_pretrained(folder / name),
-            )
+            model = AutoModelForCausalLM.from_pretrained(folder / name).eval()
+            loaded[name] = model, AutoTokenizer.from_pretrained(folder / name)
         model, tokenizer = loaded[name]
         probabilities_V = model(**tokenizer(text, return_tensors="pt")).logits[0, -1].double().softmax(-1)
         return dict(zip(tokenizer.convert_ids_to_tokens(range(len(tokenizer))), probabilities_V.tolist(), strict=True))
@@ -268,9 +269,8 @@ def test_what_lies_between_objects_is_drawn(folder, tmp_path, monkeypatch):
     results, _ = probed(tmp_path, "space", folder / "stories", options=["--limit", 1])
     summary = results["models"][0]["summary"]
     assert (summary["records"], summary["valid"], len(summary["m_max_of_each"])) == (4, 4, 4)
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        f"probe_space-{group}.png" for group in ("set", "questions", "sentences", "stories")
-    }
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {f"probe_space-{group}.png" for group in ("set", "questions", "sentences", "stories")}
 
 
 def test_all_of_them_on_stock_models_leave_memory_out(folder, tmp_path, undrawn, monkeypatch):
@@ -302,17 +302,11 @@ def test_the_axis_of_sums_says_what_varies(tmp_path, monkeypatch):
     labels = {}
     for name in ("_draw_curves", "_draw_set"):
         monkeypatch.setattr(pictures, name, lambda *given, **_: labels.update({given[-1].name: given[-2]}))
-    groups = ("duration", "embedding", "translation", "scaling", "density", SET)
-    records = [{"name": "1 + 1", "group": group, "valid": True, "curves": {}} for group in groups]
+    said = {"embedding": "interpolation factor", "translation": "shift [units]", "scaling": "scale factor"}
+    said |= {"density": "samples per token", "duration": "duration factor", SET: "duration factor"}
+    records = [{"name": "1 + 1", "group": group, "valid": True, "curves": {}} for group in said]
     PROBES["sums"].draw({"models": [{"name": "m", "records": records}]}, tmp_path / "sums")
-    assert [labels[f"sums-{group}"] for group in groups] == [
-        "duration factor",
-        "interpolation factor",
-        "shift [units]",
-        "scale factor",
-        "samples per token",
-        "duration factor",
-    ]
+    assert labels == {f"sums-{group}": label for group, label in said.items()}
 
 
 def test_templates_pose_other_prompts(folder, tmp_path, undrawn, whole):
@@ -356,23 +350,40 @@ def test_a_stopped_probe_goes_on(folder, tmp_path, undrawn, monkeypatch):
     models = folder / "llama", f"b={folder / 'folded'}"
     whole, _ = probed(tmp_path / "whole", "boolean", *models)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    path = tmp_path / "cut" / "probe_boolean.records.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
+    lines = stop_within(tmp_path / "cut" / "probe_boolean.records.jsonl", 22, -1)
     assert len(lines) == 1 + 2 * 16
-    path.write_text("".join(lines[:22]) + lines[22][:-1])
-    measured, experiment = [], PROBES["boolean"]
-    record = experiment.record
-
-    def noted(reader, item):
-        measured.append(item.name)
-        return record(reader, item)
-
-    monkeypatch.setattr(experiment, "record", staticmethod(noted))
+    measured = noted(monkeypatch, Probe)
     again, _ = probed(tmp_path / "cut", "boolean", *models)
-    assert measured == [item.name for item in experiment.prompts(probe_options())][5:]
+    names = [measurement.item.name for (_, measurement), _ in measured]
+    assert names == [item.name for item in PROBES["boolean"].prompts(probe_options())][5:]
     assert again["models"] == whole["models"]
     same = [(tmp_path / name / "probe_boolean.csv").read_text() for name in ("whole", "cut")]
     assert same[0] == same[1]
+
+
+def test_a_stopped_count_goes_on(folder, tmp_path, undrawn, monkeypatch):
+    before, _ = probed(tmp_path, "counting", folder / "llama", options=["--limit", 4])
+    path = tmp_path / "probe_counting.records.jsonl"
+    stop_within(path, len(path.read_text().splitlines()) - 2)
+    measured = noted(monkeypatch, Probe)
+    again, _ = probed(tmp_path, "counting", folder / "llama", options=["--limit", 4])
+    assert len(measured) == 2 and again["models"] == before["models"]
+    done = asked("counting", "--model", folder / "llama", "--output", tmp_path, "--limit", 3)
+    assert "limit was 4 and is 3" in str(done.exception)
+
+
+@pytest.mark.parametrize("name", ["counting", "translation", "density"])
+def test_models_side_by_side(name, folder, tmp_path, monkeypatch):
+    shrink_sets(monkeypatch)
+    options = ["--limit", 2] if name in WITH_LIMIT else []
+    gpt2 = f"gpt2={folder / 'counting_gpt2'}"
+    results, shown = probed(tmp_path, name, folder / "llama", gpt2, options=options)
+    assert check_files(tmp_path, name, ["llama", "gpt2"]) == results
+    assert any(record["valid"] for record in results["models"][1]["records"])
+    reasons = [record.get("reason", "") for model in results["models"] for record in model["records"]]
+    assert not any("position_anchor='start'" in reason for reason in reasons)
+    told = "gpt2 learned its positions, from 0 on: tokens stand at the start of their intervals"
+    assert told in shown and "llama" in shown and "llama learned" not in shown
 
 
 def test_another_measurement_is_not_gone_on_with(folder, tmp_path, undrawn):
@@ -382,10 +393,7 @@ def test_another_measurement_is_not_gone_on_with(folder, tmp_path, undrawn):
     for options, changed in (
         (["--limit", 2], "limit was 1 and is 2"),
         (["--limit", 1, "--data", tmp_path / "own.json"], "data was"),
-        (
-            ["--limit", 1, "--position-anchor", "start"],
-            "measurement: models.0.position_anchor was 'end' and is 'start'. Pass",
-        ),
+        (["--limit", 1, "--position-anchor", "start"], "models.0.position_anchor was 'end' and is 'start'. Pass"),
     ):
         done = asked(*first, *options)
         assert isinstance(done.exception, ValueError) and "comes from another measurement" in str(done.exception)
@@ -412,7 +420,9 @@ def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path,
         (["counting", "--model", "llama", "--template", "apart"], "template='apart': counting has sentence and listed"),
         (["counting", "--model", "llama", "--template", "x"], "template='x': counting has sentence and listed"),
         (["sums", "--model", "llama", "--template", "listed"], "template='listed': sums has sentence and spaced"),
+        (["events", "--model", "llama", "--template", "listed"], "events has sentence\\."),
         (["boolean", "--model", "llama", "--data", "x.json"], "boolean has no data set: leave out --data"),
+        (["boolean", "--model", "llama", "--limit", "3"], "leave out --data and --limit"),
         (["translation", "--model", "llama", "--limit", "3"], "translation has no data set"),
         (["density", "--model", "llama", "--speed"], "density has no data set to time"),
         (["memory", "--model", "folded", "--speed"], "memory has no data set to time"),
@@ -438,10 +448,20 @@ def test_what_is_refused(arguments, message, folder, tmp_path, undrawn):
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_data_are_found_before_a_model_is_loaded(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"word": 3}]', ", record 0: 'word' is 3"),
+        ("{", " cannot be read as JSON"),
+        ("{}", " is no list of records"),
+        ('[{"word": "a"}]', ", record 0: 'category' is None"),
+        ('[{"word": "a", "category": "b", "category_with_article": "a b", "repetitions": 0}]', ".*should be 1 to 9"),
+    ],
+)
+def test_wrong_data_are_found_before_a_model_is_loaded(text, words, tmp_path, monkeypatch):
     monkeypatch.setattr("condense.eval.continuity.probe.load_probed", lambda options: pytest.fail("a model was loaded"))
-    (tmp_path / "own.json").write_text('[{"word": 3}]')
-    with pytest.raises(ValueError, match=r"own\.json, record 0: 'word' is 3"):
+    (tmp_path / "own.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"own\.json{words}"):
         PROBES["counting"].load(probe_options(models=["m"], data=tmp_path / "own.json"))
 
 
@@ -465,12 +485,10 @@ def test_tables_by_hand():
     """Figures of each model, of all together by their valid records, then those of the paper; and what was not valid,
     reasons of the same kind in one line."""
     figures = ("right_at_1", "counterfactual", "observed", "observed_expected", "ratio", "ratio_expected")
-    first = {"records": 4, "valid": 3, "mass": 0.6, "allowed_exact": 3, "allowed_published": 4} | dict(
-        zip(figures, (0.5, 0.25, 0.5, 0.4, 2.0, 1.5), strict=True)
-    )
-    second = {"records": 6, "valid": 1, "mass": 0.8, "allowed_exact": 1, "allowed_published": 1} | dict(
-        zip(figures, (0.1, 0.21, 0.9, 0.8, 4.0, 3.5), strict=True)
-    )
+    first = dict(zip(figures, (0.5, 0.25, 0.5, 0.4, 2.0, 1.5), strict=True))
+    first |= {"records": 4, "valid": 3, "mass": 0.6, "allowed_exact": 3, "allowed_published": 4}
+    second = dict(zip(figures, (0.1, 0.21, 0.9, 0.8, 4.0, 3.5), strict=True))
+    second |= {"records": 6, "valid": 1, "mass": 0.8, "allowed_exact": 1, "allowed_published": 1}
     nothing = {"records": 2, "valid": 0, "allowed_exact": 0, "allowed_published": 0} | dict.fromkeys(("mass", *figures))
     reasons = ["'cat' is 2 tokens, not one", "'catfish' is 3 tokens, not one", "3 and 4 tokens: nothing lies between"]
     records = [{"valid": False, "reason": reason} for reason in reasons] + [{"valid": True}]
@@ -479,17 +497,10 @@ def test_tables_by_hand():
         {"name": "t", "summary": second, "records": [], "speed": {"one_by_one": 4.0, "together": 1.0, "speed_up": 4.0}},
         {"name": "none", "summary": nothing, "records": []},
     ]
-    rows = {
-        table.title: table.rows for table in PROBES["counting"].tables({"kind": "probe_counting", "models": models})
-    }
-    right, every, expected = (
-        {name: figures for name, *figures in rows[title]}
-        for title in (
-            "valid records (table 1)",
-            "normalised peak frequency, all peaks (table 2)",
-            "normalised peak frequency, expected peaks only (table 3)",
-        )
-    )
+    tables = PROBES["counting"].tables({"kind": "probe_counting", "models": models})
+    rows, peaks = {table.title: table.rows for table in tables}, "normalised peak frequency,"
+    titles = ("valid records (table 1)", f"{peaks} all peaks (table 2)", f"{peaks} expected peaks only (table 3)")
+    right, every, expected = ({name: figures for name, *figures in rows[title]} for title in titles)
     assert list(right)[:4] == ["m", "t", "none", "Global"]
     assert right["m"] == ["75.00 %", "100.00 %", 4, "50.00 %", "-", "60.00 %"]
     assert right["Global"] == ["33.33 %", "41.67 %", 12, "40.00 %", "-", "65.00 %"]

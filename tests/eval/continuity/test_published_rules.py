@@ -73,15 +73,8 @@ def test_both_rules_for_spans_are_counted():
 def test_events_shrink_over_the_lines_between_them():
     text = "How\n- a.\n- b.\nHow"
     tokenizer = tokens_as(["How", "- a.", "- b.", "\n"])
-    assert [tokenizer.decode([n]) for n in tokenizer(text)["input_ids"]] == [
-        "How",
-        "\n",
-        "- a.",
-        "\n",
-        "- b.",
-        "\n",
-        "How",
-    ]
+    tokens = [tokenizer.decode([n]) for n in tokenizer(text)["input_ids"]]
+    assert tokens == ["How", "\n", "- a.", "\n", "- b.", "\n", "How"]
     item = next(item for item in Events.prompts(options(limit=1)) if item.group == SET)
     assert item.containing == ("-", ".")
     assert containing_span(tokenizer, text, *item.containing) == range(2, 5)
@@ -96,10 +89,8 @@ def test_published_classes_contain_the_answer():
     found = watched_classes(tokenizer, "yes_no", "published")
     assert [[texts[n] for n in found[name]] for name in ("yes", "no")] == [["yesno", "Yes"], [" no", "know"]]
     found = watched_classes(tokenizer, "bits", "published")
-    assert [texts[n] for n in found["1"]] == ["1", "21", "10", "true"] and [texts[n] for n in found["0"]] == [
-        "0",
-        "FALSE",
-    ]
+    named = [[texts[n] for n in found[bit]] for bit in "10"]
+    assert named == [["1", "21", "10", "true"], ["0", "FALSE"]]
     assert [texts[n] for n in watched_classes(tokenizer, "digits")["1"]] == ["1"]
 
 
@@ -186,11 +177,10 @@ def test_authors_prompts_are_templates():
     item = Boolean.prompts(options(template="published"))[1]
     asked = "Question: What is the truth value of the following statement?\n0 {} 1\nAnswer (0 or 1): "
     assert (item.text, item.other) == (asked.format("AND"), asked.format("OR"))
-    by_template = [
+    own, published = (
         {item.text: item.other for item in Space.prompts(options(template=template, limit=1))}
         for template in ("sentence", "published")
-    ]
-    own, published = by_template
+    )
     assert published["Question: Repeat the word forks. Answer:"] == "Question: Repeat the word spoons. Answer:"
     assert published["cats are usually kept as"] == "dogs are usually kept as"
     assert "Repeat the word cats." in own and "Repeat the word cats." not in published
@@ -274,11 +264,8 @@ def test_results_of_earlier_versions_are_shown():
     """They have no mass and one rule: figures as they were measured, and "-" for the rest."""
     records = [record_of(curves=digit_curves("1", "4"), repetitions=4)]
     new = Counting.summary(records)
-    old = {
-        name: value
-        for name, value in new.items()
-        if name not in ("mass", "proportion_error") and not name.startswith("allowed")
-    }
+    later = ("mass", "proportion_error", "allowed_exact", "allowed_published")
+    old = {name: value for name, value in new.items() if name not in later}
     tables = Counting.summary_tables({"a": old, "b": old})
     assert tables[0].rows[0] == ["a", "100.00 %", "-", 1, "100.00 %", "-", "-"]
     assert tables[0].rows[2] == ["Global", "100.00 %", "-", 2, "100.00 %", "-", "-"]

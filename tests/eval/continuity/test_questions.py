@@ -95,9 +95,7 @@ def test_sums_are_right(folder):
 
 def asked_pairs():
     records = [record["fields"] for record in load("sums")]
-    pairs = {frozenset((fields["item_1"], fields["item_2"])) for fields in records} | {
-        frozenset(pair) for pair in PAIRS
-    }
+    pairs = {frozenset((fields["item_1"], fields["item_2"])) for fields in records} | set(map(frozenset, PAIRS))
     return pairs | {frozenset((first, int(f"{second:02d}"[::-1]))) for first, second in PAIRS}
 
 
@@ -217,10 +215,8 @@ def test_the_same_for_a_seed(folder, tmp_path):
     for name in ("counting", "adding", "answering"):
         assert read(tmp_path / "same", name) == read(folder, name)[:200]
         assert read(tmp_path / "other", name) != read(folder, name)[:200]
-    weights = [
-        (path / "adding_llama" / "model.safetensors").read_bytes()
-        for path in (folder, tmp_path / "same", tmp_path / "other")
-    ]
+    folders = (folder, tmp_path / "same", tmp_path / "other")
+    weights = [(path / "adding_llama" / "model.safetensors").read_bytes() for path in folders]
     assert weights[0] == weights[1] != weights[2]
     same, other = ((tmp_path / name / "adding_llama" / "tokenizer.json").read_text() for name in ("same", "other"))
     assert same == other

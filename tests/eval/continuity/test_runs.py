@@ -21,6 +21,7 @@ from condense.eval.continuity.transformations import Scaling
 from condense.eval.intervals import mean_and_interval
 
 from .models import llama, probe
+from .test_metrics import digit_curves, record_of
 
 T_975 = 4.302653  # of two degrees of freedom, from a table
 
@@ -47,22 +48,10 @@ def test_intervals_end_where_values_end():
 
 
 def test_a_run_that_does_not_answer_takes_the_mean_away():
-    found = over_runs(
-        {
-            "a#0": {"x": 1.0, "y": 0.5},
-            "a#1": {"x": None, "y": 0.5},
-            "#": {"x": 1.0},
-            "#1": {"x": 1.0},
-            "b#x": {},
-            "b#y": {},
-        }
-    )
-    assert found == {
-        "a": {
-            "x": {"values": [1, None], "mean": None, "low": None, "high": None},
-            "y": {"values": [0.5, 0.5], "mean": 0.5, "low": 0.5, "high": 0.5},
-        }
-    }
+    alone = {"#": {"x": 1.0}, "#1": {"x": 1.0}, "b#x": {}, "b#y": {}}
+    found = over_runs({"a#0": {"x": 1.0, "y": 0.5}, "a#1": {"x": None, "y": 0.5}} | alone)
+    half = {"values": [0.5, 0.5], "mean": 0.5, "low": 0.5, "high": 0.5}
+    assert found == {"a": {"x": {"values": [1, None], "mean": None, "low": None, "high": None}, "y": half}}
     assert runs_table(found).rows == [["x", "- (1 of 2 runs have one)"], ["y", "0.5"]]
 
 
@@ -78,23 +67,11 @@ def test_models_side_by_side():
     assert table.columns == ["figure", "a, 2 runs", "b, 3 runs"] and table.rows[0][1].startswith("0.5 [0, 1")
 
 
-def curves(**known):
-    return {str(digit): known.get(f"d{digit}", [0.0, 0.0]) for digit in range(10)}
-
-
 def test_figures_of_the_probes():
     """Of summaries of hand-made records, and nothing where other tokens have most of the probability."""
-    allowed = {"exact": True, "published": True}
-    record = {
-        "group": "set",
-        "valid": True,
-        "name": "x",
-        "factors": [0.5, 1.0],
-        "repetitions": 2,
-        "allowed_by": allowed,
-    }
-    answered = record | {"curves": curves(d1=[0.9, 0.1], d2=[0.0, 0.8])}
-    silent = record | {"curves": curves(d1=[0.09, 0.01], d2=[0.0, 0.08])}
+    record = record_of(repetitions=2)
+    answered = record | {"curves": digit_curves(*"..", rest=0.0, d1=[0.9, 0.1], d2=[0.0, 0.8])}
+    silent = record | {"curves": digit_curves(*"..", rest=0.0, d1=[0.09, 0.01], d2=[0.0, 0.08])}
     found = Counting.figures(Counting.summary([answered]))
     assert found["right count at durations of 1"] == found["observed"] == found["observed, expected peaks only"] == 1
     assert found["counterfactual"] == 0.5 and found["average ratio"] == found["average ratio, expected peaks only"] == 2
@@ -180,6 +157,5 @@ def test_more_digits_can_be_peaks_than_there_are_repetitions(kind):
         figures.append(kind.figures(counted))
     found = over_runs({f"a#{run}": values for run, values in enumerate(figures)}, kind.above_one)["a"]
     assert set(kind.above_one) <= found.keys()
-    assert {name for name, figure in found.items() if figure["high"] > 1} == {
-        name for name in found if name.endswith("observed")
-    }
+    beyond = {name for name, figure in found.items() if figure["high"] > 1}
+    assert beyond == {name for name in found if name.endswith("observed")}

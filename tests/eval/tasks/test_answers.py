@@ -6,15 +6,13 @@ import math
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import condense.cli
-from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.answers import is_right, read_questions
 from condense.eval.tasks.options import AnswersOptions
 from condense.training.data.shards import wrong_encoding
 
+from ..measuring import command, save_folded
 from ..rivals import rival, rival_tokenizer, save_rival
 from .documents import TEXT, write_lines
 
@@ -26,8 +24,7 @@ NEW = 6
 def folder(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
     save_rival(root / "llama", "llama", tokenizer)
-    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=16).save_pretrained(root / "folded")
-    tokenizer.save_pretrained(root / "folded")
+    save_folded(root / "llama", root / "folded", 16)
     save_rival(root / "mamba", "mamba", tokenizer)
     return root
 
@@ -60,8 +57,7 @@ def test_one_command_measures_a_file_of_prompts(folder, tmp_path):
     arguments += ["--new-tokens", NEW, "--batch", 3, "--output", tmp_path / "out"]
     for name in ("llama", "folded", "mamba"):
         arguments += ["--model", folder / name]
-    done = CliRunner().invoke(condense.cli.app, list(map(str, arguments)))
-    assert done.exit_code == 0, done.output
+    shown = command(*arguments)
     results = json.loads((tmp_path / "out" / "answers.json").read_text())
     found = {cell["model"]: (cell["correct"], cell["total"]) for cell in results["cells"]}
     mamba = sum(
@@ -73,7 +69,7 @@ def test_one_command_measures_a_file_of_prompts(folder, tmp_path):
     rows = list(csv.DictReader((tmp_path / "out" / "answers.csv").open()))
     by_line = {row["where"].rpartition(":")[2]: row["answer"] for row in rows if row["model"] == "llama"}
     assert [by_line[str(number)] for number in (1, 2, 3, 4)] == [answer.strip() for answer in expected]
-    assert "answers to mine.jsonl" in done.output and (tmp_path / "out" / "answers.png").stat().st_size > 5000
+    assert "answers to mine.jsonl" in shown and (tmp_path / "out" / "answers.png").stat().st_size > 5000
     states = {cell["model"]: cell["state_bytes"] for cell in results["cells"]}
     assert states["mamba"] == 4 * 4 * 64 * 8  # of one text
 

@@ -4,13 +4,12 @@ import csv
 import hashlib
 import json
 import math
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-import typer
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM, reference, to_stock
 from condense.eval.models import EvaluatedModel, load_evaluated
@@ -19,8 +18,9 @@ from condense.eval.tasks.attention_maps import AttentionMaps
 from condense.eval.tasks.attention_scores import CELLS, mass, queries_and_keys, scaled_map, scores, visible
 from condense.eval.tasks.options import AttentionOptions
 from condense.eval.tasks.windows import read_texts
-from condense.training.small_llama import save_small_llama
 from tests.condense.models import random_ids, tiny_model, weights
+
+from ..measuring import command
 
 LENGTH, SEGMENTS = 5, (1, 3)
 
@@ -38,23 +38,16 @@ def reference_scores(model, ids_N):
             before = here[:0] if memory[n] is None else here - LENGTH
             positions_K = torch.cat([before, here]).double()
             context_KD = x_TD if memory[n] is None else torch.cat([memory[n], x_TD])
+            norm = layer["input_layernorm.weight"]
             query, key = (
-                reference.linear(
-                    layer, f"self_attn.{name}", reference.rms_norm(one, layer["input_layernorm.weight"], config)
-                )
+                reference.linear(layer, f"self_attn.{name}", reference.rms_norm(one, norm, config))
                 for name, one in (("q_proj", x_TD), ("k_proj", context_KD))
             )
-            found[n, segment] = torch.stack(
-                [
-                    reference.rotate(query.split(width, 1)[h], positions_K[-LENGTH:], config)
-                    @ reference.rotate(key.split(width, 1)[h // groups], positions_K, config).T
-                    / math.sqrt(width)
-                    for h in range(config.num_attention_heads)
-                ]
-            )
-            y_TD = reference.decoder_layer(
-                layer, config, x_TD, context_KD, positions_K, torch.ones(len(positions_K)).double()
-            )
+            queries = [reference.rotate(part, positions_K[-LENGTH:], config) for part in query.split(width, 1)]
+            keys = [reference.rotate(part, positions_K, config) for part in key.split(width, 1)]
+            scored = [one @ keys[h // groups].T / math.sqrt(width) for h, one in enumerate(queries)]
+            found[n, segment], ones_K = torch.stack(scored), torch.ones(len(positions_K)).double()
+            y_TD = reference.decoder_layer(layer, config, x_TD, context_KD, positions_K, ones_K)
             memory[n] = y_TD if config.memory_source == "layer_output" else x_TD
             x_TD = y_TD
     return found
@@ -109,9 +102,8 @@ def test_stock_scores_against_its_own_weights():
         masses = mass(score_HTK)
         before_HT = expected_HTK[:, :, first - LENGTH : first].sum(-1)
         assert masses["on_previous"] == pytest.approx(before_HT.mean().item(), rel=1e-4)
-        assert masses["on_earlier"] == pytest.approx(
-            expected_HTK[:, :, : first - LENGTH].sum(-1).mean().item(), abs=1e-5
-        )
+        earlier = expected_HTK[:, :, : first - LENGTH].sum(-1).mean().item()
+        assert masses["on_earlier"] == pytest.approx(earlier, abs=1e-5)
         np.testing.assert_allclose(masses["by_head"], before_HT.mean(1), rtol=1e-4)
         np.testing.assert_allclose(masses["by_position"], before_HT.mean(0), rtol=1e-4)
         assert (masses["on_earlier"] > 0) == (segment > 1)
@@ -169,59 +161,33 @@ def test_measured_records():
     model, ids = tiny_model(segment_length=LENGTH), random_ids(1, 99)[0]
     found = record_of(model, ids, layers=[0, 2], segments=SEGMENTS, heads=[3])
     positions_K = [(one["layer"], one["segment"]) for one in found["masses"]]
-    assert positions_K == [(layer, segment) for layer in range(3) for segment in SEGMENTS]
+    assert positions_K == list(product(range(3), SEGMENTS))
     expected = reference_scores(model, ids[: 4 * LENGTH])
-    assert [(one["layer"], one["segment"], one["head"]) for one in found["maps"]] == [
-        (layer, segment, head) for layer in (0, 2) for segment in SEGMENTS for head in (None, 3)
-    ]
+    maps = [(one["layer"], one["segment"], one["head"]) for one in found["maps"]]
+    assert maps == list(product((0, 2), SEGMENTS, (None, 3)))
     for one in found["maps"]:
         score_HTK = expected[one["layer"], one["segment"]]
         wanted = scaled_map(score_HTK.mean(0) if one["head"] is None else score_HTK[3])["scores"]
         np.testing.assert_allclose(np.array(one["scores"], float), np.array(wanted, float), atol=2e-4)
     for one in found["masses"]:
         assert 0 < one["on_previous"] < 1 and one["on_earlier"] == 0
-        assert (
-            one["on_previous"] == pytest.approx(np.mean(one["by_head"])) == pytest.approx(np.mean(one["by_position"]))
-        )
+        for part in ("by_head", "by_position"):
+            assert one["on_previous"] == pytest.approx(np.mean(one[part]))
 
 
 def test_stock_maps_are_of_the_same_pair():
     """Layer 0 sees the same embeddings, folded or not, if the memory is the layer's input."""
     folded, ids = tiny_model(segment_length=LENGTH, memory_source="layer_input"), random_ids(1, 99)[0]
-    ours, stock = (
-        record_of(model, ids, layers=[0], segments=[3], segment_length=LENGTH)["maps"]
-        for model in (folded, to_stock(folded))
-    )
-    np.testing.assert_allclose(
-        np.array(ours[0]["scores"], float), np.array(stock[0]["scores"], float), atol=2e-4, equal_nan=True
-    )
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    save_small_llama(folder / "llama", layers=3)
-    model = CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=8)
-    model.save_pretrained(folder / "folded")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / "folded" / name).write_bytes((folder / "llama" / name).read_bytes())
-    lines = ["The grass is green.", "The sky is blue. Here we go, there and back again. " * 8]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return folder
-
-
-def command(*arguments):
-    from condense.eval import cli
-
-    app = typer.Typer()
-    app.command()(cli.attention)
-    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    options = {"layers": [0], "segments": [3], "segment_length": LENGTH}
+    maps = [record_of(model, ids, **options)["maps"][0] for model in (folded, to_stock(folded))]
+    ours, stock = (np.array(one["scores"], float) for one in maps)
+    np.testing.assert_allclose(ours, stock, atol=2e-4, equal_nan=True)
 
 
 def test_the_command_on_folded_and_stock(folders, tmp_path):
     arguments = ["--model", folders / "folded", "--model", folders / "llama", "--segment-length", 8, "--layers", "0,2"]
     arguments += ["--prompt-file", folders / "texts.jsonl", "--segments", "2,5", "--heads", "1", "--output", tmp_path]
-    run = command(*arguments)
+    shown = command("attention", *arguments)
     results = json.loads((tmp_path / "attention.json").read_text())
     assert len(results["masses"]) == 2 * 3 * 2 and len(results["maps"]) == 2 * 2 * 2 * 2
     for one in results["maps"]:
@@ -235,7 +201,7 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     for name in ("attention", "attention_mass"):
         assert all((tmp_path / f"{name}.{kind}").stat().st_size > 5_000 for kind in ("png", "svg"))
     first, second = AttentionMaps.tables(results)
-    assert str(first) in run.stdout and str(second) in run.stdout
+    assert str(first) in shown and str(second) in shown
     assert first.columns == ["layer", "segment 2: % on memory", "segment 5: % on memory"]
     assert first.rows[0][1] == f"{100 * results['masses'][0]['on_previous']:.1f}"
     # 8 keys of the memory among 9 to 16, and for segment 5 of the stock model among 41 to 48.
@@ -309,7 +275,7 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
 def test_errors_are_named(folders, tmp_path, changed, words):
     options = {"--model": folders / "folded", "--prompt-file": folders / "texts.jsonl", "--output": tmp_path}
     with pytest.raises(ValueError, match=words):
-        command(*(part for pair in (options | changed).items() for part in pair))
+        command("attention", *(part for pair in (options | changed).items() for part in pair))
 
 
 def test_models_of_another_kind_are_refused():

@@ -2,16 +2,10 @@
 
 import csv
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-import condense.cli
-from condense import CondenseForCausalLM
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.report import write_report
 from condense.eval.runner import measure
@@ -29,34 +23,30 @@ from condense.training.recipe import FactsData
 from condense.training.small_llama import passkey_tokenizer, word_tokenizer
 
 from ...facts_world import answer_to, plain
+from ..measuring import Writer, command, noted, save_folded, stop_within
 
 
-class Says:
-    """A model that always gives one answer, and keeps the right ones by kind and length of the text."""
-
-    device, config = torch.device("cpu"), None
+class Says(Writer):
+    """A model that always gives one answer, and keeps the texts and their lengths."""
 
     def __init__(self, tokenizer, word=None):
-        self.tokenizer, self.word, self.texts = tokenizer, word, []
+        super().__init__(tokenizer)
+        self.word, self.texts = word, []
 
-    def generate(self, input_ids, attention_mask, max_new_tokens, do_sample, **options):
-        assert attention_mask.all() and not do_sample
-        texts = [plain(self.tokenizer.decode(ids[1:])) for ids in input_ids]
-        self.texts += [(len(ids), text) for ids, text in zip(input_ids, texts, strict=True)]
-        answers = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(map(self.answer, texts))))[:, None]
-        assert max_new_tokens == 1
-        return SimpleNamespace(
-            sequences=torch.cat([input_ids, answers], dim=1), past_key_values=SimpleNamespace(layers=[])
-        )
+    def answer(self, ids):
+        assert self.options["max_new_tokens"] == 1
+        text = plain(self.tokenizer.decode(ids[1:]))
+        self.texts.append((len(ids), text))
+        return [self.said(text)]
 
-    def answer(self, text):
+    def said(self, text):
         return self.word
 
 
 class SaysLastPlace(Says):
     """It says the last place of the text that the question does not name."""
 
-    def answer(self, text):
+    def said(self, text):
         facts, question = text.split("Question")
         return [word for word in facts.replace(".", " ").split() if word in PLACES and word not in question][-1]
 
@@ -64,7 +54,7 @@ class SaysLastPlace(Says):
 class Reads(Says):
     """It says the right answer."""
 
-    def answer(self, text):
+    def said(self, text):
         return answer_to(text)
 
 
@@ -196,29 +186,26 @@ def test_prompts_are_those_of_no_training(tokenizer, monkeypatch):
 def test_command_on_a_folded_model(folder, tmp_path):
     (tmp_path / "text.txt").write_text("A dog ran by. Nobody knew whose it was! They sat down.")
     model = tmp_path / "model"
-    CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=40).save_pretrained(model)
-    AutoTokenizer.from_pretrained(folder / "llama").save_pretrained(model)
+    save_folded(folder / "llama", model, 40)
     (model / "recipe.json").write_text(json.dumps({"stages": [{"total_length": 120}]}))
     arguments = ["--model", f"small={model}", "--lengths", "100,200", "--prompts", "3", "--kinds", "one_fact,two_facts"]
     arguments += ["--data", str(tmp_path / "*.txt"), "--facts", "4", "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(condense.cli.app, ["eval", "facts", *arguments])
-    assert done.exit_code == 0, done.output
+    shown = command("eval", "facts", *arguments)
     results = json.loads((tmp_path / "out" / "facts.json").read_text())
     assert len(results["cells"]) == 4 and results["longest_trained"] == {"small": 120}
     rows = list(csv.DictReader((tmp_path / "out" / "facts.csv").open()))
-    assert [(row["kind"], int(row["correct"])) for row in rows] == [
-        (cell["kind"], cell["correct"]) for cell in results["cells"]
-    ]
+    expected = [(cell["kind"], cell["correct"]) for cell in results["cells"]]
+    assert [(row["kind"], int(row["correct"])) for row in rows] == expected
     for name in ("facts.png", "facts.svg", "facts-tracked.png"):
         assert (tmp_path / "out" / name).stat().st_size > 5_000
-    assert "small: % of right answers" in done.output and "two facts" in done.output
+    assert "small: % of right answers" in shown and "two facts" in shown
     held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}
     assert held[100] == held[200]
     assert "exactly its tokens" in write_report(tmp_path / "out").read_text()
     # Another text in the same files is another measurement.
     (tmp_path / "text.txt").write_text("A cat ran by.")
-    done = CliRunner().invoke(condense.cli.app, ["eval", "facts", *arguments])
-    assert done.exit_code != 0 and "comes from another measurement: text was" in str(done.exception)
+    with pytest.raises(ValueError, match="comes from another measurement: text was"):
+        command("eval", "facts", *arguments)
 
 
 def test_a_stock_model_keeps_the_whole_text(folder):
@@ -232,11 +219,8 @@ def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Facts, "draw", lambda *given: None)
     options = {"models": [str(folder / "llama")], "lengths": [90, 120], "num_prompts": 2}
     whole = evaluate("facts", tmp_path, **options)
-    path = tmp_path / "facts.records.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:5]) + lines[5][:20])
-    measured, measure_batch = [], Facts.measure
-    monkeypatch.setattr(Facts, "measure", lambda *given: measured.append(given) or measure_batch(*given))
+    stop_within(tmp_path / "facts.records.jsonl", 5)
+    measured = noted(monkeypatch, Facts)
     assert evaluate("facts", tmp_path, **options)["cells"] == whole["cells"]
     assert len(measured) == 6  # of ten
 

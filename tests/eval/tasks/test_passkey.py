@@ -2,15 +2,12 @@
 
 import csv
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
-import condense.cli
 from condense import CondenseForCausalLM
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.runner import measure
@@ -19,27 +16,22 @@ from condense.eval.tasks import evaluate
 from condense.eval.tasks.options import PasskeyOptions
 from condense.eval.tasks.passkey import Passkey, first_number, stated_number
 from condense.training.data.passkey import PASSKEY_TEXTS, PasskeyTask
-from condense.training.small_llama import passkey_tokenizer, small_llama
+from condense.training.small_llama import passkey_tokenizer, save_small_llama, small_llama
 
 from ...chat_models import chat_tokenizer
+from ..measuring import Writer, command, noted, save_folded, stop_within
 
 
-class Oracle:
+def key_in(tokenizer, ids):
+    return [word for word in tokenizer.decode(ids).split() if word.isdigit()][:4]
+
+
+class Oracle(Writer):
     """Answers with the key of the prompt, except for prompts whose key holds a 7: then its last digit is wrong."""
 
-    device, config = torch.device("cpu"), None
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.asked = tokenizer, 0
-
-    def generate(self, input_ids, attention_mask, max_new_tokens, **options):
-        rows = []
-        for ids in input_ids:
-            key = [word for word in self.tokenizer.decode(ids).split() if word.isdigit()][:4]
-            answer = [*key[:3], str((int(key[3]) + 1) % 10)] if "7" in key else key
-            rows.append(torch.cat([ids, torch.tensor(self.tokenizer.convert_tokens_to_ids(answer))[:max_new_tokens]]))
-        self.asked += len(input_ids)
-        return type("Output", (), {"sequences": torch.stack(rows), "past_key_values": type("C", (), {"layers": []})})
+    def answer(self, ids):
+        key = key_in(self.tokenizer, ids)
+        return [*key[:3], str((int(key[3]) + 1) % 10)] if "7" in key else key
 
 
 @pytest.fixture
@@ -49,12 +41,8 @@ def oracle():
 
 
 def small_model(folder, kind=CondenseForCausalLM, seed=0):
-    tokenizer = passkey_tokenizer()
-    small_llama(tokenizer, seed=seed).save_pretrained(folder / "llama")
-    fields = {"segment_length": 40} if kind is CondenseForCausalLM else {}
-    kind.from_pretrained(folder / "llama", **fields).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder / "model"
+    save_small_llama(folder / "model", seed)
+    return save_folded(folder / "model", folder / "model", 40) if kind is CondenseForCausalLM else folder / "model"
 
 
 def cells_of(evaluated, lengths, depths, **options):
@@ -83,33 +71,20 @@ def test_cells_of_long_texts_may_have_fewer_prompts(oracle):
 @pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
 def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, monkeypatch):
     """A longer prompt needs more memory in a stock model, and more calls in a folded one: a batch holds as many."""
-    evaluated, batches = load_evaluated(str(small_model(tmp_path, kind))), []
-    generate = evaluated.model.generate
-    monkeypatch.setattr(
-        evaluated.model, "generate", lambda ids, **options: batches.append(len(ids)) or generate(ids, **options)
-    )
+    evaluated = load_evaluated(str(small_model(tmp_path, kind)))
+    calls = noted(monkeypatch, evaluated.model, "generate")
     monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
     monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 800)
     cells_of(evaluated, [400], (0.0,), num_prompts=8)
-    assert batches == ([8] if kind is CondenseForCausalLM else [2] * 4)
+    assert [len(ids) for (ids,), _ in calls] == ([8] if kind is CondenseForCausalLM else [2] * 4)
 
 
-class Talker:
+class Talker(Writer):
     """Answers in sentences, and ends its turn: the key, except for prompts whose key holds a 7."""
 
-    device, config, generation_config = torch.device("cpu"), None, SimpleNamespace(eos_token_id=None)
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.asked, self.options = tokenizer, [], {}
-
-    def generate(self, input_ids, attention_mask, **options):
-        rows, self.options = [], options
-        for ids in input_ids:
-            self.asked.append(ids.tolist())
-            key = [word for word in self.tokenizer.decode(ids).split() if word.isdigit()][:4]
-            words = ["The", "passkey", "is", *(["0"] * 4 if "7" in key else key), ".", "<|eot|>", "1"]
-            rows.append(torch.cat([ids, torch.tensor(self.tokenizer.convert_tokens_to_ids(words))]))
-        return SimpleNamespace(sequences=torch.stack(rows), past_key_values=SimpleNamespace(layers=[]))
+    def answer(self, ids):
+        key = key_in(self.tokenizer, ids)
+        return ["The", "passkey", "is", *(["0"] * 4 if "7" in key else key), ".", "<|eot|>", "1"]
 
 
 def test_a_chat_model_is_asked_in_its_template_and_answers_in_a_sentence():
@@ -119,10 +94,8 @@ def test_a_chat_model_is_asked_in_its_template_and_answers_in_a_sentence():
     evaluated, length = EvaluatedModel("talker", "", talker, tokenizer), 200
     cells = cells_of(evaluated, [length], (0.5,), num_prompts=40, seed=2, chat=("talker",))
     ids_of = tokenizer.convert_tokens_to_ids
-    before, after = (
-        ids_of(["<s>", "<|start|>", "user", "<|stop|>"]),
-        ids_of(["<|eot|>", "<|start|>", "assistant", "<|stop|>"]),
-    )
+    before = ids_of(["<s>", "<|start|>", "user", "<|stop|>"])
+    after = ids_of(["<|eot|>", "<|start|>", "assistant", "<|stop|>"])
     room = length - len(before) - len(after) + 1  # without a chat there is one token more, the first
     passkeys = plain.batch(40, room, np.random.default_rng([2, length, 0]), 0.5)
     for ids, wanted in zip(talker.asked, passkeys.prompt_ids_BN.tolist(), strict=True):
@@ -141,13 +114,8 @@ def test_stated_number():
 
 
 def test_first_number():
-    assert [first_number(text) for text in (" 1 2 34.", "12345", "x12", "", "12 is 3")] == [
-        "1234",
-        "12345",
-        "",
-        "",
-        "12",
-    ]
+    texts = {" 1 2 34.": "1234", "12345": "12345", "x12": "", "": "", "12 is 3": "12"}
+    assert {text: first_number(text) for text in texts} == texts
 
 
 @pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
@@ -155,15 +123,14 @@ def test_command_on_folded_and_stock_models(kind, tmp_path):
     model, out = small_model(tmp_path, kind), tmp_path / "out"
     (model / "recipe.json").write_text(json.dumps({"stages": [{"total_length": 80}, {"total_length": 60}]}))
     arguments = ["eval", "passkey", "--model", f"small={model}", "--lengths", "80,200", "--prompts", "3"]
-    done = CliRunner().invoke(condense.cli.app, [*arguments, "--output", str(out)])
-    assert done.exit_code == 0, done.output
+    shown = command(*arguments, "--output", out)
     results = json.loads((out / "passkey.json").read_text())
     assert len(results["cells"]) == 10 and results["longest_trained"] == {"small": 80}
     assert results["models"][0]["parameters"] == 102_208
     rows = list(csv.DictReader((out / "passkey.csv").open()))
     assert [int(row["correct"]) for row in rows] == [cell["correct"] for cell in results["cells"]]
     assert all((out / f"passkey.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
-    assert "small: % correct" in done.output and "passkey.json" in done.output
+    assert "small: % correct" in shown and "passkey.json" in shown
     held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}
     assert held[80] == held[200] if kind is CondenseForCausalLM else held[80] < held[200]
 
@@ -188,12 +155,8 @@ def test_a_stopped_measurement_goes_on(tmp_path, monkeypatch):
     options = {"models": [str(model)], "lengths": [80, 120], "num_prompts": 2}
     whole = evaluate("passkey", tmp_path / "whole", **options)
     evaluate("passkey", tmp_path / "cut", **options)
-    path = tmp_path / "cut" / "passkey.records.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:5]) + lines[5][:20])
-    measured = []
-    measure_cell = Passkey.measure
-    monkeypatch.setattr(Passkey, "measure", lambda *given: measured.append(given) or measure_cell(*given))
+    stop_within(tmp_path / "cut" / "passkey.records.jsonl", 5)
+    measured = noted(monkeypatch, Passkey)
     assert evaluate("passkey", tmp_path / "cut", **options)["cells"] == whole["cells"]
     assert len(measured) == 6  # of ten
 
@@ -214,20 +177,16 @@ def test_a_folded_model_answers_as_with_teacher_forcing(tmp_path):
 def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch):
     evaluated = load_evaluated(str(small_model(tmp_path, seed=2)), dtype="float32")
     whole = cells_of(evaluated, [700], (0.5,), num_prompts=8)
-    asked = {}
-    generate = evaluated.model.generate
-    monkeypatch.setattr(
-        evaluated.model, "generate", lambda *args, **options: asked.update(options) or generate(*args, **options)
-    )
+    calls = noted(monkeypatch, evaluated.model, "generate")
     monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
     assert cells_of(evaluated, [700], (0.5,), num_prompts=8) == whole
-    assert asked["prefill_chunk_size"] == 80  # whole segments
+    assert calls[-1][1]["prefill_chunk_size"] == 80  # whole segments
 
 
 def test_mistakes_are_named(tmp_path, oracle):
     with pytest.raises(ValueError, match="needs 70 tokens"):
         cells_of(oracle, [200, 50], (0.0,), num_prompts=1)
-    assert oracle.model.asked == 0  # before anything runs
+    assert not oracle.model.asked  # before anything runs
     with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
         evaluate("passkey", tmp_path, models=["nowhere"], lengths=[80])
     with pytest.raises(ValueError, match="two models are called"):

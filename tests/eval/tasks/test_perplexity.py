@@ -7,18 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM, to_stock
-from condense.eval.cli import evaluations
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.results_store import ResultsStore
 from condense.eval.runner import measure
 from condense.eval.tasks import evaluate, windows
 from condense.eval.tasks.options import CURVES, PerplexityOptions
 from condense.eval.tasks.perplexity import Perplexity, curve_models
-from condense.training.small_llama import save_small_llama
 from tests.condense.models import random_ids, tiny_model
+
+from ..measuring import command
 
 SEGMENTS, LENGTH = 4, 5
 
@@ -77,11 +76,8 @@ def test_against_whole_passes_one_by_one(measured, curve):
     np.testing.assert_allclose([point["gained"] for point in points], gained_JS.mean(0), atol=1e-12)
     # Of few segments the bootstrap's interval lies between the worst and the best, and around the mean.
     for point, column in zip(points, gained_JS.T, strict=True):
-        low, high = point["gained_low"], point["gained_high"]
-        assert (
-            column.min() - 1e-9 <= low <= point["gained"] + 1e-12
-            and point["gained"] <= high + 1e-12 <= column.max() + 1e-9
-        )
+        low, mean, high = point["gained_low"], point["gained"], point["gained_high"]
+        assert column.min() - 1e-9 <= low <= mean + 1e-12 and mean <= high + 1e-12 <= column.max() + 1e-9
     assert points[2]["gained_low"] < points[2]["gained_high"]
 
 
@@ -163,22 +159,19 @@ def test_a_memory_that_matters_by_construction():
     assert curve["points"][2]["gained_low"] == pytest.approx(evenly, abs=1e-4)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    save_small_llama(folder / "llama")
-    model = CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=8)
-    model.save_pretrained(folder / "folded")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / "folded" / name).write_bytes((folder / "llama" / name).read_bytes())
-    (folder / "text.txt").write_text("The grass is green. The sky is blue. Here we go, there and back again. " * 12)
-    return folder
-
-
 def test_the_command_on_folded_and_stock(folders, tmp_path):
-    arguments = ["perplexity", "--model", folders / "folded", "--model", folders / "llama", "--segment-length", 8]
+    arguments = [
+        "eval",
+        "perplexity",
+        "--model",
+        folders / "folded",
+        "--model",
+        folders / "llama",
+        "--segment-length",
+        8,
+    ]
     arguments += ["--data", folders / "text.txt", "--segments", 3, "--tokens", 150, "--output", tmp_path]
-    run = CliRunner().invoke(evaluations, list(map(str, arguments)), catch_exceptions=False)
+    shown = command(*arguments)
     results = json.loads((tmp_path / "perplexity.json").read_text())
     curves = [(curve["model"], curve["curve"]) for curve in results["curves"]]
     assert curves == [("folded", name) for name in ["cut_off", *CURVES]] + [
@@ -193,8 +186,8 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     assert float(rows[3]["loss"]) == of["folded", "folded"]["points"][2]["loss"]
     assert all((tmp_path / f"perplexity.{kind}").stat().st_size > 5_000 for kind in ("png", "svg"))
     (table,) = Perplexity.tables(results)
-    assert str(table) in run.stdout and len(table.rows) == 1 + 3 * 2 + 1 + 2
-    assert f"{of['folded', 'layer_input']['points'][2]['gained']:+.4f}" in run.stdout
+    assert str(table) in shown and len(table.rows) == 1 + 3 * 2 + 1 + 2
+    assert f"{of['folded', 'layer_input']['points'][2]['gained']:+.4f}" in shown
 
 
 def test_a_resumed_run_equals_an_unbroken_one(folders, tmp_path, monkeypatch):
@@ -251,16 +244,11 @@ def test_records_hold_what_the_numbers_are_made_of(measured, tmp_path):
 def test_errors_are_named(folders, tmp_path, changed, words):
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "none.jsonl").touch()
-    named = {
-        "EMPTY": str(tmp_path / "empty.txt"),
-        "NONE": str(tmp_path / "none.jsonl"),
-        "LLAMA": str(folders / "llama"),
-    }
+    named = {"EMPTY": tmp_path / "empty.txt", "NONE": tmp_path / "none.jsonl", "LLAMA": folders / "llama"}
     options = {"--model": str(folders / "folded"), "--data": str(folders / "text.txt"), "--segments": "3"}
-    options |= {name: named.get(value, value) for name, value in changed.items()} | {"--output": str(tmp_path / "out")}
-    arguments = [part for pair in options.items() for part in pair]
+    options |= {name: str(named.get(value, value)) for name, value in changed.items()} | {"--output": tmp_path / "out"}
     with pytest.raises(ValueError, match=words):
-        CliRunner().invoke(evaluations, ["perplexity", *arguments], catch_exceptions=False)
+        command("eval", "perplexity", *(part for pair in options.items() for part in pair))
 
 
 def test_on_a_real_model(stories, novel):

@@ -8,11 +8,7 @@ from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pytest
-import torch
-from typer.testing import CliRunner
 
-import condense.cli
-from condense import CondenseForCausalLM
 from condense.eval.models import EvaluatedModel
 from condense.eval.report import write_report
 from condense.eval.runner import measure
@@ -23,30 +19,32 @@ from condense.eval.tasks.recall import Recall, _draw_capacities, capacity
 from condense.training.data.recall import RECALL_TEXTS
 from condense.training.small_llama import save_small_llama, word_tokenizer
 
+from ..measuring import Writer, command, noted, save_folded, stop_within
+
 TOKENIZER = word_tokenizer(RECALL_TEXTS)
 LAST, ALL = slice(-1, None), slice(None)
 
 
-class Reader:
+class Reader(Writer):
     """Answers from a dictionary that it fills while it reads: with `kept` of the values of the key asked for."""
 
-    device, config = torch.device("cpu"), SimpleNamespace()
+    config = SimpleNamespace()
 
     def __init__(self, kept):
-        self.kept, self.lengths = kept, []
+        super().__init__(TOKENIZER)
+        self.kept = kept
 
-    def generate(self, input_ids, attention_mask, max_new_tokens, **options):
-        rows = []
-        for ids in input_ids:
-            self.lengths.append(len(ids) + max_new_tokens)
-            text, known = TOKENIZER.decode(ids), {}
-            for key, value in re.findall(r"The (\w+ \w+) has (\w+) \.", text):
-                known.setdefault(key, []).append(value)
-            said = self.answer(known[re.search(r"What does the (\w+ \w+) have", text)[1]])
-            rows.append(torch.cat([ids, torch.tensor(TOKENIZER.convert_tokens_to_ids(said))[:max_new_tokens]]))
-        return SimpleNamespace(sequences=torch.stack(rows), past_key_values=SimpleNamespace(layers=[]))
+    @property
+    def lengths(self):
+        return [len(ids) + self.options["max_new_tokens"] for ids in self.asked]
 
-    def answer(self, values):
+    def answer(self, ids):
+        text, known = TOKENIZER.decode(ids), {}
+        for key, value in re.findall(r"The (\w+ \w+) has (\w+) \.", text):
+            known.setdefault(key, []).append(value)
+        return self.said(known[re.search(r"What does the (\w+ \w+) have", text)[1]])
+
+    def said(self, values):
         return values[self.kept]
 
 
@@ -55,7 +53,7 @@ class Constant(Reader):
 
     right = 0
 
-    def answer(self, values):
+    def said(self, values):
         self.right += values == ["salt"]
         return ["salt"]
 
@@ -69,17 +67,13 @@ class Forgetful(Reader):
         super().__init__(LAST)
         self.reach = reach
 
-    def generate(self, input_ids, attention_mask, max_new_tokens, **options):
-        rows = []
-        for ids in input_ids:
-            words, known = TOKENIZER.convert_ids_to_tokens(ids), {}
-            for at, word in enumerate(words[:-1]):
-                if word == "has" and words[at + 2] == "." and at - 3 >= (len(words) - 1) // 40 * 40 - 40 * self.reach:
-                    known[" ".join(words[at - 2 : at])] = words[at + 1]
-            asked = words.index("does") + 2
-            said = known.get(" ".join(words[asked : asked + 2]), "The")
-            rows.append(torch.cat([ids, torch.tensor(TOKENIZER.convert_tokens_to_ids([said]))]))
-        return SimpleNamespace(sequences=torch.stack(rows), past_key_values=SimpleNamespace(layers=[]))
+    def answer(self, ids):
+        words, known = TOKENIZER.convert_ids_to_tokens(ids), {}
+        for at, word in enumerate(words[:-1]):
+            if word == "has" and words[at + 2] == "." and at - 3 >= (len(words) - 1) // 40 * 40 - 40 * self.reach:
+                known[" ".join(words[at - 2 : at])] = words[at + 1]
+        asked = words.index("does") + 2
+        return [known.get(" ".join(words[asked : asked + 2]), "The")]
 
 
 def measured(model, **options):
@@ -100,9 +94,8 @@ def measured(model, **options):
 )
 def test_a_model_that_reads_finds_all(form, kept, accuracy):
     reader = Reader(kept)
-    results = measured(
-        reader, pairs=(4, 12), lengths=(0, 200), forms=(form,), num_prompts=40, overwritten=0.25, values=2
-    )
+    options = {"num_prompts": 40, "overwritten": 0.25, "values": 2}
+    results = measured(reader, pairs=(4, 12), lengths=(0, 200), forms=(form,), **options)
     cells = results["cells"]
     assert [(cell["pairs"], cell["length"]) for cell in cells] == [(4, 0), (12, 0), (4, 200), (12, 200)]
     for cell in cells:
@@ -199,16 +192,14 @@ def models(tmp_path_factory):
     """A folded and a stock model with the same weights: `--model` of both."""
     folder = tmp_path_factory.mktemp("models")
     save_small_llama(folder / "stock", task="recall")
-    CondenseForCausalLM.from_pretrained(folder / "stock", segment_length=40).save_pretrained(folder / "folded")
-    TOKENIZER.save_pretrained(folder / "folded")
+    save_folded(folder / "stock", folder / "folded", 40)
     return [f"{name}={folder / name}" for name in ("folded", "stock")]
 
 
 def test_command_on_folded_and_stock_models(models, tmp_path):
     arguments = ["--lengths", "0,160", "--pairs", "1,5", "--form", "single,multi_value", "--prompts", "3"]
-    arguments = ["eval", "recall", *[word for model in models for word in ("--model", model)], *arguments]
-    done = CliRunner().invoke(condense.cli.app, [*arguments, "--output", str(tmp_path / "recall")])
-    assert done.exit_code == 0, done.output
+    arguments += [word for model in models for word in ("--model", model)]
+    shown = command("eval", "recall", *arguments, "--output", tmp_path / "recall")
     results = json.loads((tmp_path / "recall" / "recall.json").read_text())
     assert len(results["cells"]) == 2 * 2 * 2 * 2 and len(results["capacities"]) == 2 * 2 * 2
     rows = list(csv.DictReader((tmp_path / "recall" / "recall.csv").open()))
@@ -216,9 +207,9 @@ def test_command_on_folded_and_stock_models(models, tmp_path):
     assert all((tmp_path / "recall" / f"recall.{ending}").stat().st_size > 5_000 for ending in ("png", "svg"))
     assert not list((tmp_path / "recall").glob("recall-capacity*"))  # one size of memory
     assert results["memories"] == {"folded": [40, 64, 2], "stock": None}
-    assert "40 x 64 x 2 = 5,120" in done.output and "stock, multi_value: % correct" in done.output
-    assert "folded, single: % correct (95 % interval) by segments from the pair" in done.output
-    assert "stock, single: % correct (95 % interval) by segments from the pair" not in done.output
+    assert "40 x 64 x 2 = 5,120" in shown and "stock, multi_value: % correct" in shown
+    assert "folded, single: % correct (95 % interval) by segments from the pair" in shown
+    assert "stock, single: % correct (95 % interval) by segments from the pair" not in shown
     state = {(line["model"], line["length"]): line["state_bytes"] for line in results["capacities"]}
     # Of each layer keys and values of memory, segment and next memory; of the stock model those of all tokens.
     assert state["folded", 0] == state["folded", 160] == pytest.approx(2 * 3 * 2 * 40 * 64 * 4, rel=0.01)
@@ -231,12 +222,8 @@ def test_a_stopped_measurement_goes_on_and_takes_more(models, tmp_path, monkeypa
     options = {"models": models[:1], "lengths": [80, 120], "pairs": [1, 3], "num_prompts": 2}
     whole = evaluate("recall", tmp_path / "whole", **options)
     evaluate("recall", tmp_path / "cut", **options)
-    path = tmp_path / "cut" / "recall.records.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3]) + lines[3][:20])
-    done = []
-    measure_cell = Recall.measure
-    monkeypatch.setattr(Recall, "measure", lambda *given: done.append(given) or measure_cell(*given))
+    stop_within(tmp_path / "cut" / "recall.records.jsonl", 3)
+    done = noted(monkeypatch, Recall)
     assert evaluate("recall", tmp_path / "cut", **options)["cells"] == whole["cells"] and len(done) == 2
     more = evaluate("recall", tmp_path / "cut", **options | {"forms": ["single", "overwritten"]})
     assert more["cells"][:4] == whole["cells"] and len(done) == 6
@@ -266,4 +253,4 @@ def test_mistakes_are_named(options, message):
     reader = Reader(LAST)
     with pytest.raises(ValueError, match=message):
         measured(reader, **options)
-    assert not reader.lengths  # before anything runs
+    assert not reader.asked  # before anything runs

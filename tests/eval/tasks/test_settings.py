@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from condense import CondenseForCausalLM
 from condense.eval.continuity.options import ProbeOptions
 from condense.eval.continuity.probes import PROBES
 from condense.eval.tasks import find_task
 from condense.eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
 from condense.training.data.summarization import AFTER, BEFORE
 from condense.training.small_llama import save_small_llama, small_llama, word_tokenizer
+
+from ..measuring import save_folded
+from .documents import write_lines
 
 TEXT = "the grass is green and the sky is blue and here we go"
 
@@ -24,12 +26,11 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     tokenizer = word_tokenizer([TEXT, BEFORE, AFTER])
     small_llama(tokenizer, seed=0).save_pretrained(root / "llama")
-    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=8).save_pretrained(root / "folded")
-    for name in ("llama", "folded"):
-        tokenizer.save_pretrained(root / name)
+    tokenizer.save_pretrained(root / "llama")
+    save_folded(root / "llama", root / "folded", 8)
     (root / "text.txt").write_text(f"{TEXT} " * 10)
     lines = [{"text": TEXT, "summary": "green and blue"}, {"text": "the sky", "summary": "blue"}]
-    (root / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(root / "documents.jsonl", lines)
     return root
 
 
@@ -76,33 +77,20 @@ def test_perplexity(folders, models):
     )
     ids = torch.cat(list(find_task("perplexity").load(options).texts["a"]))
     text = {"documents": 1, "tokens": 64, "sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
-    assert settings_of("perplexity", options) == {
-        "models": described(folders),
-        "data": [str(folders / "text.txt")],
-        "texts": {"a": text, "llama": text},
-        "num_segments": 3,
-        "segment_lengths": {"a": 8, "llama": 9},
-        "batch_size": 8,
-        "attention": "auto",
-    }
+    expected = {"models": described(folders), "data": [str(folders / "text.txt")], "texts": {"a": text, "llama": text}}
+    expected |= {"num_segments": 3, "segment_lengths": {"a": 8, "llama": 9}, "batch_size": 8, "attention": "auto"}
+    assert settings_of("perplexity", options) == expected
 
 
 def test_summarization(folders, models):
     data = str(folders / "documents.jsonl")
     options = SummarizationOptions(models=models, data=data, new_tokens=5, bad_documents="skip", longest=100)
     texts = [["the sky", "blue"], [TEXT, "green and blue"]]  # the shortest first
-    assert settings_of("summarization", options) == {
-        "models": described(folders),
-        "data": data,
-        "chat": [],
-        "fingerprint": hashlib.sha256(repr(texts).encode()).hexdigest()[:16],
-        "scored_by": {"rouge-score": version("rouge-score"), "sentencex": version("sentencex")},
-        "temperature": 0.3,
-        "new_tokens": 5,
-        "batch_size": 8,
-        "seed": 0,
-        "attention": "auto",
-    }
+    expected = {"models": described(folders), "data": data, "chat": [], "temperature": 0.3, "new_tokens": 5}
+    expected |= {"batch_size": 8, "seed": 0, "attention": "auto"}
+    expected["scored_by"] = {"rouge-score": version("rouge-score"), "sentencex": version("sentencex")}
+    expected["fingerprint"] = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+    assert settings_of("summarization", options) == expected
 
 
 @pytest.mark.parametrize("layers", [None, [0, 1]])
@@ -111,17 +99,10 @@ def test_attention(folders, models, layers):
     options = AttentionOptions(models=models, text=text, layers=layers, segments=(1, 2), heads=(1,), segment_length=9)
     task = find_task("attention").load(options)
     assert {name: len(ids) for name, ids in task.texts.items()} == {"a": 24, "llama": 27}
-    assert settings_of("attention", options) == {
-        "models": described(folders),
-        "text": text,
-        "summarize": False,
-        "sha256": {name: hashlib.sha256(ids.numpy().tobytes()).hexdigest() for name, ids in task.texts.items()},
-        "layers": layers,
-        "segments": [1, 2],
-        "heads": [1],
-        "segment_lengths": {"a": 8, "llama": 9},
-        "attention": "auto",
-    }
+    digests = {name: hashlib.sha256(ids.numpy().tobytes()).hexdigest() for name, ids in task.texts.items()}
+    expected = {"models": described(folders), "text": text, "summarize": False, "sha256": digests, "layers": layers}
+    expected |= {"segments": [1, 2], "heads": [1], "segment_lengths": {"a": 8, "llama": 9}, "attention": "auto"}
+    assert settings_of("attention", options) == expected
 
 
 def test_probe(folders, models):
@@ -130,13 +111,7 @@ def test_probe(folders, models):
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     own = {"position_anchor": "end", "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16]}
     folded, stock = described(folders)
-    assert json.loads(json.dumps(task.settings())) == {
-        "probe": "translation",
-        "data": "the package's own",
-        "limit": None,
-        "template": "sentence",
-        "spans": "exact",
-        "classes": "exact",
-        "items": "6a2cf89372af97e4",
-        "models": [folded | own | {"attention": "auto"}, stock | own | {"attention": "sdpa"}],
-    }
+    expected = {"probe": "translation", "data": "the package's own", "limit": None, "template": "sentence"}
+    expected |= {"spans": "exact", "classes": "exact", "items": "6a2cf89372af97e4"}
+    expected["models"] = [folded | own | {"attention": "auto"}, stock | own | {"attention": "sdpa"}]
+    assert json.loads(json.dumps(task.settings())) == expected

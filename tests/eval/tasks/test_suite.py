@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
 
@@ -15,9 +14,7 @@ from lm_eval.tasks import TaskManager
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-import condense.cli
 import condense.eval.tasks.suite
-from condense import CondenseForCausalLM
 from condense.eval.harness import CondenseLM
 from condense.eval.harness_tasks import _manager, load_task, tasks_of
 from condense.eval.tasks import evaluate
@@ -26,6 +23,7 @@ from condense.eval.tasks.suite import Suite
 from condense.training.small_llama import small_llama, word_tokenizer
 
 from ...pictures import is_drawn
+from ..measuring import command, save_folded
 from ..rivals import save_rival
 
 TEXT = "The grass is green . The sky is blue . The sun is yellow . Here we go . One of the special magic numbers for"
@@ -54,9 +52,8 @@ def root(tmp_path_factory):
     for name, positions in {"llama": 2048, "short": 512}.items():
         llama.config.max_position_embeddings = positions
         llama.save_pretrained(root / name)
-    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=64).save_pretrained(root / "folded")
-    for name in ("llama", "short", "folded"):
         tokenizer.save_pretrained(root / name)
+    save_folded(root / "llama", root / "folded", 64)
     return root
 
 
@@ -67,14 +64,13 @@ def options(root, **changed):
 
 @pytest.fixture(scope="module")
 def measured(root):
-    arguments = ["eval", "suite", "--model", str(root / "folded"), "--model", str(root / "llama")]
-    arguments += ["--benchmarks", f"{TASK},babilong_qa1", "--lengths", str(LENGTH), "--prompts", str(PROMPTS)]
-    arguments += ["--samples", str(root / "samples"), "--output", str(root / "results")]
+    arguments = ["eval", "suite", "--model", root / "folded", "--model", root / "llama", "--lengths", LENGTH]
+    arguments += ["--benchmarks", f"{TASK},babilong_qa1", "--prompts", PROMPTS]
+    arguments += ["--samples", root / "samples", "--output", root / "results"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load_dataset", texts)
-        done = CliRunner().invoke(condense.cli.app, arguments)
-    assert done.exit_code == 0, done.output
-    return json.loads((root / "results" / "suite.json").read_text()), done.output
+        shown = command(*arguments)
+    return json.loads((root / "results" / "suite.json").read_text()), shown
 
 
 def test_prompts_and_answers_are_those_of_the_harness(root, measured):
@@ -84,15 +80,9 @@ def test_prompts_and_answers_are_those_of_the_harness(root, measured):
         include_defaults=False,
         metadata={"pretrained": str(root / "folded"), "max_seq_lengths": [LENGTH]},
     )
-    theirs = lm_eval.simple_evaluate(
-        model=CondenseLM(str(root / "folded")),
-        tasks=[TASK],
-        limit=PROMPTS,
-        task_manager=manager,
-        random_seed=0,
-        numpy_random_seed=0,
-        bootstrap_iters=0,
-    )["samples"][TASK]
+    fixed = dict.fromkeys(("random_seed", "numpy_random_seed", "bootstrap_iters"), 0)
+    model, asked = CondenseLM(str(root / "folded")), {"tasks": [TASK], "limit": PROMPTS, "task_manager": manager}
+    theirs = lm_eval.simple_evaluate(model=model, **asked, **fixed)["samples"][TASK]
     ours = cells["folded", TASK, LENGTH]["samples"]
     assert [one["prompt"] for one in ours] == [one["prompt_hash"] for one in theirs]
     assert [one["answer"] for one in ours] == [one["filtered_resps"] for one in theirs]
@@ -104,12 +94,8 @@ def test_prompts_and_answers_are_those_of_the_harness(root, measured):
 
 def test_files_and_tables(root, measured):
     results, printed = measured
-    assert [(mean["model"], mean["benchmark"], mean["prompts"]) for mean in results["means"]] == [
-        ("folded", "ruler", 2),
-        ("folded", "babilong", 1),
-        ("llama", "ruler", 2),
-        ("llama", "babilong", 1),
-    ]
+    expected = [(model, *counted) for model in ("folded", "llama") for counted in (("ruler", 2), ("babilong", 1))]
+    assert [(mean["model"], mean["benchmark"], mean["prompts"]) for mean in results["means"]] == expected
     assert results["left_out"] == [] and "score of 100 (prompts), by tokens" in printed
     assert is_drawn(root / "results" / "suite.png")
     assert "niah_single_1,1024" in (root / "results" / "suite.csv").read_text()
@@ -154,9 +140,8 @@ def test_a_prompt_is_never_cut(root, measured, monkeypatch):
     with pytest.raises(ValueError, match="short reads 512 tokens at most, and prompts of 1,024 would be cut"):
         Suite.load(options(root, models=[str(root / "short")]))
     monkeypatch.setattr(datasets, "load_dataset", texts)  # prompts of 300 and 700 tokens, answers of 16,384
-    with pytest.raises(
-        ValueError, match=r"graphwalks_128k at 1,024 tokens: a prompt of 700 tokens and an answer of up"
-    ):  # before anything is measured
+    words = "graphwalks_128k at 1,024 tokens: a prompt of 700 tokens and an answer of up"
+    with pytest.raises(ValueError, match=words):  # before anything is measured
         Suite.load(options(root, models=[str(root / "llama")], benchmarks=["graphwalks_128k"]))
 
 
@@ -188,23 +173,17 @@ def test_texts_with_lengths_of_their_own(root, monkeypatch):
     """A length holds the texts of more than half of it; the others are counted."""
     monkeypatch.setattr(datasets, "load_dataset", texts)
     suite = Suite.load(options(root, benchmarks=["graphwalks_128k", "longbench2_graph"], lengths=(512, 1024)))
-    monkeypatch.setattr(
-        suite.reader_of(suite.models[0]), "generate_until", lambda requests: ["Final Answer: [a]"] * len(requests)
-    )
+    reader = suite.reader_of(suite.models[0])
+    monkeypatch.setattr(reader, "generate_until", lambda requests: ["Final Answer: [a]"] * len(requests))
     found = {cell.length: [s["tokens"] for s in suite.measure(cell)["samples"]] for cell in suite.items()[1:2]}
     assert found == {1024: [700, 600]}
     scored = suite.measure(suite.items()[3])
     assert [sample["score"] in (0, 1) for sample in scored["samples"]] == [True]
     measured = [(cell, suite.measure(cell)) for cell in suite.items()[:2]]
     resumed = Suite.load(suite.options)  # has counted nothing
-    assert resumed.summarise(measured)["left_out"] == [
-        {
-            "model": "folded",
-            "task": "graphwalks_128k",
-            "length": None,
-            "why": "1 of 4 texts have other lengths: 300 to 5,000 tokens",
-        }
-    ]
+    why = "1 of 4 texts have other lengths: 300 to 5,000 tokens"
+    left_out = {"model": "folded", "task": "graphwalks_128k", "length": None, "why": why}
+    assert resumed.summarise(measured)["left_out"] == [left_out]
 
 
 def test_names_of_benchmarks_and_tasks():
@@ -218,9 +197,8 @@ def test_names_of_benchmarks_and_tasks():
 def test_a_generator_that_would_not_end_is_refused(root):
     characters = AutoTokenizer.from_pretrained(root / "folded")
     characters.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    with pytest.raises(
-        ValueError, match="ruler_vt cannot be made for the tokenizer of here, which has 89 tokens for 19 w"
-    ):
+    words = "ruler_vt cannot be made for the tokenizer of here, which has 89 tokens for 19 w"
+    with pytest.raises(ValueError, match=words):
         load_task("ruler", "ruler_vt", LENGTH, "here", characters, 0, root / "samples")
 
 

@@ -5,21 +5,20 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import condense.eval.models
 from condense import CondenseForCausalLM
-from condense.eval.cli import evaluations
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.runner import measure
 from condense.eval.statistics import bootstrap
-from condense.eval.tasks import evaluate, passkey, summarization
+from condense.eval.tasks import evaluate, evaluation, summarization
 from condense.eval.tasks.corpus import Corpus, read_corpus
 from condense.eval.tasks.options import SummarizationOptions
 from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
@@ -28,9 +27,11 @@ from condense.training.data.summarization import AFTER, BEFORE, prompt_ids
 from condense.training.recipe import Source
 from condense.training.small_llama import small_llama, word_tokenizer
 
-from ...chat_models import greedy, save_chat_model
+from ...chat_models import save_chat_model
 from ...conftest import SHARED
 from ...pictures import is_drawn
+from ..measuring import command as run_command
+from ..measuring import noted, save_folded
 from .documents import TEXT, made_documents, write_lines
 
 NEW = 14
@@ -50,10 +51,8 @@ def save_model(folder, tokenizer, seed, segment_length=None):
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
     model.save_pretrained(folder)
-    if segment_length is not None:
-        CondenseForCausalLM.from_pretrained(folder, segment_length=segment_length).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
+    return folder if segment_length is None else save_folded(folder, folder, segment_length)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +73,21 @@ def data(tmp_path):
 
 
 def command(*arguments):
-    fields = ("--text-field", "source", "--summary-field", "target", "--new-tokens", str(NEW), "--batch", "3")
-    result = CliRunner().invoke(evaluations, ["summarization", *map(str, arguments), *fields], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    fields = ("--text-field", "source", "--summary-field", "target", "--new-tokens", NEW, "--batch", 3)
+    return run_command("eval", "summarization", *arguments, *fields)
+
+
+def written_by(model, ids, ends, temperature=0.0):
+    """The tokens up to one of the ends, the whole text read again for each: the likeliest, or sampled ones."""
+    written = []
+    while len(written) < NEW:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + written]), use_cache=False).logits[0, -1]
+        drawn = torch.multinomial((logits / temperature).softmax(-1), 1) if temperature else logits.argmax()
+        if int(drawn) in ends:
+            break
+        written.append(int(drawn))
+    return written
 
 
 def test_averages_by_hand():
@@ -92,9 +102,7 @@ def test_averages_by_hand():
     documents = [document(0, 0, 10), document(511, 1, 20), document(512, 0.6, 3), document(1023, 0.4, 4)]
     documents += [document(5, 0.3, 1, "other"), document(1024, 0.5, 2, "other"), document(90_000, 0.7, 3, "other")]
     cells = {(cell["model"], cell["bucket"]): cell for cell in summarization.average(documents)}
-    assert list(cells) == [
-        (name, bucket) for name in ("one", "other") for bucket in ("0-512", "512-1024", "1024+", "overall")
-    ]
+    assert list(cells) == list(product(("one", "other"), ("0-512", "512-1024", "1024+", "overall")))
     assert [cell["chat"] for cell in cells.values()] == [False] * 4 + [True] * 4
     assert [cell["documents"] for cell in cells.values()] == [2, 2, 0, 4, 1, 0, 2, 3]
     first = cells["one", "0-512"]
@@ -137,9 +145,8 @@ def test_command_on_folded_and_stock_models(folded, stock, data, tmp_path):
         assert f"{cell['rouge1']:.4f} ({cell['rouge1_low']:.3f} to {cell['rouge1_high']:.3f})" in text
     assert [model["segment_length"] for model in results["models"]] == [16, None]
     rows = list(csv.DictReader((output / "summarization.csv").open()))
-    assert [row["rouge1"] for row in rows] == [
-        "" if cell["rouge1"] is None else str(cell["rouge1"]) for cell in results["cells"]
-    ]
+    expected = ["" if cell["rouge1"] is None else str(cell["rouge1"]) for cell in results["cells"]]
+    assert [row["rouge1"] for row in rows] == expected
     assert "prompt over 95 tokens" in text and "summarization.svg" not in text and ".svg" in text
     assert is_drawn(output / "summarization.png") and (output / "summarization.svg").exists()
 
@@ -170,13 +177,7 @@ def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, mo
     whole = (tmp_path / "whole" / "summarization.records.jsonl").read_text()
     lines = whole.splitlines(keepends=True)
     assert len(lines) == 1 + 2 * 2  # settings, then 5 documents by threes for two models
-    calls, real = [], summarization.generate
-
-    def counted(model, ids, *rest, **options):
-        calls.append(len(ids))
-        return real(model, ids, *rest, **options)
-
-    monkeypatch.setattr(summarization, "generate", counted)
+    calls = noted(monkeypatch, evaluation, "generate")
     for name, kept, missing in (
         ("between lines", "".join(lines[:2]), [2, 3, 2]),
         ("within a line", "".join(lines[:3]) + lines[3][:200], [3, 2]),
@@ -188,7 +189,7 @@ def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, mo
         (folder / "summarization.records.jsonl").write_text(kept)
         calls.clear()
         command(*arguments, "--output", folder)
-        assert calls == missing
+        assert [len(ids) for (_, ids, *_), _ in calls] == missing
         assert (folder / "summarization.records.jsonl").read_text() == whole
         written = [json.loads((path / "summarization.json").read_text()) for path in (folder, tmp_path / "whole")]
         assert written[0]["documents"] == written[1]["documents"] and written[0]["cells"] == written[1]["cells"]
@@ -219,33 +220,20 @@ def test_a_padded_batch_writes_what_each_document_gets_alone(kind, prefill, requ
     assert len({answer for answer, _ in answers}) > 3
     for text, (answer, num_new) in zip(texts, answers, strict=True):
         ids = prompt_ids(evaluated.tokenizer, text)
-        written = []
-        while len(written) < NEW:
-            with torch.no_grad():
-                token = int(evaluated.model(torch.tensor([ids + written]), use_cache=False).logits[0, -1].argmax())
-            if token == evaluated.tokenizer.eos_token_id:
-                break
-            written.append(token)
+        written = written_by(evaluated.model, ids, {evaluated.tokenizer.eos_token_id})
         assert (answer, num_new) == (evaluated.tokenizer.decode(written, skip_special_tokens=True), len(written))
 
 
 def test_sampling_is_from_the_whole_vocabulary_at_the_temperature(folded):
     """Whatever the checkpoint's own generation_config says."""
     evaluated = load_evaluated(str(folded))
-    evaluated.model.generation_config.update(
-        top_k=1, top_p=0.1, repetition_penalty=9.0, temperature=0.01, do_sample=True
-    )
+    own = {"top_k": 1, "top_p": 0.1, "repetition_penalty": 9.0, "temperature": 0.01, "do_sample": True}
+    evaluated.model.generation_config.update(**own)
     options = replace(GREEDY, temperature=0.9, seed=5)
     (found,) = summarization.summarize(evaluated, [TEXT], options, number=3)
     torch.manual_seed(int(np.random.SeedSequence([5, 3]).generate_state(1)[0]))
-    ids, written = prompt_ids(evaluated.tokenizer, TEXT), []
-    while len(written) < NEW:
-        with torch.no_grad():
-            logits = evaluated.model(torch.tensor([ids + written]), use_cache=False).logits[0, -1]
-        token = int(torch.multinomial((logits / 0.9).softmax(-1), 1))
-        if token == evaluated.tokenizer.eos_token_id:
-            break
-        written.append(token)
+    ids, ends = prompt_ids(evaluated.tokenizer, TEXT), {evaluated.tokenizer.eos_token_id}
+    written = written_by(evaluated.model, ids, ends, temperature=0.9)
     assert found == (evaluated.tokenizer.decode(written, skip_special_tokens=True), len(written)) and len(written) > 3
     others = (options, 4), (replace(options, seed=6), 3)  # each batch draws its own numbers
     assert all(summarization.summarize(evaluated, [TEXT], *other)[0] != found for other in others)
@@ -286,7 +274,7 @@ def test_a_chat_model_reads_its_template_and_stops_at_its_turns_end(chat, folded
         prompt = [{"role": "user", "content": f"{BEFORE}{texts[document['reference']]}{AFTER}"}]
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         assert ids[:2] == tokenizer.convert_tokens_to_ids(["<s>", "<|start|>"])
-        written = greedy(model, ids, ends, NEW)
+        written = written_by(model, ids, ends)
         assert document["prediction"] == tokenizer.decode(written, skip_special_tokens=True)
         stopped += 0 < len(written) < NEW
     assert stopped and results["chat"] == ["talks"]
@@ -297,8 +285,7 @@ def test_a_chat_model_reads_its_template_and_stops_at_its_turns_end(chat, folded
 
 
 def test_chats_that_cannot_be_are_refused_before_a_model_is_loaded(folded, chat, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(summarization, "load_models", None)
-    monkeypatch.setattr(passkey, "load_models", None)
+    monkeypatch.setattr(evaluation, "load_models", None)
     for kind, more in (("summarization", {"data": str(data)}), ("passkey", {"lengths": [80]})):
         options = {"models": [f"ours={folded}", str(chat)], **more}
         with pytest.raises(ValueError, match=r"--chat theirs: no model has this name; there are ours, .*chat"):
@@ -321,9 +308,8 @@ def test_what_a_caller_may_get_wrong(folded, data, tmp_path):
         evaluate("summarization", tmp_path, models=["nowhere"], data="booksum", text_field="chapter")
     with pytest.raises(ValueError, match=r"there is no folder '.*nowhere'"):
         evaluate("summarization", tmp_path, models=[str(tmp_path / "nowhere")], data=str(data))
-    with pytest.raises(
-        ValueError, match=r"data.jsonl:1: missing field \('text'; there are 'source', 'target':.* --text-field"
-    ):
+    words = r"data.jsonl:1: missing field \('text'; there are 'source', 'target':.* --text-field"
+    with pytest.raises(ValueError, match=words):
         evaluate("summarization", tmp_path, models=[str(folded)], data=str(data))
     for wrong in ({"temperature": -0.1}, {"new_tokens": 0}, {"batch_size": 0}, {"seed": -1}):
         with pytest.raises(ValueError, match=rf"{next(iter(wrong))}={next(iter(wrong.values()))}"):

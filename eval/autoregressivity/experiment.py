@@ -1,0 +1,66 @@
+"""What the experiments share: models of several seeds, stored under the fields of their items, and compared in tables
+and pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from ..intervals import shown
+from ..options import stored
+from ..results_store import Key, Record
+from ..runner import Results, Task
+from .options import AblationOptions
+from .setup import Setup
+from .text_quality import text_quality
+
+Item = TypeVar("Item", bound=Any)  # a named tuple with a `seed`
+NOT_IN_ROWS = ("curve", "quality", "accuracies")  # of a record, in the lines of the CSV
+
+
+class Experiment(Task[Item]):
+    """One of the experiments; `about` explains it in the report."""
+
+    unit = "model"
+    about: ClassVar[str]
+
+    def __init__(self, options: AblationOptions, output: Path):
+        self.options, self.setup = options, Setup(options, output)
+
+    def settings(self) -> dict[str, Any]:
+        self.setup.make()
+        return stored(self.options) | self.setup.described_with_judge()
+
+    def key(self, item: Item) -> Key:
+        return item._asdict()
+
+    def described(self, measured: Sequence[tuple[Item, Record]]) -> list[dict[str, Any]]:
+        """The records with the fields of their items."""
+        return [{**self.key(item), **record} for item, record in measured]
+
+    def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
+        return settings | {"about": self.about, "seeds": self.options.seeds} | self.summarise(measured)
+
+    def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
+        return {"cells": self.described(measured)}
+
+    def real_text(self) -> dict[str, float]:
+        """The quality of the held-out text, beside which that of generated texts stands."""
+        return text_quality(self.setup.reference(), self.setup.prompts, self.setup.size.prompt_length)
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        return [{name: value for name, value in cell.items() if name not in NOT_IN_ROWS} for cell in results["cells"]]
+
+
+def titles(names: Sequence[str]) -> list[str]:
+    """The names of fields as those of columns."""
+    return [name.replace("_", " ") for name in names]
+
+
+def figures(found: dict[str, float], names: Sequence[str]) -> list[str]:
+    """Those of one text or set of images; a dash for what is not measured of it."""
+    return [f"{found[name]:.3f}" if name in found else "-" for name in names]
+
+
+def means(qualities: Sequence[dict[str, float]], names: Sequence[str]) -> list[str]:
+    """Over seeds, with intervals."""
+    return [shown([quality[name] for quality in qualities], 0 if name == "evaluations" else 3) for name in names]

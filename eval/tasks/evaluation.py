@@ -1,0 +1,123 @@
+"""What the evaluations share: the models that options name, what they write after a prompt, shares of right answers.
+
+Axes: B rows, N columns of the prompts.
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from transformers import AutoConfig
+
+from condense.chat import check_chat_template
+from condense.loading import load_config, load_tokenizer
+
+from ..models import EvaluatedModel, generate, load_models, split_name
+from ..options import Options as BaseOptions
+from ..options import stored
+from ..overview import Figure, remark_of
+from ..positions import mark
+from ..results import Table, some_table
+from ..runner import Results, Task
+
+Item = TypeVar("Item")
+
+
+class Evaluation(Task[Item]):
+    """A measurement of models, with its `Options`."""
+
+    Options: ClassVar[type[BaseOptions]]
+
+    def __init__(self, options: Any, models: Sequence[EvaluatedModel]):
+        self.options, self.models = options, models
+
+    @classmethod
+    def load(cls, options: Any) -> Any:
+        """The measurement of the models that the options name. Raises `ValueError` for what can't be measured."""
+        return cls(options, cls.load_models(options))
+
+    @staticmethod
+    def load_models(options: Any) -> list[EvaluatedModel]:
+        check_chat(getattr(options, "chat", ()), options.models)
+        return load_models(options.models, options.dtype, options.attention, options.device_map)
+
+    def settings(self) -> dict[str, Any]:
+        return stored(self.options) | {"models": [model.describe() for model in self.models]}
+
+
+def complete(
+    evaluated: EvaluatedModel, prompt_ids_BN: torch.Tensor, new_tokens: int, **options: Any
+) -> tuple[torch.Tensor, int]:
+    """The likeliest tokens [B, new] after prompts of one length, and the bytes of the state of one of them."""
+    found_BN, num_bytes = generate(
+        evaluated.model,
+        prompt_ids_BN,
+        torch.ones_like(prompt_ids_BN),
+        do_sample=False,
+        pad_token_id=evaluated.tokenizer.pad_token_id,
+        max_new_tokens=new_tokens,
+        **options,
+    )
+    return found_BN[:, prompt_ids_BN.shape[1] :], num_bytes // len(prompt_ids_BN)
+
+
+def answer(
+    evaluated: EvaluatedModel, prompts: Sequence[list[int]], ends: Collection[int], **options: Any
+) -> tuple[list[list[int]], int]:
+    """The tokens after each prompt, without those from an end on, and the bytes of the state of all prompts."""
+    padding = evaluated.tokenizer.pad_token_id
+    pad, num_columns = min(ends, default=0) if padding is None else padding, max(map(len, prompts))
+    sequences, num_bytes = generate(
+        evaluated.model,
+        torch.tensor([[pad] * (num_columns - len(prompt)) + prompt for prompt in prompts]),
+        torch.tensor([[0] * (num_columns - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=pad,
+        **options,
+    )
+    rows = sequences[:, num_columns:].tolist()
+    return [list(takewhile(lambda token: token not in ends, row)) for row in rows], num_bytes
+
+
+def in_percent(share: dict[str, Any]) -> tuple[str, str]:
+    """The share of right answers and its 95 % interval."""
+    accuracy, low, high = (100 * share[field] for field in ("accuracy", "low", "high"))
+    return f"{accuracy:.1f}", f"{low:.1f} to {high:.1f}"
+
+
+def with_interval(share: dict[str, Any] | None) -> str:
+    return "-" if share is None else "{} ({})".format(*in_percent(share))
+
+
+def figure_of(model: str, measure: str, share: dict[str, Any], results: Results) -> Figure:
+    bounds = (100 * share[field] for field in ("accuracy", "low", "high"))
+    return Figure(model, measure, *bounds, remark=remark_of(model, results))
+
+
+def kibibytes(cells: Sequence[dict[str, Any]]) -> str:
+    """The largest state of a text."""
+    return f"{max(cell['state_bytes'] for cell in cells) / 1024:,.1f}"
+
+
+def left_out_table(title: str, what: str, results: Results) -> list[Table]:
+    """The reasons why something was left out, if it was."""
+    return some_table(title, ["reason", what], [[why, f"{count:,}"] for why, count in results["left_out"].items()])
+
+
+def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
+    """Raises `ValueError` for names in `chat` that no model has, and for tokenizers without a chat template.
+
+    Reads tokenizers alone, so that it can be called before a model is loaded.
+    """
+    sources = dict(map(split_name, models))
+    for name in chat:
+        if name not in sources:
+            raise ValueError(f"--chat {name}: no model has this name; there are {', '.join(sources)}.")
+        check_chat_template(load_tokenizer(sources[name], load_config(AutoConfig, sources[name])), sources[name])
+
+
+def shown_name(name: str, results: dict[str, Any]) -> str:
+    """The name of a model in tables and pictures of results."""
+    remarks = ["chat"] if name in results.get("chat", ()) else []
+    return mark(name, results.get("positions_exceeded", {}), remarks)

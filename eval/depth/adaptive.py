@@ -10,11 +10,11 @@ import pandas as pd
 from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
 from ..intervals import FISHER, LOG, interval, shown
-from ..results import Table, picture, set_log_scale
+from ..results import Table, picture
 from ..results_store import Record
 from .experiment import Experiment
 from .lines import YES, finish, groups, scientific, table
-from .models import TWIN_STEPS, block_of
+from .models import TWIN_STEPS, block_in
 from .pretraining import trained
 from .readings import held_out_texts
 from .tokens import Tokens, equal_steps, rank_correlation, shuffled_middle
@@ -53,12 +53,10 @@ class Adaptive(Experiment[Measurement]):
 
     def measure(self, item: Measurement) -> Record:
         model = trained(item.model, item.seed, self.setup, self.output)
-        block = block_of(model)
-        assert block is not None
-        alpha = block.alpha.item()
+        block = block_in(model)
         tokens = Tokens(model, block, held_out_texts(self.setup, NUM_TEXTS))
         return {
-            "alpha": alpha,
+            "alpha": block.alpha.item(),
             "fixed": [_fixed(tokens, solver, steps) for solver in FIXED_SOLVERS for steps in STEPS[solver]],
             "adaptive": [_adaptive(tokens, solver, at) for solver in TOLERANCES for at in TOLERANCES[solver]],
         }
@@ -93,13 +91,12 @@ class Adaptive(Experiment[Measurement]):
                 changes = 1000 * (own.loss - own.seed.map(trained_with.set_index("seed").loss))
                 _draw_curves(own.assign(change=changes), "change", losses)
                 _draw_curves(own, "error", errors)
-                set_log_scale(errors, "y")
                 _draw_counts(own[own.seed == own.seed.iloc[0]], counts)
                 for panel in panels:
                     panel.set_xscale("log", base=2)
                 evaluations, title = "evaluations of the field, mean over tokens", f"{model}: {what}"
                 finish(losses, evaluations, f"loss minus that of {TRAINED_WITH[1]} Euler steps [1/1000 nats]", title, 9)
-                finish(errors, evaluations, "error / displacement", title, 9)
+                finish(errors, evaluations, "error / displacement", title, 9, log="y")
                 finish(counts, "evaluations of a token, seed 0", "share of tokens [%]", title, 9)
 
 

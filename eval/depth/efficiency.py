@@ -19,11 +19,11 @@ from transformers import GPT2LMHeadModel
 from condense.depth import set_solver
 from condense.progress import ProgressBar
 
-from ..results import Table, picture, set_log_scale
+from ..results import Table, picture
 from ..results_store import Record
 from .experiment import Experiment
 from .lines import finish, groups, table
-from .models import TWIN_STEPS, Size, block_of
+from .models import TWIN_STEPS, Size, block_in, block_of
 from .pretraining import held_out_windows, trained
 
 FIXED = (("euler", 1), ("euler", 2), ("euler", 4), ("euler", 8), ("midpoint", 4), ("rk4", 4))
@@ -120,10 +120,9 @@ class Efficiency(Experiment[Part]):
             right.plot(STEPS, adjoint.adjoint_to_direct, "o--", label="adjoint to direct")
             for axes in (middle, right):
                 axes.set_xscale("log", base=2)
-                set_log_scale(axes, "y")
             finish(left, "ms a batch, without the head", "")
-            finish(middle, "Euler steps", "MiB kept for the backward pass")
-            finish(right, "Euler steps", "relative error of the gradient")
+            finish(middle, "Euler steps", "MiB kept for the backward pass", log="y")
+            finish(right, "Euler steps", "relative error of the gradient", log="y")
 
 
 def operations(arm: str, size: Size, evaluations: float) -> float:
@@ -155,13 +154,11 @@ def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
 
 
 def contenders(models: dict[str, GPT2LMHeadModel]) -> dict[str, Contender]:
-    hybrid, found = models["hybrid"], {arm: Contender(arm, models[arm], {}) for arm in TRAINED if arm != "hybrid"}
-    for solver, steps in FIXED:
-        settings = {"solver": solver, "steps": steps}
-        found[f"hybrid, {solver} {steps}"] = Contender("hybrid", hybrid, settings)
-    for solver, tolerance in ADAPTIVE:
-        settings = {"solver": solver, "rtol": tolerance, "atol": tolerance / 10}
-        found[f"hybrid, {solver} {tolerance:g}"] = Contender("hybrid", hybrid, settings)
+    fixed: list[dict[str, Any]] = [{"solver": solver, "steps": steps} for solver, steps in FIXED]
+    adaptive = [{"solver": solver, "rtol": tolerance, "atol": tolerance / 10} for solver, tolerance in ADAPTIVE]
+    found = {arm: Contender(arm, models[arm], {}) for arm in TRAINED if arm != "hybrid"}
+    for (solver, amount), settings in zip((*FIXED, *ADAPTIVE), fixed + adaptive, strict=True):
+        found[f"hybrid, {solver} {amount:g}"] = Contender("hybrid", models["hybrid"], settings)
     return found
 
 
@@ -266,8 +263,7 @@ def saved_bytes(module: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
 
 def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
     """By number of Euler steps: bytes that the block keeps for one row, and relative errors of the gradient."""
-    block = block_of(hybrid)
-    assert block is not None
+    block = block_in(hybrid)
     hidden_BND = torch.randn(1, ids_BN.shape[1], hybrid.config.n_embd, generator=torch.Generator().manual_seed(0))
     found: Record = {str(steps): {} for steps in STEPS}
     for steps in STEPS:
@@ -292,10 +288,7 @@ def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
 def _gradient(model: GPT2LMHeadModel, ids_BN: torch.Tensor, solver: str, steps: int, gradient: str) -> torch.Tensor:
     """The gradient of the model's loss for all weights of the block, as one vector."""
     set_solver(model, solver, steps=steps, gradient=gradient)
-    block = block_of(model)
-    assert block is not None
-    weights = list(block.parameters())
-    found = torch.autograd.grad(_loss(model, ids_BN), weights)
+    found = torch.autograd.grad(_loss(model, ids_BN), list(block_in(model).parameters()))
     return torch.cat([part.flatten() for part in found])
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from ..intervals import LOG, LOGIT, shown
-from ..results import Table, picture, set_log_scale
+from ..results import Table, picture
 from ..results_store import Record
 from .data import described_line
 from .evaluations import (
@@ -136,7 +136,7 @@ class Effort(Experiment[Run]):
     def tables(cls, results: dict[str, Any]) -> list[Table]:
         lines = pd.DataFrame(_lines(results))
         sweeps, probes = lines[lines.what != "probes"], lines[lines.what == "probes"]
-        data = described_line(results["corpus"], results["size"]["vocab_size"])
+        data = described_line(results)
         return [
             _regimes(sweeps, f'NFE below and above u = {BOUNDARY} on "{PAPER_PROMPT}": {data}'),
             _causes(sweeps, results["records"]),
@@ -280,10 +280,8 @@ def _draw_scaling(lines: pd.DataFrame, panel: Any) -> None:
             draw_band(panel, steps, "tolerance", "steps", label, color, LOG, linestyle=style, **DOTS)
     loosest = lines.tolerance.iloc[0]
     panel.plot([loosest, loosest / 1000], PAPER_STEPS, "kx", label="the paper, dopri5")
-    set_log_scale(panel, "x")
-    set_log_scale(panel, "y")
+    finish(panel, "relative tolerance", "steps", f'steps on "{PAPER_PROMPT}", mean over u', log="xy")
     panel.invert_xaxis()
-    finish(panel, "relative tolerance", "steps", f'steps on "{PAPER_PROMPT}", mean over u')
 
 
 def _draw_probes(lines: pd.DataFrame, panel: Any) -> None:

@@ -10,7 +10,7 @@ from ..options import stored
 from ..results_store import Key, Record
 from ..runner import Results, Task
 from .data import load_corpus
-from .models import size_of
+from .models import PAPER, SMALL
 from .options import DepthOptions
 from .pretraining import Setup
 
@@ -27,7 +27,7 @@ class Experiment(Task[Item]):
     options: DepthOptions
 
     def __init__(self, options: DepthOptions, output: Path):
-        self.options, self.output, self.size = options, output, size_of(options)
+        self.options, self.output, self.size = options, output, SMALL if options.small else PAPER
 
     @classmethod
     def name(cls) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from ..intervals import LINEAR, Scale, band, shown
-from ..results import Table
+from ..results import Table, set_log_scale
 
 YES = {True: "yes", False: "no", None: "needs 2 seeds"}
 
@@ -34,8 +34,10 @@ def draw_band(
     band(panel, lines[x].unique(), curves, label, color, scale, **style)
 
 
-def finish(panel: Any, x: str, y: str, title: str = "", size: int = 10, **legend: Any) -> None:
-    """Names the axes of a panel, and gives it a title, a grid and a legend."""
+def finish(panel: Any, x: str, y: str, title: str = "", size: int = 10, log: str = "", **legend: Any) -> None:
+    """Names the axes of a panel, makes those in `log` logarithmic, and gives it a title, a grid and a legend."""
+    for axis in log:
+        set_log_scale(panel, axis)
     panel.set(xlabel=x, ylabel=y)
     panel.set_title(title, fontsize=size)
     panel.grid(alpha=0.3)

@@ -18,7 +18,7 @@ from .convergence import ORDERS, converge, linear_problem
 from .divergence import diverge
 from .experiment import Experiment
 from .lines import YES, finish, groups, scientific, table
-from .models import TWINS, block_of, build
+from .models import TWINS, block_in, build
 from .pretraining import trained
 from .readings import Reading, accurate, held_out_texts, input_of, read_flow, read_layers, read_steps
 from .steered import steered
@@ -107,8 +107,7 @@ class Solvers(Experiment[Measurement]):
         if name == "layers":
             layers = model.transformer.h[slice(*self.size.replaced)]
             return model, layers[0], layers[-1], read_layers(layers, self.size.width)
-        block = block_of(model)
-        assert block is not None
+        block = block_in(model)
         if name == "hybrid_at_one":
             block.alpha.data.fill_(1)
         reading = read_steps(block) if name in TWINS else read_flow(block, CONTROLS.get(name, 0.0))
@@ -296,8 +295,7 @@ def _draw_divergence(lines: pd.DataFrame, path: Path) -> None:
             panel.invert_yaxis()
             panel.grid(alpha=0.3)
         curves.set_xscale("log", base=2)
-        set_log_scale(curves, "y")
-        finish(curves, "Euler steps", "divergence / displacement", "mean over seeds", 9)
+        finish(curves, "Euler steps", "divergence / displacement", "mean over seeds", 9, log="y")
 
 
 def _draw_order(lines: pd.DataFrame, path: Path) -> None:
@@ -314,6 +312,4 @@ def _draw_order(lines: pd.DataFrame, path: Path) -> None:
             tolerances = lines[lines.solver == "dopri5"].tolerances.iloc[0]
             kept.plot(tolerances, tolerances, color="grey", lw=0.8, label="error = tolerance")
             for panel, x in ((work, "evaluations of the field"), (kept, "tolerance (rtol = atol)")):
-                set_log_scale(panel, "x")
-                set_log_scale(panel, "y")
-                finish(panel, x, "error / displacement", what, 9)
+                finish(panel, x, "error / displacement", what, 9, log="xy")

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..intervals import LOG, interval, shown
-from ..results import Table, picture, set_log_scale
+from ..results import Table, picture
 from ..results_store import Record
 from ..study.study import select
 from .data import described_line
@@ -96,9 +96,8 @@ class Stability(Experiment[Run]):
                 for number, arm in enumerate(ARMS):
                     if (curve := _curve(results, arm, name, smoothed)) is not None:
                         panel.plot(curve, color=f"C{number}", linewidth=1.1, label=arm)
-                finish(panel, "step", "", f"{title} (over {smoothed} steps)" if name != "alpha" else title, 9)
-            for panel in axes[2:4]:
-                set_log_scale(panel, "y")
+                title = title if name == "alpha" else f"{title} (over {smoothed} steps)"
+                finish(panel, "step", "", title, 9, log="y" if name.endswith("norm") else "")
 
 
 def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.ndarray | None:
@@ -174,7 +173,7 @@ def _main(results: dict[str, Any]) -> Table:
                 "not finite": sum(own.not_finite_steps),
             }
         )
-    size, data = results["size"], described_line(results["corpus"], results["size"]["vocab_size"])
+    size, data = results["size"], described_line(results)
     return table(f"{size['steps']} steps of {size['batch']} x {size['positions']} tokens, {data}", rows, PAPER_ROWS)
 
 

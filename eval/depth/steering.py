@@ -18,7 +18,7 @@ import pandas as pd
 from scipy.special import logit
 
 from ..intervals import LOGIT, band, interval, shown
-from ..results import Table, picture, set_log_scale
+from ..results import Table, picture
 from ..results_store import Record
 from .data import described_line
 from .experiment import Experiment
@@ -144,7 +144,7 @@ class Steering(Experiment[Run]):
     def tables(cls, results: dict[str, Any]) -> list[Table]:
         records, controls = pd.DataFrame(results["records"]), results["controls"]
         single, joint = records[records.prompts != "joint"], _groups(records[records.prompts == "joint"])
-        data = described_line(results["corpus"], results["size"]["vocab_size"])
+        data = described_line(results)
         return [
             _paper_table(single, controls, f'"{PAPER_PROMPT}", {" or ".join(PAPER_PAIR)}: {data}'),
             _accuracy_table(_groups(single)),
@@ -274,10 +274,9 @@ def _draw_paper(records: pd.DataFrame, controls: Sequence[float], panel: Any) ->
             band(panel, controls, [*curves], label, color, LOGIT, linestyle=style, **DOTS)
         values = [paper[number] for paper in PAPER.values()]
         panel.plot(list(PAPER), values, "x", color=color, label=f"P({name}), the paper")
-    set_log_scale(panel, "y")
-    panel.set_ylim(1e-8, 3)
     title = f'trained on "{PAPER_PROMPT}"'
-    finish(panel, "u", "probability of the word", title, fontsize=6, loc="lower left")
+    finish(panel, "u", "probability of the word", title, log="y", fontsize=6, loc="lower left")
+    panel.set_ylim(1e-8, 3)
 
 
 def _draw_sweep(lines: pd.DataFrame, controls: Sequence[float], panel: Any) -> None:

@@ -1,21 +1,22 @@
 """Adaptive compute: is it worth it that an adaptive solver gives each token evaluations of its own?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
 from ..intervals import FISHER, LOG, interval, shown
-from ..results import Table, picture, set_log_scale
-from ..results_store import Key, Record
+from ..results import Table, picture
+from ..results_store import Record
 from .experiment import Experiment
-from .models import TWIN_STEPS, block_of
+from .lines import YES, finish, groups, scientific, table
+from .models import TWIN_STEPS, block_in
 from .pretraining import trained
 from .readings import held_out_texts
-from .solver_tables import scientific
 from .tokens import Tokens, equal_steps, rank_correlation, shuffled_middle
 
 MODELS = {"hybrid": "the trained flow", "alpha_one": "a flow trained with alpha = 1"}
@@ -50,66 +51,62 @@ class Adaptive(Experiment[Measurement]):
     def items(self) -> list[Measurement]:
         return [Measurement(model, seed) for seed in self.seeds for model in MODELS]
 
-    def key(self, item: Measurement) -> Key:
-        return item._asdict()
-
     def measure(self, item: Measurement) -> Record:
         model = trained(item.model, item.seed, self.setup, self.output)
-        block = block_of(model)
-        assert block is not None
-        alpha = block.alpha.item()
+        block = block_in(model)
         tokens = Tokens(model, block, held_out_texts(self.setup, NUM_TEXTS))
         return {
-            "alpha": alpha,
+            "alpha": block.alpha.item(),
             "fixed": [_fixed(tokens, solver, steps) for solver in FIXED_SOLVERS for steps in STEPS[solver]],
             "adaptive": [_adaptive(tokens, solver, at) for solver in TOLERANCES for at in TOLERANCES[solver]],
         }
 
     def summarise(self, measured: Sequence[tuple[Measurement, Record]]) -> dict[str, Any]:
-        records = [item._asdict() | record for item, record in measured]
-        return {"records": records, "verdicts": verdicts(records)}
+        found = super().summarise(measured)
+        return found | {"verdicts": verdicts(found["records"])}
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
         lines = []
-        for record in results["records"]:
-            for point in (*record["fixed"], *record["adaptive"]):
-                flat = {name: value for name, value in point.items() if not isinstance(value, dict)}
-                at_equal = point.get("minus_fixed") or {}
-                if point.get("correlation"):
-                    low, high = shuffled_middle([point["correlation"]["shuffled"]])
-                    flat |= {"correlation": point["correlation"]["correlation"]}
-                    flat |= {"shuffled_low": low, "shuffled_high": high}
-                flat |= {f"loss_minus_{solver}": at_equal[solver]["loss"] for solver in at_equal}
-                lines.append({"model": record["model"], "seed": record["seed"]} | flat)
+        for line in points(results["records"]):
+            if found := line.get("correlation"):
+                low, high = shuffled_middle([found["shuffled"]])
+                line |= {"correlation": found["correlation"], "shuffled_low": low, "shuffled_high": high}
+            against = line.get("minus_fixed", {})
+            lines.append(line | {f"loss_minus_{solver}": found["loss"] for solver, found in against.items()})
         return lines
 
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
-        return [_verdicts(results), _effort(results), _fixed_steps(results)]
+        lines = pd.DataFrame(points(results["records"]))
+        return [_verdicts(lines, results["verdicts"]), _effort(lines), _fixed_steps(lines)]
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
+        lines = pd.DataFrame(points(results["records"]))
         with picture(path, len(MODELS), 3, figsize=(15, 4.2 * len(MODELS))) as axes:
-            for (losses, errors, counts), (model, what) in zip(axes, MODELS.items(), strict=True):
-                records = [record for record in results["records"] if record["model"] == model]
-                _draw_curves(records, _loss_change, losses)
-                _draw_curves(records, lambda record, point: point["error"], errors)
-                set_log_scale(errors, "y")
-                _draw_counts(records[0], counts)
-                losses.set_ylabel(f"loss minus that of {TRAINED_WITH[1]} Euler steps [1/1000 nats]")
-                errors.set_ylabel("error / displacement")
-                for panel in (losses, errors):
+            for panels, (model, what) in zip(axes, MODELS.items(), strict=True):
+                own = lines[lines.model == model]
+                losses, errors, counts = panels
+                trained_with = own[(own.solver == TRAINED_WITH[0]) & (own.steps == TRAINED_WITH[1])]
+                changes = 1000 * (own.loss - own.seed.map(trained_with.set_index("seed").loss))
+                _draw_curves(own.assign(change=changes), "change", losses)
+                _draw_curves(own, "error", errors)
+                _draw_counts(own[own.seed == own.seed.iloc[0]], counts)
+                for panel in panels:
                     panel.set_xscale("log", base=2)
-                    panel.set_xlabel("evaluations of the field, mean over tokens")
-                for panel in (losses, errors, counts):
-                    panel.set_title(f"{model}: {what}", fontsize=9)
-                    panel.grid(alpha=0.3)
-                    panel.legend(fontsize=7)
+                evaluations, title = "evaluations of the field, mean over tokens", f"{model}: {what}"
+                finish(losses, evaluations, f"loss minus that of {TRAINED_WITH[1]} Euler steps [1/1000 nats]", title, 9)
+                finish(errors, evaluations, "error / displacement", title, 9, log="y")
+                finish(counts, "evaluations of a token, seed 0", "share of tokens [%]", title, 9)
 
 
-def _tolerances(records: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
-    """Solvers and tolerances in the order of the records."""
-    return [(point["solver"], point["tolerance"]) for point in records[0]["adaptive"]]
+def points(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line per model, seed, solver and steps or tolerance."""
+    return [
+        {"model": record["model"], "seed": record["seed"]} | point
+        for record in records
+        for point in (*record["fixed"], *record["adaptive"])
+    ]
 
 
 def _fixed(tokens: Tokens, solver: str, steps: int) -> dict[str, Any]:
@@ -148,151 +145,104 @@ def verdicts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     a single seed.
     """
     found = []
-    for model in MODELS:
-        for number, (solver, tolerance) in enumerate(_tolerances(records)):
-            points = [record["adaptive"][number] for record in records if record["model"] == model]
-            differences = {fixed: [point["minus_fixed"][fixed]["loss"] for point in points] for fixed in FIXED_SOLVERS}
-            best = max(differences, key=lambda fixed: sum(differences[fixed]))
-            mean, low, high = interval(differences[best])
-            found.append(
-                {
-                    "model": model,
-                    "solver": solver,
-                    "tolerance": tolerance,
-                    "best_fixed": best,
-                    "loss_difference": mean,
-                    "low": low,
-                    "high": high,
-                    "worth_it": None if high is None else high < -WORTH,
-                }
-            )
+    for kind, own in _adaptive_points(pd.DataFrame(points(records))):
+        differences = {fixed: [against[fixed]["loss"] for against in own.minus_fixed] for fixed in FIXED_SOLVERS}
+        best = max(differences, key=lambda fixed: sum(differences[fixed]))
+        mean, low, high = interval(differences[best])
+        of_seeds = {"best_fixed": best, "loss_difference": mean, "low": low, "high": high}
+        found.append(kind | of_seeds | {"worth_it": None if high is None else high < -WORTH})
     return found
 
 
-def _points(results: dict[str, Any], model: str, number: int) -> list[dict[str, Any]]:
-    """The point of an adaptive solver and tolerance, by seed."""
-    return [record["adaptive"][number] for record in results["records"] if record["model"] == model]
+def _adaptive_points(lines: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """The points of all seeds by model, adaptive solver and tolerance."""
+    names = ["model", "solver", "tolerance"]
+    adaptive = lines[lines.solver.isin(ADAPTIVE_SOLVERS)]
+    return ((dict(zip(names, values, strict=True)), own) for values, own in groups(adaptive, *names))
 
 
-def _verdicts(results: dict[str, Any]) -> Table:
+def _verdicts(lines: pd.DataFrame, found: Sequence[dict[str, Any]]) -> Table:
     rows = []
-    for place, verdict in enumerate(results["verdicts"]):
-        points = _points(results, verdict["model"], place % len(_tolerances(results["records"])))
+    for verdict, (_, own) in zip(found, _adaptive_points(lines), strict=True):
         best = verdict["best_fixed"]
-        difference, error = ([point["minus_fixed"][best][field] for point in points] for field in ("loss", "error"))
+        against = pd.DataFrame([found[best] for found in own.minus_fixed])
         rows.append(
-            [
-                verdict["model"],
-                verdict["solver"],
-                f"{verdict['tolerance']:.0e}",
-                shown([point["nfe"] for point in points], 1),
-                f"{best}, {shown([point['minus_fixed'][best]['nfe'] for point in points], 1)}",
-                scientific(difference),
-                scientific(error, LOG),
-                scientific([point["minus_trained"] for point in points]),
-                {True: "yes", False: "no", None: "needs 2 seeds"}[verdict["worth_it"]],
-            ]
+            {
+                "model": verdict["model"],
+                "adaptive solver": verdict["solver"],
+                "tolerance": f"{verdict['tolerance']:.0e}",
+                "NFE": shown(own.nfe, 1),
+                "best fixed solver, its NFE": f"{best}, {shown(against.nfe, 1)}",
+                "loss minus its loss [nats]": scientific(against.loss),
+                "error / its error": scientific(against.error, LOG),
+                f"loss minus that of {TRAINED_WITH[1]} Euler steps [nats]": scientific(own.minus_trained),
+                "worth it": YES[verdict["worth_it"]],
+            }
         )
-    columns = [
-        "model",
-        "adaptive solver",
-        "tolerance",
-        "NFE",
-        "best fixed solver, its NFE",
-        "loss minus its loss [nats]",
-        "error / its error",
-        f"loss minus that of {TRAINED_WITH[1]} Euler steps [nats]",
-        "worth it",
-    ]
-    return Table(
-        f"adaptive against fixed steps at equal NFE; worth it: the interval lies below -{WORTH:g} nats", columns, rows
-    )
+    title = f"adaptive against fixed steps at equal NFE; worth it: the interval lies below -{WORTH:g} nats"
+    return table(title, rows)
 
 
-def _effort(results: dict[str, Any]) -> Table:
+def _effort(lines: pd.DataFrame) -> Table:
     rows = []
-    for model in MODELS:
-        for number, (solver, tolerance) in enumerate(_tolerances(results["records"])):
-            points = _points(results, model, number)
-            counts: dict[int, int] = {}
-            for point in points:
-                for nfe, count in point["counts"].items():
-                    counts[int(nfe)] = counts.get(int(nfe), 0) + count
-            known = [point["correlation"] for point in points if point["correlation"] is not None]
-            low, high = shuffled_middle([found["shuffled"] for found in known]) if known else (None, None)
-            rows.append(
-                [
-                    model,
-                    solver,
-                    f"{tolerance:.0e}",
-                    _shares(counts),
-                    shown([found["correlation"] for found in known], scale=FISHER),
-                    f"{low:.3f} to {high:.3f}" if known else "-",
-                    f"{len(known)} of {len(points)}",
-                ]
-            )
-    columns = [
-        "model",
-        "solver",
-        "tolerance",
-        "NFE: share of tokens",
-        "correlation with loss",
-        "shuffled within positions, 95 %",
-        "of seeds",
-    ]
-    return Table("evaluations by token; a seed has no correlation where all tokens take the same", columns, rows)
+    for kind, own in _adaptive_points(lines):
+        known = [found for found in own.correlation if found is not None]
+        low, high = shuffled_middle([found["shuffled"] for found in known]) if known else (None, None)
+        rows.append(
+            kind
+            | {
+                "tolerance": f"{kind['tolerance']:.0e}",
+                "NFE: share of tokens": _shares(_counts(own)),
+                "correlation with loss": shown([found["correlation"] for found in known], scale=FISHER),
+                "shuffled within positions, 95 %": f"{low:.3f} to {high:.3f}" if known else "-",
+                "of seeds": f"{len(known)} of {len(own)}",
+            }
+        )
+    return table("evaluations by token; a seed has no correlation where all tokens take the same", rows)
 
 
-def _shares(counts: dict[int, int]) -> str:
+def _counts(lines: pd.DataFrame) -> pd.Series:
+    """Tokens by their evaluations."""
+    return pd.DataFrame([*lines.counts]).sum().rename(int).sort_index()
+
+
+def _shares(counts: pd.Series) -> str:
     """The share of tokens by evaluations, or their range where there are many."""
     if len(counts) > MOST_SHOWN:
-        return f"{min(counts)} to {max(counts)}"
-    return ", ".join(f"{nfe}: {counts[nfe] / sum(counts.values()):.1%}" for nfe in sorted(counts))
+        return f"{counts.index[0]} to {counts.index[-1]}"
+    return ", ".join(f"{nfe}: {share:.1%}" for nfe, share in (counts / counts.sum()).items())
 
 
-def _fixed_steps(results: dict[str, Any]) -> Table:
-    rows = []
-    for model in MODELS:
-        records = [record for record in results["records"] if record["model"] == model]
-        for number, point in enumerate(records[0]["fixed"]):
-            losses, errors = ([record["fixed"][number][field] for record in records] for field in ("loss", "error"))
-            rows.append(
-                [model, point["solver"], point["steps"], f"{point['nfe']:g}", shown(losses, 5), scientific(errors, LOG)]
-            )
-    columns = ["model", "solver", "steps", "NFE", "held-out loss [nats]", "error / displacement"]
-    return Table("fixed steps", columns, rows)
-
-
-def _loss_change(record: dict[str, Any], point: dict[str, Any]) -> float:
-    """Against the solver of the training, in thousandths of a nat."""
-    (trained_with,) = (at["loss"] for at in record["fixed"] if (at["solver"], at["steps"]) == TRAINED_WITH)
-    return 1000 * (point["loss"] - trained_with)
-
-
-def _draw_curves(
-    records: Sequence[dict[str, Any]], value: Callable[[dict[str, Any], dict[str, Any]], float], panel: Any
-) -> None:
-    for number, solver in enumerate((*FIXED_SOLVERS, *ADAPTIVE_SOLVERS)):
-        kind = "fixed" if solver in FIXED_SOLVERS else "adaptive"
-        lines = [
-            [(at["nfe"], value(record, at)) for at in record[kind] if at["solver"] == solver] for record in records
-        ]
-        nfe, values = np.mean(lines, axis=0).T
-        style = {
-            "color": f"C{number}",
-            "ls": "-" if kind == "fixed" else "--",
-            "marker": "." if kind == "fixed" else "x",
+def _fixed_steps(lines: pd.DataFrame) -> Table:
+    rows = [
+        {
+            "model": model,
+            "solver": solver,
+            "steps": int(steps),
+            "NFE": f"{own.nfe.iloc[0]:g}",
+            "held-out loss [nats]": shown(own.loss, 5),
+            "error / displacement": scientific(own.error, LOG),
         }
-        panel.plot(nfe, values, label=f"{solver}, {kind}", **style)
+        for (model, solver, steps), own in groups(lines[lines.solver.isin(FIXED_SOLVERS)], "model", "solver", "steps")
+    ]
+    return table("fixed steps", rows)
 
 
-def _draw_counts(record: dict[str, Any], panel: Any) -> None:
-    """The share of tokens by evaluations, of the first seed; tolerances at which all tokens take the same are left out,
-    unless they are all."""
-    for point in [point for point in record["adaptive"] if len(point["counts"]) > 1] or record["adaptive"]:
-        counts = {int(nfe): count for nfe, count in point["counts"].items()}
-        shares = [100 * counts[nfe] / sum(counts.values()) for nfe in sorted(counts)]
-        panel.plot(sorted(counts), shares, marker=".", lw=1, label=f"{point['solver']} {point['tolerance']:.0e}")
-    panel.set_xscale("log", base=2)
-    panel.set_xlabel("evaluations of a token, seed 0")
-    panel.set_ylabel("share of tokens [%]")
+def _draw_curves(lines: pd.DataFrame, figure: str, panel: Any) -> None:
+    """Draws a figure against the evaluations, means over seeds."""
+    for number, (solver, own) in enumerate(groups(lines, "solver")):
+        means = own.groupby(own.groupby("seed").cumcount())[["nfe", figure]].mean()
+        if solver in FIXED_SOLVERS:
+            kind, style = "fixed", {"ls": "-", "marker": "."}
+        else:
+            kind, style = "adaptive", {"ls": "--", "marker": "x"}
+        panel.plot(means.nfe, means[figure], color=f"C{number}", label=f"{solver}, {kind}", **style)
+
+
+def _draw_counts(lines: pd.DataFrame, panel: Any) -> None:
+    """The share of tokens by evaluations; tolerances at which all tokens take the same are left out, unless they are
+    all."""
+    counts = {f"{kind['solver']} {kind['tolerance']:.0e}": _counts(own) for kind, own in _adaptive_points(lines)}
+    several = {label: found for label, found in counts.items() if len(found) > 1}
+    for label, found in (several or counts).items():
+        panel.plot(found.index, 100 * found / found.sum(), marker=".", lw=1, label=label)

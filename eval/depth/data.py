@@ -86,8 +86,9 @@ def _generated(seed: int, documents: int) -> str:
     return " ".join(parts)
 
 
-def described_line(corpus: dict[str, Any], vocab_size: int) -> str:
+def described_line(results: dict[str, Any]) -> str:
     """What `Corpus.described` says, in one line."""
+    corpus, vocab_size = results["corpus"], results["size"]["vocab_size"]
     return (
         f"{corpus['text']} ({corpus['train_tokens']:,} tokens), held out {corpus['held_out']} "
         f"({corpus['held_out_tokens']:,}); tokenizer: {corpus['tokenizer']}, {corpus['tokens_in_use']:,} of "

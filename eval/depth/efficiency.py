@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 from transformers import GPT2LMHeadModel
@@ -17,10 +19,11 @@ from transformers import GPT2LMHeadModel
 from condense.depth import set_solver
 from condense.progress import ProgressBar
 
-from ..results import Table, picture, set_log_scale
-from ..results_store import Key, Record
+from ..results import Table, picture
+from ..results_store import Record
 from .experiment import Experiment
-from .models import TWIN_STEPS, Size, block_of
+from .lines import finish, groups, table
+from .models import TWIN_STEPS, Size, block_in, block_of
 from .pretraining import held_out_windows, trained
 
 FIXED = (("euler", 1), ("euler", 2), ("euler", 4), ("euler", 8), ("midpoint", 4), ("rk4", 4))
@@ -31,6 +34,10 @@ REFERENCE = ("rk4", 256)
 GRADIENT_TOKENS = 16
 REPEATS, SMALL_REPEATS = 10, 2
 MEGABYTE = 2**20
+PAPER_ROWS: list[list[Any]] = [
+    ["paper: baseline", "-", "-", "519.83", "1.00", "-", "-", "-", "-"],
+    ["paper: hybrid", "4", "4", "507.19", "0.98", "-", "-", "-", "-"],
+]
 
 Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]  # by name what prepares a call, and the call
 
@@ -63,9 +70,6 @@ class Efficiency(Experiment[Part]):
     def items(self) -> list[Part]:
         return [Part(part, seed) for seed in self.seeds for part in ("inference", "training", "adjoint")]
 
-    def key(self, item: Part) -> Key:
-        return item._asdict()
-
     def measure(self, item: Part) -> Record:
         models = {arm: trained(arm, item.seed, self.setup, self.output) for arm in TRAINED}
         ids_BN = held_out_windows(self.setup)[: self.size.batch]
@@ -93,42 +97,32 @@ class Efficiency(Experiment[Part]):
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
         size = results["size"]
-        batch = f"{size['batch']} x {size['positions']} tokens, {results['threads']} threads"
+        batch = f"{size['batch']} x {size['positions']} tokens, {results['threads']} threads: median [lowest, highest]"
         return [
-            Table(f"inference, {batch}: median [lowest, highest]", *_inference(results)),
-            Table(f"training step with AdamW, {batch}: median [lowest, highest]", *_training(results)),
-            Table("the adjoint: memory of the block, and error of its gradient (Euler)", *_adjoint(results)),
+            _inference(_repeats(results, "inference"), f"inference, {batch}"),
+            _training(_repeats(results, "training"), f"training step with AdamW, {batch}"),
+            _adjoint(_adjoint_means(results)),
         ]
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
+        by_name, adjoint = _repeats(results, "inference").groupby("name", sort=False), _adjoint_means(results)
+        milliseconds = 1000 * by_name.body_seconds.median()
+        predicted = milliseconds["baseline"] * by_name.body_predicted.agg(fmean)
         with picture(path, columns=3, figsize=(13, 3.8)) as (left, middle, right):
-            pooled = _pooled(results, "inference")
-            names = list(pooled)
-            left.barh(names, [1000 * median(pooled[name]["body_seconds"]) for name in names], height=0.6, color="C0")
-            baseline = 1000 * median(pooled["baseline"]["body_seconds"])
-            predicted = [baseline * fmean(pooled[name]["body_predicted"]) for name in names]
-            left.plot(predicted, names, "k|", ms=9, label="predicted from the baseline")
+            left.barh(milliseconds.index, milliseconds, height=0.6, color="C0")
+            left.plot(predicted, predicted.index, "k|", ms=9, label="predicted from the baseline")
             left.invert_yaxis()
             left.tick_params(axis="y", labelsize=7)
-            left.set_xlabel("ms a batch, without the head")
-            left.legend(fontsize=7)
-            means = _adjoint_means(results)
             for gradient in ("direct", "adjoint"):
-                middle.plot(
-                    STEPS, [means[step][f"{gradient}_bytes"] / MEGABYTE for step in STEPS], "o-", label=gradient
-                )
-                right.plot(STEPS, [means[step][f"{gradient}_to_reference"] for step in STEPS], "o-", label=gradient)
-            right.plot(STEPS, [means[step]["adjoint_to_direct"] for step in STEPS], "o--", label="adjoint to direct")
-            middle.set_ylabel("MiB kept for the backward pass")
-            right.set_ylabel("relative error of the gradient")
+                middle.plot(STEPS, adjoint[f"{gradient}_bytes"] / MEGABYTE, "o-", label=gradient)
+                right.plot(STEPS, adjoint[f"{gradient}_to_reference"], "o-", label=gradient)
+            right.plot(STEPS, adjoint.adjoint_to_direct, "o--", label="adjoint to direct")
             for axes in (middle, right):
                 axes.set_xscale("log", base=2)
-                set_log_scale(axes, "y")
-                axes.set_xlabel("Euler steps")
-                axes.legend(fontsize=7)
-            for axes in (left, middle, right):
-                axes.grid(alpha=0.3)
+            finish(left, "ms a batch, without the head", "")
+            finish(middle, "Euler steps", "MiB kept for the backward pass", log="y")
+            finish(right, "Euler steps", "relative error of the gradient", log="y")
 
 
 def operations(arm: str, size: Size, evaluations: float) -> float:
@@ -160,13 +154,11 @@ def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
 
 
 def contenders(models: dict[str, GPT2LMHeadModel]) -> dict[str, Contender]:
-    hybrid, found = models["hybrid"], {arm: Contender(arm, models[arm], {}) for arm in TRAINED if arm != "hybrid"}
-    for solver, steps in FIXED:
-        settings = {"solver": solver, "steps": steps}
-        found[f"hybrid, {solver} {steps}"] = Contender("hybrid", hybrid, settings)
-    for solver, tolerance in ADAPTIVE:
-        settings = {"solver": solver, "rtol": tolerance, "atol": tolerance / 10}
-        found[f"hybrid, {solver} {tolerance:g}"] = Contender("hybrid", hybrid, settings)
+    fixed: list[dict[str, Any]] = [{"solver": solver, "steps": steps} for solver, steps in FIXED]
+    adaptive = [{"solver": solver, "rtol": tolerance, "atol": tolerance / 10} for solver, tolerance in ADAPTIVE]
+    found = {arm: Contender(arm, models[arm], {}) for arm in TRAINED if arm != "hybrid"}
+    for (solver, amount), settings in zip((*FIXED, *ADAPTIVE), fixed + adaptive, strict=True):
+        found[f"hybrid, {solver} {amount:g}"] = Contender("hybrid", models["hybrid"], settings)
     return found
 
 
@@ -271,8 +263,7 @@ def saved_bytes(module: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
 
 def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
     """By number of Euler steps: bytes that the block keeps for one row, and relative errors of the gradient."""
-    block = block_of(hybrid)
-    assert block is not None
+    block = block_in(hybrid)
     hidden_BND = torch.randn(1, ids_BN.shape[1], hybrid.config.n_embd, generator=torch.Generator().manual_seed(0))
     found: Record = {str(steps): {} for steps in STEPS}
     for steps in STEPS:
@@ -297,10 +288,7 @@ def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
 def _gradient(model: GPT2LMHeadModel, ids_BN: torch.Tensor, solver: str, steps: int, gradient: str) -> torch.Tensor:
     """The gradient of the model's loss for all weights of the block, as one vector."""
     set_solver(model, solver, steps=steps, gradient=gradient)
-    block = block_of(model)
-    assert block is not None
-    weights = list(block.parameters())
-    found = torch.autograd.grad(_loss(model, ids_BN), weights)
+    found = torch.autograd.grad(_loss(model, ids_BN), list(block_in(model).parameters()))
     return torch.cat([part.flatten() for part in found])
 
 
@@ -308,103 +296,69 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def _pooled(results: dict[str, Any], part: str) -> dict[str, dict[str, list[Any]]]:
-    """The figures of a part by name, those of all seeds together."""
-    found: dict[str, dict[str, list[Any]]] = {}
-    for record in (record for record in results["records"] if record["part"] == part):
-        for name, figures in record["measured"].items():
-            pooled = found.setdefault(name, {})
-            for figure, value in figures.items():
-                pooled.setdefault(figure, []).extend(value if isinstance(value, list) else [value])
-    return found
+def _repeats(results: dict[str, Any], part: str) -> pd.DataFrame:
+    """A line per seed, name and repeat, with its times as ratios to the baseline's of the same repeat."""
+    times = {"inference": ["seconds", "body_seconds"], "training": ["seconds"]}[part]
+    runs = [
+        {"name": name} | found | {f"{time}_ratio": np.divide(found[time], measured["baseline"][time]) for time in times}
+        for measured in (record["measured"] for record in results["records"] if record["part"] == part)
+        for name, found in measured.items()
+    ]
+    return pd.DataFrame(runs).explode([*times, *(f"{time}_ratio" for time in times)])
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
     return f"{median(values):,.{digits}f} [{min(values):,.{digits}f}, {max(values):,.{digits}f}]"
 
 
-def _ratios(values: Sequence[float], others: Sequence[float]) -> str:
-    return _spread([value / other for value, other in zip(values, others, strict=True)], 2)
-
-
-def _milliseconds(seconds: Sequence[float]) -> str:
-    return _spread([1000 * value for value in seconds], 1)
-
-
-def _inference(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = [
-        "model",
-        "evaluations of a token, mean",
-        "most",
-        "ms a batch",
-        "against the baseline",
-        "predicted",
-        "ms without the head",
-        "against the baseline's",
-        "predicted without the head",
-    ]
-    rows: list[list[Any]] = [
-        ["paper: baseline", "-", "-", "519.83", "1.00", "-", "-", "-", "-"],
-        ["paper: hybrid", "4", "4", "507.19", "0.98", "-", "-", "-", "-"],
-    ]
-    pooled = _pooled(results, "inference")
-    for name, found in pooled.items():
-        rows.append(
-            [
-                name,
-                f"{fmean(found['evaluations']):.1f}" if any(found["evaluations"]) else "-",
-                f"{max(found['most_evaluations']):.0f}" if any(found["evaluations"]) else "-",
-                _milliseconds(found["seconds"]),
-                _ratios(found["seconds"], pooled["baseline"]["seconds"]),
-                f"{fmean(found['predicted']):.2f}",
-                _milliseconds(found["body_seconds"]),
-                _ratios(found["body_seconds"], pooled["baseline"]["body_seconds"]),
-                f"{fmean(found['body_predicted']):.2f}",
-            ]
-        )
-    return columns, rows
-
-
-def _training(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    pooled = _pooled(results, "training")
+def _inference(lines: pd.DataFrame, title: str) -> Table:
     rows = [
-        [
-            name,
-            _milliseconds(found["seconds"]),
-            _ratios(found["seconds"], pooled["baseline"]["seconds"]),
-            f"{fmean(found['predicted']):.2f}",
-            f"{fmean(found['saved_bytes']) / MEGABYTE:,.1f}",
-        ]
-        for name, found in pooled.items()
+        {
+            "model": name,
+            "evaluations of a token, mean": f"{fmean(own.evaluations):.1f}" if any(own.evaluations) else "-",
+            "most": f"{max(own.most_evaluations):.0f}" if any(own.evaluations) else "-",
+            "ms a batch": _spread(1000 * own.seconds, 1),
+            "against the baseline": _spread(own.seconds_ratio, 2),
+            "predicted": f"{fmean(own.predicted):.2f}",
+            "ms without the head": _spread(1000 * own.body_seconds, 1),
+            "against the baseline's": _spread(own.body_seconds_ratio, 2),
+            "predicted without the head": f"{fmean(own.body_predicted):.2f}",
+        }
+        for name, own in groups(lines, "name")
     ]
-    return ["model", "ms a step", "against the baseline", "predicted", "MiB kept for the backward pass"], rows
+    return table(title, rows, PAPER_ROWS)
 
 
-def _adjoint_means(results: dict[str, Any]) -> dict[int, dict[str, float]]:
+def _training(lines: pd.DataFrame, title: str) -> Table:
+    rows = [
+        {
+            "model": name,
+            "ms a step": _spread(1000 * own.seconds, 1),
+            "against the baseline": _spread(own.seconds_ratio, 2),
+            "predicted": f"{fmean(own.predicted):.2f}",
+            "MiB kept for the backward pass": f"{fmean(own.saved_bytes) / MEGABYTE:,.1f}",
+        }
+        for name, own in groups(lines, "name")
+    ]
+    return table(title, rows)
+
+
+def _adjoint_means(results: dict[str, Any]) -> pd.DataFrame:
     """The figures by number of steps, means over seeds."""
-    records = [record["measured"] for record in results["records"] if record["part"] == "adjoint"]
-    return {
-        steps: {name: fmean(record[str(steps)][name] for record in records) for name in records[0][str(steps)]}
-        for steps in STEPS
-    }
+    parts = [pd.DataFrame(record["measured"]).T for record in results["records"] if record["part"] == "adjoint"]
+    return pd.concat(parts).groupby(level=0, sort=False).agg(fmean)
 
 
-def _adjoint(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = [
-        "steps",
-        "MiB kept, direct",
-        "adjoint",
-        "adjoint's gradient against the direct one",
-        "against rk4 with 256 steps",
-        "direct against rk4 with 256 steps",
-    ]
+def _adjoint(means: pd.DataFrame) -> Table:
     rows = [
-        [
-            steps,
-            f"{found['direct_bytes'] / MEGABYTE:,.2f}",
-            f"{found['adjoint_bytes'] / MEGABYTE:,.2f}",
-            *(f"{found[name]:.2e}" for name in ("adjoint_to_direct", "adjoint_to_reference", "direct_to_reference")),
-        ]
-        for steps, found in _adjoint_means(results).items()
+        {
+            "steps": steps,
+            "MiB kept, direct": f"{found.direct_bytes / MEGABYTE:,.2f}",
+            "adjoint": f"{found.adjoint_bytes / MEGABYTE:,.2f}",
+            "adjoint's gradient against the direct one": f"{found.adjoint_to_direct:.2e}",
+            "against rk4 with 256 steps": f"{found.adjoint_to_reference:.2e}",
+            "direct against rk4 with 256 steps": f"{found.direct_to_reference:.2e}",
+        }
+        for steps, found in zip(STEPS, means.itertuples(), strict=True)
     ]
-    return columns, rows
+    return table("the adjoint: memory of the block, and error of its gradient (Euler)", rows)

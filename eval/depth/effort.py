@@ -7,23 +7,23 @@ tight tolerances the error estimate in float32 is rounding.
 Axes: T tokens, n tokens of all prompts, D hidden size, N examples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 
-from ..intervals import LOG, LOGIT, band, shown
-from ..results import Table, picture, set_log_scale
-from ..results_store import Key, Record
+from ..intervals import LOG, LOGIT, shown
+from ..results import Table, picture
+from ..results_store import Record
 from .data import described_line
 from .evaluations import (
     BOUNDARY,
     READINGS,
-    TAUS,
     Evaluations,
     fit_effort,
     measure_probes,
@@ -34,6 +34,7 @@ from .evaluations import (
 )
 from .experiment import Experiment
 from .lexicon import PAPER_PROMPT
+from .lines import draw_band, finish, groups, table
 from .pretraining import trained
 from .steered import TRAINED_ON, Labels, Prompts, lexicon_of, num_steps, parts_of, steered
 from .steering import DOTS, FEW_CONTROLS
@@ -45,12 +46,13 @@ TOLERANCES, FEW_TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6), (1e-3, 1e-4)  # relative;
 # adaptive_heun takes thousands of steps at smaller ones.
 TOLERANCES_OF_NEIGHBOURS = (1e-3, 1e-4)
 PAPER_STEPS = (2, 4)  # of 14 and 26 evaluations: at the loosest tolerance and at one 1000 times tighter
-BLOCKS: tuple[tuple[Prompts, Labels], ...] = (
-    ("paper", "own"),
-    ("paper", "swapped"),
-    ("many", "own"),
-    ("many", "swapped"),
-)
+PAPER_ROWS: list[list[Any]] = [
+    ["the paper", "loosest", "common", "14", "-", str(PAPER_STEPS[0]), "-", "0.85 to 1.15"],
+    ["the paper", "1000 times tighter", "common", "26", "-", str(PAPER_STEPS[1]), "-", "-"],
+]
+PROMPTS: tuple[Prompts, ...] = ("paper", "many")
+LABELS: tuple[Labels, ...] = ("own", "swapped")
+BLOCKS = tuple(product(PROMPTS, LABELS))
 
 
 class Run(NamedTuple):
@@ -100,9 +102,6 @@ class Effort(Experiment[Run]):
     def items(self) -> list[Run]:
         return [Run(seed, *block, what) for seed in self.seeds for block in BLOCKS for what in (*SOLVERS, "probes")]
 
-    def key(self, item: Run) -> Key:
-        return item._asdict()
-
     def measure(self, item: Run) -> Record:
         model = steered(item.seed, self.setup, self.output, item.labels, item.prompts)
         if item.what == "probes":
@@ -130,200 +129,165 @@ class Effort(Experiment[Run]):
             found["others"].append(fmean(effort.by_token(lasts_nD, u, tolerance)))
         return found
 
-    def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
-        return {"records": [item._asdict() | record for item, record in measured]}
-
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
-        """A line per block, solver, tolerance and control, and per block, tau and reading."""
-        found = []
-        for record in results["records"]:
-            run = {name: record[name] for name in Run._fields}
-            if record["what"] == "probes":
-                found += [run | {"reading": name} | line for name in READINGS for line in record["probes"][name]]
-                continue
-            for tolerance, sweep in zip(results["tolerances"], record["sweep"], strict=True):
-                for number, u in enumerate(results["controls"]):
-                    counts = {f"nfe_{name}": values[number] for name, values in sweep.items()}
-                    found.append(run | {"tolerance": tolerance, "control": u} | counts)
-        return found
+        return _lines(results)
 
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
-        data = described_line(results["corpus"], results["size"]["vocab_size"])
+        lines = pd.DataFrame(_lines(results))
+        sweeps, probes = lines[lines.what != "probes"], lines[lines.what == "probes"]
+        data = described_line(results)
         return [
-            Table(f'NFE below and above u = {BOUNDARY} on "{PAPER_PROMPT}": {data}', *_regimes(results)),
-            Table("is it the word or the block: NFE = level + slope u + curvature |u|", *_causes(results)),
-            Table("NFE and steps against tolerance, mean over u", *_scaling(results)),
-            Table("NFE of a prompt alone and among others, u = -1, 0, +1", *_neighbours(results)),
-            Table("linear probes: right on prompts never trained on", *_probes(results)),
+            _regimes(sweeps, f'NFE below and above u = {BOUNDARY} on "{PAPER_PROMPT}": {data}'),
+            _causes(sweeps, results["records"]),
+            _scaling(sweeps),
+            _neighbours(results["records"]),
+            _probes(probes),
         ]
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
+        lines = pd.DataFrame(_lines(results))
+        dopri5, own = lines[lines.what == "dopri5"], lines[lines.labels == "own"]
         with picture(path, 2, 2, figsize=(11, 7.6)) as axes:
-            _draw_sweep(results, axes[0, 0])
-            _draw_labels(results, axes[0, 1])
-            _draw_scaling(results, axes[1, 0])
-            _draw_probes(results, axes[1, 1])
+            _draw_sweep(dopri5[(dopri5.prompts == "paper") & (dopri5.labels == "own")], axes[0, 0])
+            _draw_labels(dopri5[dopri5.tolerance == results["tolerances"][-1]], axes[0, 1])
+            _draw_scaling(own[(own.prompts == "paper") & (own.what != "probes")], axes[1, 0])
+            _draw_probes(own[(own.prompts == "many") & (own.what == "probes")], axes[1, 1])
 
 
-def _of(results: dict[str, Any], prompts: str, labels: str, what: str) -> list[dict[str, Any]]:
-    wanted = (prompts, labels, what)
-    return [r for r in results["records"] if (r["prompts"], r["labels"], r["what"]) == wanted]
+def _lines(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """A line per block, solver, tolerance and control, and per block, tau and reading."""
+    found = []
+    for record in results["records"]:
+        run = {name: record[name] for name in Run._fields}
+        if record["what"] == "probes":
+            found += [run | {"reading": name} | line for name in READINGS for line in record["probes"][name]]
+            continue
+        for tolerance, sweep in zip(results["tolerances"], record["sweep"], strict=True):
+            for number, u in enumerate(results["controls"]):
+                counts = {f"nfe_{name}": values[number] for name, values in sweep.items()}
+                found.append(run | {"tolerance": tolerance, "control": u} | counts)
+    return found
 
 
-def _regimes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["trained on", "labels", "solver", "tolerance", "steps", f"u < {BOUNDARY}", f"u > {BOUNDARY}"]
-    rows: list[list[Any]] = [["the paper", "own", "dopri5", "-", "common", "20", "14"]]
+def _solved(lines: pd.DataFrame) -> Iterator[tuple[dict[str, str], pd.DataFrame]]:
+    """The lines of each block, solver and tolerance, with the cells that a row of them begins with."""
+    for (prompts, labels, solver, tolerance), own in groups(lines, "prompts", "labels", "what", "tolerance"):
+        first = {"trained on": TRAINED_ON[prompts], "labels": labels, "solver": solver, "tolerance": f"{tolerance:g}"}
+        yield first, own
+
+
+def _regimes(lines: pd.DataFrame, title: str) -> Table:
     ways = {"common": "common", "last": "last token's", "mean": "by token, mean"}
-    for (prompts, labels), solver in product(BLOCKS, SOLVERS):
-        for number, tolerance in enumerate(results["tolerances"]):
-            for way, name in ways.items():
-                curves = [record["sweep"][number][way] for record in _of(results, prompts, labels, solver)]
-                sides = [[_side(results["controls"], c, below) for c in curves] for below in (True, False)]
-                rows.append(
-                    [TRAINED_ON[prompts], labels, solver, f"{tolerance:g}", name, *(shown(side, 1) for side in sides)]
-                )
-    return columns, rows
+    rows = []
+    for first, own in _solved(lines):
+        for way, name in ways.items():
+            curves = [curve for _, curve in own.groupby("seed")]
+            below, above = ([_side(c.control, c[f"nfe_{way}"], side) for c in curves] for side in (True, False))
+            sides = {f"u < {BOUNDARY}": shown(below, 1), f"u > {BOUNDARY}": shown(above, 1)}
+            rows.append(first | {"steps": name} | sides)
+    return table(title, rows, [["the paper", "own", "dopri5", "-", "common", "20", "14"]])
 
 
 def _side(controls: Sequence[float], counts: Sequence[float], below: bool) -> float:
     return fmean(count for u, count in zip(controls, counts, strict=True) if (u < BOUNDARY) == below)
 
 
-def _causes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["trained on", "labels", "solver", "tolerance", "P(good) share before", "counted", "slope", "curvature"]
+def _causes(lines: pd.DataFrame, records: Sequence[dict[str, Any]]) -> Table:
+    priors = pd.DataFrame(records).groupby(["prompts", "labels", "what"]).prior
     rows = []
-    for (prompts, labels), solver, (number, tolerance) in product(BLOCKS, SOLVERS, enumerate(results["tolerances"])):
-        records = _of(results, prompts, labels, solver)
+    for first, own in _solved(lines):
+        prior = priors.get_group(tuple(own.iloc[0][["prompts", "labels", "what"]]))
         for way, name in {"common": "paper's prompt, common", "others": "new prompts' last tokens"}.items():
-            fits = [fit_effort(results["controls"], record["sweep"][number][way]) for record in records]
-            prior = shown([record["prior"] for record in records], scale=LOGIT)
-            slope, curvature = (shown([fit[at] for fit in fits], 2) for at in (1, 2))
-            rows.append([TRAINED_ON[prompts], labels, solver, f"{tolerance:g}", prior, name, slope, curvature])
-    return columns, rows
+            fits = [fit_effort(curve.control, curve[f"nfe_{way}"]) for _, curve in own.groupby("seed")]
+            _, slope, curvature = (shown(values, 2) for values in zip(*fits, strict=True))
+            counted = {"counted": name, "slope": slope, "curvature": curvature}
+            rows.append(first | {"P(good) share before": shown(prior, scale=LOGIT)} | counted)
+    return table("is it the word or the block: NFE = level + slope u + curvature |u|", rows)
 
 
-def _scaling(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["trained on", "tolerance", "solved", "NFE: dopri5", "NFE: adaptive_heun", "steps: dopri5",
-               "steps: adaptive_heun", "steps: heun / dopri5"]  # fmt: skip
-    rows: list[list[Any]] = [
-        ["the paper", "loosest", "common", "14", "-", str(PAPER_STEPS[0]), "-", "0.85 to 1.15"],
-        ["the paper", "1000 times tighter", "common", "26", "-", str(PAPER_STEPS[1]), "-", "-"],
-    ]
-    for prompts, (number, tolerance) in product(TRAINED_ON, enumerate(results["tolerances"])):
+def _scaling(lines: pd.DataFrame) -> Table:
+    rows = []
+    for (prompts, tolerance), own in groups(lines[lines.labels == "own"], "prompts", "tolerance"):
         for way, name in {"common": "common", "mean": "by token, mean"}.items():
-            counts, steps = ([found(results, prompts, solver, way, number) for solver in SOLVERS]
-                             for found in (_mean_evaluations, _mean_steps))  # fmt: skip
-            ratio = [heun / dopri5 for dopri5, heun in zip(*steps, strict=True)]
-            cells = [shown(values, 1) for values in (*counts, *steps)]
-            rows.append([TRAINED_ON[prompts], f"{tolerance:g}", name, *cells, shown(ratio, 2)])
-    return columns, rows
+            counts = {solver: found.groupby("seed")[f"nfe_{way}"].agg(fmean) for solver, found in groups(own, "what")}
+            steps: dict[str, Any] = {solver: num_steps_of(way, solver, found) for solver, found in counts.items()}
+            rows.append(
+                {"trained on": TRAINED_ON[prompts], "tolerance": f"{tolerance:g}", "solved": name}
+                | {f"NFE: {solver}": shown(found, 1) for solver, found in counts.items()}
+                | {f"steps: {solver}": shown(found, 1) for solver, found in steps.items()}
+                | {"steps: heun / dopri5": shown(steps["adaptive_heun"] / steps["dopri5"], 2)}
+            )
+    return table("NFE and steps against tolerance, mean over u", rows, PAPER_ROWS)
 
 
-def _mean_evaluations(results: dict[str, Any], prompts: str, solver: str, way: str, number: int) -> list[float]:
-    """By seed, at tolerance `number`, the mean over u."""
-    return [fmean(record["sweep"][number][way]) for record in _of(results, prompts, "own", solver)]
-
-
-def _mean_steps(results: dict[str, Any], prompts: str, solver: str, way: str, number: int) -> list[float]:
-    return [num_steps_of(way, solver, count) for count in _mean_evaluations(results, prompts, solver, way, number)]
-
-
-def _neighbours(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = [
-        "trained on",
-        "labels",
-        "solver",
-        "tolerance",
-        "common alone",
-        "common together",
-        "changed: common",
-        "changed: by token",
+def _neighbours(records: Sequence[dict[str, Any]]) -> Table:
+    lines = [
+        {name: record[name] for name in Run._fields} | {"tolerance": tolerance, "found": found}
+        for record in records
+        if record["what"] != "probes"
+        for tolerance, found in zip(TOLERANCES_OF_NEIGHBOURS, record["neighbours"], strict=True)
     ]
     rows = []
-    for (prompts, labels), solver in product(BLOCKS, SOLVERS):
-        for number, tolerance in enumerate(TOLERANCES_OF_NEIGHBOURS):
-            found = [record["neighbours"][number] for record in _of(results, prompts, labels, solver)]
-            total = sum(values["prompts"] for values in found)
-            changed = [sum(values[f"{way}_changed"] for values in found) for way in ("common", "by_token")]
-            means = [
-                shown([fmean(values[name]) for values in found], 1) for name in ("common_alone", "common_together")
-            ]
-            run = [TRAINED_ON[prompts], labels, solver]
-            rows.append([*run, f"{tolerance:g}", *means, *(f"{count} of {total}" for count in changed)])
-    return columns, rows
+    for first, own in _solved(pd.DataFrame(lines)):
+        found = pd.DataFrame([*own.found])
+        total = found.prompts.sum()
+        rows.append(
+            first
+            | {
+                "common alone": shown(found.common_alone.map(fmean), 1),
+                "common together": shown(found.common_together.map(fmean), 1),
+                "changed: common": f"{found.common_changed.sum()} of {total}",
+                "changed: by token": f"{found.by_token_changed.sum()} of {total}",
+            }
+        )
+    return table("NFE of a prompt alone and among others, u = -1, 0, +1", rows)
 
 
-def _probes(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["trained on", "labels", "probe of", "measured", *(f"tau = {tau:g}" for tau in TAUS)]
-    rows = []
-    for (prompts, labels), reading, kind in product(BLOCKS, READINGS, ("accuracy", "shuffled")):
-        by_seed = [record["probes"][reading] for record in _of(results, prompts, labels, "probes")]
-        cells = [shown([lines[number][kind] for lines in by_seed], scale=LOGIT) for number in range(len(TAUS))]
-        name = "right" if kind == "accuracy" else "right, shuffled labels"
-        rows.append([TRAINED_ON[prompts], labels, reading, name, *cells])
-    return columns, rows
+def _probes(lines: pd.DataFrame) -> Table:
+    rows = [
+        {"trained on": TRAINED_ON[prompts], "labels": labels, "probe of": reading, "measured": measured}
+        | {f"tau = {tau:g}": shown(at_tau[kind], scale=LOGIT) for tau, at_tau in groups(own, "tau")}
+        for (prompts, labels, reading), own in groups(lines, "prompts", "labels", "reading")
+        for kind, measured in {"accuracy": "right", "shuffled": "right, shuffled labels"}.items()
+    ]
+    return table("linear probes: right on prompts never trained on", rows)
 
 
-def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
-    records = _of(results, "paper", "own", "dopri5")
-    for number, tolerance in enumerate(results["tolerances"]):
-        for way, style in (("common", "-"), ("last", ":")):
-            curves = [record["sweep"][number][way] for record in records]
-            label = f"{tolerance:g}, {'common' if way == 'common' else 'last token'}"
-            band(panel, results["controls"], curves, label, f"C{number}", linestyle=style, **DOTS)
+def _draw_sweep(lines: pd.DataFrame, panel: Any) -> None:
+    for number, (tolerance, own) in enumerate(groups(lines, "tolerance")):
+        for way, name, style in (("common", "common", "-"), ("last", "last token", ":")):
+            label, color = f"{tolerance:g}, {name}", f"C{number}"
+            draw_band(panel, own, "control", f"nfe_{way}", label, color, linestyle=style, **DOTS)
     panel.axvline(BOUNDARY, color="grey", lw=0.8, ls="--")
-    panel.set_title(f'dopri5 on "{PAPER_PROMPT}", by tolerance', fontsize=10)
-    _finish(panel, "u", "NFE")
+    finish(panel, "u", "NFE", f'dopri5 on "{PAPER_PROMPT}", by tolerance')
 
 
-def _draw_labels(results: dict[str, Any], panel: Any) -> None:
-    for color, (prompts, labels) in enumerate(BLOCKS):
-        curves = [record["sweep"][-1]["others"] for record in _of(results, prompts, labels, "dopri5")]
-        band(panel, results["controls"], curves, f"{TRAINED_ON[prompts]}, {labels} labels", f"C{color}", **DOTS)
-    panel.set_title(f"dopri5, last tokens of new prompts, {results['tolerances'][-1]:g}", fontsize=10)
-    _finish(panel, "u", "NFE, mean")
+def _draw_labels(lines: pd.DataFrame, panel: Any) -> None:
+    for number, ((prompts, labels), own) in enumerate(groups(lines, "prompts", "labels")):
+        label = f"{TRAINED_ON[prompts]}, {labels} labels"
+        draw_band(panel, own, "control", "nfe_others", label, f"C{number}", **DOTS)
+    finish(panel, "u", "NFE, mean", f"dopri5, last tokens of new prompts, {lines.tolerance.iloc[0]:g}")
 
 
-def _draw_scaling(results: dict[str, Any], panel: Any) -> None:
-    tolerances = results["tolerances"]
-    for color, solver in enumerate(SOLVERS):
-        for way, style in (("common", "-"), ("mean", ":")):
-            by_tolerance = [_mean_steps(results, "paper", solver, way, number) for number in range(len(tolerances))]
-            label = f"{solver}, {'common' if way == 'common' else 'by token'}"
-            band(
-                panel,
-                tolerances,
-                list(zip(*by_tolerance, strict=True)),
-                label,
-                f"C{color}",
-                LOG,
-                linestyle=style,
-                **DOTS,
-            )
-    panel.plot([tolerances[0], tolerances[0] / 1000], PAPER_STEPS, "kx", label="the paper, dopri5")
-    set_log_scale(panel, "x")
-    set_log_scale(panel, "y")
+def _draw_scaling(lines: pd.DataFrame, panel: Any) -> None:
+    for number, (solver, own) in enumerate(groups(lines, "what")):
+        means = own.groupby(["seed", "tolerance"], sort=False)[["nfe_common", "nfe_mean"]].agg(fmean).reset_index()
+        for way, name, style in (("common", "common", "-"), ("mean", "by token", ":")):
+            steps = means.assign(steps=num_steps_of(way, solver, means[f"nfe_{way}"]))
+            label, color = f"{solver}, {name}", f"C{number}"
+            draw_band(panel, steps, "tolerance", "steps", label, color, LOG, linestyle=style, **DOTS)
+    loosest = lines.tolerance.iloc[0]
+    panel.plot([loosest, loosest / 1000], PAPER_STEPS, "kx", label="the paper, dopri5")
+    finish(panel, "relative tolerance", "steps", f'steps on "{PAPER_PROMPT}", mean over u', log="xy")
     panel.invert_xaxis()
-    panel.set_title(f'steps on "{PAPER_PROMPT}", mean over u', fontsize=10)
-    _finish(panel, "relative tolerance", "steps")
 
 
-def _draw_probes(results: dict[str, Any], panel: Any) -> None:
-    for color, reading in enumerate(READINGS):
-        for kind, style in (("accuracy", "-"), ("shuffled", ":")):
-            records = _of(results, "many", "own", "probes")
-            curves = [[line[kind] for line in record["probes"][reading]] for record in records]
-            label = reading if kind == "accuracy" else "shuffled labels"
-            band(panel, TAUS, curves, label, f"C{color}", LOGIT, linestyle=style, **DOTS)
+def _draw_probes(lines: pd.DataFrame, panel: Any) -> None:
+    for number, (reading, own) in enumerate(groups(lines, "reading")):
+        color = f"C{number}"
+        draw_band(panel, own, "tau", "accuracy", reading, color, LOGIT, linestyle="-", **DOTS)
+        draw_band(panel, own, "tau", "shuffled", "shuffled labels", color, LOGIT, linestyle=":", **DOTS)
     panel.set_ylim(0, 1.05)
-    panel.set_title("linear probes, block trained on many prompts", fontsize=10)
-    _finish(panel, "tau", "right")
-
-
-def _finish(panel: Any, x: str, y: str) -> None:
-    panel.set_xlabel(x)
-    panel.set_ylabel(y)
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=7)
+    finish(panel, "tau", "right", "linear probes, block trained on many prompts")

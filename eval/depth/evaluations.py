@@ -14,9 +14,11 @@ import torch
 
 from ..results_store import Record
 from .lexicon import PAPER_PAIR, PAPER_PROMPT
+from .models import block_in
 from .pretraining import Setup
 from .probe import probe_accuracy
-from .steered import parts_of, steered_block
+from .readings import inputs_of
+from .steered import parts_of
 from .steering_measures import pair_log_probs
 from .words import Ids, encode_prompt, encode_word
 
@@ -87,17 +89,9 @@ def prior_share(model: Any, setup: Setup) -> float:
     return float(log_2.softmax(0)[0])
 
 
-@torch.no_grad()
 def states_before(model: Any, texts: Sequence[Ids]) -> list[torch.Tensor]:
     """H(0) [T, D] of each text in float64: what the block receives."""
-    states: list[torch.Tensor] = []
-    hook = steered_block(model).register_forward_pre_hook(lambda block, inputs: states.append(inputs[0][0].double()))
-    try:
-        for text in texts:
-            model.transformer(torch.tensor([text]), use_cache=False)
-    finally:
-        hook.remove()
-    return states
+    return [states_TD.double() for states_TD in inputs_of(model, block_in(model), texts)]
 
 
 @torch.no_grad()
@@ -159,7 +153,7 @@ def _shuffled(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _exact_block(model: Any) -> Any:
-    return deepcopy(steered_block(model)).double().eval()
+    return deepcopy(block_in(model)).double().eval()
 
 
 def _control(u: float) -> torch.Tensor:

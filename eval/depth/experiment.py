@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..options import stored
-from ..results_store import Record
+from ..results_store import Key, Record
 from ..runner import Results, Task
 from .data import load_corpus
-from .models import size_of
+from .models import PAPER, SMALL
 from .options import DepthOptions
 from .pretraining import Setup
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=NamedTuple)
 
 
 class Experiment(Task[Item]):
@@ -27,7 +27,7 @@ class Experiment(Task[Item]):
     options: DepthOptions
 
     def __init__(self, options: DepthOptions, output: Path):
-        self.options, self.output, self.size = options, output, size_of(options)
+        self.options, self.output, self.size = options, output, SMALL if options.small else PAPER
 
     @classmethod
     def name(cls) -> str:
@@ -44,6 +44,12 @@ class Experiment(Task[Item]):
 
     def settings(self) -> dict[str, Any]:
         return stored(self.options) | {"size": asdict(self.size), "corpus": self.setup.corpus.described}
+
+    def key(self, item: Item) -> Key:
+        return item._asdict()
+
+    def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
+        return {"records": [self.key(item) | record for item, record in measured]}
 
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
         found = {"about": self.about, "seeds": self.options.seeds}

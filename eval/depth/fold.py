@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 from transformers import PreTrainedTokenizerFast
 
 from condense import CondenseForCausalLM
@@ -24,6 +25,7 @@ from ..statistics import wilson
 from ..tasks.options import PasskeyOptions
 from ..tasks.passkey import Passkey
 from .experiment import Experiment
+from .lines import groups
 from .options import DepthOptions
 
 RECIPE = "passkey_quickstart"
@@ -179,9 +181,8 @@ class Fold(Experiment[Trained]):
         return found
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
-        records = [self.key(item) | record for item, record in measured]
         described = {arm.name: {"described": arm.described, "evaluations": arm.evaluations} for arm in ARMS}
-        return {"arms": described, "records": records}
+        return {"arms": described} | super().summarise(measured)
 
     def rows(self, results: Results) -> list[dict[str, Any]]:
         """A line per model, number of Euler steps where it is not the trained one, and number of segments."""
@@ -199,49 +200,49 @@ class Fold(Experiment[Trained]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        segments = results["segments"]
         columns = ["arm", "seeds", "evaluations", "parameters of the layers", "in all", "longest trained [segments]"]
-        columns += [f"{number} segments: % found" for number in segments]
+        columns += [f"{number} segments: % found" for number in results["segments"]]
         rows, steps_rows = [], []
-        for name, arm in results["arms"].items():
-            records = [record for record in results["records"] if record["arm"] == name]
-            if not records:
-                continue
-            first, reached = records[0], [record["milestones"][-1][1] for record in records]
-            row = [arm["described"], len(records), arm["evaluations"]]
-            row += [f"{first['layer_parameters']:,}", f"{first['parameters']:,}", _span(reached)]
-            rows.append(row + [_share([record["found"][n] for record in records]) for n in range(len(segments))])
-            if first["found_with_steps"]:
-                alphas = ", ".join(f"{record['alpha']:.2f}" for record in records)
-                found = [_share([record["found_with_steps"][str(n)] for record in records]) for n in results["steps"]]
-                steps_rows.append([arm["described"], alphas, *found])
-        far = min(FAR, segments[-1])
-        columns_of_steps = ["arm", "alpha after training", *(f"{n} steps: % found" for n in results["steps"])]
+        for arm, own in _by_arm(results):
+            first, reached = own.iloc[0], [milestones[-1][1] for milestones in own.milestones]
+            row = [arm, len(own), results["arms"][first.arm]["evaluations"]]
+            row += [f"{first.layer_parameters:,}", f"{first.parameters:,}", _span(reached)]
+            rows.append(row + [_share(found) for found in zip(*own.found, strict=True)])
+            if first.found_with_steps:
+                alphas = ", ".join(f"{alpha:.2f}" for alpha in own.alpha)
+                found = [_share([found[str(steps)] for found in own.found_with_steps]) for steps in results["steps"]]
+                steps_rows.append([arm, alphas, *found])
+        columns_of_steps = ["arm", "alpha after training", *(f"{steps} steps: % found" for steps in results["steps"])]
+        read_with = (
+            f"trained flows read with other numbers of Euler steps, {min(FAR, results['segments'][-1])} segments"
+        )
         return [
             Table("passkeys found, all depths of the key together, by seed", columns, rows),
-            Table(
-                f"trained flows read with other numbers of Euler steps, {far} segments", columns_of_steps, steps_rows
-            ),
+            Table(read_with, columns_of_steps, steps_rows),
         ]
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         with picture(path, columns=2, figsize=(11, 4.2)) as (lengths, training):
-            for number, (name, arm) in enumerate(results["arms"].items()):
-                records = [record for record in results["records"] if record["arm"] == name]
+            for number, (arm, own) in enumerate(_by_arm(results)):
                 look = {"color": f"C{number}", "marker": "osD^v"[number], "markersize": 4, "linewidth": 1.2}
-                for which, record in enumerate(records):
-                    label = arm["described"] if which == 0 else None
-                    shares = [100 * found["correct"] / found["total"] for found in record["found"]]
+                for which, record in enumerate(own.itertuples()):
+                    label = arm if which == 0 else None
+                    shares = [100 * found["correct"] / found["total"] for found in record.found]
                     lengths.plot(results["segments"], shares, label=label, **look)
-                    steps, reached = zip(*record["milestones"], strict=True)
-                    training.step(steps, reached, where="post", label=label, **look)
+                    training.step(*zip(*record.milestones, strict=True), where="post", label=label, **look)
             lengths.axvline(TRAINED, color="grey", linestyle=":", label="longest text of the curriculum")
             lengths.set(xlabel="segments of the text", ylabel="passkeys found [%]", ylim=(-3, 103))
             lengths.set_xscale("log", base=2)
             lengths.set_xticks(results["segments"], map(str, results["segments"]))
             training.set(xlabel="training step", ylabel="segments of the training texts")
             training.legend(fontsize=7)
+
+
+def _by_arm(results: Results) -> list[tuple[str, pd.DataFrame]]:
+    """What describes each arm, and its records."""
+    records = pd.DataFrame(results["records"])
+    return [(results["arms"][arm]["described"], own) for arm, own in groups(records, "arm")]
 
 
 def _share(counts: Sequence[dict[str, int]]) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .readings import inputs_of
+
 
 class Intervention(nn.Module):
     """H (1 + u G) + u V after a layer: FiLM, or a bias vector where `scales` is off. It starts as the identity."""
@@ -43,19 +45,11 @@ def intervene(model: Any, position: int, intervention: Intervention) -> Any:
     return model
 
 
-@torch.no_grad()
 def difference_of_means(model: Any, position: int, positive: list[tuple[int, ...]], negative: list[tuple[int, ...]]):
     """[D]: mean output of member `position` at the last token of the positive texts, less that of the negative."""
-    return _mean_state(model, position, positive) - _mean_state(model, position, negative)
-
-
-def _mean_state(model: Any, position: int, texts: list[tuple[int, ...]]) -> torch.Tensor:
-    states: list[torch.Tensor] = []
-    hook = model.transformer.h[position].register_forward_hook(lambda *call: states.append(call[-1][0, -1]))
-    device = next(model.parameters()).device
-    try:
-        for text in texts:
-            model.transformer(torch.tensor([text], device=device), use_cache=False)
-    finally:
-        hook.remove()
-    return torch.stack(states).mean(0)
+    after = model.transformer.h[position + 1]
+    positive_D, negative_D = (
+        torch.stack([states_TD[-1] for states_TD in inputs_of(model, after, texts)]).mean(0)
+        for texts in (positive, negative)
+    )
+    return positive_D - negative_D

@@ -7,11 +7,12 @@ the paper's own prompt and pair are always trained.
 import hashlib
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 PAPER_PROMPT, PAPER_PAIR = "The movie was", ("good", "bad")
 # Dimensions of the joint control: the value at +1, the value at -1.
@@ -19,6 +20,7 @@ DIMENSIONS = {"sentiment": ("positive", "negative"), "topic": ("person", "food")
 HELD_OUT = 3  # one subject, pair or prompt in so many is not trained; of a cell, one word
 
 Signs = tuple[float, ...]
+Value = TypeVar("Value")
 
 
 class Parts(NamedTuple):
@@ -39,6 +41,11 @@ class JointParts(NamedTuple):
     test_words: dict[Signs, tuple[str, ...]]
 
 
+def parted(values: Sequence[Value], held_out: Sequence[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """Those that are trained and those that are held out, each in their order."""
+    return tuple(v for v in values if v not in held_out), tuple(v for v in values if v in held_out)
+
+
 @dataclass(frozen=True)
 class Lexicon:
     """`subjects`: prompts by what they speak of. `cells`: words by signs; they continue any of `prompts`."""
@@ -52,28 +59,18 @@ class Lexicon:
         """Holds out whole subjects: prompts of one subject resemble each other."""
         draw = random.Random(seed)
         subjects = [name for name, prompts in self.subjects.items() if PAPER_PROMPT not in prompts]
-        held_out = set(draw.sample(subjects, len(self.subjects) // HELD_OUT))
-        pairs = [pair for pair in self.pairs if pair != PAPER_PAIR]
-        test_pairs = set(draw.sample(pairs, len(self.pairs) // HELD_OUT))
-        train = [prompt for name, own in self.subjects.items() if name not in held_out for prompt in own]
-        test = [prompt for name, own in self.subjects.items() if name in held_out for prompt in own]
-        return Parts(
-            tuple(train),
-            tuple(test),
-            tuple(pair for pair in self.pairs if pair not in test_pairs),
-            tuple(pair for pair in self.pairs if pair in test_pairs),
-        )
+        held_out = draw.sample(subjects, len(self.subjects) // HELD_OUT)
+        test_prompts = [prompt for name in held_out for prompt in self.subjects[name]]
+        test_pairs = draw.sample([pair for pair in self.pairs if pair != PAPER_PAIR], len(self.pairs) // HELD_OUT)
+        prompts = [prompt for own in self.subjects.values() for prompt in own]
+        return Parts(*parted(prompts, test_prompts), *parted(self.pairs, test_pairs))
 
     def joint_split(self, seed: int) -> JointParts:
         draw = random.Random(seed)
-        test_prompts = set(draw.sample(self.prompts, len(self.prompts) // HELD_OUT))
-        held_out = {signs: draw.choice(words) for signs, words in self.cells.items()}
-        return JointParts(
-            tuple(prompt for prompt in self.prompts if prompt not in test_prompts),
-            tuple(prompt for prompt in self.prompts if prompt in test_prompts),
-            {signs: tuple(w for w in words if w != held_out[signs]) for signs, words in self.cells.items()},
-            {signs: (word,) for signs, word in held_out.items()},
-        )
+        test_prompts = draw.sample(self.prompts, len(self.prompts) // HELD_OUT)
+        words = {signs: parted(words, [draw.choice(words)]) for signs, words in self.cells.items()}
+        train_words, test_words = ({signs: parts[side] for signs, parts in words.items()} for side in (0, 1))
+        return JointParts(*parted(self.prompts, test_prompts), train_words, test_words)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]

@@ -15,8 +15,6 @@ from condense.depth import DepthSettings, MLPField
 from condense.depth.fields import Tau, field_size_for
 from condense.depth.stock import StockDepthBlock
 
-from .options import DepthOptions
-
 ARMS = ("baseline", "hybrid", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
 TWINS = ("twin", "wide_twin")
 TWIN_STEPS = 4
@@ -51,10 +49,6 @@ PAPER = Size(
 SMALL = Size(
     width=32, layers=6, heads=4, vocab_size=1_024, positions=32, steps=12, batch=4, learning_rate=3e-3, field_size=64
 )
-
-
-def size_of(options: DepthOptions) -> Size:
-    return SMALL if options.small else PAPER
 
 
 class StepsField(nn.Module):
@@ -128,6 +122,13 @@ def _field(size: Size, field_size: int) -> MLPField:
 def block_of(model: nn.Module) -> StockDepthBlock | None:
     """The block in the place of layers; None in `baseline` and `shorter`."""
     return next((module for module in model.modules() if isinstance(module, StockDepthBlock)), None)
+
+
+def block_in(model: nn.Module) -> StockDepthBlock:
+    """The block of a model that has one."""
+    block = block_of(model)
+    assert block is not None
+    return block
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -5,7 +5,7 @@ Axes: B rows of a batch, N tokens of a row.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,8 +138,13 @@ def held_out_loss(model: GPT2LMHeadModel, setup: Setup) -> float | None:
     """The mean loss of a token over `held_out_windows`; None where it is not finite."""
     batches = held_out_windows(setup).split(setup.size.batch)
     try:
-        losses = [(model(ids_BN, labels=ids_BN).loss.item(), len(ids_BN)) for ids_BN in batches]
+        mean = mean_loss(lambda ids_BN: model(ids_BN, labels=ids_BN).loss, batches)
     except NotFiniteError:
         return None
-    mean = sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
     return mean if math.isfinite(mean) else None
+
+
+def mean_loss(loss: Callable[[torch.Tensor], torch.Tensor], batches: Sequence[torch.Tensor]) -> float:
+    """The mean over the rows of batches whose last may be smaller."""
+    losses = [(loss(ids_BN).item(), len(ids_BN)) for ids_BN in batches]
+    return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)

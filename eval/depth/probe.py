@@ -3,6 +3,8 @@
 Axes: N examples, D features.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -31,16 +33,23 @@ def fit_logistic(features_ND: torch.Tensor, labels_N: torch.Tensor) -> tuple[tor
     targets_N = labels_N.to(features_ND)
     weight_D = features_ND.new_zeros(features_ND.shape[1], requires_grad=True)
     bias = features_ND.new_zeros((), requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weight_D, bias], max_iter=ITERATIONS, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
-    )
 
     def loss() -> torch.Tensor:
+        log_loss = F.binary_cross_entropy_with_logits(features_ND @ weight_D + bias, targets_N)
+        return log_loss + PENALTY / 2 * weight_D.square().sum()
+
+    minimise(loss, [weight_D, bias])
+    return weight_D.detach(), bias.detach()
+
+
+def minimise(loss: Callable[[], torch.Tensor], variables: list[torch.Tensor]) -> None:
+    """Brings the variables to the minimum of a loss by L-BFGS."""
+    optimizer = torch.optim.LBFGS(variables, max_iter=ITERATIONS, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
+
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
-        value = F.binary_cross_entropy_with_logits(features_ND @ weight_D + bias, targets_N)
-        value = value + PENALTY / 2 * weight_D.square().sum()
-        value.backward()
+        value = loss()
+        value.backward(inputs=variables)
         return value
 
-    optimizer.step(loss)
-    return weight_D.detach(), bias.detach()
+    optimizer.step(step)

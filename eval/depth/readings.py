@@ -129,6 +129,12 @@ def input_of(model: nn.Module, module: nn.Module, ids_BT: torch.Tensor) -> torch
     return seen[0]
 
 
+def inputs_of(model: Any, module: nn.Module, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The hidden states [T, D] of each text that a module of the model's stack receives."""
+    device = next(model.parameters()).device
+    return [input_of(model.transformer, module, torch.tensor([text], device=device))[0] for text in texts]
+
+
 def next_token_losses(logits_BTV: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
     """The losses [B, T-1] in nats: entry t is that of the token after t."""
     return F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none")

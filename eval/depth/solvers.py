@@ -4,24 +4,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 from condense.depth.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 
-from ..intervals import LOG, interval
-from ..results import Table
-from ..results_store import Key, Record
-from . import solver_pictures, solver_tables
-from .convergence import converge, linear_problem
+from ..intervals import LOG, interval, shown
+from ..results import Table, picture, set_log_scale
+from ..results_store import Record
+from .convergence import ORDERS, converge, linear_problem
 from .divergence import diverge
 from .experiment import Experiment
-from .models import TWINS, block_of, build
+from .lines import YES, finish, groups, scientific, table
+from .models import TWINS, block_in, build
 from .pretraining import trained
 from .readings import Reading, accurate, held_out_texts, input_of, read_flow, read_layers, read_steps
-from .solver_tables import CRITERIA, PAPER, PASSES, PROBLEMS, SUBJECTS, values_of
 from .steered import steered
 
+PAPER = 0.00068  # its divergence relative to |H(1)|
+PASSES = 0.01  # ours: the paper gives no threshold
+SUBJECTS = {  # name: what it is, and whether it is a flow
+    "hybrid": ("the trained flow", True),
+    "random": ("the flow with random weights", True),
+    "steered_plus": ("the flow trained to steer, at u = +1", True),
+    "steered_minus": ("the flow trained to steer, at u = -1", True),
+    "alpha_one": ("a flow trained with alpha = 1", True),
+    "hybrid_at_one": ("the trained flow with alpha set to 1 afterwards", True),
+    "twin": ("as many different discrete MLP blocks as Euler steps, each a quarter as wide as the field", False),
+    "wide_twin": ("the same with blocks as wide as the field", False),
+    "layers": ("two layers of the trained baseline", False),
+}
+CRITERIA = {
+    "to_state": "divergence / |H(1)|, the paper's",
+    "to_displacement": "divergence / |H(1) - H(0)|",
+    "one_more_step": "divergence with one more Euler step / divergence",
+}
+PROBLEMS = {"linear": "a linear field, exactly solved", "hybrid": "the trained field, against many steps of rk4"}
+SOLVERS = (*FIXED_SOLVERS, *ADAPTIVE_SOLVERS)
 CONTROLS = {"steered_plus": 1.0, "steered_minus": -1.0}
 NUM_TEXTS = 16
 REFERENCE_STEPS, SMALL_REFERENCE_STEPS = 4096, 512  # of rk4, for the trained field
@@ -57,9 +78,6 @@ class Solvers(Experiment[Measurement]):
         parts = {"divergence": list(SUBJECTS), "order": list(PROBLEMS)}
         return [Measurement(part, name, seed) for seed in self.seeds for part, names in parts.items() for name in names]
 
-    def key(self, item: Measurement) -> Key:
-        return item._asdict()
-
     def measure(self, item: Measurement) -> Record:
         if item.part == "divergence":
             model, first, last, reading = self._subject(item.name, item.seed)
@@ -89,8 +107,7 @@ class Solvers(Experiment[Measurement]):
         if name == "layers":
             layers = model.transformer.h[slice(*self.size.replaced)]
             return model, layers[0], layers[-1], read_layers(layers, self.size.width)
-        block = block_of(model)
-        assert block is not None
+        block = block_in(model)
         if name == "hybrid_at_one":
             block.alpha.data.fill_(1)
         reading = read_steps(block) if name in TWINS else read_flow(block, CONTROLS.get(name, 0.0))
@@ -103,26 +120,34 @@ class Solvers(Experiment[Measurement]):
         return {"reference_steps": self._reference_steps, **parts, "criteria": criteria(parts["divergence"])}
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
-        lines = [{"part": "divergence", **record} for record in results["divergence"]]
-        for record in results["divergence"]:
-            for steps, error in zip(record["curve"]["steps"], record["curve"]["errors"], strict=True):
-                named = {"part": "curve", "name": record["name"], "seed": record["seed"], "solver": "euler"}
-                lines.append(named | {"evaluations": steps, "error": error})
-        for record in results["order"]:
-            for solver, found in _by_solver(record):
-                for evaluations, error in zip(found["evaluations"], found["errors"], strict=True):
-                    named = {"part": "order", "name": record["name"], "seed": record["seed"], "solver": solver}
-                    lines.append(named | {"evaluations": evaluations, "error": error})
-        return lines
+        curves = [
+            {"part": "curve", "name": record["name"], "seed": record["seed"], "solver": "euler"}
+            | {"evaluations": record["curve"]["steps"], "errors": record["curve"]["errors"]}
+            for record in results["divergence"]
+        ]
+        orders = [{"part": "order", **found} for found in _orders(results)]
+        return [{"part": "divergence", **record} for record in results["divergence"]] + [
+            {name: found[name] for name in ("part", "name", "seed", "solver")}
+            | {"evaluations": evaluations, "error": error}
+            for found in curves + orders
+            for evaluations, error in zip(found["evaluations"], found["errors"], strict=True)
+        ]
 
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
-        return solver_tables.tables(results)
+        divergences, orders = pd.DataFrame(results["divergence"]), pd.DataFrame(_orders(results))
+        return [
+            _divergence_table(divergences),
+            _effect_table(divergences),
+            _criteria_table(results["criteria"]),
+            _order_table(orders, results["reference_steps"]),
+            _adaptive_table(orders),
+        ]
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
-        solver_pictures.draw_divergence(results, path.with_name(f"{path.name}-divergence"))
-        solver_pictures.draw_order(results, path.with_name(f"{path.name}-order"))
+        _draw_divergence(pd.DataFrame(results["divergence"]), path.with_name(f"{path.name}-divergence"))
+        _draw_order(pd.DataFrame(_orders(results)), path.with_name(f"{path.name}-order"))
 
 
 def criteria(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -133,25 +158,158 @@ def criteria(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found = []
     for criterion in CRITERIA:
-        values = {name: values_of(records, name, criterion) for name in SUBJECTS}
-        flows = [value for name, (_, is_flow) in SUBJECTS.items() if is_flow for value in values[name]]
-        others = [value for name, (_, is_flow) in SUBJECTS.items() if not is_flow for value in values[name]]
+        by_seed = pd.DataFrame(records).pivot(index="seed", columns="name", values=criterion)
+        flows = [name for name, (_, is_flow) in SUBJECTS.items() if is_flow]
+        highest, lowest = float(by_seed[flows].max(axis=None)), float(by_seed.drop(columns=flows).min(axis=None))
         pairs = {}
         for twin in TWINS:
-            ratios = [other / flow for other, flow in zip(values[twin], values["hybrid"], strict=True)]
-            _, low, _ = interval(ratios, LOG)
+            _, low, _ = interval(list(by_seed[twin] / by_seed["hybrid"]), LOG)
             pairs[twin] = None if low is None else low > 1
         found.append(
             {
                 "criterion": criterion,
-                "highest_flow": max(flows),
-                "lowest_other": min(others),
-                "separates": max(flows) < min(others),
+                "highest_flow": highest,
+                "lowest_other": lowest,
+                "separates": highest < lowest,
                 "pair_separates": pairs,
             }
         )
     return found
 
 
-def _by_solver(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(solver, record[solver]) for solver in (*FIXED_SOLVERS, *ADAPTIVE_SOLVERS)]
+def _orders(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """A line per problem, seed and solver, with its errors by number of steps or tolerance."""
+    return [
+        {"name": record["name"], "seed": record["seed"], "solver": solver} | record[solver]
+        for record in results["order"]
+        for solver in SOLVERS
+    ]
+
+
+def _percent(values: pd.Series) -> str:
+    """The geometric mean and its interval over seeds, of ratios of norms."""
+    return shown(list(values), scale=LOG, form="%")
+
+
+def _divergence_table(lines: pd.DataFrame) -> Table:
+    rows = []
+    for name, own in groups(lines, "name"):
+        what, is_flow = SUBJECTS[name]
+        passes = interval(list(own.to_state), LOG)[0] < PASSES
+        rows.append(
+            {
+                "model": name,
+                "what it is": what,
+                "divergence / |H(1)|": _percent(own.to_state),
+                "divergence / |H(1) - H(0)|": _percent(own.to_displacement),
+                "|H(1) - H(0)| / |H(1)|": _percent(own.displacement),
+                "with one more step, / divergence": shown(own.one_more_step, scale=LOG),
+                f"the paper's test, at {PASSES:.0%}": f"{'passes' if passes else 'fails'}, and is {_kind(is_flow)}",
+            }
+        )
+    paper = ["paper", "a trained flow", f"{PAPER:.3%}", *["-"] * 4]
+    return table("own Euler steps against dopri5: hidden states", rows, [paper])
+
+
+def _kind(is_flow: bool) -> str:
+    return "a flow" if is_flow else "no flow"
+
+
+def _effect_table(lines: pd.DataFrame) -> Table:
+    rows = [
+        {
+            "model": name,
+            "divergence of logits": _percent(own.logits),
+            "KL [nats]": scientific(own.kl, LOG),
+            "loss [nats]": shown(own.loss),
+            "loss with dopri5, change [nats]": scientific(own.loss_change),
+        }
+        for name, own in groups(lines, "name")
+    ]
+    return table("own Euler steps against dopri5: predictions", rows)
+
+
+def _criteria_table(found: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        {
+            "criterion": CRITERIA[criterion["criterion"]],
+            "highest of a flow": f"{criterion['highest_flow']:.3g}",
+            "lowest of no flow": f"{criterion['lowest_other']:.3g}",
+            "separates all": YES[criterion["separates"]],
+        }
+        | {f"separates hybrid from {twin}": YES[separates] for twin, separates in criterion["pair_separates"].items()}
+        for criterion in found
+    ]
+    return table("does the criterion separate flows from networks that are no flow?", rows)
+
+
+def _order_table(lines: pd.DataFrame, reference_steps: int) -> Table:
+    rows = [
+        {
+            "problem": PROBLEMS[name],
+            "solver": solver,
+            "order in theory": ORDERS[solver],
+            "measured": shown(own.order.dropna()),
+        }
+        for (name, solver), own in groups(lines[lines.solver.isin(ORDERS)], "name", "solver")
+    ]
+    title = f"order of convergence; of the trained field against {reference_steps:,} steps of rk4"
+    return table(title, rows)
+
+
+def _adaptive_table(lines: pd.DataFrame) -> Table:
+    adaptive = lines[lines.solver.isin(ADAPTIVE_SOLVERS)].explode(["tolerances", "evaluations", "errors"])
+    rows = [
+        {
+            "problem": PROBLEMS[name],
+            "solver": solver,
+            "tolerance": f"{tolerance:.0e}",
+            "evaluations": shown(own.evaluations, 1),
+            "error / displacement": scientific(own.errors, LOG),
+        }
+        for (name, solver, tolerance), own in groups(adaptive, "name", "solver", "tolerances")
+    ]
+    return table("adaptive solvers", rows)
+
+
+def _draw_divergence(lines: pd.DataFrame, path: Path) -> None:
+    """The divergence of each model, relative to the state and to the displacement, and by Euler steps."""
+    ratios = {"to_state": "divergence / |H(1)| [%]", "to_displacement": "divergence / |H(1) - H(0)| [%]"}
+    shares = 100 * lines[list(ratios)]
+    with picture(path, columns=3, figsize=(15, 4.2)) as (*panels, curves):
+        for number, (name, own) in enumerate(groups(lines, "name")):
+            is_flow = SUBJECTS[name][1]
+            style = {"marker": "o" if is_flow else "X", "color": f"C{number}"}
+            for panel, ratio in zip(panels, ratios, strict=True):
+                panel.plot(shares[ratio][own.index], own.name, linestyle="", ms=7, alpha=0.7, **style)
+            errors = np.mean([curve["errors"] for curve in own.curve], axis=0)
+            curves.plot(own.curve.iloc[0]["steps"], errors, ms=4, lw=1, label=f"{name} ({_kind(is_flow)})", **style)
+        panels[0].axvline(100 * PAPER, color="grey", ls="--", lw=1, label=f"the paper: {PAPER:.3%}")
+        panels[0].legend(fontsize=8)
+        for panel, title in zip(panels, ratios.values(), strict=True):
+            set_log_scale(panel, "x")
+            panel.set_xlabel(title)
+            panel.set_title("circles: flows; crosses: no flows", fontsize=9)
+            panel.set_xlim(min(100 * PAPER, shares.min(axis=None)) / 2, max(100 * PAPER, shares.max(axis=None)) * 2)
+            panel.xaxis.set_minor_formatter("")
+            panel.invert_yaxis()
+            panel.grid(alpha=0.3)
+        curves.set_xscale("log", base=2)
+        finish(curves, "Euler steps", "divergence / displacement", "mean over seeds", 9, log="y")
+
+
+def _draw_order(lines: pd.DataFrame, path: Path) -> None:
+    """Error against evaluations of every solver, and the error of adaptive ones against their tolerance."""
+    with picture(path, len(PROBLEMS), 2, figsize=(11, 8)) as axes:
+        for (work, kept), (name, what) in zip(axes, PROBLEMS.items(), strict=True):
+            for number, (solver, own) in enumerate(groups(lines[lines.name == name], "solver")):
+                evaluations, errors = (np.mean([*own[field]], axis=0) for field in ("evaluations", "errors"))
+                label = f"{solver}, order {ORDERS[solver]}" if solver in ORDERS else solver
+                style = {"color": f"C{number}", "marker": ".", "ls": "-" if solver in ORDERS else "--", "label": label}
+                work.plot(evaluations, errors, **style)
+                if solver in ADAPTIVE_SOLVERS:
+                    kept.plot(own.tolerances.iloc[0], errors, **style)
+            tolerances = lines[lines.solver == "dopri5"].tolerances.iloc[0]
+            kept.plot(tolerances, tolerances, color="grey", lw=0.8, label="error = tolerance")
+            for panel, x in ((work, "evaluations of the field"), (kept, "tolerance (rtol = atol)")):
+                finish(panel, x, "error / displacement", what, 9, log="xy")

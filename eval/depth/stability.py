@@ -10,12 +10,15 @@ from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from ..intervals import LOG, interval, shown
-from ..results import Table, picture, set_log_scale
-from ..results_store import Key, Record
+from ..results import Table, picture
+from ..results_store import Record
+from ..study.study import select
 from .data import described_line
 from .experiment import Experiment
+from .lines import finish, table
 from .models import ARMS, block_of, num_parameters
 from .pretraining import CLIPPED_NORM, held_out_loss, log_of, trained
 
@@ -54,9 +57,6 @@ class Stability(Experiment[Run]):
         arms = [*FIRST, *(arm for arm in ARMS if arm not in FIRST)]
         return [Run(arm, seed) for seed in self.seeds for arm in arms]
 
-    def key(self, item: Run) -> Key:
-        return item._asdict()
-
     def measure(self, item: Run) -> Record:
         model = trained(item.arm, item.seed, self.setup, self.output)
         block = block_of(model)
@@ -70,20 +70,15 @@ class Stability(Experiment[Run]):
         }
 
     def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
-        records = [item._asdict() | record for item, record in measured]
-        return {"differences": differences(records), "records": records}
+        found = super().summarise(measured)
+        return {"differences": differences(found["records"])} | found
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
         return results["records"]
 
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
-        corpus, size = results["corpus"], results["size"]
-        data = described_line(corpus, size["vocab_size"])
-        return [
-            Table(f"{size['steps']} steps of {size['batch']} x {size['positions']} tokens, {data}", *_main(results)),
-            Table("hybrid minus the others, paired by seed: below 0 the hybrid is better", *_compared(results)),
-        ]
+        return [_main(results), _compared(results)]
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
@@ -98,23 +93,20 @@ class Stability(Experiment[Run]):
         smoothed = max(1, results["size"]["steps"] // SMOOTHED_SHARE)
         with picture(path, columns=len(panels), figsize=(19, 3.6)) as axes:
             for panel, (name, title) in zip(axes, panels.items(), strict=True):
-                for arm in ARMS:
+                for number, arm in enumerate(ARMS):
                     if (curve := _curve(results, arm, name, smoothed)) is not None:
-                        panel.plot(curve, color=f"C{ARMS.index(arm)}", linewidth=1.1, label=arm)
-                panel.set_title(f"{title} (over {smoothed} steps)" if name != "alpha" else title, fontsize=9)
-                panel.set_xlabel("step")
-                panel.grid(alpha=0.3)
-                panel.legend(fontsize=7)
-            for panel in axes[2:4]:
-                set_log_scale(panel, "y")
+                        panel.plot(curve, color=f"C{number}", linewidth=1.1, label=arm)
+                title = title if name == "alpha" else f"{title} (over {smoothed} steps)"
+                finish(panel, "step", "", title, 9, log="y" if name.endswith("norm") else "")
 
 
 def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.ndarray | None:
     """By step, the mean over seeds; None for an arm without one, and for an alpha that stays as it is."""
-    records = _of(results, arm)
-    curves_RS = np.array([record["log"]["loss" if name == "difference" else name] for record in records], dtype=float)
-    if name == "difference":
-        curves_RS -= np.array([record["log"]["loss"] for record in _of(results, "baseline")], dtype=float)
+
+    def logged(arm: str, name: str) -> np.ndarray:
+        return np.array([record["log"][name] for record in select(results["records"], arm=arm)], dtype=float)
+
+    curves_RS = logged(arm, "loss") - logged("baseline", "loss") if name == "difference" else logged(arm, name)
     if np.isnan(curves_RS).all() or (name == "difference" and arm == "baseline"):
         return None
     if name == "alpha":
@@ -149,73 +141,64 @@ def differences(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     A seed without a finite figure of both has None.
     """
-    by_run = {(record["arm"], record["seed"]): record for record in records}
-    seeds = sorted({record["seed"] for record in records})
-    found: dict[str, Any] = {}
-    for other in COMPARED:
-        found[other] = {}
-        for figure in ("loss", "held_out_loss"):
-            pairs = [(by_run["hybrid", seed][figure], by_run[other, seed][figure]) for seed in seeds]
-            values = [None if None in pair else pair[0] - pair[1] for pair in pairs]
+    found: dict[str, Any] = {other: {} for other in COMPARED}
+    for figure in ("loss", "held_out_loss"):
+        by_seed = pd.DataFrame(records).pivot(index="seed", columns="arm", values=figure).astype(float)
+        for other in COMPARED:
+            values = [None if np.isnan(value) else value for value in by_seed["hybrid"] - by_seed[other]]
             known = _finite(values)
             mean, low, high = interval(known) if known else (None, None, None)
             found[other][figure] = {"values": values, "mean": mean, "low": low, "high": high}
     return found
 
 
-def _of(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:
-    return [record for record in results["records"] if record["arm"] == arm]
-
-
-def _main(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = [
-        "model",
-        "parameters",
-        "of the block",
-        _last_loss(results),
-        "held-out loss",
-        "gradient norm",
-        "block's",
-        "alpha",
-        "vanishing steps",
-        "exploding steps",
-        "not finite",
-    ]
-    rows: list[list[Any]] = []
+def _main(results: dict[str, Any]) -> Table:
+    by_arm = pd.DataFrame(results["records"]).drop(columns="log").groupby("arm")
+    rows = []
     for arm in ARMS:
-        records = _of(results, arm)
-        values = {name: [record[name] for record in records] for name in records[0] if name not in ("log", "arm")}
-        parameters, block = records[0]["parameters"], records[0]["block_parameters"]
-        has_alpha = records[0]["alpha_end"] is not None
+        own = by_arm.get_group(arm)
+        first = own.iloc[0]
         rows.append(
-            [
-                arm,
-                f"{parameters:,}",
-                "-" if block is None else f"{block:,}",
-                shown(values["loss"]),
-                shown(values["held_out_loss"]),
-                _norm(values, "gradient_norm"),
-                _norm(values, "block_gradient_norm"),
-                f"{values['alpha_start'][0]:.3g} to {shown(values['alpha_end'])}" if has_alpha else "-",
-                *(sum(values[f"{name}_steps"]) for name in ("vanishing", "exploding", "not_finite")),
-            ]
+            {
+                "model": arm,
+                "parameters": f"{first.parameters:,}",
+                "of the block": "-" if pd.isna(first.block_parameters) else f"{first.block_parameters:,.0f}",
+                _last_loss(results): shown(own.loss.dropna()),
+                "held-out loss": shown(own.held_out_loss.dropna()),
+                "gradient norm": _norm(own, "gradient_norm"),
+                "block's": _norm(own, "block_gradient_norm"),
+                "alpha": _alpha(own),
+                "vanishing steps": sum(own.vanishing_steps),
+                "exploding steps": sum(own.exploding_steps),
+                "not finite": sum(own.not_finite_steps),
+            }
         )
-    return columns, PAPER_ROWS + rows
+    size, data = results["size"], described_line(results)
+    return table(f"{size['steps']} steps of {size['batch']} x {size['positions']} tokens, {data}", rows, PAPER_ROWS)
 
 
 def _last_loss(results: dict[str, Any]) -> str:
     return f"loss, last {min(LAST_STEPS, results['size']['steps'])} steps"
 
 
-def _norm(values: dict[str, list[Any]], name: str) -> str:
+def _alpha(lines: pd.DataFrame) -> str:
+    known = lines.dropna(subset="alpha_end")
+    return f"{known.alpha_start.iloc[0]:.3g} to {shown(known.alpha_end)}" if len(known) else "-"
+
+
+def _norm(lines: pd.DataFrame, name: str) -> str:
     """The mean over seeds with its interval, and the mean standard deviation over steps."""
-    deviations = _finite(values[f"{name}_std"])
-    return f"{shown(values[name], scale=LOG)} +- {fmean(deviations):,.3f}" if deviations else "-"
+    known = lines.dropna(subset=name)
+    return f"{shown(known[name], scale=LOG)} +- {fmean(known[f'{name}_std']):,.3f}" if len(known) else "-"
 
 
-def _compared(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+def _compared(results: dict[str, Any]) -> Table:
     rows = [
-        [other, shown(found["loss"]["values"], 4), shown(found["held_out_loss"]["values"], 4)]
+        {
+            "hybrid minus": other,
+            _last_loss(results): shown(found["loss"]["values"], 4),
+            "held-out loss": shown(found["held_out_loss"]["values"], 4),
+        }
         for other, found in results["differences"].items()
     ]
-    return ["hybrid minus", _last_loss(results), "held-out loss"], rows
+    return table("hybrid minus the others, paired by seed: below 0 the hybrid is better", rows)

@@ -19,8 +19,8 @@ from condense.files import atomic_folder
 from condense.progress import ProgressBar
 
 from .interventions import Intervention, difference_of_means, intervene
-from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon
-from .models import SMALL, block_of
+from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon, parted
+from .models import SMALL, block_in
 from .pretraining import Setup, model_folder, trained
 from .words import Ids, encode_prompt, encode_word, paired_log_probs
 
@@ -77,12 +77,8 @@ def parts_of(prompts: Prompts, seed: int, setup: Setup) -> Parts:
     if prompts == "many":
         return parts
     every, pairs = (*parts.train_prompts, *parts.test_prompts), (*parts.train_pairs, *parts.test_pairs)
-    return Parts(
-        (PAPER_PROMPT,),
-        tuple(prompt for prompt in every if prompt != PAPER_PROMPT),
-        (PAPER_PAIR,),
-        tuple(pair for pair in pairs if pair != PAPER_PAIR),
-    )
+    (others, own), (other_pairs, own_pairs) = parted(every, [PAPER_PROMPT]), parted(pairs, [PAPER_PAIR])
+    return Parts(own, others, own_pairs, other_pairs)
 
 
 def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", prompts: Prompts = "paper") -> Any:
@@ -94,7 +90,7 @@ def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", promp
     parts, steps = parts_of(prompts, seed, setup), num_steps(setup)
     examples = sentiment_examples(parts.train_prompts, parts.train_pairs, setup.corpus.tokenizer, labels)
     model, path = trained("hybrid", seed, setup, folder), model_folder(f"steered-{prompts}-{labels}", seed, folder)
-    block, trained_on = steered_block(model), _fingerprint(model, setup, examples, steps)
+    block, trained_on = block_in(model), _fingerprint(model, setup, examples, steps)
     if path.exists():
         if (path / "examples.txt").read_text() != trained_on:
             raise ValueError(
@@ -139,7 +135,7 @@ def jointly_steered(method: str, seed: int, setup: Setup, folder: Path, examples
     """The hybrid, or the baseline for film, with a control of all `DIMENSIONS`, trained on the examples."""
     model = trained("baseline" if method == "film" else "hybrid", seed, setup, folder)
     if method == "flow":
-        widen_control(steered_block(model), len(DIMENSIONS), seed)
+        widen_control(block_in(model), len(DIMENSIONS), seed)
     return _fitted(method, model, len(DIMENSIONS), examples, seed, setup, f"{method} joint {seed}")
 
 
@@ -147,7 +143,7 @@ def _fitted(method: str, model: Any, control_size: int, examples, seed: int, set
     size, position = setup.size, setup.size.replaced[0]
     learned: Any
     if method in ("flow", "step"):
-        block = steered_block(model)
+        block = block_in(model)
         if method == "step":
             block.settings = replace(block.settings, solver="euler", steps=1)
         learned = block.parameters()
@@ -163,7 +159,7 @@ def _fitted(method: str, model: Any, control_size: int, examples, seed: int, set
 
 def activation_steered(model: Any, parts: Parts, examples: Sequence[Example], tokenizer: Any) -> Any:
     """Adds coefficient x u x the difference of means; the coefficient has the least loss on the examples."""
-    position = steered_block(model).settings.position
+    position = block_in(model).settings.position
     sides = [
         [
             encode_prompt(tokenizer, prompt) + encode_word(tokenizer, pair[side])
@@ -241,10 +237,3 @@ def _batches(examples: Sequence[Example], draw: random.Random):
 def num_steps(setup: Setup) -> int:
     """Steps of steering: fewer where the model itself was trained for fewer."""
     return min(STEPS, setup.size.steps)
-
-
-def steered_block(model: Any) -> Any:
-    """The block of a model that has one."""
-    block = block_of(model)
-    assert block is not None
-    return block

@@ -7,19 +7,23 @@ Axes: U values of the control, P prompts, N pairs of words, W words.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from scipy.special import logit
 
-from ..intervals import LINEAR, LOGIT, band, interval, shown
-from ..results import Table, picture, set_log_scale
-from ..results_store import Key, Record
+from ..intervals import LOGIT, band, interval, shown
+from ..results import Table, picture
+from ..results_store import Record
 from .data import described_line
 from .experiment import Experiment
 from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT
+from .lines import finish, groups, table
 from .pretraining import trained
 from .steered import (
     BATCH,
@@ -95,9 +99,6 @@ class Steering(Experiment[Run]):
         kinds = [*KINDS, *product(JOINT_METHODS, ("joint",))]
         return [Run(seed, method, prompts) for seed in self.seeds for method, prompts in kinds]
 
-    def key(self, item: Run) -> Key:
-        return item._asdict()
-
     def measure(self, item: Run) -> Record:
         if item.prompts == "joint":
             return measure_joint(item.method, item.seed, self.setup, self.output)
@@ -121,9 +122,6 @@ class Steering(Experiment[Run]):
             "text_loss": {str(u): text_loss(model, self.setup, u) for u in (0.0, 1.0, -1.0)},
         }
 
-    def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
-        return {"records": [item._asdict() | record for item, record in measured]}
-
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
         """A line per model, group and control; of the joint control, per model, group, setting and dimension."""
         found = []
@@ -144,173 +142,156 @@ class Steering(Experiment[Run]):
 
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
-        data = described_line(results["corpus"], results["size"]["vocab_size"])
+        records, controls = pd.DataFrame(results["records"]), results["controls"]
+        single, joint = records[records.prompts != "joint"], _groups(records[records.prompts == "joint"])
+        data = described_line(results)
         return [
-            Table(f'"{PAPER_PROMPT}", {" or ".join(PAPER_PAIR)}: {data}', *_paper_table(results)),
-            Table("right where each is trained on one prompt or on many", *_accuracy_table(results)),
-            Table("prompts and words never trained on, for the models trained on many", *_held_out_table(results)),
-            Table("loss on held-out text, after minus before the steering", *_cost_table(results)),
-            Table("three dimensions at once: right over all settings of the others", *_joint_table(results)),
-            Table(
-                "what a control does to all dimensions as it goes from -1 to +1: new prompts", *_effect_table(results)
-            ),
+            _paper_table(single, controls, f'"{PAPER_PROMPT}", {" or ".join(PAPER_PAIR)}: {data}'),
+            _accuracy_table(_groups(single)),
+            _held_out_table(_groups(single[single.prompts == "many"])),
+            _cost_table(single),
+            _joint_table(joint),
+            _effect_table(joint[joint.group == "new prompts"]),
         ]
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
+        records, controls = pd.DataFrame(results["records"]), results["controls"]
+        lines = _groups(records)
+        many = lines[lines.prompts == "many"]
         with picture(path, columns=3, figsize=(14, 3.8)) as axes:
-            _draw_paper(results, axes[0])
-            _draw_sweep(results, axes[1])
-            _draw_accuracy(results, axes[2])
+            _draw_paper(records[records.prompts == "paper"], controls, axes[0])
+            _draw_sweep(many[many.group == "new prompts"], controls, axes[1])
+            _draw_accuracy(many, axes[2])
+        joint = lines[(lines.prompts == "joint") & (lines.group == "new prompts")]
         with picture(path.with_name(f"{path.name}-dimensions"), columns=3, figsize=(11, 3.6)) as axes:
-            for panel, method in zip(axes, JOINT_METHODS, strict=True):
-                _draw_effects(results, method, panel)
+            for panel, (method, own) in zip(axes, groups(joint, "method"), strict=True):
+                _draw_effects(np.mean([*own.effects], axis=0), f"{NAMES[method]}, new prompts", panel)
 
 
 DOTS: dict[str, Any] = {"marker": ".", "markersize": 3}
+share_of_seeds = partial(shown, scale=LOGIT)
 
 
-def _of(results: dict[str, Any], method: str, prompts: str) -> list[dict[str, Any]]:
-    return [r for r in results["records"] if r["method"] == method and r["prompts"] == prompts]
+def _groups(records: pd.DataFrame) -> pd.DataFrame:
+    """A line per record and group of prompts and words, with its figures."""
+    found = [
+        {name: getattr(record, name) for name in Run._fields} | {"group": group} | values
+        for record in records.itertuples()
+        for group, values in record.groups.items()
+    ]
+    return pd.DataFrame(found)
 
 
-def _effects(results: dict[str, Any], method: str) -> list[list[list[float]]]:
-    return [record["groups"]["new prompts"]["effects"] for record in _of(results, method, "joint")]
+def _named(method: str, prompts: str) -> dict[str, Any]:
+    """The cells that the row of a model begins with."""
+    return {"trained on": TRAINED_ON[prompts], "method": NAMES[method]}
 
 
-def _paper_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["trained on", "method", "u", "P(good)", "P(bad)", "share of good"]
-    rows: list[list[Any]] = [
+def _paper_table(records: pd.DataFrame, controls: Sequence[float], title: str) -> Table:
+    def row(first: dict[str, Any], u: str, pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """`pairs`: P(good) and P(bad) of each seed."""
+        good, bad = zip(*pairs, strict=True)
+        share = [] if u == "any" else [one / (one + other) for one, other in pairs]
+        cells = {
+            "P(good)": shown(good, 4, LOGIT),
+            "P(bad)": shown(bad, 4, LOGIT),
+            "share of good": share_of_seeds(share),
+        }
+        return first | {"u": u} | cells
+
+    paper = [
         ["the paper", "flow", f"{u:+g}", good, bad, f"{good / (good + bad):.3f}"] for u, (good, bad) in PAPER.items()
     ]
-    records = _of(results, "flow", "paper")
-    for name, field in (("not trained", "before"), ("the most that a frozen last norm and head allow", "ceiling")):
-        good, bad = ([record[field][side] for record in records] for side in (0, 1))
-        share = [g / (g + b) for g, b in zip(good, bad, strict=True)] if field == "before" else []
-        rows.append(
-            [
-                name,
-                "-",
-                "0" if field == "before" else "any",
-                shown(good, 4, LOGIT),
-                shown(bad, 4, LOGIT),
-                shown(share, scale=LOGIT),
-            ]
-        )
-    for (method, prompts), u in product(KINDS, PAPER):
-        records, at = _of(results, method, prompts), results["controls"].index(u)
-        good, bad = ([record[word][at] for record in records] for word in ("good", "bad"))
-        share = [g / (g + b) for g, b in zip(good, bad, strict=True)]
-        rows.append(
-            [
-                TRAINED_ON[prompts],
-                NAMES[method],
-                f"{u:+g}",
-                shown(good, 4, LOGIT),
-                shown(bad, 4, LOGIT),
-                shown(share, scale=LOGIT),
-            ]
-        )
-    return columns, rows
+    flow = records[(records.method == "flow") & (records.prompts == "paper")]
+    most = "the most that a frozen last norm and head allow"
+    rows = [row({"trained on": "not trained", "method": "-"}, "0", [*flow.before])]
+    rows += [row({"trained on": most, "method": "-"}, "any", [*flow.ceiling])]
+    for kind, own in groups(records, "method", "prompts"):
+        for u in PAPER:
+            at = controls.index(u)
+            pairs = [(good[at], bad[at]) for good, bad in zip(own.good, own.bad, strict=True)]
+            rows.append(row(_named(*kind), f"{u:+g}", pairs))
+    return table(title, rows, paper)
 
 
-def _accuracy_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
+def _accuracy_table(lines: pd.DataFrame) -> Table:
     rows = [
-        [
-            TRAINED_ON[prompts],
-            NAMES[method],
-            *(
-                shown([record["groups"][group]["accuracy"] for record in _of(results, method, prompts)], scale=LOGIT)
-                for group in GROUPS
-            ),
-        ]
-        for method, prompts in KINDS
+        _named(*kind) | {group: share_of_seeds(found.accuracy) for group, found in groups(own, "group")}
+        for kind, own in groups(lines, "method", "prompts")
     ]
-    return ["trained on", "method", *GROUPS], rows
+    return table("right where each is trained on one prompt or on many", rows)
 
 
-def _held_out_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["method", "group", "right", "P(asked word)", "log odds from u = -1 to +1"]
+def _held_out_table(lines: pd.DataFrame) -> Table:
+    rows = [
+        {
+            "method": NAMES[method],
+            "group": group,
+            "right": share_of_seeds(own.accuracy),
+            "P(asked word)": share_of_seeds(own.asked),
+            "log odds from u = -1 to +1": shown(own["shift"]),
+        }
+        for (method, group), own in groups(lines, "method", "group")
+    ]
+    return table("prompts and words never trained on, for the models trained on many", rows)
+
+
+def _cost_table(records: pd.DataFrame) -> Table:
     rows = []
-    for method, group in product(METHODS, GROUPS):
-        values = [record["groups"][group] for record in _of(results, method, "many")]
-        scales = {"accuracy": LOGIT, "asked": LOGIT, "shift": LINEAR}
-        cells = [shown([value[name] for value in values], scale=scale) for name, scale in scales.items()]
-        rows.append([NAMES[method], group, *cells])
-    return columns, rows
+    for kind, own in groups(records, "method", "prompts"):
+        before, after = own.text_loss_before, pd.DataFrame([*own.text_loss], index=own.index)
+        columns = {"u = 0": "0.0", "u = +1": "1.0", "u = -1": "-1.0"}
+        costs = {column: shown(after[u] - before) for column, u in columns.items()}
+        rows.append(_named(*kind) | {"before": shown(before)} | costs)
+    return table("loss on held-out text, after minus before the steering", rows)
 
 
-def _cost_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["trained on", "method", "before", "u = 0", "u = +1", "u = -1"]
+def _joint_table(lines: pd.DataFrame) -> Table:
+    rows = [
+        {"method": NAMES[method], "group": group}
+        | {name: share_of_seeds([fmean(found[at]) for found in own.accuracy]) for at, name in enumerate(DIMENSIONS)}
+        | {"in the worst setting": share_of_seeds([min(map(min, found)) for found in own.accuracy])}
+        for (method, group), own in groups(lines, "method", "group")
+    ]
+    return table("three dimensions at once: right over all settings of the others", rows)
+
+
+def _effect_table(lines: pd.DataFrame) -> Table:
     rows = []
-    for method, prompts in KINDS:
-        records = _of(results, method, prompts)
-        costs = [
-            shown([record["text_loss"][u] - record["text_loss_before"] for record in records])
-            for u in ("0.0", "1.0", "-1.0")
-        ]
-        rows.append(
-            [TRAINED_ON[prompts], NAMES[method], shown([record["text_loss_before"] for record in records]), *costs]
-        )
-    return columns, rows
+    for method, own in groups(lines, "method"):
+        effects_RCD = np.array([*own.effects])  # of each seed (R), of each control (C) on each dimension (D)
+        for at, control in enumerate(DIMENSIONS):
+            moved = {f"log odds of {name}": shown([*effects_RCD[:, at, d]], 2) for d, name in enumerate(DIMENSIONS)}
+            rows.append({"method": NAMES[method], "control of": control} | moved)
+    return table("what a control does to all dimensions as it goes from -1 to +1: new prompts", rows)
 
 
-def _joint_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["method", "group", *DIMENSIONS, "in the worst setting"]
-    rows = []
-    for method, group in product(JOINT_METHODS, GROUPS):
-        values = [record["groups"][group]["accuracy"] for record in _of(results, method, "joint")]
-        cells = [shown([fmean(value[number]) for value in values], scale=LOGIT) for number in range(len(DIMENSIONS))]
-        rows.append([NAMES[method], group, *cells, shown([min(map(min, value)) for value in values], scale=LOGIT)])
-    return columns, rows
-
-
-def _effect_table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    columns = ["method", "control of", *(f"log odds of {name}" for name in DIMENSIONS)]
-    rows = []
-    for method, (number, name) in product(JOINT_METHODS, enumerate(DIMENSIONS)):
-        by_dimension = zip(*(effects[number] for effects in _effects(results, method)), strict=True)
-        rows.append([NAMES[method], name, *(shown(values, 2) for values in by_dimension)])
-    return columns, rows
-
-
-def _draw_paper(results: dict[str, Any], panel: Any) -> None:
+def _draw_paper(records: pd.DataFrame, controls: Sequence[float], panel: Any) -> None:
     for number, (name, color) in enumerate((("good", "tab:green"), ("bad", "tab:red"))):
         for method, style in (("flow", "-"), ("unfrozen", ":")):
-            curves = [record[name] for record in _of(results, method, "paper")]
-            band(
-                panel, results["controls"], curves, f"P({name}), {NAMES[method]}", color, LOGIT, linestyle=style, **DOTS
-            )
+            curves, label = records[records.method == method][name], f"P({name}), {NAMES[method]}"
+            band(panel, controls, [*curves], label, color, LOGIT, linestyle=style, **DOTS)
         values = [paper[number] for paper in PAPER.values()]
         panel.plot(list(PAPER), values, "x", color=color, label=f"P({name}), the paper")
-    panel.set_title(f'trained on "{PAPER_PROMPT}"', fontsize=10)
-    panel.set_xlabel("u")
-    panel.set_ylabel("probability of the word")
-    set_log_scale(panel, "y")
+    title = f'trained on "{PAPER_PROMPT}"'
+    finish(panel, "u", "probability of the word", title, log="y", fontsize=6, loc="lower left")
     panel.set_ylim(1e-8, 3)
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=6, loc="lower left")
 
 
-def _draw_sweep(results: dict[str, Any], panel: Any) -> None:
-    uncontrolled = list(results["controls"]).index(0)
-    for number, method in enumerate(METHODS):
-        shares = [record["groups"]["new prompts"]["share"] for record in _of(results, method, "many")]
-        odds = [[LOGIT.to(min(max(share, 1e-12), 1 - 1e-12)) for share in own] for own in shares]
-        curves = [[value - own[uncontrolled] for value in own] for own in odds]
-        band(panel, results["controls"], curves, NAMES[method], f"C{number}", **DOTS)
-    panel.set_title("trained on many prompts: new prompts", fontsize=10)
-    panel.set_xlabel("u")
-    panel.set_ylabel("log odds of the positive word's share,\nminus those at u = 0")
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=7)
+def _draw_sweep(lines: pd.DataFrame, controls: Sequence[float], panel: Any) -> None:
+    for number, (method, own) in enumerate(groups(lines, "method")):
+        odds_RU = logit(np.clip(np.array([*own.share]), 1e-12, 1 - 1e-12))
+        curves_RU = odds_RU - odds_RU[:, [controls.index(0)]]
+        band(panel, controls, curves_RU.tolist(), NAMES[method], f"C{number}", **DOTS)
+    y = "log odds of the positive word's share,\nminus those at u = 0"
+    finish(panel, "u", y, "trained on many prompts: new prompts")
 
 
-def _draw_accuracy(results: dict[str, Any], panel: Any) -> None:
+def _draw_accuracy(lines: pd.DataFrame, panel: Any) -> None:
     width = 0.8 / len(METHODS)
-    for number, method in enumerate(METHODS):
-        records = _of(results, method, "many")
-        found = [interval([record["groups"][group]["accuracy"] for record in records], LOGIT) for group in GROUPS]
+    for number, (method, own) in enumerate(groups(lines, "method")):
+        found = [interval([*values], LOGIT) for _, values in own.groupby("group", sort=False).accuracy]
         places = [at + (number - (len(METHODS) - 1) / 2) * width for at in range(len(GROUPS))]
         panel.bar(places, [mean for mean, _, _ in found], width, label=NAMES[method], color=f"C{number}")
         for at, (_, low, high) in zip(places, found, strict=True):
@@ -324,8 +305,7 @@ def _draw_accuracy(results: dict[str, Any], panel: Any) -> None:
     panel.legend(fontsize=7, ncols=2, loc="upper center")
 
 
-def _draw_effects(results: dict[str, Any], method: str, panel: Any) -> None:
-    effects = np.mean(_effects(results, method), axis=0)
+def _draw_effects(effects: np.ndarray, title: str, panel: Any) -> None:
     most = max(float(np.abs(effects).max()), 1e-6)
     panel.imshow(effects, cmap="RdBu", vmin=-most, vmax=most)
     for (row, column), value in np.ndenumerate(effects):
@@ -333,6 +313,5 @@ def _draw_effects(results: dict[str, Any], method: str, panel: Any) -> None:
         panel.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
     panel.set_xticks(range(len(DIMENSIONS)), DIMENSIONS)
     panel.set_yticks(range(len(DIMENSIONS)), DIMENSIONS)
-    panel.set_xlabel("change of the log odds of")
-    panel.set_ylabel("control, from -1 to +1")
-    panel.set_title(f"{NAMES[method]}, new prompts", fontsize=10)
+    panel.set(xlabel="change of the log odds of", ylabel="control, from -1 to +1")
+    panel.set_title(title, fontsize=10)

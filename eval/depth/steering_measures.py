@@ -13,16 +13,12 @@ import torch
 
 from ..results_store import Record
 from .lexicon import Signs
-from .pretraining import Setup, held_out_windows
-from .steered import (
-    joint_examples,
-    jointly_steered,
-    lexicon_of,
-)
+from .pretraining import Setup, held_out_windows, mean_loss
+from .probe import minimise
+from .steered import joint_examples, jointly_steered, lexicon_of
 from .words import Ids, encode_prompt, encode_word, word_log_probs
 
 WINDOWS_BETWEEN = 8  # of the held-out windows every eighth is enough for a difference on the same text
-CEILING_ITERATIONS = 200
 GROUPS = ("trained", "new prompts", "new words", "both new")
 
 
@@ -67,28 +63,19 @@ def ceiling(model: Any, word: Ids) -> float:
 def _highest_log_prob(model: Any, token: int) -> float:
     row_D = model.lm_head.weight[token].detach()
     state_D = (row_D / row_D.std()).requires_grad_(True)
-    optimizer = torch.optim.LBFGS(
-        [state_D], max_iter=CEILING_ITERATIONS, tolerance_grad=1e-7, line_search_fn="strong_wolfe"
-    )
 
     def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = -model.lm_head(model.transformer.ln_f(state_D)).log_softmax(-1)[token]
-        value.backward(inputs=[state_D])
-        return value
+        return -model.lm_head(model.transformer.ln_f(state_D)).log_softmax(-1)[token]
 
-    optimizer.step(loss)
+    minimise(loss, [state_D])
     return -float(loss().detach())
 
 
 @torch.no_grad()
 def text_loss(model: Any, setup: Setup, u: float) -> float:
     """The mean loss of a token of the held-out text at a control."""
-    losses = []
-    for ids in held_out_windows(setup)[::WINDOWS_BETWEEN].split(setup.size.batch):
-        loss = model(ids, labels=ids, control=torch.full((len(ids), 1), u)).loss
-        losses.append((float(loss), len(ids)))
-    return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
+    batches = held_out_windows(setup)[::WINDOWS_BETWEEN].split(setup.size.batch)
+    return mean_loss(lambda ids: model(ids, labels=ids, control=torch.full((len(ids), 1), u)).loss, batches)
 
 
 def measure_joint(method: str, seed: int, setup: Setup, folder: Path) -> Record:

@@ -5,12 +5,12 @@ Axes: B rows, N tokens of a row.
 
 import copy
 import hashlib
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -21,12 +21,13 @@ from condense.loading import load_config, load_model, load_tokenizer
 from condense.progress import ProgressBar
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
-from ..intervals import band, shown
+from ..intervals import shown
 from ..models import EvaluatedModel, generate
 from ..results import Table, picture
-from ..results_store import Key, Record
+from ..results_store import Record
 from ..runner import Results
 from .experiment import Experiment
+from .lines import draw_band, groups, table
 from .options import DepthOptions
 
 FITTED = ("shuffled", "layers_path", "fitted", "one_step")
@@ -161,9 +162,6 @@ class Swap(Experiment[Start]):
     def items(self) -> list[Start]:
         return [Start(where, arm, seed) for seed in self.seeds for where in RANGES for arm in ARMS]
 
-    def key(self, item: Start) -> Key:
-        return item._asdict()
-
     def measure(self, item: Start) -> Record:
         first, end = self.ranges[item.where]
         model, original = self.begin(item.arm, first, end, item.seed), self.evaluated.model
@@ -228,60 +226,40 @@ class Swap(Experiment[Start]):
         sums = [float(model(rows_BN, labels=rows_BN).loss) * len(rows_BN) for rows_BN in batches]
         return sum(sums) / len(self.texts.held_out_BN)
 
-    def summarise(self, measured: Sequence[tuple[Start, Record]]) -> dict[str, Any]:
-        return {"records": [self.key(item) | record for item, record in measured]}
-
     def rows(self, results: Results) -> list[dict[str, Any]]:
-        """A line per start, what is trained, and number of steps."""
-        lines = []
-        for record in results["records"]:
-            first, end = record["layers"]
-            named = {name: record[name] for name in ("where", "arm", "seed", "parameters", "missed")}
-            for tuned, losses in record["losses"].items():
-                for step, loss in zip(results["scale"]["steps"], losses, strict=True):
-                    cost = loss - _untouched(results)
-                    lines.append(
-                        named | {"layers": f"{first}:{end}", "tuned": tuned, "step": step, "loss": loss, "cost": cost}
-                    )
-        return lines
+        return _lines(results)
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        steps, untouched = results["scale"]["steps"], _untouched(results)
-        asked = [step for step in steps if step in (0, 50, steps[-1])]
+        steps, lines = results["scale"]["steps"], pd.DataFrame(_lines(results))
+        asked = [step for step in steps[1:] if step in (50, steps[-1])]
         tables = []
-        for where, described in RANGES.items():
-            columns = ["start", "parameters", "missed [%]", "0 steps"]
-            columns += [f"{step} steps, {what}" for what in TUNED.values() for step in asked[1:]]
+        for (where, layers), of_range in groups(lines, "where", "layers"):
             rows = []
-            for arm in ARMS:
-                records = _select(results, where, arm)
-                missed = shown([None if r["missed"] is None else 100 * r["missed"] for r in records], 1)
-                row = [ARMS[arm], f"{records[0]['parameters']:,}", missed, _cost(records, "all", 0, untouched)]
-                cells = [(tuned, steps.index(step)) for tuned in TUNED for step in asked[1:]]
-                rows.append(row + [_cost(records, tuned, number, untouched) for tuned, number in cells])
-            first, end = _select(results, where, "original")[0]["layers"]
-            title = (
-                f"layers {first}:{end} ({described}): cost of the swap [nats a token], the original has {untouched:.3f}"
-            )
-            tables.append(Table(title, columns, rows))
-        return [*tables, _paired_table(results)]
+            for arm, own in groups(of_range, "arm"):
+                costs = {key: shown(found.cost) for key, found in groups(own, "tuned", "step")}
+                missed = own[(own.tuned == "all") & (own.step == 0)].missed.dropna()
+                rows.append(
+                    {"start": ARMS[arm], "parameters": f"{own.parameters.iloc[0]:,}"}
+                    | {"missed [%]": shown(100 * missed, 1), "0 steps": costs["all", 0]}
+                    | {f"{n} steps, {what}": costs.get((tuned, n), "-") for tuned, what in TUNED.items() for n in asked}
+                )
+            cost = f"cost of the swap [nats a token], the original has {_untouched(results):.3f}"
+            tables.append(table(f"layers {layers} ({RANGES[where]}): {cost}", rows))
+        return [*tables, _paired_table(lines)]
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        steps, untouched = results["scale"]["steps"], _untouched(results)
+        lines = pd.DataFrame(_lines(results))
         with picture(path, len(TUNED), len(RANGES), sharex=True, sharey=True, figsize=(11, 6.4)) as panels:
             for line, (tuned, trained) in zip(panels, TUNED.items(), strict=True):
-                for axes, (where, described) in zip(line, RANGES.items(), strict=True):
-                    for number, arm in enumerate(ARMS):
-                        records = [r["losses"].get(tuned) for r in _select(results, where, arm)]
-                        known = [losses for losses in records if losses is not None]
-                        if not known:
-                            continue
-                        costs = [[loss - untouched for loss in losses] for losses in known]
-                        band(axes, steps, costs, ARMS[arm], f"C{number}", marker="osD^v<>P"[number], markersize=4)
-                    first, end = _select(results, where, "original")[0]["layers"]
-                    axes.set_title(f"layers {first}:{end} ({described})\ntrained: {trained}", fontsize=9)
+                for axes, ((where, layers), own) in zip(line, groups(lines, "where", "layers"), strict=True):
+                    for number, (arm, described) in enumerate(ARMS.items()):
+                        curves = own[(own.arm == arm) & (own.tuned == tuned)]
+                        if len(curves):
+                            style: dict[str, Any] = {"marker": "osD^v<>P"[number], "markersize": 4}
+                            draw_band(axes, curves, "step", "cost", described, f"C{number}", **style)
+                    axes.set_title(f"layers {layers} ({RANGES[where]})\ntrained: {trained}", fontsize=9)
                     axes.axhline(0, color="grey", linewidth=0.8)
                     axes.set_yscale("symlog", linthresh=1, linscale=3)  # from 0 of the original to above 5
                     axes.set_yticks(COST_TICKS, labels=list(map(str, COST_TICKS)))
@@ -307,8 +285,16 @@ def shuffled(ids_BN: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.cat([ids_BN[:, :1], ids_BN[:, 1:].gather(1, order_BN)], dim=1)
 
 
-def _select(results: Results, where: str, arm: str) -> list[dict[str, Any]]:
-    return [record for record in results["records"] if (record["where"], record["arm"]) == (where, arm)]
+def _lines(results: Results) -> list[dict[str, Any]]:
+    """A line per start, what is trained, and number of steps."""
+    return [
+        {name: record[name] for name in ("where", "arm", "seed", "parameters", "missed")}
+        | {"layers": ":".join(map(str, record["layers"])), "tuned": tuned, "step": step}
+        | {"loss": loss, "cost": loss - _untouched(results)}
+        for record in results["records"]
+        for tuned, losses in record["losses"].items()
+        for step, loss in zip(results["scale"]["steps"], losses, strict=True)
+    ]
 
 
 def _untouched(results: Results) -> float:
@@ -320,19 +306,15 @@ def _untouched(results: Results) -> float:
 PAIRS = (("one_step", "fitted"), ("fitted", "shuffled"), ("layers_path", "shuffled"), ("random", "left_out"))
 
 
-def _paired_table(results: Results) -> Table:
-    steps = results["scale"]["steps"]
-    columns = ["start", "minus", "layers", "trained", *(f"{step} steps" for step in steps)]
+def _paired_table(lines: pd.DataFrame) -> Table:
     rows = []
-    for (first, second), where, (tuned, trained) in product(PAIRS, RANGES, TUNED.items()):
-        pairs = list(zip(_select(results, where, first), _select(results, where, second), strict=True))
-        if any(tuned not in record["losses"] for pair in pairs for record in pair):
+    for pair, where, (tuned, trained) in product(PAIRS, RANGES, TUNED.items()):
+        own = lines[(lines["where"] == where) & (lines.tuned == tuned)]
+        paired = own[own.arm == pair[0]].merge(own[own.arm == pair[1]], on=["layers", "step", "seed"])
+        if paired.empty:
             continue  # without the layers there is no block to train
-        cells = [shown([a["losses"][tuned][n] - b["losses"][tuned][n] for a, b in pairs]) for n in range(len(steps))]
-        layers = ":".join(map(str, pairs[0][0]["layers"]))
-        rows.append([ARMS[first], ARMS[second], layers, trained, *cells])
-    return Table("differences of two starts, paired by seed [nats a token]", columns, rows)
-
-
-def _cost(records: Sequence[dict[str, Any]], tuned: str, number: int, untouched: float) -> str:
-    return shown([r["losses"][tuned][number] - untouched if tuned in r["losses"] else None for r in records])
+        first, second = (ARMS[arm] for arm in pair)
+        named = {"start": first, "minus": second, "layers": paired.layers.iloc[0], "trained": trained}
+        differences = {f"{n} steps": shown(found.loss_x - found.loss_y) for n, found in groups(paired, "step")}
+        rows.append(named | differences)
+    return table("differences of two starts, paired by seed [nats a token]", rows)

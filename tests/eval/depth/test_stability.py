@@ -99,14 +99,8 @@ def test_a_run_without_finite_values():
     found = stability.differences(records)
     assert found["shorter"]["loss"] == {"values": [None, 0.0], "mean": 0.0, "low": None, "high": None}
     assert found["twin"]["held_out_loss"] == {"values": [None, None], "mean": None, "low": None, "high": None}
-    corpus = {
-        "text": "a",
-        "train_tokens": 1,
-        "held_out": "b",
-        "held_out_tokens": 1,
-        "tokenizer": "c",
-        "tokens_in_use": 1,
-    }
+    corpus = dict.fromkeys(("text", "held_out", "tokenizer"), "a")
+    corpus |= dict.fromkeys(("train_tokens", "held_out_tokens", "tokens_in_use"), 1)
     size = {"steps": 3, "batch": 1, "positions": 1, "vocab_size": 1}
     main, compared = stability.Stability.tables(
         {"corpus": corpus, "size": size, "records": records, "differences": found}

@@ -4,6 +4,7 @@ import json
 from itertools import chain, product
 from math import log
 
+import pandas as pd
 import pytest
 import torch
 
@@ -85,10 +86,12 @@ def test_the_agreement_of_the_solvers_is_one_of_steps():
     """14 and 19 evaluations are 2 and 17 common steps; 14 and 38 are 2 and 18 by token."""
     sweeps = {"dopri5": {"common": [14], "mean": [14]}, "adaptive_heun": {"common": [19], "mean": [38]}}
     records = [
-        {"prompts": prompts, "labels": "own", "what": solver, "sweep": [sweep]}
+        {"seed": 0, "prompts": prompts, "labels": "own", "what": solver, "sweep": [sweep]}
         for prompts, (solver, sweep) in product(steered.TRAINED_ON, sweeps.items())
     ]
-    columns, rows = effort._scaling({"tolerances": [1e-3], "records": records})
+    lines = effort._lines({"controls": [0.0], "tolerances": [1e-3], "records": records})
+    found = effort._scaling(pd.DataFrame(lines))
+    columns, rows = found.columns, found.rows
     assert [row[:3] for row in rows[2:]] == [
         [name, "0.001", way] for name in ("one prompt", "many prompts") for way in ("common", "by token, mean")
     ]
@@ -103,15 +106,16 @@ def test_the_causes_are_those_of_each_solver():
     controls = [-2.0, -1.0, 0.0, 1.0, 2.0]
     lines = {"dopri5": {"common": (-2, 3), "others": (1, 2)}, "adaptive_heun": {"common": (5, -4), "others": (-6, 7)}}
     records = [
-        {"prompts": prompts, "labels": labels, "what": solver, "prior": 0.6,
+        {"seed": 0, "prompts": prompts, "labels": labels, "what": solver, "prior": 0.6,
          "sweep": [{way: [20 + slope * u + curvature * abs(u) for u in controls]
                     for way, (slope, curvature) in ways.items()}]}
         for (prompts, labels), (solver, ways) in product(effort.BLOCKS, lines.items())
     ]  # fmt: skip
-    columns, rows = effort._causes({"controls": controls, "tolerances": [1e-3], "records": records})
-    assert len(rows) == 4 * 2 * 2
-    for row in rows:
-        line = dict(zip(columns, row, strict=True))
+    lines_of_records = effort._lines({"controls": controls, "tolerances": [1e-3], "records": records})
+    found = effort._causes(pd.DataFrame(lines_of_records), records)
+    assert len(found.rows) == 4 * 2 * 2
+    for row in found.rows:
+        line = dict(zip(found.columns, row, strict=True))
         way = "common" if line["counted"] == "paper's prompt, common" else "others"
         slope, curvature = lines[line["solver"]][way]
         assert (line["slope"], line["curvature"]) == (f"{slope:.2f}", f"{curvature:.2f}")

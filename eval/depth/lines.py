@@ -1,0 +1,44 @@
+"""Tables and curves of the experiments, from data frames whose lines hold figures of one seed."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from ..intervals import LINEAR, Scale, band, shown
+from ..results import Table, set_log_scale
+
+YES = {True: "yes", False: "no", None: "needs 2 seeds"}
+
+
+def groups(lines: pd.DataFrame, *names: str) -> Iterator[tuple[Any, pd.DataFrame]]:
+    """The lines of equal values of some columns, with these values, in the order in which they come first."""
+    return iter(lines.groupby(names[0] if len(names) == 1 else list(names), sort=False))
+
+
+def table(title: str, rows: Sequence[dict[str, Any]], before: Sequence[list[Any]] = ()) -> Table:
+    """A table of rows by the names of their columns; the rows `before`, of the paper, come first."""
+    return Table(title, list(rows[0]), [*before, *(list(row.values()) for row in rows)])
+
+
+def scientific(values: Iterable[float], scale: Scale = LINEAR) -> str:
+    """The mean and its interval over seeds, of values that may be very small."""
+    return shown(list(values), 2, scale, form="e")
+
+
+def draw_band(
+    panel: Any, lines: pd.DataFrame, x: str, y: str, label: str, color: str, scale: Scale = LINEAR, **style: Any
+) -> None:
+    """Draws the mean over seeds of a column along another one, and its interval."""
+    curves = [curve.tolist() for _, curve in lines.groupby("seed")[y]]
+    band(panel, lines[x].unique(), curves, label, color, scale, **style)
+
+
+def finish(panel: Any, x: str, y: str, title: str = "", size: int = 10, log: str = "", **legend: Any) -> None:
+    """Names the axes of a panel, makes those in `log` logarithmic, and gives it a title, a grid and a legend."""
+    for axis in log:
+        set_log_scale(panel, axis)
+    panel.set(xlabel=x, ylabel=y)
+    panel.set_title(title, fontsize=size)
+    panel.grid(alpha=0.3)
+    panel.legend(**{"fontsize": 7} | legend)

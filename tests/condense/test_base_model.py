@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, LlamaForCausalLM
@@ -23,8 +22,7 @@ def test_hidden_states_are_those_of_a_stock_llama_within_a_segment():
     ids = random_ids(2, 16)
     ours, theirs = (model(ids, output_hidden_states=True).hidden_states for model in (folded, stock))
     assert len(ours) == len(theirs) == folded.config.num_hidden_layers + 1
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -39,8 +37,8 @@ def test_hidden_states_of_several_segments():
         read = model(part, past_key_values=cache, output_hidden_states=True, use_cache=True)
         cache = read.past_key_values
         parts.append(read.hidden_states)
-    for whole, *pieces in zip(output.hidden_states, *parts, strict=True):
-        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-12, rtol=0)
+    joined = tuple(torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True))
+    torch.testing.assert_close(joined, output.hidden_states, atol=1e-12, rtol=0)
 
 
 @torch.no_grad()
@@ -50,8 +48,7 @@ def test_hidden_states_of_padded_rows_are_those_of_rows_alone():
     hidden = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     for row, real in enumerate(mask.bool()):
         alone = model(ids[row, real][None], output_hidden_states=True).hidden_states
-        for one, other in zip(hidden, alone, strict=True):
-            torch.testing.assert_close(one[row, real][None], other, atol=1e-12, rtol=0)
+        torch.testing.assert_close([one[row, real][None] for one in hidden], list(alone), atol=1e-12, rtol=0)
 
 
 def test_hidden_states_have_gradients_and_need_the_sequential_order():
@@ -72,9 +69,8 @@ def test_hidden_states_have_gradients_and_need_the_sequential_order():
 @torch.no_grad()
 def test_generate_returns_hidden_states():
     model, ids = tiny_model().eval(), random_ids(1, 8)
-    output = model.generate(
-        ids, max_new_tokens=4, output_hidden_states=True, return_dict_in_generate=True, do_sample=False
-    )
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(ids, output_hidden_states=True, **options)
     whole = model(output.sequences[:, :-1], output_hidden_states=True).hidden_states[-1]
     found = torch.cat([step[-1] for step in output.hidden_states], dim=1)
     torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)
@@ -120,8 +116,7 @@ def test_hidden_states_of_calls_in_several_threads():
             return model(ids, output_hidden_states=True).hidden_states
 
     with ThreadPoolExecutor(4) as pool:
-        for found, wanted in zip(pool.map(read, texts), expected, strict=True):
-            torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+        torch.testing.assert_close(list(pool.map(read, texts)), expected, atol=1e-12, rtol=0)
 
 
 @torch.no_grad()
@@ -151,28 +146,24 @@ def test_hooks_of_the_base_model_are_called():
     assert called == ["before", "after"]
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_the_base_model_is_sharded_on_its_own():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, ids = init_device_mesh("cpu", (1,)), random_ids(2, 23)
-        model = tiny_model(torch.float32)
-        expected = model(ids, labels=ids).loss
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        torch.testing.assert_close(loss, expected)
-        assert model.model.embed_tokens.weight.grad is not None
-        embeddings = model.model.embed_tokens.weight.full_tensor().detach()[ids].requires_grad_()
-        loss = model(inputs_embeds=embeddings, labels=ids).loss
-        loss.backward()
-        torch.testing.assert_close(loss, expected)
-        assert embeddings.grad.abs().sum() > 0
-        model.lm_head.register_forward_hook(lambda *_: None)  # its logits are computed again
-        model.zero_grad()
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        assert model.model.embed_tokens.weight.grad is not None
-    finally:
-        dist.destroy_process_group()
+    mesh, ids = init_device_mesh("cpu", (1,)), random_ids(2, 23)
+    model = tiny_model(torch.float32)
+    expected = model(ids, labels=ids).loss
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.model, mesh=mesh, reshard_after_forward=True)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert model.model.embed_tokens.weight.grad is not None
+    embeddings = model.model.embed_tokens.weight.full_tensor().detach()[ids].requires_grad_()
+    loss = model(inputs_embeds=embeddings, labels=ids).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert embeddings.grad.abs().sum() > 0
+    model.lm_head.register_forward_hook(lambda *_: None)  # its logits are computed again
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    assert model.model.embed_tokens.weight.grad is not None

@@ -11,6 +11,8 @@ from condense import FoldedCache
 
 from .models import random_durations, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 class Interrupted(Exception):
     pass
@@ -31,15 +33,13 @@ def interrupt(patch, model, call: int) -> None:
 
 @pytest.mark.parametrize("call", [0, 3, 7])
 @pytest.mark.parametrize("read_before", [0, 3, 5], ids=lambda count: f"{count} before")
-@torch.no_grad()
 def test_the_cache_of_an_interrupted_call_is_refused(call, read_before, monkeypatch):
     """A call of eight chunks. A copy of the cache from before it gives the logits of a call without interruption."""
-    model = tiny_model(schedule="sequential")
-    ids = random_ids(2, 40 + read_before)
+    model, ids = tiny_model(schedule="sequential"), random_ids(2, 40 + read_before)
     cache = FoldedCache(model.config)
     if read_before:
         model(ids[:, :read_before], past_key_values=cache)
-    copied_before = copy.deepcopy(cache)
+    before = copy.deepcopy(cache)
     with monkeypatch.context() as patch:
         interrupt(patch, model, call)
         with pytest.raises(Interrupted):
@@ -53,18 +53,15 @@ def test_the_cache_of_an_interrupted_call_is_refused(call, read_before, monkeypa
     with pytest.raises(ValueError, match="interrupted"):
         model.generate(ids, past_key_values=cache, max_new_tokens=1)
     expected = model(ids, use_cache=False).logits[:, read_before:]
-    torch.testing.assert_close(
-        model(ids[:, read_before:], past_key_values=copied_before).logits, expected, atol=1e-9, rtol=0
-    )
+    torch.testing.assert_close(model(ids[:, read_before:], past_key_values=before).logits, expected, atol=1e-9, rtol=0)
     cache.reset()
     torch.testing.assert_close(model(ids, past_key_values=cache).logits[:, read_before:], expected, atol=1e-9, rtol=0)
 
 
-@torch.no_grad()
 def test_the_cache_of_a_call_that_fails_in_the_head_is_refused(monkeypatch):
     """The cache has all tokens, but the call returned no logits, which need the most memory."""
-    model, cache = tiny_model(), FoldedCache(tiny_model().config)
-    model(random_ids(1, 8), past_key_values=cache)
+    model = tiny_model()
+    cache = model(random_ids(1, 8)).past_key_values
     with monkeypatch.context() as patch:
         patch.setattr(model.lm_head, "forward", lambda hidden: (_ for _ in ()).throw(torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
@@ -73,11 +70,9 @@ def test_the_cache_of_a_call_that_fails_in_the_head_is_refused(monkeypatch):
         model(random_ids(1, 3), past_key_values=cache)
 
 
-@torch.no_grad()
 def test_the_cache_of_an_interrupted_static_step_is_refused(monkeypatch):
     model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
+    cache = model(random_ids(1, 8)).past_key_values
     model.fixed_decoding = True
     model(random_ids(1, 1), past_key_values=cache)
     with monkeypatch.context() as patch:
@@ -88,12 +83,10 @@ def test_the_cache_of_an_interrupted_static_step_is_refused(monkeypatch):
         model(random_ids(1, 1), past_key_values=cache)
 
 
-@torch.no_grad()
 def test_a_refused_call_does_not_change_the_cache():
     """A call that is refused before it writes does not count as interrupted."""
-    model = tiny_model()
-    ids, cache = random_ids(2, 12), FoldedCache(model.config)
-    model(ids[:, :7], past_key_values=cache)
+    model, ids = tiny_model(), random_ids(2, 12)
+    cache = model(ids[:, :7]).past_key_values
     wrong = {
         "durations": torch.full((2, 5), float("nan")),
         "attention_mask": torch.ones(2, 3),
@@ -113,7 +106,6 @@ def test_a_refused_call_does_not_change_the_cache():
     torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
 
 
-@torch.no_grad()
 def test_a_refused_first_call_does_not_fix_the_batch_size():
     """Nor does it start a timeline of durations."""
     model = tiny_model()
@@ -138,11 +130,9 @@ def test_a_refused_first_call_does_not_fix_the_batch_size():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@torch.no_grad()
 def test_invalid_inputs_do_not_make_the_cache_incomplete(arguments, word):
     model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
+    cache = model(random_ids(1, 8)).past_key_values
     with pytest.raises(ValueError, match=word):
         model(**arguments, past_key_values=cache)
     model(random_ids(1, 3), past_key_values=cache)
@@ -158,37 +148,31 @@ def test_invalid_inputs_do_not_make_the_cache_incomplete(arguments, word):
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip
 @pytest.mark.parametrize("read_before", [False, True], ids=["empty", "with text"])
-@torch.no_grad()
 def test_the_cache_of_another_model_is_refused(fields, read_before):
     model, other = tiny_model(), tiny_model(**fields)
     cache = FoldedCache(other.config)
     if read_before:
         other(random_ids(1, 8), past_key_values=cache)
     (name,) = fields
-    own_value = getattr(model.config, name)
-    with pytest.raises(
-        ValueError, match=re.escape(f"made for {name}={getattr(other.config, name)!r} and the model has {own_value!r}")
-    ):
+    theirs, own = (getattr(one.config, name) for one in (other, model))
+    with pytest.raises(ValueError, match=re.escape(f"made for {name}={theirs!r} and the model has {own!r}")):
         model(random_ids(1, 3), past_key_values=cache)
     with pytest.raises(ValueError, match=name):
         model.generate(random_ids(1, 9), past_key_values=cache, max_new_tokens=1)
 
 
-@torch.no_grad()
 def test_a_cache_is_refused_after_a_field_changes(monkeypatch):
     model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
+    cache = model(random_ids(1, 8)).past_key_values
     model.config.memory_source = "layer_input"
     with pytest.raises(ValueError, match="memory_source='layer_output' and the model has 'layer_input'"):
         model(random_ids(1, 3), past_key_values=cache)
 
 
+@torch.enable_grad()
 def test_a_cache_with_gradients_is_copied_after_detach():
-    model = tiny_model()
-    ids = random_ids(1, 12)
-    cache = FoldedCache(model.config)
-    model(ids[:, :8], past_key_values=cache)
+    model, ids = tiny_model(), random_ids(1, 12)
+    cache = model(ids[:, :8]).past_key_values
     with pytest.raises(ValueError, match=r"cache.detach\(\)"):
         copy.deepcopy(cache)
     cache.detach()
@@ -197,24 +181,19 @@ def test_a_cache_with_gradients_is_copied_after_detach():
     torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, expected, atol=0, rtol=0)
 
 
-@torch.no_grad()
 def test_a_copy_shares_no_state_with_its_original():
-    model = tiny_model()
-    ids = random_ids(2, 23)
-    cache = FoldedCache(model.config)
-    model(ids[:, :8], past_key_values=cache, durations=random_durations(2, 8))
+    model, ids = tiny_model(), random_ids(2, 23)
+    cache = model(ids[:, :8], durations=random_durations(2, 8)).past_key_values
     copied = copy.deepcopy(cache)
     first = model(ids[:, 8:], past_key_values=cache).logits
     torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, first, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("duration", [1e300, 3e38, 2.0**24 + 2])
-@torch.no_grad()
 def test_durations_above_the_precision_of_positions_are_refused(duration):
     """In float32 rotary tables, larger positions would be infinite, or equal for neighbours."""
     model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
+    cache = model(random_ids(1, 8)).past_key_values
     durations = torch.tensor([[1.0, duration, 1.0]], dtype=torch.float64)
     with pytest.raises(ValueError, match=r"within two segments at token .*16,777,216"):
         model(random_ids(1, 3), past_key_values=cache, durations=durations)
@@ -222,7 +201,6 @@ def test_durations_above_the_precision_of_positions_are_refused(duration):
     assert model(random_ids(1, 3), past_key_values=cache).logits.isfinite().all()  # the refused call has no effect
 
 
-@torch.no_grad()
 def test_long_durations_within_the_precision_of_positions():
     model = tiny_model()
     output = model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64))
@@ -246,7 +224,6 @@ def test_long_durations_within_the_precision_of_positions():
         ("crop", -9, r"crop\(-9\)"),
     ],
 )
-@torch.no_grad()
 def test_refused_changes_of_rows_and_columns_change_nothing(name, value, words):
     model, ids = tiny_model(), random_ids(2, 12)
     expected = model(ids, use_cache=False).logits[:, 8:]
@@ -258,14 +235,12 @@ def test_refused_changes_of_rows_and_columns_change_nothing(name, value, words):
     torch.testing.assert_close(model(ids[:, 8:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
 
 
-@torch.no_grad()
 def test_rows_are_selected_as_a_tensor_selects_them():
     model, ids = tiny_model(), random_ids(3, 12)
     expected = model(ids, use_cache=False).logits[:, 8:]
     for indices in ([-1, 0], [True, False, True], torch.tensor([1], dtype=torch.int32)):
         rows = torch.arange(3)[torch.as_tensor(indices)]
-        cache = FoldedCache(model.config)
-        model(ids[:, :8], past_key_values=cache)
+        cache = model(ids[:, :8]).past_key_values
         cache.batch_select_indices(indices)
         logits = model(ids[rows, 8:], past_key_values=cache).logits
         torch.testing.assert_close(logits, expected[rows], atol=1e-9, rtol=0)
@@ -275,13 +250,11 @@ def test_rows_are_selected_as_a_tensor_selects_them():
 
 
 @pytest.mark.parametrize("fixed_decoding", [False, True])
-@torch.no_grad()
 def test_a_cache_is_refused_after_the_model_moved(fixed_decoding):
     """To another dtype, or another device; a snapshot brings back what it was."""
     model, ids = tiny_model(), random_ids(2, 9)
     model.fixed_decoding = fixed_decoding
-    cache = FoldedCache(model.config)
-    model(ids[:, :8], past_key_values=cache)
+    cache = model(ids[:, :8]).past_key_values
     snapshot = cache.snapshot()
     expected = model(ids[:, 8:], past_key_values=cache).logits
     model.float()
@@ -301,7 +274,6 @@ def test_a_cache_is_refused_after_the_model_moved(fixed_decoding):
         copy.deepcopy(model).to("meta")(ids[:, 8:].to("meta"), past_key_values=cache)
 
 
-@torch.no_grad()
 def test_a_cache_of_autocast_is_refused_without_it():
     model, ids = tiny_model(torch.float32), random_ids(2, 9)
     cache = FoldedCache(model.config)

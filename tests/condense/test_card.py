@@ -6,13 +6,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM, CondenseModel
 from condense.card import CARD
-from condense.cli import app
-from condense.training.small_llama import save_small_llama
 
+from ..commands import printed
 from .models import random_ids, tiny_config, tiny_model
 
 HUB_ID = "meta-llama/Llama-3.2-1B"
@@ -33,11 +31,10 @@ def python_of(card, folder):
 
 
 @torch.no_grad()
-def test_a_saved_model_says_what_it_is_and_how_to_load_it(tmp_path):
-    save_small_llama(tmp_path / "llama")
-    model = CondenseForCausalLM.from_pretrained(tmp_path / "llama", segment_length=24, memory_source="layer_input")
+def test_a_saved_model_says_what_it_is_and_how_to_load_it(llama, tmp_path):
+    model = CondenseForCausalLM.from_pretrained(llama, segment_length=24, memory_source="layer_input")
     card = saved(model, tmp_path / "saved")
-    AutoTokenizer.from_pretrained(tmp_path / "llama").save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "saved")
     assert card.data.library_name == "condense-llama" and card.data.base_model is None
     assert "condense" in card.data.tags and card.data.pipeline_tag == "text-generation"
     assert "24 tokens" in card.text and "as in Transformer-XL" in card.text and "# A folded Llama" in card.text
@@ -95,12 +92,9 @@ def test_a_model_without_a_name_does_not_read_the_card_of_the_working_folder(tmp
     assert saved(tiny_model(), tmp_path / "other").data.base_model is None
 
 
-def test_convert_writes_a_card_of_folded_models_only(tmp_path):
-    save_small_llama(tmp_path / "llama")
-    for arguments in (["llama", "folded"], ["folded", "stock", "--to", "stock"]):
-        source, target, *options = arguments
-        done = CliRunner().invoke(app, ["convert", str(tmp_path / source), str(tmp_path / target), *options])
-        assert done.exit_code == 0, done.output
+def test_convert_writes_a_card_of_folded_models_only(llama, tmp_path):
+    printed("convert", llama, tmp_path / "folded")
+    printed("convert", tmp_path / "folded", tmp_path / "stock", "--to", "stock")
     assert "512 tokens" in (tmp_path / "folded" / CARD).read_text() and not (tmp_path / "stock" / CARD).exists()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoTokenizer, Gemma2Config, GPT2Config, GPT2LMHeadModel
 
-from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
+from condense import CondenseConfig, CondenseForCausalLM
 from condense.checks import check_tokenizer
 from condense.continuity import durations_from_time_steps
 
@@ -122,8 +122,7 @@ def test_durations_of_zero_are_accepted_if_other_tokens_are_visible():
 @torch.no_grad()
 def test_a_refused_call_does_not_change_the_state():
     model, ids = tiny_model(), random_ids(2, 20)
-    cache = FoldedCache(model.config)
-    model(ids[:, :3], past_key_values=cache)
+    cache = model(ids[:, :3]).past_key_values
     token_durations = torch.ones(2, 17, dtype=torch.float64)
     token_durations[1, 2:13] = 0
     with pytest.raises(ValueError, match="row 1, token 0 of segment 3"):
@@ -146,12 +145,13 @@ def test_durations_from_time_steps():
     times = torch.tensor([[0.5, 1.0, 3.0]])
     assert durations_from_time_steps(times, 0.0).tolist() == [[0.5, 0.5, 2.0]]
     assert durations_from_time_steps(times, -1.0).tolist() == [[1.5, 0.5, 2.0]]
-    with pytest.raises(ValueError, match="time step 2 of row 0 is 1.0 after 1.0"):
-        durations_from_time_steps(torch.tensor([[0.5, 1.0, 1.0]]), 0.0)
-    with pytest.raises(ValueError, match="time step 0 of row 0 is 0.5 after 0.5"):
-        durations_from_time_steps(times, 0.5)
-    with pytest.raises(ValueError, match="time step 1"):
-        durations_from_time_steps(torch.tensor([[0.5, float("nan"), 2.0]]), 0.0)
+    for steps, start, words in (
+        ([0.5, 1.0, 1.0], 0.0, "time step 2 of row 0 is 1.0 after 1.0"),
+        ([0.5, 1.0, 3.0], 0.5, "time step 0 of row 0 is 0.5 after 0.5"),
+        ([0.5, float("nan"), 2.0], 0.0, "time step 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            durations_from_time_steps(torch.tensor([steps]), start)
 
 
 def test_gradient_checkpointing_with_a_cache_is_refused():
@@ -174,6 +174,8 @@ def test_labels_may_be_as_narrow_as_ids():
         ({"head_dim": 7}, "head_dim=7: .* even"),
         ({"pad_token_id": 32000}, "pad_token_id=32000 does not exist in a vocabulary of 32000"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x': pass a number above 0"),
+        ({"hidden_act": "sigmoyd"}, "hidden_act='sigmoyd' is not known: choose one of .*silu"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "'spiral' is not known: .*default, .*llama3"),
     ],
 )
 def test_fields_with_which_no_layer_can_be_made_are_refused(fields, words):

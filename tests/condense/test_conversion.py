@@ -24,11 +24,8 @@ VARIANTS = {
 
 def stock_llama(**fields):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, **fields
-    )
-    config.initializer_range = 0.3
-    return LlamaForCausalLM(config).eval()
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, initializer_range=0.3, **fields)).eval()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

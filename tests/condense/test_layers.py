@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from condense import FoldedCache
 from condense.layers import CondenseDecoderLayer
 
-from .models import assert_same_gradients, gradients, padded_batch, random_ids, tiny_model, torch_checkpoint
+from .models import (
+    assert_rows_alone,
+    assert_same_gradients,
+    gradients,
+    greedy,
+    logits_in_parts,
+    padded_batch,
+    random_ids,
+    tiny_model,
+    torch_checkpoint,
+)
 
 LAYERS = 5
 
@@ -62,8 +71,7 @@ def model_with(name, **options):
 def test_an_identity_equals_the_model_without_those_layers():
     model, ids = tiny_model(num_hidden_layers=LAYERS), random_ids(2, 23)
     shorter = copy.deepcopy(model)
-    shorter.model.layers = nn.ModuleList([shorter.model.layers[0], shorter.model.layers[4]])
-    shorter.config.num_hidden_layers = 2
+    shorter.model.layers, shorter.config.num_hidden_layers = shorter.model.layers[::4], 2
     model.model.replace_layers(1, 4, Identity())
     torch.testing.assert_close(model(ids).logits, shorter(ids).logits, atol=1e-12, rtol=0)
 
@@ -95,15 +103,9 @@ def test_a_block_follows_its_formula(name):
 def test_cache_and_padding_work_as_with_layers(name):
     model, ids = model_with(name), random_ids(2, 31)
     whole = model(ids, use_cache=False).logits
-    cache, parts = FoldedCache(model.config), []
-    for part in ids.split([7, 1, 1, 12, 1, 9], dim=1):
-        parts.append(model(part, past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-9, rtol=0)
-    texts, padded, mask = padded_batch((4, 19, 11), "left")
-    logits = model(padded, attention_mask=mask).logits
-    for row, text in enumerate(texts):
-        alone = model(text[None]).logits[0]
-        torch.testing.assert_close(logits[row, -len(text) :], alone, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits_in_parts(model, ids, [7, 1, 1, 12, 1, 9])[0], whole, atol=1e-9, rtol=0)
+    _, padded, mask = padded_batch((4, 19, 11), "left")
+    assert_rows_alone(model, mask, model(padded, attention_mask=mask).logits, padded)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -112,9 +114,7 @@ def test_cache_and_padding_work_as_with_layers(name):
 def test_generation_works_as_with_layers(name, fixed):
     """`generate`, static steps and drafts give the tokens of a model without a cache."""
     model, ids = model_with(name), random_ids(1, 9)
-    expected = ids
-    for _ in range(20):
-        expected = torch.cat([expected, model(expected, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    expected = greedy(model, ids, 20)
     model.fixed_decoding = fixed
     assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), expected)
     drafted = model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)

@@ -22,13 +22,14 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def change(folder, change_weights=None, **fields):
-    if change_weights:
-        tensors = load_file(folder / "model.safetensors")
-        change_weights(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | fields
-    (folder / "config.json").write_text(json.dumps(config))
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.mark.parametrize("loader", [CondenseForCausalLM, AutoModelForCausalLM], ids=["class", "auto class"])
@@ -36,7 +37,7 @@ def test_missing_weights_are_refused(loader, folder):
     if loader is AutoModelForCausalLM:
         CondenseForCausalLM.from_pretrained(folder).save_pretrained(folder)
     loader.from_pretrained(folder)
-    change(folder, lambda tensors: tensors.pop(NORM))
+    change_weights(folder, lambda tensors: tensors.pop(NORM))
     with pytest.raises(ValueError, match=f"lacks {NORM}"):
         loader.from_pretrained(folder)
     with pytest.raises(ValueError, match=f"lacks {NORM}"):
@@ -47,7 +48,7 @@ def test_missing_weights_are_refused(loader, folder):
 
 def test_transformers_report_is_not_printed_with_the_error(folder, caplog):
     """The report would say that the weights were initialised; other messages of transformers remain."""
-    change(folder, lambda tensors: tensors.pop(NORM))
+    change_weights(folder, lambda tensors: tensors.pop(NORM))
     caplog.set_level("WARNING", logger="transformers")
     with pytest.raises(ValueError, match=NORM):
         CondenseForCausalLM.from_pretrained(folder)
@@ -57,7 +58,7 @@ def test_transformers_report_is_not_printed_with_the_error(folder, caplog):
 
 
 def test_unexpected_weights_are_refused(folder):
-    change(folder, lambda tensors: tensors.update({"score.weight": torch.ones(2)}))
+    change_weights(folder, lambda tensors: tensors.update({"score.weight": torch.ones(2)}))
     with pytest.raises(ValueError, match="holds score.weight, which the model of its config.json does not have"):
         CondenseForCausalLM.from_pretrained(folder)
 
@@ -65,13 +66,13 @@ def test_unexpected_weights_are_refused(folder):
 def test_buffers_of_old_checkpoints_are_ignored(folder):
     old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(3)}
     expected = CondenseForCausalLM.from_pretrained(folder).state_dict()
-    change(folder, lambda tensors: tensors.update(old))
+    change_weights(folder, lambda tensors: tensors.update(old))
     loaded = CondenseForCausalLM.from_pretrained(folder).state_dict()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    torch.testing.assert_close(loaded, expected, atol=0, rtol=0)
 
 
 def test_other_shapes_are_refused(folder):
-    change(folder, intermediate_size=32)
+    change(folder / "config.json", intermediate_size=32)
     with pytest.raises(ValueError, match=r"down_proj.weight \[24, 40\] where the model has \[24, 32\]"):
         CondenseForCausalLM.from_pretrained(folder)
     CondenseForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)  # on request
@@ -83,14 +84,14 @@ def test_a_tied_head_is_not_missing(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     loaded = CondenseForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    change(tmp_path, tie_word_embeddings=False)
+    change(tmp_path / "config.json", tie_word_embeddings=False)
     with pytest.raises(ValueError, match=r"lacks lm_head.weight"):
         CondenseForCausalLM.from_pretrained(tmp_path)
 
 
 def test_an_untied_head_is_kept_although_the_config_ties_it(folder):
     """transformers keeps such a head untied; the conversion to a stock Llama must do the same."""
-    change(folder, tie_word_embeddings=True)
+    change(folder / "config.json", tie_word_embeddings=True)
     stock, model = LlamaForCausalLM.from_pretrained(folder), CondenseForCausalLM.from_pretrained(folder)
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     ids = torch.arange(2, 7)[None]
@@ -108,18 +109,11 @@ def test_a_folder_without_a_config_is_refused(text, folder):
             load(folder)
 
 
-def test_unknown_names_of_functions_are_refused():
-    with pytest.raises(ValueError, match="hidden_act='sigmoyd' is not known: choose one of .*silu"):
-        CondenseConfig(hidden_act="sigmoyd")
-    with pytest.raises(ValueError, match="rope_type='spiral' is not known: choose one of default, .*llama3"):
-        CondenseConfig(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
-
-
 def test_weights_are_checked_on_the_meta_device(folder):
     """`condense train` makes this check before it starts ranks."""
     model = load_model(LlamaForCausalLM, folder, device_map="meta")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    change(folder, lambda tensors: tensors.pop(NORM))
+    change_weights(folder, lambda tensors: tensors.pop(NORM))
     with pytest.raises(ValueError, match=NORM):
         load_model(LlamaForCausalLM, folder, device_map="meta")
 
@@ -178,15 +172,17 @@ def test_code_of_a_model_is_not_run(source, folder, stories, tmp_path, monkeypat
         shutil.copy(path, folder)
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\n")
     if source == "model":
-        change(folder, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"})
-        with pytest.raises(ValueError, match="can't be loaded"):
-            load_model(AutoModelForCausalLM, folder)
-        with pytest.raises(ValueError, match="can't be loaded"):
-            load_config(AutoConfig, folder)
+        change(
+            folder / "config.json",
+            model_type="evil",
+            auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"},
+        )
+        for load, kind in ((load_model, AutoModelForCausalLM), (load_config, AutoConfig)):
+            with pytest.raises(ValueError, match="can't be loaded"):
+                load(kind, folder)
     else:
-        path = folder / "tokenizer_config.json"
         fields = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.C", "evil.C"]}}
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        change(folder / "tokenizer_config.json", **fields)
         with pytest.raises(ValueError, match="can't be loaded"):
             load_tokenizer(folder, CondenseConfig(vocab_size=512))
     assert not (tmp_path / "ran").exists()

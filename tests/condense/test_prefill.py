@@ -7,9 +7,10 @@ from condense import FoldedCache, prefill
 
 from .models import random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@torch.no_grad()
 def test_prefill_equals_one_call(batch_size, monkeypatch):
     model, ids = tiny_model(), random_ids(batch_size, 43)
     monkeypatch.setattr(prefill, "TOKENS_PER_CALL", 20)

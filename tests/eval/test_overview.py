@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -107,11 +106,8 @@ def test_models_and_tasks_stand_first(measured):
     page = (folder / "report.html").read_text()
     assert re.findall('<h2 id="1">([^<]*)', page) == ["overview"]
     by_task = table(page, "models and tasks (95 % interval)")
-    rows = {
-        model: {task: cells[model] for task, cells in by_task.items()}
-        for model in next(iter(by_task.values()))
-        if model != "task"
-    }
+    models = [name for name in next(iter(by_task.values())) if name != "task"]
+    rows = {model: {task: cells[model] for task, cells in by_task.items()} for model in models}
     again, first = "llama (again/passkey.json)", "llama (passkey/passkey.json)"
     assert list(rows) == [again, first, "rival", "llama", "other"]  # the evaluation of one's own knows no weights
     column = "passkey, 80 to 120 tokens [% correct]"
@@ -192,9 +188,7 @@ def test_a_figure_of_ones_own_that_is_not_a_number(wrong, tmp_path):
     results = json.loads(path.read_text())
     results["overview"][0] |= wrong
     path.write_text(json.dumps(results))
-    with pytest.raises(
-        ValueError, match=r"without files .*mine/own\.json \('size \[letters\]' of 'llama' has .*finite"
-    ):
+    with pytest.raises(ValueError, match=r"without files .*mine/own\.json \('size \[letters\]' of 'llama' .*finite"):
         write_report(tmp_path)
     results = json.loads((tmp_path / "overview.json").read_text())
     assert [figure["value"] for figure in results["figures"]] == [0.5] and "mine/own.json" in results["left_out"]
@@ -213,18 +207,13 @@ def test_a_task_with_a_figure_that_is_not_a_number(tmp_path):
     assert len(json.loads((tmp_path / "overview.json").read_text())["figures"]) == 1
 
 
-def test_tasks_of_a_group_without_a_score():
+def test_tasks_of_a_group_without_a_score(tmp_path):
     """They stand for themselves; those of a group with a score are part of it."""
-    scores = [("mmlu", "acc", 0.4, None), ("mmlu_law", "acc", 0.3, None), ("arc", "acc", 0.2, None)]
-    found = read_harness_of({task: {f"{metric},none": value} for task, metric, value, _ in scores})
-    assert found == {"mmlu", "arc"}
-
-
-def read_harness_of(results):
-    path = Path(tempfile.mkdtemp()) / "results_1.json"
+    scores = {task: {"acc,none": value} for task, value in {"mmlu": 0.4, "mmlu_law": 0.3, "arc": 0.2}.items()}
     groups = {"mmlu": ["mmlu_law"], "openllm": ["arc"]}
-    path.write_text(json.dumps(harness_file("m", results, group_subtasks=groups)))
-    return {figure.measure.partition(",")[0] for figure in read_harness(path).figures("m")}
+    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores, group_subtasks=groups)))
+    figures = read_harness(tmp_path / "results_1.json").figures("m")
+    assert {figure.measure.partition(",")[0] for figure in figures} == {"mmlu", "arc"}
 
 
 def test_a_measure_that_a_model_has_three_times():

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 import torch
@@ -55,20 +56,19 @@ def same_files(folder, alone, kind="passkey"):
 
 def shared(folder, tasks):
     """Runs tasks as the processes of one measurement, in threads; returns the first one's results."""
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
-    all_ranks = [Ranks(server.clone(), rank, len(tasks)) for rank in range(len(tasks))]
+    server = new_server()
+    with ThreadPoolExecutor() as pool:
+        for rank, task in enumerate(tasks[1:], 1):
+            pool.submit(share, task, Ranks(server.clone(), rank, len(tasks)))
+        return run(tasks[0], folder, Ranks(server.clone(), 0, len(tasks)))
 
-    def other(ranks, task):
-        measure_share(task, ranks, ranks.pending(task.settings()))
 
-    threads = [Thread(target=other, args=pair) for pair in zip(all_ranks[1:], tasks[1:], strict=True)]
-    for thread in threads:
-        thread.start()
-    try:
-        return run(tasks[0], folder, all_ranks[0])
-    finally:
-        for thread in threads:
-            thread.join()
+def share(task, ranks):
+    measure_share(task, ranks, ranks.pending(task.settings()))
+
+
+def new_server():
+    return TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
 
 
 @pytest.mark.parametrize("already", [0, 2])
@@ -129,21 +129,15 @@ def test_the_first_process_waits_for_one_that_is_late(tmp_path):
             arrived.set()
             return super().settings()
 
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
-
-    def other():
-        ranks, task = Ranks(server.clone(), 1, 2), Late([3, 1])
-        measure_share(task, ranks, ranks.pending(task.settings()))
-
-    thread = Thread(target=other)
-    thread.start()
-    run(Squares([3, 1]), tmp_path, Ranks(server.clone(), 0, 2))
-    assert arrived.is_set()
-    thread.join()
+    server = new_server()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(share, Late([3, 1]), Ranks(server.clone(), 1, 2))
+        run(Squares([3, 1]), tmp_path, Ranks(server.clone(), 0, 2))
+        assert arrived.is_set()
 
 
 def test_each_measurement_of_a_process_has_keys_of_its_own(monkeypatch):
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
+    server = new_server()
     monkeypatch.setattr("condense.eval.ranks._rendezvous", lambda: (server, 0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     first, second = join(), join()
@@ -154,7 +148,7 @@ def test_each_measurement_of_a_process_has_keys_of_its_own(monkeypatch):
 
 
 def test_processes_with_other_data_are_refused():
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
+    server = new_server()
     Ranks(server, 0, 2).publish({"exponent": 2}, [0, 1])
     assert Ranks(server, 1, 2).pending({"exponent": 2}) == [0, 1]
     with pytest.raises(ValueError, match="process 1 on .* has other models or data"):
@@ -213,11 +207,8 @@ COMMAND = ["eval", "passkey", "--lengths", "80,120", "--prompts", "3"]
 
 def front_door(launcher, *arguments):
     command = [sys.executable, *launcher, "condense", *COMMAND, *arguments]
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
-    }
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

@@ -80,7 +80,7 @@ def model_of(fields, settings):
     return model
 
 
-def gradients_of(model) -> dict:
+def trained_gradients(model) -> dict:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -101,7 +101,7 @@ def on_this_rank(cases) -> list:
         for _ in range(repeats := settings.get("repeats", 1)):
             trained = stage.loss_and_gradients(**inputs)
         assert len(forward_passes) == repeats * (1 + settings.get("checkpointing", False)) * len(trained.segment_losses)
-        gradients = gradients_of(model)
+        gradients = trained_gradients(model)
         evaluated = stage.loss(**{name: value for name, value in inputs.items() if name != "num_items_in_batch"})
         assert not evaluated.loss.requires_grad
         results.append(([{name: output[name] for name in NAMES} for output in (trained, evaluated)], gradients))
@@ -116,7 +116,7 @@ def assert_equals_one_process(case, per_rank) -> None:
         output = model(**inputs)
         output.loss.backward()
     expected = {name: output[name].detach() for name in NAMES}
-    expected_gradients = gradients_of(model)
+    expected_gradients = trained_gradients(model)
 
     names = set()
     for (trained, evaluated), gradients in per_rank:
@@ -137,11 +137,7 @@ TWO_RANKS = [
     ({}, text(), {"layers_per_rank": [1, 2]}),
     (TIED, text(), {"repeats": 2}),  # gradients accumulate, also those of the copies of a tied weight
     (TIED, text(), {"checkpointing": True}),
-    (
-        TIED,
-        text(),
-        {"frozen": ("model.embed_tokens", "model.layers.0", "model.layers.1")},
-    ),  # all parameters of the first rank
+    (TIED, text(), {"frozen": ("model.embed_tokens", "model.layers.0", "model.layers.1")}),  # all of the first rank
     ({"bptt_segments": 1}, text(), {}),
     ({"bptt_segments": 2, "memory_source": "layer_input"}, text(), {"checkpointing": True}),
     ({"memory_share": [1.0, 0.0, 0.3]}, text(), {}),
@@ -210,13 +206,6 @@ def test_ranks_run_different_segments_at_once_and_send_only_hidden_states(tmp_pa
     assert sent[0] == [(1, shape) for shape in shapes]
     assert sent[1] == [(2, shape) for shape in shapes] + [(0, shape) for shape in shapes[::-1]]
     assert sent[2] == [(1, shape) for shape in shapes[::-1]]
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

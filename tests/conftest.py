@@ -67,6 +67,23 @@ def folded(llama) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_grad():
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def collected_by_hand():
+    """Only reference counts free what is used no more."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 class Call(NamedTuple):
     arguments: tuple
     options: dict

@@ -13,6 +13,8 @@ from condense.depth import DepthLlamaForCausalLM
 
 from .commands import printed
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 BLOCK = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
 
 
@@ -41,7 +43,6 @@ def test_the_function_needs_no_options_of_a_block(llama, tmp_path, capsys):
     assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.depth is None
 
 
-@torch.no_grad()
 def test_another_family_there_and_back(qwen3, tmp_path, error_line):
     assert "segments of 16 tokens" in printed("convert", qwen3, tmp_path / "folded", "--segment-length", 16)
     assert "a stock Qwen3" in printed("convert", tmp_path / "folded", tmp_path / "back", "--to", "stock")
@@ -66,7 +67,6 @@ def test_a_window_does_not_keep_a_model_from_becoming_stock(qwen3, tmp_path):
     assert "a stock Qwen3" in printed("convert", tmp_path / "windows", tmp_path / "stock", "--to", "stock")
 
 
-@torch.no_grad()
 def test_convert_writes_a_folded_hybrid(llama, hybrid):
     folder, output = hybrid
     model, source = CondenseForCausalLM.from_pretrained(folder), CondenseForCausalLM.from_pretrained(llama)
@@ -85,7 +85,6 @@ def test_convert_writes_a_folded_hybrid(llama, hybrid):
     AutoTokenizer.from_pretrained(folder)
 
 
-@torch.no_grad()
 def test_convert_writes_a_stock_hybrid_and_folds_it_again(llama, hybrid, tmp_path):
     folder, _ = hybrid
     output = printed("convert", llama, tmp_path / "stock", "--to", "llama", "--depth", "0:1", *BLOCK)
@@ -124,7 +123,6 @@ def test_refusals_come_before_the_weights(llama, hybrid, arguments, words, monke
     assert not (tmp_path / "out").exists()
 
 
-@torch.no_grad()
 def test_generate_with_a_control(hybrid, tmp_path):
     """The control holds for the prompt and for new tokens: as the stock `generate` with the same."""
     folder, _ = hybrid

@@ -41,6 +41,13 @@ def models(llama, folded) -> dict[str, Path]:
 
 
 @pytest.fixture
+def recipe(llama, tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(model=llama, output=tmp_path / "out"))
+    return path
+
+
+@pytest.fixture
 def run(capsys):
     """Exit code and standard error of the front door; nothing may have been raised past it."""
 
@@ -331,10 +338,8 @@ def test_outputs_that_are_right(models, tmp_path, run, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     monkeypatch.chdir(tmp_path / "current")
     for target in (tmp_path / "link", ".", tmp_path / "new" / "below"):
-        assert run("convert", models["llama"], target) == (
-            0,
-            f"{target}: 102,208 parameters, segments of 512 tokens\n",
-        )
+        said = f"{target}: 102,208 parameters, segments of 512 tokens\n"
+        assert run("convert", models["llama"], target) == (0, said)
         CondenseForCausalLM.from_pretrained(target)
     names = {path.name for path in (tmp_path / "empty").iterdir()}
     assert names == {path.name for path in (tmp_path / "new" / "below").iterdir()} and (tmp_path / "link").is_symlink()
@@ -431,42 +436,38 @@ def test_recipes_that_are_none(text, word, tmp_path, run, no_processes):
     assert code == 1 and word in said and "Traceback" not in said
 
 
-def test_documents_that_are_not_there(models, tmp_path, refused, no_processes):
-    recipe = RECIPE.replace("{{task: passkey, shortest: 0.4}}", "{{task: text, sources: [{{files: nowhere.txt}}]}}")
-    (tmp_path / "recipe.yaml").write_text(recipe.format(model=models["llama"], output=tmp_path / "out"))
-    assert "nowhere.txt" in refused("train", tmp_path / "recipe.yaml")
+def test_documents_that_are_not_there(recipe, refused, no_processes):
+    text = recipe.read_text().replace("{task: passkey, shortest: 0.4}", "{task: text, sources: [{files: nowhere.txt}]}")
+    recipe.write_text(text)
+    assert "nowhere.txt" in refused("train", recipe)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "[", '{"step": 4}', ""])
-def test_markers_of_checkpoints_that_are_none(text, models, tmp_path, refused, no_processes):
+def test_markers_of_checkpoints_that_are_none(text, recipe, tmp_path, refused, no_processes):
     checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "complete.json").write_text(text)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=models["llama"], output=tmp_path / "out"))
-    said = refused("train", tmp_path / "recipe.yaml")
+    said = refused("train", recipe)
     assert f"checkpoint {checkpoint} is damaged" in said
 
 
-def test_a_checkpoint_with_code_is_not_resumed(models, tmp_path, refused, no_processes):
+def test_a_checkpoint_with_code_is_not_resumed(recipe, tmp_path, refused, no_processes):
     """A checkpoint of another output, complete and of the same recipe, in which DeepSpeed would run code."""
     checkpoint = tmp_path / "other" / "checkpoint-4"
     (checkpoint / "global_step4").mkdir(parents=True)
     (checkpoint / "latest").write_text("global_step4")
     torch.save({"module": _RunsCode(tmp_path / "ran")}, checkpoint / "global_step4" / "mp_rank_00_model_states.pt")
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=models["llama"], output=tmp_path / "out"))
-    recipe = load_recipe(tmp_path / "recipe.yaml").model_dump(mode="json")
-    marker = {"step": 3, "ranks": 2, "zero_stage": 2, "recipe": recipe, "files": {}}  # of 3 steps
+    whole = load_recipe(recipe).model_dump(mode="json")
+    marker = {"step": 3, "ranks": 2, "zero_stage": 2, "recipe": whole, "files": {}}  # of 3 steps
     (checkpoint / "complete.json").write_text(json.dumps(marker))
-    said = refused("train", tmp_path / "recipe.yaml", f"resume={checkpoint}")
+    said = refused("train", recipe, f"resume={checkpoint}")
     assert "could run code" in said and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"zero_optimization": 2}'])
-def test_deepspeed_configurations_that_are_none(text, models, tmp_path, refused, no_processes):
+def test_deepspeed_configurations_that_are_none(text, recipe, tmp_path, refused, no_processes):
     (tmp_path / "zero.json").write_text(text)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=models["llama"], output=tmp_path / "out"))
-    said = refused("train", tmp_path / "recipe.yaml", f"deepspeed={tmp_path / 'zero.json'}")
-    assert "zero.json" in said
+    assert "zero.json" in refused("train", recipe, f"deepspeed={tmp_path / 'zero.json'}")
 
 
 # Results

@@ -1,12 +1,5 @@
 import pytest
-import torch
 import torch.distributed as dist
-
-
-@pytest.fixture
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from condense import FoldedCache
 from condense.hidden_states import HiddenStateAccumulator
 
+from ..refusals import assert_refused
 from .models import MEMORIES, assert_rows_alone, logits_in_parts, random_durations, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -122,8 +123,7 @@ def test_texts_in_different_caches_are_independent():
     for start in range(0, 23, 4):
         logits.append(model(ids[:, start : start + 4], past_key_values=a).logits)
         model(other[:, start : start + 3], past_key_values=b)
-        with pytest.raises(ValueError, match="duration"):
-            model(other[:, start : start + 3], durations=torch.full((1, 3), -1.0))
+        assert_refused("duration", model, other[:, start : start + 3], durations=torch.full((1, 3), -1.0))
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=1e-9)
 
 
@@ -189,10 +189,7 @@ def test_later_writes_without_gradients_keep_the_graph():
 def test_wrong_use_is_refused():
     model = tiny_model()
     cache = model(random_ids(2, 7)).past_key_values
-    with pytest.raises(ValueError, match="holds 2 texts and the input 3"):
-        model(random_ids(3, 7), past_key_values=cache)
+    assert_refused("holds 2 texts and the input 3", model, random_ids(3, 7), past_key_values=cache)
     for tokens in (1, -1):
-        with pytest.raises(ValueError, match=r"activate_past_recording.*snapshot"):
-            cache.crop(tokens)
-    with pytest.raises(ValueError, match="DynamicCache"):
-        model(random_ids(2, 7), past_key_values=DynamicCache())
+        assert_refused(r"activate_past_recording.*snapshot", cache.crop, tokens)
+    assert_refused("DynamicCache", model, random_ids(2, 7), past_key_values=DynamicCache())

@@ -9,6 +9,7 @@ import torch
 
 from condense import FoldedCache
 
+from ..refusals import assert_refused
 from .models import random_durations, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -45,42 +46,31 @@ def test_the_cache_of_an_interrupted_call_is_refused(call, read_before, monkeypa
         with pytest.raises(Interrupted):
             model(ids[:, read_before:], past_key_values=cache)
     for attempt in (ids[:, read_before:], ids[:, :1]):
-        with pytest.raises(ValueError, match=r"interrupted.*reset.*snapshot.*restore"):
-            model(attempt, past_key_values=cache)
+        assert_refused(r"interrupted.*reset.*snapshot.*restore", model, attempt, past_key_values=cache)
     for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        with pytest.raises(ValueError, match="interrupted"):
-            model(ids[:, :1], past_key_values=copied)
-    with pytest.raises(ValueError, match="interrupted"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=1)
+        assert_refused("interrupted", model, ids[:, :1], past_key_values=copied)
+    assert_refused("interrupted", model.generate, ids, past_key_values=cache, max_new_tokens=1)
     expected = model(ids, use_cache=False).logits[:, read_before:]
     torch.testing.assert_close(model(ids[:, read_before:], past_key_values=before).logits, expected, atol=1e-9, rtol=0)
     cache.reset()
     torch.testing.assert_close(model(ids, past_key_values=cache).logits[:, read_before:], expected, atol=1e-9, rtol=0)
 
 
-def test_the_cache_of_a_call_that_fails_in_the_head_is_refused(monkeypatch):
-    """The cache has all tokens, but the call returned no logits, which need the most memory."""
-    model = tiny_model()
+@pytest.mark.parametrize("case", ["in the head", "static step"])
+def test_the_cache_of_a_call_that_fails_elsewhere_is_refused(case, monkeypatch):
+    """In the head, the cache has all tokens, but the call returned no logits, which need the most memory."""
+    model, tokens = tiny_model(), 1 if case == "static step" else 3
     cache = model(random_ids(1, 8)).past_key_values
+    model.fixed_decoding = case == "static step"
+    model(random_ids(1, tokens), past_key_values=cache)
     with monkeypatch.context() as patch:
-        patch.setattr(model.lm_head, "forward", lambda hidden: (_ for _ in ()).throw(torch.OutOfMemoryError))
-        with pytest.raises(torch.OutOfMemoryError):
-            model(random_ids(1, 3), past_key_values=cache)
-    with pytest.raises(ValueError, match="interrupted"):
-        model(random_ids(1, 3), past_key_values=cache)
-
-
-def test_the_cache_of_an_interrupted_static_step_is_refused(monkeypatch):
-    model = tiny_model()
-    cache = model(random_ids(1, 8)).past_key_values
-    model.fixed_decoding = True
-    model(random_ids(1, 1), past_key_values=cache)
-    with monkeypatch.context() as patch:
-        interrupt(patch, model, 0)
+        if case == "in the head":
+            patch.setattr(model.lm_head, "forward", lambda hidden: (_ for _ in ()).throw(Interrupted))
+        else:
+            interrupt(patch, model, 0)
         with pytest.raises(Interrupted):
-            model(random_ids(1, 1), past_key_values=cache)
-    with pytest.raises(ValueError, match="interrupted"):
-        model(random_ids(1, 1), past_key_values=cache)
+            model(random_ids(1, tokens), past_key_values=cache)
+    assert_refused("interrupted", model, random_ids(1, tokens), past_key_values=cache)
 
 
 def test_a_refused_call_does_not_change_the_cache():
@@ -94,12 +84,10 @@ def test_a_refused_call_does_not_change_the_cache():
         "output_attentions": True,
     }
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=name.removesuffix("s")):
-            model(ids[:, 7:], past_key_values=cache, **{name: value})
+        assert_refused(name.removesuffix("s"), model, ids[:, 7:], past_key_values=cache, **{name: value})
     hook = model.model.layers[0].register_forward_hook(lambda *_: None)
     model.config.schedule = "wavefront"
-    with pytest.raises(ValueError, match="hooks"):
-        model(random_ids(2, 23), past_key_values=cache)
+    assert_refused("hooks", model, random_ids(2, 23), past_key_values=cache)
     hook.remove()
     model.config.schedule = "auto"
     expected = model(ids, use_cache=False).logits[:, 7:]
@@ -133,8 +121,7 @@ def test_a_refused_first_call_does_not_fix_the_batch_size():
 def test_invalid_inputs_do_not_make_the_cache_incomplete(arguments, word):
     model = tiny_model()
     cache = model(random_ids(1, 8)).past_key_values
-    with pytest.raises(ValueError, match=word):
-        model(**arguments, past_key_values=cache)
+    assert_refused(word, model, **arguments, past_key_values=cache)
     model(random_ids(1, 3), past_key_values=cache)
 
 
@@ -157,11 +144,10 @@ def test_the_cache_of_another_model_is_refused(fields, read_before):
     theirs, own = (getattr(one.config, name) for one in (other, model))
     with pytest.raises(ValueError, match=re.escape(f"made for {name}={theirs!r} and the model has {own!r}")):
         model(random_ids(1, 3), past_key_values=cache)
-    with pytest.raises(ValueError, match=name):
-        model.generate(random_ids(1, 9), past_key_values=cache, max_new_tokens=1)
+    assert_refused(name, model.generate, random_ids(1, 9), past_key_values=cache, max_new_tokens=1)
 
 
-def test_a_cache_is_refused_after_a_field_changes(monkeypatch):
+def test_a_cache_is_refused_after_a_field_changes():
     model = tiny_model()
     cache = model(random_ids(1, 8)).past_key_values
     model.config.memory_source = "layer_input"
@@ -169,24 +155,18 @@ def test_a_cache_is_refused_after_a_field_changes(monkeypatch):
         model(random_ids(1, 3), past_key_values=cache)
 
 
-@torch.enable_grad()
-def test_a_cache_with_gradients_is_copied_after_detach():
-    model, ids = tiny_model(), random_ids(1, 12)
-    cache = model(ids[:, :8]).past_key_values
-    with pytest.raises(ValueError, match=r"cache.detach\(\)"):
-        copy.deepcopy(cache)
-    cache.detach()
-    copied = copy.deepcopy(cache)
-    expected = model(ids[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, expected, atol=0, rtol=0)
-
-
-def test_a_copy_shares_no_state_with_its_original():
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_copy_shares_no_state_with_its_original(with_gradients):
+    """A cache with gradients is copied after `detach`."""
     model, ids = tiny_model(), random_ids(2, 23)
-    cache = model(ids[:, :8], durations=random_durations(2, 8)).past_key_values
-    copied = copy.deepcopy(cache)
-    first = model(ids[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, first, atol=0, rtol=0)
+    with torch.set_grad_enabled(with_gradients):
+        cache = model(ids[:, :8], durations=random_durations(2, 8)).past_key_values
+        if with_gradients:
+            assert_refused(r"cache.detach\(\)", copy.deepcopy, cache)
+            cache.detach()
+        copied = copy.deepcopy(cache)
+        first, second = (model(ids[:, 8:], past_key_values=each).logits for each in (cache, copied))
+    torch.testing.assert_close(second, first, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("duration", [1e300, 3e38, 2.0**24 + 2])
@@ -230,8 +210,7 @@ def test_refused_changes_of_rows_and_columns_change_nothing(name, value, words):
     cache = FoldedCache(model.config)
     cache.activate_past_recording()
     model(ids[:, :8], past_key_values=cache, durations=torch.ones(2, 8))
-    with pytest.raises(ValueError, match=words):
-        getattr(cache, name)(value)
+    assert_refused(words, getattr(cache, name), value)
     torch.testing.assert_close(model(ids[:, 8:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
 
 
@@ -259,11 +238,9 @@ def test_a_cache_is_refused_after_the_model_moved(fixed_decoding):
     expected = model(ids[:, 8:], past_key_values=cache).logits
     model.float()
     message = r"written in torch.float64 on cpu, and the model computes in torch.float32 on cpu: move the model before"
-    with pytest.raises(ValueError, match=message):
-        model(ids[:, 8:], past_key_values=cache)
+    assert_refused(message, model, ids[:, 8:], past_key_values=cache)
     cache.restore(snapshot)
-    with pytest.raises(ValueError, match=message):
-        model(ids[:, 8:], past_key_values=cache)
+    assert_refused(message, model, ids[:, 8:], past_key_values=cache)
     cache.reset()
     model(ids, past_key_values=cache)  # a new text
     cache.restore(snapshot)

@@ -12,6 +12,7 @@ from condense.text import encode
 
 from ..chat_models import chat_tokenizer, greedy, save_chat_model
 from ..commands import printed
+from ..refusals import assert_refused
 
 NOW = "strftime_now('%d %b %Y')"
 TEXT = "the cat sat on the mat and the dog ran to the cat ?"
@@ -69,8 +70,7 @@ def test_a_prompt_is_the_same_on_every_day(tokenizer, date):
 def test_what_has_no_chat_is_refused(tokenizer):
     for template in ("{{ messages[0]['content'] | lower }}", "{{ messages[0]['content'] }} " * 2):
         tokenizer.chat_template = template
-        with pytest.raises(ValueError, match="does not hold the user's message once and unchanged"):
-            chat_frame(tokenizer)
+        assert_refused("does not hold the user's message once and unchanged", chat_frame, tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"the tokenizer of 'a/b' has no chat template: leave --chat out"):
         check_chat_template(tokenizer, "a/b")
@@ -100,8 +100,7 @@ def test_a_part_of_the_message_is_not_dropped(tokenizer):
     tokenizer.chat_template = "{{ (messages[0]['content'] | upper).split('\n')[0] }}"
     check_chat_template(tokenizer, "a/b")
     assert chat_text(tokenizer, " the cat\n") == " THE CAT"
-    with pytest.raises(ValueError, match="leaves out the user's message, or a part of it: correct"):
-        chat_text(tokenizer, "the cat\nsat")
+    assert_refused("leaves out the user's message, or a part of it: correct", chat_text, tokenizer, "the cat\nsat")
 
 
 def test_a_text_in_blocks_gets_no_first_token(tokenizer, monkeypatch):
@@ -131,5 +130,4 @@ def test_generate_answers_in_a_chat(tmp_path):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="no chat template"):
-        answer("--prompt", "the cat", "--chat")
+    assert_refused("no chat template", answer, "--prompt", "the cat", "--chat")

@@ -15,6 +15,8 @@ from condense.recording import CROP_TOKENS
 from . import models
 from .models import padded_batch, random_durations, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 NUM_NEW = 13  # two segment borders or three, with segments of 5
 greedy = functools.partial(models.greedy, num_new=NUM_NEW)
 
@@ -91,22 +93,19 @@ def test_padding_does_not_change_the_tokens_of_a_pretrained_model(side, stories,
 
 @pytest.mark.parametrize("beams", [2, 4])
 def test_beam_search_equals_beam_search_without_a_cache(beams):
-    """The comparison is a beam search written here, which reads every hypothesis from its start."""
     model, ids = tiny_model(), random_ids(1, 7)
-    output = generated(model, ids, num_beams=beams)
-    assert output[0].tolist() == models.beam_search(model, ids, NUM_NEW, beams)
+    assert generated(model, ids, num_beams=beams)[0].tolist() == models.beam_search(model, ids, NUM_NEW, beams)
 
 
 def test_sampling_with_a_seed_equals_sampling_without_a_cache():
     model, ids = tiny_model(), random_ids(2, 7)
     torch.manual_seed(3)
-    output = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=True, top_k=0, temperature=0.8)
+    output = generated(model, ids, do_sample=True, top_k=0, temperature=0.8)
     torch.manual_seed(3)
     expected = ids
-    with torch.no_grad():
-        for _ in range(NUM_NEW):
-            logits = model(expected, use_cache=False).logits[:, -1].float() / 0.8
-            expected = torch.cat([expected, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+    for _ in range(NUM_NEW):
+        logits = model(expected, use_cache=False).logits[:, -1].float() / 0.8
+        expected = torch.cat([expected, torch.multinomial(logits.softmax(-1), 1)], dim=1)
     assert torch.equal(output, expected)
 
 
@@ -114,7 +113,7 @@ def test_num_return_sequences_with_sampling_and_beams():
     model = tiny_model()
     _, ids, mask = padded_batch([3, 8], "left")
     torch.manual_seed(0)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=True, num_return_sequences=3)
+    output = generated(model, ids, attention_mask=mask, do_sample=True, num_return_sequences=3)
     assert output.shape == (6, 8 + NUM_NEW)
     assert torch.equal(output[:, :8], ids.repeat_interleave(3, dim=0))
     assert len({tuple(row.tolist()) for row in output}) == 6
@@ -162,7 +161,6 @@ def test_other_caches_are_refused():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
 def test_generation_without_a_cache(side):
     """`use_cache=False` gives the same tokens, and reads the whole text for each."""
     model, (_, ids, mask) = tiny_model(), padded_batch([3, 13, 7], side)
@@ -200,8 +198,7 @@ def test_cache_implementations_are_those_of_steps(name, fixed, steps, noted):
     """ "static" is fixed decoding, "dynamic" is none, for the call; other calls have the model's setting."""
     model, ids, counts = tiny_model(), random_ids(2, 7), noted(modeling, "decode")
     model.fixed_decoding = fixed
-    with torch.no_grad():
-        expected = greedy(model, ids)
+    expected = greedy(model, ids)
     output = generated(model, ids, cache_implementation=name)
     assert torch.equal(output, expected) and len(counts) == steps and model.fixed_decoding is fixed
     assert torch.equal(generated(model, ids), expected)
@@ -227,7 +224,6 @@ def test_generation_from_embeddings():
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-@torch.no_grad()
 def test_drafts_of_an_early_exit_do_not_change_tokens(layers, noted):
     """The drafts come from the first layers: their logits are those of a model that has no more."""
     model, ids = tiny_model(), repeating_ids(13)
@@ -269,7 +265,6 @@ def undrafted(segment_length, num_prompt, num_new):
 @pytest.mark.parametrize("num_prompt", [3, 10, 26])
 @pytest.mark.parametrize("segment_length", [4, 5, 64])
 @pytest.mark.parametrize("kind", ["prompt lookup", "folded assistant", "stock assistant"])
-@torch.no_grad()
 def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt, noted):
     """Assisted decoding and prompt lookup write the tokens of greedy decoding, over many segment borders. In each case
     the model accepts some tokens of a draft and removes others.
@@ -289,7 +284,6 @@ def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt, noted):
 
 @pytest.mark.parametrize("seen", [0, 1, 6, 19])
 @pytest.mark.parametrize("kind", ["prompt lookup", "assistant"])
-@torch.no_grad()
 def test_drafts_continue_a_cache(kind, seen):
     """The cache holds the first tokens of the text, as after an earlier call of `generate`."""
     model, ids = tiny_model(segment_length=5), repeating_ids(20)
@@ -306,7 +300,6 @@ def test_drafts_continue_a_cache(kind, seen):
 
 
 @pytest.mark.parametrize("first", [2, 3, 5, 7])
-@torch.no_grad()
 def test_a_folded_assistant_of_one_token(first):
     """The assistant's cache goes back to the empty state."""
     model, ids = tiny_model(segment_length=5), torch.tensor([[first]])
@@ -319,7 +312,6 @@ def test_drafts_longer_than_a_cache_can_remove_are_refused():
         tiny_model().generate(repeating_ids(9), max_new_tokens=2, prompt_lookup_num_tokens=CROP_TOKENS + 1)
 
 
-@torch.no_grad()
 def test_generation_continues_after_drafts():
     """The state after drafts is the state after the same tokens; its size does not depend on the number of drafts."""
     model, ids = tiny_model(segment_length=5), repeating_ids(133)
@@ -359,7 +351,6 @@ def test_stop_strings_work_across_segments(stories, tokenizer):
     assert stop in stopped and unstopped.startswith(stopped) and len(stopped) < len(unstopped)
 
 
-@torch.no_grad()
 def test_forward_refuses_arguments_without_effect():
     """It accepts the arguments that `generate` passes; it refuses unsupported outputs and unknown names."""
     model, ids = tiny_model(), random_ids(1, 7)
@@ -376,8 +367,7 @@ def test_forward_refuses_arguments_without_effect():
 
 def test_nan_logits_stop_generation():
     model, ids = tiny_model(), random_ids(1, 7)
-    with torch.no_grad():
-        model.lm_head.weight[3] = float("nan")
+    model.lm_head.weight[3] = float("nan")
     processors = LogitsProcessorList([RefuseNonFiniteLogits()])
     with pytest.raises(ValueError, match="the model computes logits that are not numbers"):
         model.generate(ids, max_new_tokens=2, logits_processor=processors)

@@ -20,6 +20,8 @@ from .models import (
     torch_checkpoint,
 )
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LAYERS = 5
 
 
@@ -67,7 +69,6 @@ def model_with(name, **options):
     return model
 
 
-@torch.no_grad()
 def test_an_identity_equals_the_model_without_those_layers():
     model, ids = tiny_model(num_hidden_layers=LAYERS), random_ids(2, 23)
     shorter = copy.deepcopy(model)
@@ -77,7 +78,6 @@ def test_an_identity_equals_the_model_without_those_layers():
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@torch.no_grad()
 def test_a_block_follows_its_formula(name):
     """Within one segment there is no memory: layers and block are functions of the hidden states."""
     model, ids = model_with(name), random_ids(2, 5)
@@ -89,8 +89,7 @@ def test_a_block_follows_its_formula(name):
     (_, first), (block_in, block_out), (next_in, _), _ = seen
     assert torch.equal(first, block_in) and torch.equal(block_out, next_in)
     if name == "without memory":
-        block = layers[1]
-        expected = block_in.clone()
+        block, expected = layers[1], block_in
         for _ in range(2):
             hidden = torch.log1p(torch.exp(expected @ block.w1.weight.T + block.w1.bias))
             expected = expected + 0.5 * (hidden @ block.w2.weight.T + block.w2.bias)
@@ -99,7 +98,6 @@ def test_a_block_follows_its_formula(name):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@torch.no_grad()
 def test_cache_and_padding_work_as_with_layers(name):
     model, ids = model_with(name), random_ids(2, 31)
     whole = model(ids, use_cache=False).logits
@@ -110,7 +108,6 @@ def test_cache_and_padding_work_as_with_layers(name):
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
-@torch.no_grad()
 def test_generation_works_as_with_layers(name, fixed):
     """`generate`, static steps and drafts give the tokens of a model without a cache."""
     model, ids = model_with(name), random_ids(1, 9)
@@ -122,6 +119,7 @@ def test_generation_works_as_with_layers(name, fixed):
 
 
 @pytest.mark.parametrize("name", ["without memory", "with memory"])
+@torch.enable_grad()
 def test_gradient_checkpointing_works_as_with_layers(name):
     model, ids = model_with(name).train(), random_ids(2, 23)
     expected = gradients(model, ids)
@@ -131,7 +129,6 @@ def test_gradient_checkpointing_works_as_with_layers(name):
     assert all(gradient.abs().max() > 0 for gradient in found[1].values())
 
 
-@torch.no_grad()
 def test_auto_runs_sequentially_and_wavefront_is_refused():
     model = model_with("without memory", schedule="auto")
     assert model(random_ids(1, 60)).logits.isfinite().all()

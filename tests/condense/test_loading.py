@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.loading import check_source, load_config, load_model, load_tokenizer
 
+from ..refusals import assert_refused
 from .models import tiny_model
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -38,10 +39,8 @@ def test_missing_weights_are_refused(loader, folder):
         CondenseForCausalLM.from_pretrained(folder).save_pretrained(folder)
     loader.from_pretrained(folder)
     change_weights(folder, lambda tensors: tensors.pop(NORM))
-    with pytest.raises(ValueError, match=f"lacks {NORM}"):
-        loader.from_pretrained(folder)
-    with pytest.raises(ValueError, match=f"lacks {NORM}"):
-        loader.from_pretrained(pretrained_model_name_or_path=folder)
+    assert_refused(f"lacks {NORM}", loader.from_pretrained, folder)
+    assert_refused(f"lacks {NORM}", loader.from_pretrained, pretrained_model_name_or_path=folder)
     _, report = loader.from_pretrained(folder, output_loading_info=True)  # a caller that requests the report checks it
     assert report["missing_keys"] == {NORM}
 
@@ -50,8 +49,7 @@ def test_transformers_report_is_not_printed_with_the_error(folder, caplog):
     """The report would say that the weights were initialised; other messages of transformers remain."""
     change_weights(folder, lambda tensors: tensors.pop(NORM))
     caplog.set_level("WARNING", logger="transformers")
-    with pytest.raises(ValueError, match=NORM):
-        CondenseForCausalLM.from_pretrained(folder)
+    assert_refused(NORM, CondenseForCausalLM.from_pretrained, folder)
     assert "initialized" not in caplog.text
     LlamaForCausalLM.from_pretrained(folder)
     assert "initialized" in caplog.text
@@ -85,8 +83,7 @@ def test_a_tied_head_is_not_missing(tmp_path):
     loaded = CondenseForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     change(tmp_path / "config.json", tie_word_embeddings=False)
-    with pytest.raises(ValueError, match=r"lacks lm_head.weight"):
-        CondenseForCausalLM.from_pretrained(tmp_path)
+    assert_refused(r"lacks lm_head.weight", CondenseForCausalLM.from_pretrained, tmp_path)
 
 
 def test_an_untied_head_is_kept_although_the_config_ties_it(folder):
@@ -114,8 +111,7 @@ def test_weights_are_checked_on_the_meta_device(folder):
     model = load_model(LlamaForCausalLM, folder, device_map="meta")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     change_weights(folder, lambda tensors: tensors.pop(NORM))
-    with pytest.raises(ValueError, match=NORM):
-        load_model(LlamaForCausalLM, folder, device_map="meta")
+    assert_refused(NORM, load_model, LlamaForCausalLM, folder, device_map="meta")
 
 
 def test_a_model_in_the_hubs_cache_needs_no_request(folder, tmp_path, monkeypatch):
@@ -160,8 +156,7 @@ def test_missing_shards_and_damaged_indices_are_refused(folder):
     load_config(CondenseConfig, folder)  # a config needs no weights
     for wrong in ('{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["x"]}}', "{}"):
         (folder / "model.safetensors.index.json").write_text(wrong)
-        with pytest.raises(ValueError, match="has no weight_map of file names"):
-            load_model(LlamaForCausalLM, folder)
+        assert_refused("has no weight_map of file names", load_model, LlamaForCausalLM, folder)
 
 
 @pytest.mark.parametrize("source", ["model", "tokenizer"])
@@ -172,19 +167,14 @@ def test_code_of_a_model_is_not_run(source, folder, stories, tmp_path, monkeypat
         shutil.copy(path, folder)
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\n")
     if source == "model":
-        change(
-            folder / "config.json",
-            model_type="evil",
-            auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"},
-        )
+        fields = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"}
+        change(folder / "config.json", model_type="evil", auto_map=fields)
         for load, kind in ((load_model, AutoModelForCausalLM), (load_config, AutoConfig)):
-            with pytest.raises(ValueError, match="can't be loaded"):
-                load(kind, folder)
+            assert_refused("can't be loaded", load, kind, folder)
     else:
         fields = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.C", "evil.C"]}}
         change(folder / "tokenizer_config.json", **fields)
-        with pytest.raises(ValueError, match="can't be loaded"):
-            load_tokenizer(folder, CondenseConfig(vocab_size=512))
+        assert_refused("can't be loaded", load_tokenizer, folder, CondenseConfig(vocab_size=512))
     assert not (tmp_path / "ran").exists()
 
 

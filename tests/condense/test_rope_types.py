@@ -6,6 +6,7 @@ import torch
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.conversion import to_stock
 
+from ..refusals import assert_refused
 from .models import assert_rows_alone, logits_in_parts, padded_batch, random_durations, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -65,17 +66,14 @@ def test_new_tokens_of_static_shape_are_the_same(name):
 def test_segments_whose_frequencies_would_depend_on_the_length_are_refused(name, tmp_path):
     limit = "max_position_embeddings=24" if name == "dynamic" else "original_max_position_embeddings=24"
     message = rf"rope_type='{name}': above {limit} .* 2 x 13 tokens.*segment_length of at most 12"
-    with pytest.raises(ValueError, match=message):
-        model_of(name, segment_length=13)
+    assert_refused(message, model_of, name, segment_length=13)
     model = model_of(name).float()
     to_stock(model).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        CondenseForCausalLM.from_pretrained(tmp_path, segment_length=13)
+    assert_refused(message, CondenseForCausalLM.from_pretrained, tmp_path, segment_length=13)
     loaded = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=12)
     assert torch.equal(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     model.config.segment_length = 13
-    with pytest.raises(ValueError, match=message):
-        model(random_ids(1, 3))
+    assert_refused(message, model, random_ids(1, 3))
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])

@@ -4,7 +4,6 @@ With memories that are detached at every border, each use of a weight serves the
 gradient is the sum of those of the segments' losses, each computed separately and all added in float64.
 """
 
-import gc
 import weakref
 from contextlib import nullcontext
 from functools import cache
@@ -180,34 +179,30 @@ def test_batched_gradients():
         torch.testing.assert_close(one, expected, rtol=0.05, atol=0.05)
 
 
-def test_sums_are_freed_with_the_graph():
+@pytest.mark.usefixtures("collected_by_hand")
+def test_sums_are_freed_with_the_graph(monkeypatch):
     model, made, make = model_of(schedule="sequential"), [], WeightSum.__init__
 
     def noted(self, *given):
         made.append(weakref.ref(self))
         make(self, *given)
 
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WeightSum, "__init__", noted)
-            gradients(model)
-        assert made and all(one() is None for one in made)
-    finally:
-        gc.enable()
+    monkeypatch.setattr(WeightSum, "__init__", noted)
+    gradients(model)
+    assert made and all(one() is None for one in made)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "group", "error", "words"),
+    ("dtype", "schedule", "group", "error", "words"),
     [
-        ("sequential", None, RuntimeError, "modified by an inplace operation"),
-        ("wavefront", None, RuntimeError, "modified by an inplace operation"),
-        ("auto", 1, ValueError, "weights have changed since the forward pass"),  # before it is used again
+        (torch.bfloat16, "sequential", None, RuntimeError, "modified by an inplace operation"),
+        (torch.bfloat16, "wavefront", None, RuntimeError, "modified by an inplace operation"),
+        (torch.float64, "wavefront", None, RuntimeError, "modified by an inplace operation"),
+        (torch.float64, "auto", 1, ValueError, "weights have changed since the forward pass"),  # when it is used again
     ],
 )
-def test_a_weight_that_changes_before_the_backward_pass_is_refused(schedule, group, error, words):
-    model = checkpointed(model_of(torch.float64 if group else torch.bfloat16, schedule=schedule), group)
+def test_a_weight_that_changes_before_the_backward_pass_is_refused(dtype, schedule, group, error, words):
+    model = checkpointed(model_of(dtype, schedule=schedule), group)
     loss = model(IDS, labels=IDS).loss
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(2)

@@ -92,18 +92,16 @@ def state(model, num_tokens):
 
 def test_the_bytes_of_a_state_are_counted_in_any_cache(tokenizer):
     """By hand: float32, of one row."""
-    inner, layers = 2 * 32, 4
-    mamba = rival("mamba", tokenizer)
-    assert state(mamba, 20) == state(mamba, 90) == 4 * layers * inner * (4 + 4)  # kernel of 4, state of 4
-    rwkv = rival("rwkv", tokenizer)
-    assert state(rwkv, 20) == state(rwkv, 90) == 4 * layers * 5 * 32
-    llama = rival("llama", tokenizer)
-    assert [state(llama, n) for n in (20, 90)] == [4 * layers * 2 * 2 * 8 * n for n in (20, 90)]
-    jamba = rival("jamba", tokenizer)  # two layers of each kind
-    assert [state(jamba, n) for n in (20, 90)] == [4 * 2 * (inner * (4 + 4) + 2 * 2 * 8 * n) for n in (20, 90)]
-    gemma = rival("recurrent_gemma", tokenizer)  # two recurrent layers hold their state themselves
-    window = 4 * 2 * 8 * 15
-    assert [state(gemma, n) for n in (20, 90)] == [4 * 2 * (32 * 3 + 32) + window] * 2
+    inner, layers, window = 2 * 32, 4, 4 * 2 * 8 * 15
+    for name, num_bytes in {
+        "mamba": lambda n: 4 * layers * inner * (4 + 4),  # kernel of 4, state of 4
+        "rwkv": lambda n: 4 * layers * 5 * 32,
+        "llama": lambda n: 4 * layers * 2 * 2 * 8 * n,
+        "jamba": lambda n: 4 * 2 * (inner * (4 + 4) + 2 * 2 * 8 * n),  # two layers of each kind
+        "recurrent_gemma": lambda n: 4 * 2 * (32 * 3 + 32) + window,  # two recurrent layers hold their state themselves
+    }.items():
+        model = rival(name, tokenizer)
+        assert [state(model, n) for n in (20, 90)] == [num_bytes(n) for n in (20, 90)]
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -32,6 +32,7 @@ from condense import CondenseForCausalLM
 from condense.eval.harness import CondenseLM
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from ..refusals import assert_refused
 from .rivals import save_folded
 
 TEXT = "a cat sat on the mat and saw two dogs run far away from one old red house by the sea . , : ?"
@@ -217,12 +218,10 @@ def test_half_precision_is_not_added_up_in_half_precision(own, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused(folders, monkeypatch):
-    with pytest.raises(ValueError, match=re.escape("'llama' is not folded: run it as --model stock")):
-        load(folders / "llama")
+    assert_refused(re.escape("'llama' is not folded: run it as --model stock"), load, folders / "llama")
     small = load(folders / "folded", max_length=3)
     for text, message in ((" sat on the mat", "4 tokens are to be scored and max_length=3"), (" ", "0 to score")):
-        with pytest.raises(ValueError, match=message):
-            ask(small, "loglikelihood", [("a cat", text)])
+        assert_refused(message, ask, small, "loglikelihood", [("a cat", text)])
     with pytest.raises(ValueError, match="tokenizer has 40 tokens and the model a vocabulary of 38"):
         load(folders / "folded", tokenizer=word_tokenizer([TEXT + " more words"]))
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
@@ -321,9 +320,8 @@ def without_own_tasks(tmp_path_factory):
     return root
 
 
-FINDS_PLUGINS = pytest.mark.skipif(
-    not hasattr(registry, "import_plugins"), reason="this lm-eval looks for no entry points"
-)
+HAS_PLUGINS = hasattr(registry, "import_plugins")
+FINDS_PLUGINS = pytest.mark.skipif(not HAS_PLUGINS, reason="this lm-eval looks for no entry points")
 OURS, THEIRS = [sys.executable, "-m", "condense", "eval", "harness"], [str(Path(sys.executable).with_name("lm_eval"))]
 
 

@@ -28,6 +28,8 @@ from condense.eval.options import (
 from condense.eval.tasks import options as of_tasks
 from condense.eval.tasks.options import PasskeyOptions
 
+from ..refusals import assert_refused
+
 KINDS = ("passkey", "recall", "perplexity", "summarization", "suite", "attention")
 COMMANDS = {kind: getattr(of_tasks, f"{kind.title()}Options") for kind in KINDS} | {"probe": ProbeOptions}
 
@@ -76,8 +78,7 @@ def test_help_and_defaults_are_those_of_the_fields():
 def test_ranges_hold_in_python_too(tmp_path):
     for wrong in ({"num_rows": 0}, {"share": -0.1}, {"share": float("nan")}, {"share": float("inf")}):
         (name,) = wrong
-        with pytest.raises(ValueError, match=rf"{name}={wrong[name]}: pass \d or more"):
-            Example(models=[], **wrong)
+        assert_refused(rf"{name}={wrong[name]}: pass \d or more", Example, models=[], **wrong)
     found, shown = given_to(["--model", "a", "--output", str(tmp_path), "--rows", "0"])
     assert found == [] and "--rows" in shown
 
@@ -163,8 +164,7 @@ WRONG += [(numbers, "is no positive whole number", text) for text in ("", "1k,,2
 @pytest.mark.parametrize(("parse", "message", "text"), WRONG)
 def test_texts_that_are_no_numbers(parse, message, text):
     assert numbers("64,2k,1M") == [64, 2048, 2**20]
-    with pytest.raises(ValueError, match=message):
-        parse(text)
+    assert_refused(message, parse, text)
 
 
 @pytest.mark.parametrize(
@@ -175,5 +175,4 @@ def test_texts_that_are_no_numbers(parse, message, text):
     ],
 )
 def test_a_list_names_nothing_twice(field, values, message):
-    with pytest.raises(ValueError, match=message):
-        PasskeyOptions(models=[], **{field: values})
+    assert_refused(message, PasskeyOptions, models=[], **{field: values})

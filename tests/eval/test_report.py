@@ -11,6 +11,7 @@ from condense.eval.report import write_report
 from condense.eval.results import run_metadata
 from condense.eval.tasks.passkey import Passkey
 
+from ..refusals import assert_refused
 from .test_training_report import write_log
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -59,8 +60,7 @@ def test_each_result_has_its_own_pictures(tmp_path):
 
 
 def test_an_empty_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no passkey.json, .*log.jsonl"):
-        write_report(tmp_path)
+    assert_refused(r"holds no passkey.json, .*log.jsonl", write_report, tmp_path)
 
 
 @pytest.mark.parametrize("linked", ["passkey.png", "passkey.json", "log.jsonl", "recipe.json"])
@@ -94,8 +94,7 @@ def test_links_are_not_written_through(folder, tmp_path, linked):
     secret.write_bytes(b"the key of another account")
     (results / linked).unlink(missing_ok=True)
     (results / linked).symlink_to(secret)
-    with pytest.raises(ValueError, match=rf"{linked} is a link, and results are not written through links: delete it"):
-        write_report(results)
+    assert_refused(rf"{linked} is a link, and results are not written through links: delete it", write_report, results)
     assert secret.read_bytes() == b"the key of another account" and (results / linked).is_symlink()
 
 

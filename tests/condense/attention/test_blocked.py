@@ -66,9 +66,8 @@ def test_blocks_have_the_largest_size_within_the_limit(monkeypatch, noted):
 def test_no_scores_are_saved_for_the_backward_pass():
     (query, key, value), _, mask = inputs(CHUNKS["memory"], True)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor.data_ptr()) or tensor, lambda t: t
-    ):
+    noted = lambda tensor: saved.append(tensor.data_ptr()) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
         IMPLEMENTATIONS["blocked"](query, key, value, mask, 0.3, 0.0)
     assert saved == [tensor.data_ptr() for tensor in (query, key, value)]
 

@@ -13,7 +13,6 @@ from .graphed import (
     LENGTH,
     assert_as_in_order,
     assert_follows_equations,
-    checkpointed,
     graphed,
     in_order,
     trained,
@@ -97,19 +96,31 @@ def test_truncated_backpropagation(segments, group, counts):
     assert_follows_equations(uses(model, ids), ids, detach_after=segments)
 
 
-def test_gradients_of_embeddings_and_of_a_partly_frozen_model(counts):
-    embeddings, labels = torch.randn(2, LENGTH, 24, dtype=torch.float64), random_ids(2, LENGTH)
+PARTS = {  # that are trained; the others are frozen
+    "values": (2, {}, lambda name: "v_proj" in name),
+    "MLPs, and memories have no gradients": (2, {"bptt_segments": 1}, lambda name: "mlp" in name),
+    "all but the layers, stored": (None, {}, lambda name: ".layers." not in name),
+    "all but the layers": (2, {}, lambda name: ".layers." not in name),
+}
+
+
+@pytest.mark.parametrize(("group", "fields", "is_trained"), PARTS.values(), ids=PARTS)
+def test_gradients_of_embeddings_and_of_a_partly_frozen_model(group, fields, is_trained, counts):
+    """The inputs of frozen layers may need gradients all the same."""
+    embeddings, ids = torch.randn(2, LENGTH, 24, dtype=torch.float64), random_ids(2, LENGTH)
 
     def gradients_of(schedule):
-        model = checkpointed(tiny_model(schedule=schedule))
+        model = trained(group, schedule=schedule, **fields)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("v_proj" in name)
-        for _ in range(2):
+            parameter.requires_grad_(is_trained(name))
+        for _ in range(3):
             model.zero_grad()
             given = embeddings.clone().requires_grad_()
-            model(inputs_embeds=given, labels=labels).loss.backward()
-        assert model.model.layers[0].mlp.up_proj.weight.grad is None
-        return [given.grad, *(layer.self_attn.v_proj.weight.grad for layer in model.model.layers)]
+            model(inputs_embeds=given, labels=ids).loss.backward()
+            model(ids, labels=ids).loss.backward()
+        found = {name: weight.grad for name, weight in model.named_parameters()}
+        assert all((gradient is not None) == is_trained(name) for name, gradient in found.items())
+        return given.grad, [gradient for gradient in found.values() if gradient is not None]
 
     assert_as_in_order(gradients_of)
 
@@ -168,34 +179,6 @@ def test_a_backward_pass_for_some_tensors_leaves_nothing_behind(group, counts):
     model.zero_grad()
     model(inputs_embeds=embeddings, labels=ids).loss.backward()
     torch.testing.assert_close(found, gradients_of(model.model.layers), atol=1e-12, rtol=1e-9)
-
-
-def test_memories_without_gradients_of_a_partly_frozen_model(counts):
-    def gradients_of(schedule):
-        model, ids = checkpointed(tiny_model(schedule=schedule, bptt_segments=1)), random_ids(1, LENGTH)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("mlp" in name)
-        for _ in range(2):
-            model.zero_grad()
-            model(ids, labels=ids).loss.backward()
-        return [layer.mlp.up_proj.weight.grad for layer in model.model.layers]
-
-    assert_as_in_order(gradients_of)
-
-
-@pytest.mark.parametrize("group", [None, 2])
-def test_frozen_layers(group, counts):
-    """Their inputs may need gradients all the same."""
-
-    def gradient_of(schedule):
-        model = trained(group, schedule=schedule)
-        model.model.layers.requires_grad_(False)
-        for _ in range(3):
-            model.zero_grad()
-            model(random_ids(1, LENGTH), labels=random_ids(1, LENGTH)).loss.backward()
-        return model.get_input_embeddings().weight.grad
-
-    assert_as_in_order(gradient_of, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -14,6 +14,7 @@ from torch.multiprocessing import get_context, start_processes
 from condense.execution.pipeline_parallel import PipelineStage
 from condense.layers import RMSNorm
 
+from ...refusals import assert_refused
 from ..models import VOCAB, random_ids, tiny_model
 
 TIMEOUT_S = 60
@@ -27,9 +28,8 @@ def run_on_ranks(num_ranks, folder, work, *arguments) -> list:
     """Runs `work(*arguments)` on each rank of a process group; returns the results by rank."""
     # A fork server imports the modules once, and the ranks are forked from it.
     get_context("forkserver").set_forkserver_preload([__name__])
-    context = start_processes(
-        _rank, (num_ranks, folder, work, arguments), num_ranks, join=False, start_method="forkserver"
-    )
+    given = (num_ranks, folder, work, arguments)
+    context = start_processes(_rank, given, num_ranks, join=False, start_method="forkserver")
     timer = threading.Timer(TIMEOUT_S, lambda: [process.kill() for process in context.processes])
     timer.start()
     try:
@@ -218,12 +218,9 @@ def test_one_rank_equals_one_process():
 def test_inputs_that_do_not_fit_are_refused():
     model = tiny_model()
     for layers_per_rank in ([2], [1, 2], []):
-        with pytest.raises(ValueError, match="add up to the model's layers"):
-            PipelineStage(model, layers_per_rank)
+        assert_refused("add up to the model's layers", PipelineStage, model, layers_per_rank)
     stage = PipelineStage(model)
-    with pytest.raises(ValueError, match="hides every token"):
-        stage.loss(**text(attention_mask=torch.zeros(2, LENGTH)))
-    with pytest.raises(ValueError, match="one label per token"):
-        stage.loss(random_ids(2, LENGTH), labels=random_ids(2, 9))
+    assert_refused("hides every token", stage.loss, **text(attention_mask=torch.zeros(2, LENGTH)))
+    assert_refused("one label per token", stage.loss, random_ids(2, LENGTH), labels=random_ids(2, 9))
     with pytest.raises(ValueError, match=f"vocabulary of {VOCAB}"):
         stage.loss_and_gradients(random_ids(2, LENGTH) + VOCAB, labels=random_ids(2, LENGTH))

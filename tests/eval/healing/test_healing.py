@@ -14,6 +14,7 @@ from condense.eval.runner import run
 from condense.training.small_llama import save_small_llama
 
 from ...condense.models import tiny_model
+from ...refusals import assert_refused
 from ..studies import run_study, stored_tables
 
 SMALL = {"segment_lengths": (4,), "total_length": 17, "batch": 4, "steps": 4, "sequences": 4, "rank": 2, "seeds": 2}
@@ -98,11 +99,8 @@ def test_the_memory_of_transformer_xl_is_not_trained(start, studied):
     behind_NN = place_N[:, None] // 4 - place_N // 4
     sees_NN = (place_N <= place_N[:, None]) & (behind_NN <= 1)
     mask = torch.zeros(1, 1, 17, 17).masked_fill(~sees_NN, float("-inf"))
-    with torch.no_grad():
-        losses = [
-            F.cross_entropy(stock(text[None], attention_mask=mask).logits[0, :-1], text[1:]) for text in task.held_out
-        ]
-    assert found["losses"] == [pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)]
+    loss = loss_of(lambda text_1N: stock(text_1N, attention_mask=mask), task.held_out)
+    assert found["losses"] == [pytest.approx(loss, rel=1e-5)]
     assert found["cost"] == pytest.approx(found["losses"][0] - results["stock_loss"]) and len(found["by_before"]) == 3
 
 
@@ -141,8 +139,7 @@ def test_shares_of_the_output_in_the_memory(start, tmp_path):
     ],
 )
 def test_shares_that_are_refused(shares, message, start):
-    with pytest.raises(ValueError, match=message):
-        HealingOptions(model=str(start), **SMALL, shares=shares)
+    assert_refused(message, HealingOptions, model=str(start), **SMALL, shares=shares)
 
 
 @pytest.mark.usefixtures("without_pictures", "nothing_is_trained")
@@ -202,8 +199,7 @@ def test_tokens_to_the_bar():
     ],
 )
 def test_refusals(changed, message):
-    with pytest.raises(ValueError, match=message):
-        HealingOptions(**{"model": "m", **SMALL, **changed})
+    assert_refused(message, HealingOptions, **{"model": "m", **SMALL, **changed})
 
 
 def test_refusals_before_anything_is_trained(start, tmp_path):
@@ -216,8 +212,7 @@ def test_refusals_before_anything_is_trained(start, tmp_path):
         ({"text": one, "held_out": two, **long}, "the stock model that folded ones .* max_position_embeddings"),
     ):
         options = HealingOptions(**{"model": str(start), **SMALL, **changed})
-        with pytest.raises(ValueError, match=message):
-            Healing(options, tmp_path / "out")
+        assert_refused(message, Healing, options, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

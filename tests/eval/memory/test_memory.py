@@ -18,6 +18,7 @@ from condense.eval.study.training import train_alone
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
+from ...refusals import assert_refused
 from ..studies import run_study, stored_tables
 
 SMALL = {"segment_length": 8, "total_length": 24, "segments_before": 3, "segments_held_out": 9, "width": 32}
@@ -128,8 +129,7 @@ def test_shares_are_memories_of_their_own(changed, tmp_path):
     assert max(abs(np.subtract(shares[2], folded))) > 1e-6 and max(abs(np.subtract(shares[2], transformer_xl))) > 1e-6
     names = [row[0] for row in Memory.tables(results)[0].rows]
     assert names[2:] == ["folded, share 1", "folded, share 0", "folded, share 0.5"]
-    with pytest.raises(ValueError, match="'1:0:0' has 3 values for 2 layers"):
-        changed(**some, shares=("1:0:0",))
+    assert_refused("'1:0:0' has 3 values for 2 layers", changed, **some, shares=("1:0:0",))
 
 
 def test_the_fold_is_loaded_with_its_segments(compared):
@@ -149,14 +149,12 @@ def test_the_fold_is_loaded_with_its_segments(compared):
     ],
 )
 def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        MemoryOptions(text=("a",), held_out=("b",), **SMALL | fields)
+    assert_refused(message, MemoryOptions, text=("a",), held_out=("b",), **SMALL | fields)
 
 
 def test_text_to_evaluate_with_that_is_trained_on(changed, tmp_path):
     both = changed(held_out=(changed().text[0].replace("*", "1"),))
-    with pytest.raises(ValueError, match=r"train_1.txt: text to train on and to evaluate with"):
-        Memory(both, tmp_path / "out")
+    assert_refused(r"train_1.txt: text to train on and to evaluate with", Memory, both, tmp_path / "out")
 
 
 def test_other_settings_have_inputs_of_their_own(compared, changed):

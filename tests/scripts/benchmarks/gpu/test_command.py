@@ -49,12 +49,16 @@ def rehearsal(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def results(rehearsal) -> dict:
+    return read(rehearsal)
+
+
 def read(folder: Path) -> dict:
     return json.loads((folder / "gpu.json").read_text())
 
 
-def test_every_part_runs_and_is_written(rehearsal, capsys):
-    results = read(rehearsal)
+def test_every_part_runs_and_is_written(rehearsal, results, capsys):
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out.split("\n")
     names = {line.split()[0] for line in listed if line} - {"tests"}
@@ -69,8 +73,7 @@ def test_every_part_runs_and_is_written(rehearsal, capsys):
         assert len(list(csv.DictReader(file))) == len(results["points"])
 
 
-def test_correctness_asks_for_every_attention_schedule_and_text(rehearsal):
-    results = read(rehearsal)
+def test_correctness_asks_for_every_attention_schedule_and_text(results):
     names = [check["name"] for check in results["checks"] if check["passed"]]
     for attention in ("eager", "sdpa", "flex_attention"):
         for schedule in results["schedules"]:
@@ -84,8 +87,7 @@ def test_correctness_asks_for_every_attention_schedule_and_text(rehearsal):
                 assert f"{case}: token by token" in names
 
 
-def test_decoding_is_compared_with_and_without_a_graph(rehearsal):
-    results = read(rehearsal)
+def test_decoding_is_compared_with_and_without_a_graph(results):
     checks = {check["name"]: check["passed"] for check in results["checks"] if check["part"] == "graph"}
     assert len(checks) == 8 and all(checks.values())
     for batch, most in ((1, 256), (2, 64)):
@@ -95,8 +97,7 @@ def test_decoding_is_compared_with_and_without_a_graph(rehearsal):
             assert {point["fixed_decoding"] for point in points} == {fixed}
 
 
-def test_the_ratios_are_those_of_the_points(rehearsal):
-    results = read(rehearsal)
+def test_the_ratios_are_those_of_the_points(results):
     points, found = results["points"], {bar["what"]: bar for bar in results["bars"]}
     assert len(found) == len(results["bars"]) == 15
 
@@ -214,9 +215,8 @@ def test_the_choice_of_auto_is_judged_by_the_points():
         shape = {"layers": 4, "segment_length": 512, "batch": 1, "length": length}
         return shape | {"row": f"schedules, {length}", "schedule": schedule, "seconds": seconds}
 
-    points = [point(1024, "sequential", 0.5), point(1024, "wavefront", 0.4)]
-    points += [point(4096, "sequential", 0.5), point(4096, "wavefront", 0.4), point(4096, "graph", 0.1)]
-    table = schedule_ratios(points)
+    points = [point(length, *timed) for length in (1024, 4096) for timed in (("sequential", 0.5), ("wavefront", 0.4))]
+    table = schedule_ratios([*points, point(4096, "graph", 0.1)])
     assert "1 of 2 points" in table.title
     assert [row[-2:] for row in table.rows] == [["sequential", "1.25!"], ["wavefront", "1.00 "]]
     assert [row[4:6] for row in table.rows] == [["1.25", ""], ["1.25", "5.00"]]

@@ -252,8 +252,7 @@ def test_the_same_commands_accept_what_is_whole(kind, models, tmp_path, run):
             continue
         folder = tmp_path / command
         folder.mkdir()
-        arguments = commands(models[kind], folder)[command]
-        assert run(*arguments)[0] == 0, command
+        assert run(*commands(models[kind], folder)[command])[0] == 0, command
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -268,8 +267,7 @@ def test_a_model_that_is_not_there(command, tmp_path, refused, no_processes, off
 
 
 def test_a_file_is_no_model(models, tmp_path, refused):
-    said = refused("generate", "--model", models["llama"] / "config.json", "--prompt", "a")
-    assert "is a file" in said
+    assert "is a file" in refused("generate", "--model", models["llama"] / "config.json", "--prompt", "a")
 
 
 def test_weights_in_pytorchs_own_format(models, tmp_path, run, refused):
@@ -364,8 +362,7 @@ def test_two_that_write_one_folder_do_not_mix(tmp_path, monkeypatch):
 def test_others_may_read_weights_as_the_umask_says(umask, models, tmp_path):
     before = os.umask(umask)
     try:
-        model = CondenseForCausalLM.from_pretrained(models["folded"])
-        model.save_pretrained(tmp_path / "saved")
+        CondenseForCausalLM.from_pretrained(models["folded"]).save_pretrained(tmp_path / "saved")
     finally:
         os.umask(before)
     assert (tmp_path / "saved" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
@@ -397,8 +394,7 @@ def test_converted_weights_can_be_read_by_others(to, models, tmp_path, run):
 )
 def test_arguments_are_refused_before_models_are_loaded(arguments, word, models, tmp_path, refused, monkeypatch):
     monkeypatch.setattr("condense.eval.models.load_model", lambda *_, **__: pytest.fail("loaded a model"))
-    said = refused(*arguments, "--model", models["llama"], "--output", tmp_path / "out")
-    assert word in said
+    assert word in refused(*arguments, "--model", models["llama"], "--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -447,8 +443,7 @@ def test_markers_of_checkpoints_that_are_none(text, recipe, tmp_path, refused, n
     checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "complete.json").write_text(text)
-    said = refused("train", recipe)
-    assert f"checkpoint {checkpoint} is damaged" in said
+    assert f"checkpoint {checkpoint} is damaged" in refused("train", recipe)
 
 
 def test_a_checkpoint_with_code_is_not_resumed(recipe, tmp_path, refused, no_processes):
@@ -460,8 +455,7 @@ def test_a_checkpoint_with_code_is_not_resumed(recipe, tmp_path, refused, no_pro
     whole = load_recipe(recipe).model_dump(mode="json")
     marker = {"step": 3, "ranks": 2, "zero_stage": 2, "recipe": whole, "files": {}}  # of 3 steps
     (checkpoint / "complete.json").write_text(json.dumps(marker))
-    said = refused("train", recipe, f"resume={checkpoint}")
-    assert "could run code" in said and not (tmp_path / "ran").exists()
+    assert "could run code" in refused("train", recipe, f"resume={checkpoint}") and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"zero_optimization": 2}'])
@@ -535,8 +529,7 @@ def test_training_on_weights_that_are_not_finite_writes_nothing(models, new_proc
 
 def test_a_report_on_nothing_that_can_be_read(tmp_path, refused):
     (tmp_path / "passkey.json").write_text("{")
-    said = refused("report", tmp_path)
-    assert "that can be read: passkey.json" in said
+    assert "that can be read: passkey.json" in refused("report", tmp_path)
     assert "there is no folder" in refused("report", tmp_path / "nowhere")
 
 

@@ -37,8 +37,7 @@ def save_adapters(model, settings, folder):
 @torch.no_grad()
 def assert_merged_as_adapted(model, folder, ids):
     """The merged model, saved and loaded, has the logits of PEFT's model, which the adapters have changed."""
-    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
-    expected = adapted(input_ids=ids).logits
+    expected = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()(input_ids=ids).logits
     assert (expected - model(ids).logits).abs().max() > 0.1
     merge_adapters(copy.deepcopy(model), folder).save_pretrained(folder.parent / "merged")
     merged = CondenseForCausalLM.from_pretrained(folder.parent / "merged", dtype="auto")

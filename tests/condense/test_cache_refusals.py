@@ -183,8 +183,7 @@ def test_durations_above_the_precision_of_positions_are_refused(duration):
 
 def test_long_durations_within_the_precision_of_positions():
     model = tiny_model()
-    output = model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64))
-    assert output.logits.isfinite().all()
+    assert model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,6 @@ def test_a_cache_of_autocast_is_refused_without_it():
     with torch.autocast("cpu", torch.bfloat16):
         model(ids[:, :4], past_key_values=cache)
         model(ids[:, 4:8], past_key_values=cache)
-        cache_of_both = copy.deepcopy(cache)
-        model(ids[:, 8:], past_key_values=cache_of_both)
+        model(ids[:, 8:], past_key_values=copy.deepcopy(cache))
     with pytest.raises(ValueError, match="written in torch.bfloat16 on cpu, and the model computes in torch.float32"):
         model(ids[:, 8:], past_key_values=cache)

@@ -61,17 +61,14 @@ def test_the_base_model_is_passed_on(name, tmp_path):
 @pytest.mark.parametrize("text", ["", f"---\nbase_model: {HUB_ID}\n---\n# A Llama\n", "---\n: :\n", "\0"])
 def test_a_card_of_somebody_else_is_left_as_it_is_and_not_believed(text, tmp_path):
     (tmp_path / CARD).write_text(text)
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
+    tiny_model().save_pretrained(tmp_path)
     assert (tmp_path / CARD).read_text() == text
-    again = CondenseForCausalLM.from_pretrained(tmp_path)
-    assert saved(again, tmp_path / "again").data.base_model is None
+    assert saved(CondenseForCausalLM.from_pretrained(tmp_path), tmp_path / "again").data.base_model is None
 
 
 def test_our_own_card_is_renewed_until_it_is_changed(tmp_path):
     assert "5 tokens" in saved(tiny_model(), tmp_path).text
-    card = saved(tiny_model(segment_length=7), tmp_path)
-    assert "7 tokens" in card.text
+    assert "7 tokens" in saved(tiny_model(segment_length=7), tmp_path).text
     kept = "".join(line for line in (tmp_path / CARD).read_text().splitlines(True) if not line.startswith("<!--"))
     (tmp_path / CARD).write_text(kept)
     tiny_model(segment_length=9).save_pretrained(tmp_path)

@@ -33,8 +33,7 @@ def test_greedy_decoding_equals_decoding_without_a_cache():
 @pytest.mark.parametrize("chunk_size", [1, 3, 5, 8])
 def test_prefill_in_chunks_does_not_change_tokens(chunk_size):
     model, ids = tiny_model(), random_ids(2, 17)
-    output = generated(model, ids, prefill_chunk_size=chunk_size)
-    assert torch.equal(output, greedy(model, ids))
+    assert torch.equal(generated(model, ids, prefill_chunk_size=chunk_size), greedy(model, ids))
 
 
 LENGTHS = [3, 13, 7, 20, 5]
@@ -118,8 +117,7 @@ def test_num_return_sequences_with_sampling_and_beams():
     assert torch.equal(output[:, :8], ids.repeat_interleave(3, dim=0))
     assert len({tuple(row.tolist()) for row in output}) == 6
     beams = generated(model, ids, attention_mask=mask, num_beams=3, num_return_sequences=3)
-    best = generated(model, ids, attention_mask=mask, num_beams=3)
-    assert torch.equal(beams[::3], best)
+    assert torch.equal(beams[::3], generated(model, ids, attention_mask=mask, num_beams=3))
 
 
 def test_streamers_print_the_output(continued_prompts, tokenizer, capsys):
@@ -134,8 +132,7 @@ def test_generate_continues_from_a_cache():
     cache = FoldedCache(model.config)
     first = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
     whole_text = torch.cat([first, more], dim=1)
-    second = generated(model, whole_text, past_key_values=cache)
-    assert torch.equal(second, greedy(model, whole_text))
+    assert torch.equal(generated(model, whole_text, past_key_values=cache), greedy(model, whole_text))
 
 
 def test_an_ended_row_does_not_change_other_rows():
@@ -216,8 +213,7 @@ def test_generation_from_embeddings():
         expected = generated(model, ids, **options)
         assert torch.equal(generated(model, ids, inputs_embeds=embeds, **options), expected)
         assert torch.equal(generated(model, inputs_embeds=embeds, **options), expected[:, 13:])
-    other = generated(model, inputs_embeds=embeds.flip(1), attention_mask=mask)
-    assert not torch.equal(other, expected[:, 13:])
+    assert not torch.equal(generated(model, inputs_embeds=embeds.flip(1), attention_mask=mask), expected[:, 13:])
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 4}):
         with pytest.raises(ValueError, match="inputs_embeds.*leave out one of the two"):
             model.generate(ids[1:2], inputs_embeds=embeds[1:2], max_new_tokens=2, do_sample=False, **options)

@@ -127,8 +127,7 @@ def test_continued_cache(model):
     durations = durations_like(ids)
     options = {"max_new_tokens": 4, "do_sample": False, "past_key_values": cache, "new_token_duration": 0.3}
     first = model.generate(ids, durations=durations, **options)
-    whole = torch.cat([durations, torch.full((1, 4), 0.3)], dim=1)
-    second = model.generate(first, durations=whole, **options)
+    second = model.generate(first, durations=torch.cat([durations, torch.full((1, 4), 0.3)], dim=1), **options)
     assert torch.equal(second, naive(model, ids, durations, lambda step: 0.3, 8))
 
 

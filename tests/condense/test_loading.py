@@ -65,8 +65,7 @@ def test_buffers_of_old_checkpoints_are_ignored(folder):
     old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(3)}
     expected = CondenseForCausalLM.from_pretrained(folder).state_dict()
     change_weights(folder, lambda tensors: tensors.update(old))
-    loaded = CondenseForCausalLM.from_pretrained(folder).state_dict()
-    torch.testing.assert_close(loaded, expected, atol=0, rtol=0)
+    torch.testing.assert_close(CondenseForCausalLM.from_pretrained(folder).state_dict(), expected, atol=0, rtol=0)
 
 
 def test_other_shapes_are_refused(folder):
@@ -77,8 +76,7 @@ def test_other_shapes_are_refused(folder):
 
 
 def test_a_tied_head_is_not_missing(tmp_path):
-    model = tiny_model(torch.float32, tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
+    tiny_model(torch.float32, tie_word_embeddings=True).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     loaded = CondenseForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

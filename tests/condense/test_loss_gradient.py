@@ -253,8 +253,7 @@ def test_within_torch_func(hidden_size):
     model, batch = tiny_model(hidden_size=hidden_size), labelled()
     plain = gradients_of(model, model(**batch).loss)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    found = torch.func.grad(lambda given: functional_call(model, given, kwargs=batch).loss)(weights)
-    assert_equal(found, plain)
+    assert_equal(torch.func.grad(lambda given: functional_call(model, given, kwargs=batch).loss)(weights), plain)
 
 
 @pytest.mark.parametrize("change", [None, hooked, scaled])

@@ -37,8 +37,7 @@ def assert_continues(model, cache, read, durations=None):
         durations = torch.cat([durations, torch.ones(len(read), 9, dtype=durations.dtype)], dim=1)
     whole = model(torch.cat([read, following], dim=1), durations=durations, use_cache=False).logits
     for count in (1, 3, 9):  # within a segment and over borders
-        branch = copy.deepcopy(cache)
-        logits = model(following[:, :count], past_key_values=branch).logits
+        logits = model(following[:, :count], past_key_values=copy.deepcopy(cache)).logits
         torch.testing.assert_close(logits, whole[:, read.shape[1] :][:, :count], atol=1e-9, rtol=0)
 
 
@@ -210,8 +209,7 @@ def test_tokens_that_were_read_with_gradients_are_not_cropped():
 
 
 def test_a_restored_cache_keeps_its_tensors_and_their_dtype():
-    model = tiny_model(segment_length=4)
-    cache = model(random_ids(1, 7)).past_key_values
+    cache = tiny_model(segment_length=4)(random_ids(1, 7)).past_key_values
     snapshot, buffers = cache.snapshot(), cache.layers[0].buffers
     cache.restore(snapshot)
     assert all(own is before for own, before in zip(cache.layers[0].buffers, buffers, strict=True))

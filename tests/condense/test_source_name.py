@@ -29,8 +29,7 @@ def test_a_model_changed_in_memory_has_a_name_that_cannot_be_loaded(folded):
     assert_not_loadable(CondenseForCausalLM.from_pretrained(folded, segment_length=8), "changed")
     config = AutoConfig.from_pretrained(folded, memory_source="layer_input")
     assert_not_loadable(AutoModelForCausalLM.from_pretrained(folded, config=config), "changed")
-    model = convert_to_depth(CondenseForCausalLM.from_pretrained(folded), 0, 1)
-    assert_not_loadable(model, "changed")
+    assert_not_loadable(convert_to_depth(CondenseForCausalLM.from_pretrained(folded), 0, 1), "changed")
     assert_not_loadable(to_stock(CondenseForCausalLM.from_pretrained(folded)), "converted")
 
 

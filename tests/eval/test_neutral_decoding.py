@@ -97,8 +97,7 @@ def test_a_measurement_says_itself_how_it_decodes(kind, pair, tmp_path):
 
 
 def test_sampled_summaries_are_those_of_the_temperature(pair, tmp_path):
-    options = options_of("summarization", tmp_path)
-    plain, hostile = both(pair, tmp_path, "summarization", temperature=2.0, **options)
+    plain, hostile = both(pair, tmp_path, "summarization", temperature=2.0, **options_of("summarization", tmp_path))
     assert plain == hostile
     written = [document["prediction"] for line in plain for document in json.loads(line)["record"]["documents"]]
     assert len(set(" ".join(written).split())) > 3

@@ -164,8 +164,7 @@ def test_one_model_at_a_time_is_in_memory(models):
     second.model.cycle = [second.model]  # such as the hooks of a device map make
     assert first.model is not None and seen() is None
     assert first.describe()["weights"] != second.describe()["weights"]
-    ours = CondenseForCausalLM.from_pretrained(models[0])
-    assert torch.equal(first.model.lm_head.weight, ours.lm_head.weight)
+    assert torch.equal(first.model.lm_head.weight, CondenseForCausalLM.from_pretrained(models[0]).lm_head.weight)
 
 
 def test_mistakes_are_named(monkeypatch):

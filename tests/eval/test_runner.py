@@ -102,8 +102,7 @@ def test_other_settings_are_refused(tmp_path):
 
 
 def test_without_files():
-    task = Squares([4])
-    assert measure(task) == [(4, {"square": 16})]
+    assert measure(Squares([4])) == [(4, {"square": 16})]
 
 
 class Point(NamedTuple):

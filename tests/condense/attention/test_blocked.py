@@ -27,8 +27,7 @@ def inputs(chunk, with_durations, heads=NUM_HEADS):
     shapes = (ROWS, heads, chunk.width, HEAD_DIM), *[(ROWS, NUM_KEY_HEADS, 2 * LENGTH, HEAD_DIM)] * 2
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     durations = 0.1 + torch.rand(ROWS, 2 * LENGTH, generator=generator, dtype=torch.float64)
-    mask = AttentionMask(chunk, durations[:, keys].log() if with_durations else None)
-    return tensors, keys, mask
+    return tensors, keys, AttentionMask(chunk, durations[:, keys].log() if with_durations else None)
 
 
 def output_and_gradients(implementation, chunk, *options):

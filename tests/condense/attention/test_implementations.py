@@ -240,8 +240,7 @@ def test_zero_durations_in_float16_follow_the_definition(flash_attn):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 2 * LENGTH, 64, generator=generator).half() for _ in range(3))
     query = query[:, :, :LENGTH]
-    mask = AttentionMask(chunk, durations.log())
-    output = attend("flash_attention_2", query, key, value, mask, 0.125, 0.0)
+    output = attend("flash_attention_2", query, key, value, AttentionMask(chunk, durations.log()), 0.125, 0.0)
     expected = naive_attention(query, key, value, chunk, durations, 0.125)
     torch.testing.assert_close(output.double(), expected, atol=5e-3, rtol=5e-3)
 

@@ -128,8 +128,7 @@ def test_a_kept_graph_is_refused(counts):
     """A backward pass writes its gradients over the activations, as another call does."""
     model, ids = uses(trained(None), random_ids(1, LENGTH)), random_ids(1, LENGTH, seed=1)
     loss = model(ids, labels=ids).loss
-    weight = model.model.layers[0].mlp.up_proj.weight
-    torch.autograd.grad(loss, weight, retain_graph=True)
+    torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight, retain_graph=True)
     assert_refused("a second backward pass through a call.*'wavefront'", loss.backward)
     loss = model(ids, labels=ids).loss
     gradients(model, ids)  # without a graph: the first text waits

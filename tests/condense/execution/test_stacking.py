@@ -72,8 +72,7 @@ def test_parameters_in_a_shared_storage_stay_there(even):
     parameters = list(model.parameters())
     sizes, half = [parameter.numel() for parameter in parameters], len(parameters) // 2
     flat = torch.empty(sum(sizes) + 3, dtype=torch.float64)
-    gaps = [3 * (not even and number == half) for number in range(len(sizes))]
-    place_in(flat, parameters, gaps)
+    place_in(flat, parameters, [3 * (not even and number == half) for number in range(len(sizes))])
     model.config.schedule = "wavefront"
     assert_same_gradients(gradients(model, ids), expected, 1e-10)
     start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
@@ -177,8 +176,7 @@ def test_weights_that_are_not_parameters_are_accepted():
     logits.sum().backward()
     assert values["model.layers.1.mlp.up_proj.weight"].grad is not None
     with torch.inference_mode():
-        inference_model = tiny_model()
-        torch.testing.assert_close(inference_model(ids).logits, expected, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(tiny_model()(ids).logits, expected, atol=1e-10, rtol=1e-10)
 
 
 def test_parameters_that_processes_share_stay_shared():

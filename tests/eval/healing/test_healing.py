@@ -154,8 +154,7 @@ def test_folding_that_costs_nothing(studied):
     task, _, _ = studied
     curve = [{"step": step, "loss": 2.0} for step in range(5)]
     memory = {"by_before": [2.0, 2.0, 2.0], "further": 0.0, "further_low": 0.0, "further_high": 0.0, "segments": 4}
-    measured = [(item, {"curve": curve, "memory": memory}) for item in task.items()]
-    results = task.summarise(measured) | {"seeds": 2}
+    results = task.summarise([(item, {"curve": curve, "memory": memory}) for item in task.items()]) | {"seeds": 2}
     assert results["runs"][1]["won_back"] is None
     assert Healing.tables(results)[0].rows[1][4:] == ["0.0000", "folding costs nothing", "-", "-", "-"]
 

@@ -82,8 +82,7 @@ def test_twins_differ_in_one_thing(compared):
 def test_first_weights_are_alike(compared):
     starts = {name: load_file(f"{recipe.model.source}/model.safetensors") for name, recipe in recipes(compared).items()}
     for name in ("learned", "no_positions"):
-        others = set(starts[name]) - set(starts["rotary"])
-        assert others == ({"model.wpe.weight"} if name == "learned" else set())
+        assert set(starts[name]) - set(starts["rotary"]) == ({"model.wpe.weight"} if name == "learned" else set())
         assert all(torch.equal(starts[name][weight], value) for weight, value in starts["rotary"].items())
     for name, number in {"one_layer": 1, "rotary": 2, "four_layers": 4, "folded": 2}.items():
         assert len({weight.split(".")[2] for weight in starts[name] if ".layers." in weight}) == number

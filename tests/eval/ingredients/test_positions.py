@@ -61,8 +61,7 @@ def test_token_by_token(stock, num_positions):
 def test_fractions_of_tokens(stock, num_positions):
     """Weights are logarithms of durations in the mask; rows of the table are those between two positions."""
     model, (ids_N,) = twin(stock, num_positions), ids(rows=1)
-    sentence = Sentence(ids_N).shrink([3, 4], 0.25)
-    found = ContinuousLM(model, "end").logits(sentence)
+    found = ContinuousLM(model, "end").logits(Sentence(ids_N).shrink([3, 4], 0.25))
     positions = [0, 1, 2, 2.25, 2.5, 3.5, 4.5, 5.5, 6.5]
     embeddings_ND = stock.get_input_embeddings()(ids_N)
     if num_positions:
@@ -72,8 +71,7 @@ def test_fractions_of_tokens(stock, num_positions):
     durations_N = torch.ones(len(ids_N), dtype=torch.float64)
     durations_N[[3, 4]] = 0.25
     mask_NN = durations_N.log().expand(len(ids_N), -1).masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
-    expected = unrotated(stock, embeddings_ND[None], mask_NN[None, None])[0]
-    assert torch.allclose(found, expected, atol=1e-10)
+    assert torch.allclose(found, unrotated(stock, embeddings_ND[None], mask_NN[None, None])[0], atol=1e-10)
 
 
 def test_without_positions_the_order_of_a_bag_is_unknown(stock):

@@ -60,8 +60,7 @@ def read(folder: Path) -> dict:
 
 def test_every_part_runs_and_is_written(rehearsal, results, capsys):
     assert main(["--list"]) == 0
-    listed = capsys.readouterr().out.split("\n")
-    names = {line.split()[0] for line in listed if line} - {"tests"}
+    names = {line.split()[0] for line in capsys.readouterr().out.split("\n") if line} - {"tests"}
     assert {name: part["status"] for name, part in results["parts"].items()} == dict.fromkeys(names, "done")
     assert {point["part"] for point in results["points"]} == set(MEASURED)
     checked = {"correctness", "kernels", "loss", "captured_groups", "products", "graph", "flex"}

@@ -1,6 +1,7 @@
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import pytest
 import typer.main
@@ -43,6 +45,85 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
     monkeypatch.setattr("condense.eval.results._save_png", lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    """The folder of a small Llama with random weights and its tokenizer, for reading only."""
+    from condense.training.small_llama import save_small_llama
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    save_small_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folded(llama) -> Path:
+    """The folder of its folded form with segments of 16 tokens, for reading only."""
+    from condense import CondenseForCausalLM
+
+    folder = shutil.copytree(llama, llama.with_name("folded"))
+    CondenseForCausalLM.from_pretrained(llama, segment_length=16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def no_grad():
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def collected_by_hand():
+    """Only reference counts free what is used no more."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Call(NamedTuple):
+    arguments: tuple
+    options: dict
+    result: object
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Makes a function, or a method of a class, note its calls from now on; returns the list of them."""
+
+    def note(owner, name: str) -> list[Call]:
+        calls: list[Call] = []
+        function = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+        def noting(*arguments, **options):
+            result = function(*arguments, **options)
+            calls.append(Call(arguments, options, result))
+            return result
+
+        (monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr)(owner, name, noting)
+        return calls
+
+    return note
+
+
+@pytest.fixture
+def error_line(monkeypatch, capsys):
+    """Runs a command that fails, through the door that a shell uses; returns the only line that it writes."""
+
+    def run(*arguments: object) -> str:
+        import condense.cli
+
+        monkeypatch.setattr(sys, "argv", ["condense", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            condense.cli.main()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert left.value.code == 1 and line.startswith("condense: ")
+        return line
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -73,8 +73,7 @@ def test_the_graph_is_seen(graph):
 
 
 def test_nothing_imports_upwards(graph):
-    upwards = [(name, other) for name in graph for other in graph[name] if floor(other) > floor(name)]
-    assert upwards == []
+    assert [(name, other) for name in graph for other in graph[name] if floor(other) > floor(name)] == []
 
 
 def laboratory_of(name: str) -> str | None:

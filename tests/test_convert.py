@@ -2,30 +2,20 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM
-from condense.cli import app, convert, main
+from condense.cli import convert
 from condense.depth import DepthLlamaForCausalLM
-from condense.training.small_llama import save_small_llama
 
+from .commands import printed
 
-def printed(*arguments):
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.stdout
+pytestmark = pytest.mark.usefixtures("no_grad")
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_small_llama(folder)
-    return folder
+BLOCK = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +33,7 @@ def qwen3(llama, tmp_path_factory):
 def hybrid(llama, tmp_path_factory):
     """A folded hybrid with an MLP, and what the command says of it."""
     folder = tmp_path_factory.mktemp("hybrid") / "made"
-    options = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
-    return folder, printed("convert", llama, folder, "--segment-length", 64, "--depth", "0:1", *options)
+    return folder, printed("convert", llama, folder, "--segment-length", 64, "--depth", "0:1", *BLOCK)
 
 
 def test_the_function_needs_no_options_of_a_block(llama, tmp_path, capsys):
@@ -54,8 +43,7 @@ def test_the_function_needs_no_options_of_a_block(llama, tmp_path, capsys):
     assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.depth is None
 
 
-@torch.no_grad()
-def test_another_family_there_and_back(qwen3, tmp_path, capsys, monkeypatch):
+def test_another_family_there_and_back(qwen3, tmp_path, error_line):
     assert "segments of 16 tokens" in printed("convert", qwen3, tmp_path / "folded", "--segment-length", 16)
     assert "a stock Qwen3" in printed("convert", tmp_path / "folded", tmp_path / "back", "--to", "stock")
     ids = torch.randint(2, 50, (1, 40))
@@ -65,26 +53,19 @@ def test_another_family_there_and_back(qwen3, tmp_path, capsys, monkeypatch):
         (["--to", "llama"], "is of the family qwen3, and a stock Llama is not: pass --to stock"),
         (["--to", "stock", "--depth", "1:2"], "a stock hybrid is a Llama, and this model is a folded Qwen3"),
     ]:
-        monkeypatch.setattr(sys, "argv", ["condense", "convert", str(tmp_path / "folded"), "nowhere", *options])
-        with pytest.raises(SystemExit):
-            main()
-        assert words in capsys.readouterr().err
-    hybrid = printed(
-        "convert", qwen3, tmp_path / "hybrid", "--segment-length", 16, "--depth", "1:2", "--field", "layer"
-    )
-    assert "a depth block for layer 1: field layer" in hybrid
-    output = CondenseForCausalLM.from_pretrained(tmp_path / "hybrid")(ids)
-    assert torch.isfinite(output.logits).all()
+        assert words in error_line("convert", tmp_path / "folded", "nowhere", *options)
+    options = ["--segment-length", 16, "--depth", "1:2", "--field", "layer"]
+    assert "a depth block for layer 1: field layer" in printed("convert", qwen3, tmp_path / "hybrid", *options)
+    assert torch.isfinite(CondenseForCausalLM.from_pretrained(tmp_path / "hybrid")(ids).logits).all()
 
 
-def test_a_window_does_not_keep_a_model_from_becoming_stock(qwen3, tmp_path, capsys):
+def test_a_window_does_not_keep_a_model_from_becoming_stock(qwen3, tmp_path):
     config = Qwen3Config.from_pretrained(qwen3, use_sliding_window=True, sliding_window=100, max_window_layers=1)
     shutil.copytree(qwen3, tmp_path / "windows")
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "windows")
     assert "a stock Qwen3" in printed("convert", tmp_path / "windows", tmp_path / "stock", "--to", "stock")
 
 
-@torch.no_grad()
 def test_convert_writes_a_folded_hybrid(llama, hybrid):
     folder, output = hybrid
     model, source = CondenseForCausalLM.from_pretrained(folder), CondenseForCausalLM.from_pretrained(llama)
@@ -103,11 +84,9 @@ def test_convert_writes_a_folded_hybrid(llama, hybrid):
     AutoTokenizer.from_pretrained(folder)
 
 
-@torch.no_grad()
 def test_convert_writes_a_stock_hybrid_and_folds_it_again(llama, hybrid, tmp_path):
     folder, _ = hybrid
-    options = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
-    output = printed("convert", llama, tmp_path / "stock", "--to", "llama", "--depth", "0:1", *options)
+    output = printed("convert", llama, tmp_path / "stock", "--to", "llama", "--depth", "0:1", *BLOCK)
     assert "a stock Llama; a depth block" in output
     printed("convert", folder, tmp_path / "from-folded", "--to", "llama")
     printed("convert", tmp_path / "stock", tmp_path / "again", "--segment-length", 64)
@@ -135,25 +114,14 @@ def test_convert_writes_a_stock_hybrid_and_folds_it_again(llama, hybrid, tmp_pat
         (["LLAMA", "--depth", "0:2", "--to", "llama"], "keeps at least one layer"),
     ],
 )
-def test_refusals_come_before_the_weights(llama, hybrid, arguments, words, monkeypatch, capsys, tmp_path):
-    def load(*_, **__):
-        raise AssertionError("weights are loaded")
-
-    monkeypatch.setattr("condense.loading.load_model", load)
-    named = {"LLAMA": str(llama), "HYBRID": str(hybrid[0])}
-    source, *options = arguments
-    options = [f"{options[0]}={options[1]}", *options[2:]]
-    monkeypatch.setattr(
-        sys, "argv", ["condense", "convert", named.get(source, source), str(tmp_path / "out"), *options]
-    )
-    with pytest.raises(SystemExit) as left:
-        main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert left.value.code == 1 and line.startswith("condense: ") and words in line
+def test_refusals_come_before_the_weights(llama, hybrid, arguments, words, monkeypatch, error_line, tmp_path):
+    monkeypatch.setattr("condense.loading.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
+    source, name, value, *options = arguments
+    source = {"LLAMA": llama, "HYBRID": hybrid[0]}.get(source, source)
+    assert words in error_line("convert", source, tmp_path / "out", f"{name}={value}", *options)
     assert not (tmp_path / "out").exists()
 
 
-@torch.no_grad()
 def test_generate_with_a_control(hybrid, tmp_path):
     """The control holds for the prompt and for new tokens: as the stock `generate` with the same."""
     folder, _ = hybrid

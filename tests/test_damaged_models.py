@@ -20,9 +20,9 @@ from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate
 from condense.files import atomic_folder
 from condense.training.recipe import load_recipe
-from condense.training.small_llama import save_small_llama
 
 SECONDS = 10
+ONE_PROMPT = ["--lengths", "120", "--prompts", "1", "--depths", "50"]
 RECIPE = """
 model: {model}
 output: {output}
@@ -35,37 +35,47 @@ checkpoints: {{every: 1}}
 """
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, Path]:
-    """A stock Llama and its folded form."""
-    folder = tmp_path_factory.mktemp("models")
-    save_small_llama(folder / "llama")
-    CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=16).save_pretrained(folder / "folded")
-    for path in (folder / "llama").glob("tokenizer*"):
-        shutil.copy(path, folder / "folded")
-    return {"llama": folder / "llama", "folded": folder / "folded"}
+@pytest.fixture
+def models(llama, folded) -> dict[str, Path]:
+    return {"llama": llama, "folded": folded}
 
 
-def run(capsys, *arguments) -> tuple[int, str]:
+@pytest.fixture
+def recipe(llama, tmp_path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(model=llama, output=tmp_path / "out"))
+    return path
+
+
+@pytest.fixture
+def run(capsys):
     """Exit code and standard error of the front door; nothing may have been raised past it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["condense", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            condense.cli.main()
-    captured = capsys.readouterr()
-    code = ended.value.code
-    return (code if isinstance(code, int) else 0 if code is None else 1), captured.err + captured.out
+
+    def run(*arguments) -> tuple[int, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["condense", *map(str, arguments)])
+            with pytest.raises(SystemExit) as ended:
+                condense.cli.main()
+        captured, code = capsys.readouterr(), ended.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), captured.err + captured.out
+
+    return run
 
 
-def refused(capsys, writable: Path, *arguments) -> str:
+@pytest.fixture
+def refused(run, tmp_path):
     """The message of a command that fails as it should. `writable` is the only folder that it can write to."""
-    before, start = _everything_in(writable), time.perf_counter()
-    code, said = run(capsys, *arguments)
-    assert code != 0, said
-    assert time.perf_counter() - start < SECONDS
-    assert said.startswith("condense: ") and said.count("\n") == 1 and "Traceback" not in said, said
-    assert _everything_in(writable) == before
-    return said
+
+    def refused(*arguments, writable: Path = tmp_path) -> str:
+        before, start = _everything_in(writable), time.perf_counter()
+        code, said = run(*arguments)
+        assert code != 0, said
+        assert time.perf_counter() - start < SECONDS
+        assert said.startswith("condense: ") and said.count("\n") == 1 and "Traceback" not in said, said
+        assert _everything_in(writable) == before
+        return said
+
+    return refused
 
 
 def _everything_in(folder: Path) -> dict[str, bytes | None]:
@@ -200,10 +210,7 @@ def commands(model: Path | str, folder: Path) -> dict[str, list]:
 
 @pytest.fixture
 def no_processes(monkeypatch):
-    def start(*arguments, **options):
-        raise AssertionError(f"started {arguments}")
-
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail(f"started {arguments}"))
 
 
 @pytest.fixture
@@ -222,7 +229,7 @@ COMMANDS = [
     [(command, "llama") for command in COMMANDS]
     + [(command, "folded") for command in ("convert to llama", "generate", "train", "passkey")],
 )
-def test_every_damage_is_refused_by_every_command(command, kind, models, tmp_path, capsys, no_processes):
+def test_every_damage_is_refused_by_every_command(command, kind, models, tmp_path, refused, no_processes):
     for number, (what, (damage, word)) in enumerate(DAMAGE.items()):
         if command in ("dry run", "profile") and what not in ONLY_CONFIG:
             continue  # which load a configuration alone
@@ -232,54 +239,52 @@ def test_every_damage_is_refused_by_every_command(command, kind, models, tmp_pat
         model = folder / "model"
         shutil.copytree(models[kind], model)
         damage(model)
-        said = refused(capsys, folder, *commands(model, folder)[command])
+        said = refused(*commands(model, folder)[command], writable=folder)
         assert word in said and str(model) in said, (what, said)
 
 
 @pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("kind", ["llama", "folded"])
-def test_the_same_commands_accept_what_is_whole(kind, models, tmp_path, capsys):
+def test_the_same_commands_accept_what_is_whole(kind, models, tmp_path, run):
     """The control: it is the damage that is refused. Training and profiles take long and have tests of their own."""
     for command in COMMANDS:
         if command in ("train", "profile"):
             continue
         folder = tmp_path / command
         folder.mkdir()
-        arguments = commands(models[kind], folder)[command]
-        assert run(capsys, *arguments)[0] == 0, command
+        assert run(*commands(models[kind], folder)[command])[0] == 0, command
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_that_is_not_there(command, tmp_path, capsys, no_processes, offline):
+def test_a_model_that_is_not_there(command, tmp_path, refused, no_processes, offline):
     """What looks like a path is said to be no folder; what could be a hub id also that the hub was not asked."""
     for number, name in enumerate(("no/such/model", "./nowhere", "/nowhere/at/all", "nobody/nothing", "nothing")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        said = refused(capsys, folder, *commands(name, folder)[command])
+        said = refused(*commands(name, folder)[command], writable=folder)
         assert "there is no folder" in said, said
         assert ("hub" in said.split("there is no folder")[1].split(":")[0]) == (number > 2), said
 
 
-def test_a_file_is_no_model(models, tmp_path, capsys):
-    said = refused(capsys, tmp_path, "generate", "--model", models["llama"] / "config.json", "--prompt", "a")
-    assert "is a file" in said
+def test_a_file_is_no_model(models, tmp_path, refused):
+    assert "is a file" in refused("generate", "--model", models["llama"] / "config.json", "--prompt", "a")
 
 
-def test_weights_in_pytorchs_own_format(models, tmp_path, capsys):
+def test_weights_in_pytorchs_own_format(models, tmp_path, run, refused):
     """Whole they load; damaged, or with code in them, they do not."""
     folder = tmp_path / "model"
     shutil.copytree(models["llama"], folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    assert run(capsys, "generate", "--model", folder, "--prompt", "a", "--max-new-tokens", "1")[0] == 0
+    assert run("generate", "--model", folder, "--prompt", "a", "--max-new-tokens", "1")[0] == 0
     torch.save(dropped(tensors, NORM), folder / "pytorch_model.bin")
-    assert NORM in refused(capsys, tmp_path, "generate", "--model", folder, "--prompt", "a")
+    assert NORM in refused("generate", "--model", folder, "--prompt", "a")
     data = (folder / "pytorch_model.bin").read_bytes()
     (folder / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
-    refused(capsys, tmp_path, "generate", "--model", folder, "--prompt", "a")
+    refused("generate", "--model", folder, "--prompt", "a")
     torch.save(_RunsCode(tmp_path / "ran"), folder / "pytorch_model.bin")
-    refused(capsys, tmp_path, "generate", "--model", folder, "--prompt", "a")
+    refused("generate", "--model", folder, "--prompt", "a")
 
 
 class _RunsCode:
@@ -293,23 +298,23 @@ class _RunsCode:
 # Outputs
 
 
-def test_outputs_are_checked_before_any_work(models, tmp_path, capsys, monkeypatch, no_processes):
+def test_outputs_are_checked_before_any_work(models, tmp_path, refused, monkeypatch, no_processes):
     """`load_model` fails the test: no command may get as far as that."""
     monkeypatch.setattr("condense.loading.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     file = tmp_path / "file"
     file.write_text("mine")
     prompt = ["generate", "--model", models["llama"], "--prompt", "a"]
-    assert "is a file" in refused(capsys, tmp_path, "convert", models["llama"], file)
-    assert "not empty" in refused(capsys, tmp_path, "convert", models["llama"], models["folded"])
-    assert "no folder" in refused(capsys, tmp_path, *prompt, "--report", tmp_path / "no" / "such" / "x.json")
-    assert "is a folder" in refused(capsys, tmp_path, *prompt, "--report", tmp_path)
+    assert "is a file" in refused("convert", models["llama"], file)
+    assert "not empty" in refused("convert", models["llama"], models["folded"])
+    assert "no folder" in refused(*prompt, "--report", tmp_path / "no" / "such" / "x.json")
+    assert "is a folder" in refused(*prompt, "--report", tmp_path)
     (tmp_path / "folder").mkdir()
     for command, arguments in commands(models["llama"], tmp_path / "folder").items():
         if "--output" in arguments:
             arguments[arguments.index("--output") + 1] = file / "below"
-            assert "is a file" in refused(capsys, tmp_path, *arguments), command
+            assert "is a file" in refused(*arguments), command
     train = ["train", tmp_path / "folder" / "in" / "recipe.yaml", f"output={file}"]
-    assert "is a file" in refused(capsys, tmp_path, *train)
+    assert "is a file" in refused(*train)
 
 
 def test_a_full_disk_leaves_no_half_model(models, new_process, tmp_path):
@@ -324,22 +329,20 @@ def test_a_full_disk_leaves_no_half_model(models, new_process, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_outputs_that_are_right(models, tmp_path, capsys, monkeypatch):
+def test_outputs_that_are_right(models, tmp_path, run, monkeypatch):
     """An empty folder, a link to one, the current one; a report into a device."""
     for name in ("empty", "current"):
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     monkeypatch.chdir(tmp_path / "current")
     for target in (tmp_path / "link", ".", tmp_path / "new" / "below"):
-        assert run(capsys, "convert", models["llama"], target) == (
-            0,
-            f"{target}: 102,208 parameters, segments of 512 tokens\n",
-        )
+        said = f"{target}: 102,208 parameters, segments of 512 tokens\n"
+        assert run("convert", models["llama"], target) == (0, said)
         CondenseForCausalLM.from_pretrained(target)
     names = {path.name for path in (tmp_path / "empty").iterdir()}
     assert names == {path.name for path in (tmp_path / "new" / "below").iterdir()} and (tmp_path / "link").is_symlink()
     arguments = ["--prompt", "a", "--max-new-tokens", "1", "--report", "/dev/null"]
-    assert run(capsys, "generate", "--model", models["llama"], *arguments)[0] == 0
+    assert run("generate", "--model", models["llama"], *arguments)[0] == 0
 
 
 def test_two_that_write_one_folder_do_not_mix(tmp_path, monkeypatch):
@@ -359,16 +362,15 @@ def test_two_that_write_one_folder_do_not_mix(tmp_path, monkeypatch):
 def test_others_may_read_weights_as_the_umask_says(umask, models, tmp_path):
     before = os.umask(umask)
     try:
-        model = CondenseForCausalLM.from_pretrained(models["folded"])
-        model.save_pretrained(tmp_path / "saved")
+        CondenseForCausalLM.from_pretrained(models["folded"]).save_pretrained(tmp_path / "saved")
     finally:
         os.umask(before)
     assert (tmp_path / "saved" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 @pytest.mark.parametrize("to", ["condense", "llama"])
-def test_converted_weights_can_be_read_by_others(to, models, tmp_path, capsys):
-    assert run(capsys, "convert", models["llama"], tmp_path / "out", "--to", to)[0] == 0
+def test_converted_weights_can_be_read_by_others(to, models, tmp_path, run):
+    assert run("convert", models["llama"], tmp_path / "out", "--to", to)[0] == 0
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
@@ -390,10 +392,9 @@ def test_converted_weights_can_be_read_by_others(to, models, tmp_path, capsys):
         (["probe", "sums", "--attention", "eagre"], "attn_implementation='eagre'"),
     ],
 )
-def test_arguments_are_refused_before_models_are_loaded(arguments, word, models, tmp_path, capsys, monkeypatch):
+def test_arguments_are_refused_before_models_are_loaded(arguments, word, models, tmp_path, refused, monkeypatch):
     monkeypatch.setattr("condense.eval.models.load_model", lambda *_, **__: pytest.fail("loaded a model"))
-    said = refused(capsys, tmp_path, *arguments, "--model", models["llama"], "--output", tmp_path / "out")
-    assert word in said
+    assert word in refused(*arguments, "--model", models["llama"], "--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -407,77 +408,70 @@ def test_arguments_are_refused_before_models_are_loaded(arguments, word, models,
         (["--attention", "egaer", "--schedules"], "attn_implementation='egaer'"),
     ],
 )
-def test_profiles_refuse_before_they_start_a_process(options, word, models, tmp_path, capsys, no_processes):
+def test_profiles_refuse_before_they_start_a_process(options, word, models, tmp_path, refused, no_processes):
     output = ["--output", tmp_path / "out", "--lengths", "32", "--segment-length", "16"]
-    assert word in refused(capsys, tmp_path, "profile", "--config", models["llama"], *output, *options)
+    assert word in refused("profile", "--config", models["llama"], *output, *options)
 
 
 @pytest.mark.parametrize("name", ["a prompt", "a recipe"])
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
-def test_files_in_another_encoding_are_named(name, encoding, models, tmp_path, capsys, no_processes):
+def test_files_in_another_encoding_are_named(name, encoding, models, tmp_path, refused, no_processes):
     path = tmp_path / "née.txt"
     path.write_bytes("model: née\noutput: x".encode(encoding))
     arguments = ["generate", "--model", models["llama"], "--prompt-file"] if name == "a prompt" else ["train"]
-    assert f"{path} is not UTF-8" in refused(capsys, tmp_path, *arguments, path)
+    assert f"{path} is not UTF-8" in refused(*arguments, path)
 
 
 @pytest.mark.parametrize(
     ("text", "word"),
     [("", "model is missing"), ("[1, 2]", "holds a list"), ("model: [", "is no YAML"), ("7", "holds a int")],
 )
-def test_recipes_that_are_none(text, word, tmp_path, capsys, no_processes):
+def test_recipes_that_are_none(text, word, tmp_path, run, no_processes):
     (tmp_path / "recipe.yaml").write_text(text)
-    code, said = run(capsys, "train", tmp_path / "recipe.yaml")  # which lists every missing key in a line of its own
+    code, said = run("train", tmp_path / "recipe.yaml")  # which lists every missing key in a line of its own
     assert code == 1 and word in said and "Traceback" not in said
 
 
-def test_documents_that_are_not_there(models, tmp_path, capsys, no_processes):
-    recipe = RECIPE.replace("{{task: passkey, shortest: 0.4}}", "{{task: text, sources: [{{files: nowhere.txt}}]}}")
-    (tmp_path / "recipe.yaml").write_text(recipe.format(model=models["llama"], output=tmp_path / "out"))
-    assert "nowhere.txt" in refused(capsys, tmp_path, "train", tmp_path / "recipe.yaml")
+def test_documents_that_are_not_there(recipe, refused, no_processes):
+    text = recipe.read_text().replace("{task: passkey, shortest: 0.4}", "{task: text, sources: [{files: nowhere.txt}]}")
+    recipe.write_text(text)
+    assert "nowhere.txt" in refused("train", recipe)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "[", '{"step": 4}', ""])
-def test_markers_of_checkpoints_that_are_none(text, models, tmp_path, capsys, no_processes):
+def test_markers_of_checkpoints_that_are_none(text, recipe, tmp_path, refused, no_processes):
     checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "complete.json").write_text(text)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=models["llama"], output=tmp_path / "out"))
-    said = refused(capsys, tmp_path, "train", tmp_path / "recipe.yaml")
-    assert f"checkpoint {checkpoint} is damaged" in said
+    assert f"checkpoint {checkpoint} is damaged" in refused("train", recipe)
 
 
-def test_a_checkpoint_with_code_is_not_resumed(models, tmp_path, capsys, no_processes):
+def test_a_checkpoint_with_code_is_not_resumed(recipe, tmp_path, refused, no_processes):
     """A checkpoint of another output, complete and of the same recipe, in which DeepSpeed would run code."""
     checkpoint = tmp_path / "other" / "checkpoint-4"
     (checkpoint / "global_step4").mkdir(parents=True)
     (checkpoint / "latest").write_text("global_step4")
     torch.save({"module": _RunsCode(tmp_path / "ran")}, checkpoint / "global_step4" / "mp_rank_00_model_states.pt")
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=models["llama"], output=tmp_path / "out"))
-    recipe = load_recipe(tmp_path / "recipe.yaml").model_dump(mode="json")
-    marker = {"step": 3, "ranks": 2, "zero_stage": 2, "recipe": recipe, "files": {}}  # of 3 steps
+    whole = load_recipe(recipe).model_dump(mode="json")
+    marker = {"step": 3, "ranks": 2, "zero_stage": 2, "recipe": whole, "files": {}}  # of 3 steps
     (checkpoint / "complete.json").write_text(json.dumps(marker))
-    said = refused(capsys, tmp_path, "train", tmp_path / "recipe.yaml", f"resume={checkpoint}")
-    assert "could run code" in said and not (tmp_path / "ran").exists()
+    assert "could run code" in refused("train", recipe, f"resume={checkpoint}") and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"zero_optimization": 2}'])
-def test_deepspeed_configurations_that_are_none(text, models, tmp_path, capsys, no_processes):
+def test_deepspeed_configurations_that_are_none(text, recipe, tmp_path, refused, no_processes):
     (tmp_path / "zero.json").write_text(text)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=models["llama"], output=tmp_path / "out"))
-    said = refused(capsys, tmp_path, "train", tmp_path / "recipe.yaml", f"deepspeed={tmp_path / 'zero.json'}")
-    assert "zero.json" in said
+    assert "zero.json" in refused("train", recipe, f"deepspeed={tmp_path / 'zero.json'}")
 
 
 # Results
 
 
 @pytest.fixture(scope="module")
-def measured(models, tmp_path_factory) -> Path:
+def measured(folded, tmp_path_factory) -> Path:
     """A folder with one result."""
     folder = tmp_path_factory.mktemp("results")
-    asked = {"lengths": [120], "num_prompts": 1, "depths": [0.5]}
-    evaluate("passkey", folder / "passkey", models=[str(models["folded"])], **asked)
+    evaluate("passkey", folder / "passkey", models=[str(folded)], lengths=[120], num_prompts=1, depths=[0.5])
     return folder
 
 
@@ -506,21 +500,19 @@ def results(measured, tmp_path) -> Path:
         ),
     ],
 )
-def test_a_report_leaves_out_what_it_cannot_read(name, text, word, results, capsys):
+def test_a_report_leaves_out_what_it_cannot_read(name, text, word, results, run):
     (results / "foreign").mkdir()
     (results / "foreign" / name).write_text(text)
-    code, said = run(capsys, "report", results)
+    code, said = run("report", results)
     assert code != 0 and "Traceback" not in said and f"foreign/{name} (" in said and word in said, said
     assert "report.html is written, without" in said
     page = (results / "report.html").read_text()
     assert "folded: % correct" in page and f"<code>foreign/{name}</code>" in page
 
 
-def test_a_temperature_that_divides_to_infinity(models, tmp_path, capsys):
+def test_a_temperature_that_divides_to_infinity(models, tmp_path, refused):
     arguments = ["--prompt", "a", "--temperature", "1e-40"]
-    assert "--temperature 1e-40: pass 0" in refused(
-        capsys, tmp_path, "generate", "--model", models["llama"], *arguments
-    )
+    assert "--temperature 1e-40: pass 0" in refused("generate", "--model", models["llama"], *arguments)
 
 
 def test_training_on_weights_that_are_not_finite_writes_nothing(models, new_process, tmp_path):
@@ -535,19 +527,18 @@ def test_training_on_weights_that_are_not_finite_writes_nothing(models, new_proc
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".run.lock", "checkpoint-7"]
 
 
-def test_a_report_on_nothing_that_can_be_read(tmp_path, capsys):
+def test_a_report_on_nothing_that_can_be_read(tmp_path, refused):
     (tmp_path / "passkey.json").write_text("{")
-    said = refused(capsys, tmp_path, "report", tmp_path)
-    assert "that can be read: passkey.json" in said
-    assert "there is no folder" in refused(capsys, tmp_path, "report", tmp_path / "nowhere")
+    assert "that can be read: passkey.json" in refused("report", tmp_path)
+    assert "there is no folder" in refused("report", tmp_path / "nowhere")
 
 
-def test_records_that_are_damaged(results, models, capsys):
+def test_records_that_are_damaged(results, models, refused):
     records = results / "passkey" / "passkey.records.jsonl"
-    arguments = ["--lengths", "120", "--prompts", "1", "--depths", "50", "--output", results / "passkey"]
+    arguments = [*ONE_PROMPT, "--output", results / "passkey"]
     for text in ("[]\n", "7\n", "{}\n", "x\n", records.read_text() + "{}\n"):
         records.write_text(text)
-        said = refused(capsys, results, "eval", "passkey", "--model", models["folded"], *arguments)
+        said = refused("eval", "passkey", "--model", models["folded"], *arguments, writable=results)
         assert "passkey.records.jsonl is damaged" in said
 
 
@@ -568,16 +559,15 @@ def test_a_path_with_an_equals_sign(models, tmp_path, monkeypatch):
     assert split_name("a/b=c") == ("b=c", "a/b=c")  # nothing there: said of the path as it was written
 
 
-def test_a_path_with_an_equals_sign_is_measured(models, tmp_path, capsys):
+def test_a_path_with_an_equals_sign_is_measured(models, tmp_path, run):
     folder = tmp_path / "lr=3e-4"
     shutil.copytree(models["folded"], folder)
-    arguments = ["--lengths", "120", "--prompts", "1", "--depths", "50", "--output", tmp_path / "out"]
-    code, said = run(capsys, "eval", "passkey", "--model", folder, *arguments)
+    code, said = run("eval", "passkey", "--model", folder, *ONE_PROMPT, "--output", tmp_path / "out")
     assert code == 0 and "lr=3e-4: % correct" in said
 
 
-def test_a_name_with_dollars_is_drawn_as_it_is(models, tmp_path, capsys):
-    arguments = ["--lengths", "120", "--prompts", "1", "--depths", "50", "--output", tmp_path / "out"]
-    code, said = run(capsys, "eval", "passkey", "--model", f"a$_^$={models['folded']}", *arguments)
+def test_a_name_with_dollars_is_drawn_as_it_is(models, tmp_path, run):
+    arguments = [*ONE_PROMPT, "--output", tmp_path / "out"]
+    code, said = run("eval", "passkey", "--model", f"a$_^$={models['folded']}", *arguments)
     assert code == 0, said
     assert (tmp_path / "out" / "passkey.png").stat().st_size > 0

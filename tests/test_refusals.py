@@ -1,5 +1,6 @@
 """Requests that can't be met are refused before a model or a document is read."""
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -24,6 +25,21 @@ def refusal(*arguments) -> str:
     return str(done.exception)
 
 
+@pytest.fixture
+def are_missing(monkeypatch):
+    """Makes packages look as if they were not installed."""
+
+    def make(*missing):
+        def found(name):
+            if name in missing:
+                raise PackageNotFoundError(name)
+            return version(name)
+
+        monkeypatch.setattr(extras, "version", found)
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("missing", "extra", "arguments"),
     [
@@ -33,34 +49,21 @@ def refusal(*arguments) -> str:
         ("lm-eval", "harness", ["eval", "harness", "--tasks", "x"]),
     ],
 )
-def test_missing_packages(missing, extra, arguments, monkeypatch, nothing_is_loaded):
-    def found(name):
-        if name == missing:
-            raise PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(extras, "version", found)
+def test_missing_packages(missing, extra, arguments, are_missing, nothing_is_loaded):
+    are_missing(missing)
     said = refusal(*arguments)
     assert f"needs {missing} (missing): pip install 'condense-llama[{extra}]'" in said
     assert f"pip install -e '.[{extra}]'" in said
 
 
-def test_packages_that_a_use_goes_without_may_be_missing(monkeypatch):
+def test_packages_that_a_use_goes_without_may_be_missing(are_missing):
     """A dry run plans without deepspeed, and retrieval counts without rouge-score."""
-
-    def found(name):
-        if name in ("deepspeed", "tensorboard", "rouge-score"):
-            raise PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(extras, "version", found)
-    said = refusal("train", "nowhere", "--dry-run")
-    assert "there is no recipe 'nowhere'" in said
+    are_missing("deepspeed", "tensorboard", "rouge-score")
+    assert "there is no recipe 'nowhere'" in refusal("train", "nowhere", "--dry-run")
     assert "there is no folder './m'" in refusal("eval", "passkey", "--model", "./m", "--output", "o")
     assert "needs deepspeed (missing)" in refusal("train", "passkey_quickstart")
-    assert "needs rouge-score (missing)" in refusal(
-        "eval", "summarization", "--model", "m", "--data", "d", "--output", "o"
-    )
+    summarization = ["eval", "summarization", "--model", "m", "--data", "d", "--output", "o"]
+    assert "needs rouge-score (missing)" in refusal(*summarization)
 
 
 def test_packages_of_another_version(monkeypatch):
@@ -96,5 +99,4 @@ def test_runs_that_can_not_begin(overrides, words, tmp_path, monkeypatch, nothin
 def test_options(command, words, tmp_path, monkeypatch, nothing_is_loaded):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.json").write_text('[{"no": "question"}]')
-    with pytest.raises(ValueError, match=words):
-        raise ValueError(refusal(*command, "--model", "m", "--output", tmp_path / "results"))
+    assert re.search(words, refusal(*command, "--model", "m", "--output", tmp_path / "results"))

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
 
-from condense import CondenseConfig, CondenseForCausalLM
-from condense.reference import reference_loss
+from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
+from condense.reference import reference_logits, reference_loss
 
 VOCAB = 61
 
@@ -46,12 +47,30 @@ MEMORIES = {  # what a layer stores of a segment, in models of three layers
 
 def tiny_model(dtype=torch.float64, seed=0, **fields) -> CondenseForCausalLM:
     torch.manual_seed(seed)
-    model = CondenseForCausalLM(tiny_config(**fields)).to(dtype).eval()
-    with torch.no_grad():  # biases are initialised to 0 and norms to 1: change both
+    return vary(CondenseForCausalLM(tiny_config(**fields)).to(dtype).eval())
+
+
+def vary(model):
+    """Changes biases, which are initialised to 0, and norms, which are initialised to 1."""
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
+
+
+def both(llama):
+    """A stored Llama as it is, and folded."""
+    stock = LlamaForCausalLM.from_pretrained(llama, attn_implementation="sdpa")
+    return stock, CondenseForCausalLM.from_pretrained(llama, segment_length=64)
+
+
+def random_adapters(adapted, std=1.0):
+    """Gives the second matrices of LoRA, which begin as zeros, random values."""
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    return adapted
 
 
 class Operations(TorchDispatchMode):
@@ -105,13 +124,81 @@ def padded_batch(lengths, side):
     return rows, ids, mask
 
 
+def logits_in_parts(model, ids, sizes, durations=None, mask=None):
+    """The logits of a text that is read in calls of these sizes, and the cache after them."""
+    cache, logits, start = FoldedCache(model.config), [], 0
+    for size in sizes:
+        columns = slice(start, start + size)
+        output = model(
+            ids[:, columns],
+            durations=None if durations is None else durations[:, columns],
+            attention_mask=None if mask is None else mask[:, : start + size],
+            past_key_values=cache,
+        )
+        logits.append(output.logits)
+        start += size
+    assert start == ids.shape[1]
+    return torch.cat(logits, dim=1), cache
+
+
+def assert_rows_alone(model, mask, logits, *inputs, atol=1e-9):
+    """The logits of each padded row are those of its text alone; `inputs` are ids, and possibly durations."""
+    for row, real in enumerate(mask.bool()):
+        ids, *durations = (tensor[row, real][None] for tensor in inputs)
+        alone = model(ids, durations=durations[0] if durations else None).logits[0]
+        torch.testing.assert_close(logits[row, real], alone, atol=atol, rtol=0)
+
+
+@torch.no_grad()
+def greedy(model, ids, num_new):
+    """Greedy decoding without a cache."""
+    for _ in range(num_new):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+@torch.no_grad()
+def beam_search(model, ids, num_new, beams, inputs_at=lambda step: {}):
+    """The tokens of a beam search that reads every hypothesis from its start."""
+    hypotheses = [(0.0, ids[0].tolist())]
+    for step in range(num_new):
+        grown = []
+        for score, tokens in hypotheses:
+            logits = model(torch.tensor([tokens]), use_cache=False, **inputs_at(step)).logits[0, -1]
+            values, indices = logits.float().log_softmax(-1).topk(beams)
+            grown += [(score + v.item(), [*tokens, i.item()]) for v, i in zip(values, indices, strict=True)]
+        hypotheses = sorted(grown, reverse=True)[:beams]
+    return hypotheses[0][1]
+
+
+def expected_logits(model, ids, durations=None):
+    """The logits after the equations."""
+    rows = [(row, None) for row in ids] if durations is None else zip(ids, durations, strict=True)
+    return torch.stack([reference_logits(weights(model), model.config, *row) for row in rows])
+
+
+def gradients_of(model) -> dict:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
 def gradients(model, ids, **inputs):
     """The loss of a batch and the gradients of all parameters by name."""
     model.train()
     model.zero_grad()
     loss = model(ids, labels=ids, **inputs).loss
     loss.backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss.detach(), gradients_of(model)
+
+
+def sgd_losses(model, ids, steps=3) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def reference_gradients(model, ids, detach_after=None):
@@ -124,8 +211,7 @@ def reference_gradients(model, ids, detach_after=None):
 
 def assert_same_gradients(actual, expected, tolerance):
     torch.testing.assert_close(actual[0].double(), expected[0].double(), atol=tolerance, rtol=tolerance)
-    for name in actual[1]:
-        torch.testing.assert_close(actual[1][name], expected[1][name], atol=tolerance, rtol=tolerance, msg=name)
+    torch.testing.assert_close(actual[1], expected[1], atol=tolerance, rtol=tolerance)
 
 
 def torch_checkpoint(**options):

@@ -2,8 +2,8 @@
 
 import copy
 import json
+import shutil
 import sys
-import warnings
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from condense import CondenseForCausalLM
 from condense.adapters import check_adapters, merge_adapters
-from condense.cli import main
 from condense.loading import load_model
-from condense.training.small_llama import save_small_llama
 
+from ..refusals import assert_refused
 from .models import random_ids, tiny_model
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT
 SHAPE = {"hidden_size": 32, "intermediate_size": 64}  # multiples of what each method needs
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -26,23 +26,18 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def save_adapters(model, settings, folder):
     """Adapters of random weights for a model, as PEFT saves them."""
     torch.manual_seed(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(copy.deepcopy(model), settings)
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-        adapted.save_pretrained(folder)
+    adapted = peft.get_peft_model(copy.deepcopy(model), settings)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    adapted.save_pretrained(folder)
 
 
 @torch.no_grad()
 def assert_merged_as_adapted(model, folder, ids):
     """The merged model, saved and loaded, has the logits of PEFT's model, which the adapters have changed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
-    expected = adapted(input_ids=ids).logits
+    expected = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()(input_ids=ids).logits
     assert (expected - model(ids).logits).abs().max() > 0.1
     merge_adapters(copy.deepcopy(model), folder).save_pretrained(folder.parent / "merged")
     merged = CondenseForCausalLM.from_pretrained(folder.parent / "merged", dtype="auto")
@@ -111,24 +106,17 @@ def test_other_methods_than_lora(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("make", "method"),
     [
-        ({"alora_invocation_tokens": [3]}, "adapters of LORA with these settings can't be merged"),
-        ({"lora_bias": True}, "adapters of LORA with these settings can't be merged"),
+        (lambda: lora(alora_invocation_tokens=[3]), "LORA"),
+        (lambda: lora(lora_bias=True), "LORA"),
+        (lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PROMPT_TUNING"),
     ],
 )
-def test_adapters_that_are_more_than_weights(settings, words, tmp_path):
+def test_adapters_that_are_more_than_weights(make, method, tmp_path):
     model = tiny_model(torch.float32, **SHAPE)
-    save_adapters(model, lora(**settings), tmp_path)
-    with pytest.raises(ValueError, match=words):
-        merge_adapters(model, tmp_path)
-
-
-def test_virtual_tokens_are_not_weights(tmp_path):
-    model = tiny_model(torch.float32, **SHAPE)
-    save_adapters(model, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), tmp_path)
-    with pytest.raises(ValueError, match="adapters of PROMPT_TUNING with these settings can't be merged"):
-        merge_adapters(model, tmp_path)
+    save_adapters(model, make(), tmp_path)
+    assert_refused(f"adapters of {method} with these settings can't be merged", merge_adapters, model, tmp_path)
 
 
 @pytest.mark.parametrize("layers", [2, 4])
@@ -147,8 +135,7 @@ def test_weights_are_finite_after_merging(value, dtype, tmp_path):
     save_adapters(model, lora(), tmp_path)
     weights = load_file(tmp_path / WEIGHTS)
     save_file({name: torch.full_like(tensor, value).float() for name, tensor in weights.items()}, tmp_path / WEIGHTS)
-    with pytest.raises(ValueError, match=r"q_proj.weight holds values that are not finite. Take adapters"):
-        merge_adapters(model, tmp_path)
+    assert_refused(r"q_proj.weight holds values that are not finite. Take adapters", merge_adapters, model, tmp_path)
 
 
 def test_the_merged_model_has_the_dtype_of_the_model(tmp_path):
@@ -162,31 +149,28 @@ def test_the_merged_model_has_the_dtype_of_the_model(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A small Llama, and adapters of it."""
+def saved(llama, tmp_path_factory):
+    """Adapters of the small Llama."""
     folder = tmp_path_factory.mktemp("adapters")
-    save_small_llama(folder / "llama")
-    model = CondenseForCausalLM.from_pretrained(folder / "llama")
-    save_adapters(model, lora(), folder / "adapters")
+    save_adapters(CondenseForCausalLM.from_pretrained(llama), lora(), folder)
     return folder
 
 
-def refused(folders, tmp_path, monkeypatch, capsys, damage):
-    """The message of `condense convert --merge` for adapters after `damage`; it writes nothing."""
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    for path in (folders / "adapters").iterdir():
-        (adapters / path.name).write_bytes(path.read_bytes())
-    damage(adapters)
-    arguments = [str(folders / "llama"), str(tmp_path / "merged"), "--merge", str(adapters)]
-    monkeypatch.setattr(sys, "argv", ["condense", "convert", *arguments])
-    with pytest.raises(SystemExit) as left:
-        main()
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("condense: ")]
-    assert left.value.code == 1 and str(adapters) in line and not (tmp_path / "merged").exists()
-    return line
+@pytest.fixture
+def refused(llama, saved, tmp_path, error_line):
+    """The message of `condense convert --merge` for adapters after a damage; it writes nothing."""
+
+    def refused(damage):
+        adapters = shutil.copytree(saved, tmp_path / "adapters")
+        damage(adapters)
+        line = error_line("convert", llama, tmp_path / "merged", "--merge", adapters)
+        assert str(adapters) in line and not (tmp_path / "merged").exists()
+        return line
+
+    return refused
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 DAMAGES = {
     "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "adapter_config.json is damaged: it is not JSON"),
     "a list": (lambda folder: (folder / CONFIG).write_text("[]"), "it holds a JSON list, not an object"),
@@ -202,18 +186,15 @@ DAMAGES = {
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "it holds no adapter_model.safetensors"),
     "cut": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]), "is damaged"),
     "empty weights": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "is damaged or incomplete"),
-    "pointer": (
-        lambda folder: (folder / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
-        "is a Git LFS pointer",
-    ),
+    "pointer": (lambda folder: (folder / WEIGHTS).write_bytes(POINTER), "is a Git LFS pointer"),
     "other models": (lambda folder: change(folder / CONFIG, peft_type="XLORA"), "loads the other models that"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_adapters(name, folders, tmp_path, monkeypatch, capsys):
+def test_damaged_adapters(name, refused):
     damage, words = DAMAGES[name]
-    assert words in refused(folders, tmp_path, monkeypatch, capsys, damage)
+    assert words in refused(damage)
 
 
 @pytest.fixture
@@ -225,21 +206,17 @@ def hostile(tmp_path, monkeypatch):
     sys.modules.pop("hostile_module", None)
 
 
-def test_a_module_that_adapters_name_is_not_imported(hostile, folders, tmp_path, monkeypatch, capsys):
+def test_a_module_that_adapters_name_is_not_imported(hostile, refused):
     module, ran = hostile
-
-    def name_it(folder):
-        change(folder / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module)
-
-    line = refused(folders, tmp_path, monkeypatch, capsys, name_it)
+    line = refused(lambda folder: change(folder / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module))
     assert f"megatron_core={module!r}, by which PEFT imports a module: it could run code" in line
     assert module not in sys.modules and not ran.exists()
 
 
-def test_adapters_without_a_task_name_a_module_that_is_not_imported(hostile, folders, tmp_path):
+def test_adapters_without_a_task_name_a_module_that_is_not_imported(hostile, llama, tmp_path):
     """PEFT's AutoPeftModel imports it; such adapters are merged, since PEFT writes the field into each of them."""
     module, ran = hostile
-    model, adapters = CondenseForCausalLM.from_pretrained(folders / "llama"), tmp_path / "adapters"
+    model, adapters = CondenseForCausalLM.from_pretrained(llama), tmp_path / "adapters"
     save_adapters(model, peft.LoraConfig(r=4, target_modules=LINEAR), adapters)
     assert json.loads((adapters / CONFIG).read_text())["auto_mapping"]["base_model_class"] == "CondenseForCausalLM"
     change(adapters / CONFIG, auto_mapping={"base_model_class": "Model", "parent_library": module})
@@ -248,22 +225,18 @@ def test_adapters_without_a_task_name_a_module_that_is_not_imported(hostile, fol
     assert module not in sys.modules and not ran.exists()
 
 
-def test_adapters_beside_a_model_are_refused(folders, tmp_path):
+def test_adapters_beside_a_model_are_refused(llama, saved, tmp_path):
     """transformers would load them with the model."""
-    both = tmp_path / "both"
-    both.mkdir()
-    for path in [*(folders / "llama").iterdir(), *(folders / "adapters").iterdir()]:
-        (both / path.name).write_bytes(path.read_bytes())
+    both = shutil.copytree(llama, tmp_path / "both")
+    shutil.copytree(saved, both, dirs_exist_ok=True)
     with pytest.raises(ValueError, match="holds adapters .* beside a model: move them to a folder of their own"):
         load_model(CondenseForCausalLM, both)
 
 
-def test_the_harness_checks_the_adapters_that_it_is_given(hostile, folders, tmp_path):
+def test_the_harness_checks_the_adapters_that_it_is_given(hostile, llama, saved, tmp_path):
     harness = pytest.importorskip("condense.eval.harness")
     module, ran = hostile
-    for path in (folders / "adapters").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     change(tmp_path / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module)
-    with pytest.raises(ValueError, match="it could run code"):
-        harness.CondenseLM(str(folders / "llama"), device="cpu", peft=str(tmp_path))
+    assert_refused("it could run code", harness.CondenseLM, str(llama), device="cpu", peft=str(tmp_path))
     assert not ran.exists()

@@ -10,23 +10,10 @@ from transformers import DynamicCache
 from condense import FoldedCache
 from condense.hidden_states import HiddenStateAccumulator
 
-from .models import MEMORIES, random_durations, random_ids, tiny_model
+from ..refusals import assert_refused
+from .models import MEMORIES, assert_rows_alone, logits_in_parts, random_durations, random_ids, tiny_model
 
-
-def logits_in_parts(model, ids, sizes, durations=None, mask=None):
-    cache, logits, start = FoldedCache(model.config), [], 0
-    for size in sizes:
-        columns = slice(start, start + size)
-        output = model(
-            ids[:, columns],
-            durations=None if durations is None else durations[:, columns],
-            attention_mask=None if mask is None else mask[:, : start + size],
-            past_key_values=cache,
-        )
-        logits.append(output.logits)
-        start += size
-    assert start == ids.shape[1]
-    return torch.cat(logits, dim=1), cache
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def partitions(total):
@@ -42,10 +29,8 @@ def partitions(total):
 
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
-@torch.no_grad()
 def test_parts_of_any_size_equal_one_call(with_durations, memory):
-    model = tiny_model(**memory)
-    ids = random_ids(2, 23)
+    model, ids = tiny_model(**memory), random_ids(2, 23)
     durations = random_durations(2, 23) if with_durations else None
     expected = model(ids, durations=durations, use_cache=False).logits
     for sizes in partitions(23):
@@ -55,7 +40,6 @@ def test_parts_of_any_size_equal_one_call(with_durations, memory):
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
-@torch.no_grad()
 def test_padded_rows_equal_rows_alone(side, with_durations):
     model = tiny_model()
     lengths, total = [23, 4, 11, 15], 23
@@ -64,47 +48,35 @@ def test_padded_rows_equal_rows_alone(side, with_durations):
     for row, length in enumerate(lengths):
         start = {"left": total - length, "right": 0, "both": (total - length) // 2}[side]
         mask[row, start : start + length] = 1
-    rows = [(ids[row, real][None], durations[row, real][None]) for row, real in enumerate(mask.bool())]
-    alone = [model(text, durations=own if with_durations else None).logits[0] for text, own in rows]
+    inputs = (ids, durations) if with_durations else (ids,)
     for sizes in [[total], [5, 5, 5, 5, 3], [7, 9, 7], [1] * total]:
         logits, _ = logits_in_parts(model, ids, sizes, durations if with_durations else None, mask)
-        for row, real in enumerate(mask.bool()):
-            torch.testing.assert_close(logits[row, real], alone[row], atol=1e-9, rtol=1e-9)
-            if side != "left":  # padding after a text has the logits of its last token
-                torch.testing.assert_close(logits[row, -1], alone[row][-1], atol=1e-9, rtol=1e-9)
+        assert_rows_alone(model, mask, logits, *inputs)
+        if side != "left":  # padding after a text has the logits of its last token
+            last = torch.stack([row[real][-1] for row, real in zip(logits, mask.bool(), strict=True)])
+            torch.testing.assert_close(logits[:, -1], last, atol=1e-9, rtol=1e-9)
 
 
-@torch.no_grad()
 def test_padded_rows_without_a_cache_equal_rows_alone():
-    model = tiny_model()
-    ids = random_ids(3, 17)
-    mask = torch.ones(3, 17, dtype=torch.long)
-    mask[1, :9] = 0
-    mask[2, 6:] = 0
-    logits = model(ids, attention_mask=mask, use_cache=False).logits
-    for row in range(3):
-        real = mask[row].bool()
-        torch.testing.assert_close(logits[row, real], model(ids[row, real][None]).logits[0], atol=1e-9, rtol=1e-9)
+    model, ids = tiny_model(), random_ids(3, 17)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = mask[2, 6:] = 0
+    assert_rows_alone(model, mask, model(ids, attention_mask=mask, use_cache=False).logits, ids)
 
 
-@torch.no_grad()
 def test_durations_may_begin_in_a_later_call():
-    model = tiny_model()
-    ids, durations = random_ids(1, 18), random_durations(1, 18)
+    model, ids, durations = tiny_model(), random_ids(1, 18), random_durations(1, 18)
     durations[:, :7] = 1
     expected = model(ids, durations=durations).logits
-    cache = FoldedCache(model.config)
-    first = model(ids[:, :7], past_key_values=cache).logits
-    rest = model(ids[:, 7:], durations=durations[:, 7:], past_key_values=cache).logits
-    torch.testing.assert_close(torch.cat([first, rest], dim=1), expected, atol=1e-6, rtol=1e-6)
+    first = model(ids[:, :7])
+    rest = model(ids[:, 7:], durations=durations[:, 7:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(torch.cat([first.logits, rest], dim=1), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
-@torch.no_grad()
 def test_the_state_does_not_grow(with_durations):
-    model = tiny_model()
+    model, sizes = tiny_model(), []
     cache, length = FoldedCache(model.config), model.config.segment_length
-    sizes = []
     for segment in range(50):
         durations = random_durations(2, length) if with_durations else None
         model(random_ids(2, length, seed=segment), durations=durations, past_key_values=cache, logits_to_keep=1)
@@ -132,22 +104,16 @@ def total_bytes(root) -> int:
     return sum(storages.values())
 
 
-@torch.no_grad()
-def test_one_call_holds_no_more_hidden_states_than_it_returns(monkeypatch):
+def test_one_call_holds_no_more_hidden_states_than_it_returns(noted):
     """In one call over many segments, a chunk keeps only the hidden states whose logits are returned."""
-    model, kept, chunk_hidden = tiny_model(segment_length=4), [], HiddenStateAccumulator.chunk_hidden
-
-    def note(accumulator, hidden_RTD, chunk):
-        kept.append(chunk_hidden(accumulator, hidden_RTD, chunk))
-        return kept[-1]
-
-    monkeypatch.setattr(HiddenStateAccumulator, "chunk_hidden", note)
-    with torch.no_grad():
-        model(random_ids(1, 80), use_cache=True, logits_to_keep=1)
+    model, calls = tiny_model(segment_length=4), noted(HiddenStateAccumulator, "chunk_hidden")
+    model(random_ids(1, 80), use_cache=True, logits_to_keep=1)
+    kept = [call.result for call in calls]
     num_elements = [tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept]
     assert num_elements == [0] * 19 + [model.config.hidden_size]
 
 
+@torch.enable_grad()
 def test_texts_in_different_caches_are_independent():
     """The model itself has no state: calls with one cache, also failed ones, do not change another cache."""
     model = tiny_model()
@@ -157,12 +123,10 @@ def test_texts_in_different_caches_are_independent():
     for start in range(0, 23, 4):
         logits.append(model(ids[:, start : start + 4], past_key_values=a).logits)
         model(other[:, start : start + 3], past_key_values=b)
-        with pytest.raises(ValueError, match="duration"):
-            model(other[:, start : start + 3], durations=torch.full((1, 3), -1.0))
+        assert_refused("duration", model, other[:, start : start + 3], durations=torch.full((1, 3), -1.0))
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-9, rtol=1e-9)
 
 
-@torch.no_grad()
 def test_rows_are_selected_repeated_and_copied():
     model = tiny_model()
     ids, durations = random_ids(3, 12), random_durations(3, 12)
@@ -171,9 +135,7 @@ def test_rows_are_selected_repeated_and_copied():
     more = random_ids(4, 6, seed=1)
 
     def state():
-        cache = FoldedCache(model.config)
-        model(ids, attention_mask=mask, durations=durations, past_key_values=cache)
-        return cache
+        return model(ids, attention_mask=mask, durations=durations).past_key_values
 
     selected = [2, 0, 0, 1]
     cache = state()
@@ -183,9 +145,8 @@ def test_rows_are_selected_repeated_and_copied():
     after = model(more, past_key_values=cache).logits
     torch.testing.assert_close(model(more, past_key_values=branch).logits, after)
     for new_row, row in enumerate(selected):
-        alone = FoldedCache(model.config)
         real = mask[row].bool()
-        model(ids[row, real][None], durations=durations[row, real][None], past_key_values=alone)
+        alone = model(ids[row, real][None], durations=durations[row, real][None]).past_key_values
         expected = model(more[new_row][None], past_key_values=alone).logits[0]
         torch.testing.assert_close(after[new_row], expected, atol=1e-9, rtol=1e-9)
 
@@ -193,22 +154,19 @@ def test_rows_are_selected_repeated_and_copied():
     repeated.batch_repeat_interleave(2)
     assert repeated.batch_size == 6
     repeated.batch_select_indices(torch.tensor([True, False] * 3))
-    plain = state()
-    torch.testing.assert_close(
-        model(more[:3], past_key_values=repeated).logits, model(more[:3], past_key_values=plain).logits
-    )
+    plain = model(more[:3], past_key_values=state()).logits
+    torch.testing.assert_close(model(more[:3], past_key_values=repeated).logits, plain)
 
 
-@torch.no_grad()
 def test_reset_removes_all_texts():
-    model = tiny_model()
-    cache, ids = FoldedCache(model.config), random_ids(2, 13)
-    model(random_ids(5, 8), past_key_values=cache)
+    model, ids = tiny_model(), random_ids(2, 13)
+    cache = model(random_ids(5, 8)).past_key_values
     cache.reset()
     assert cache.num_bytes == 0 and cache.get_seq_length() == 0
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
 
 
+@torch.enable_grad()
 def test_calls_in_different_autograd_modes_continue_each_other():
     model, ids = tiny_model(), random_ids(2, 21)
     cache, logits = FoldedCache(model.config), []
@@ -218,6 +176,7 @@ def test_calls_in_different_autograd_modes_continue_each_other():
     torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, atol=1e-9, rtol=1e-9)
 
 
+@torch.enable_grad()
 def test_later_writes_without_gradients_keep_the_graph():
     model, ids = tiny_model(), random_ids(1, 9)
     output = model(ids, use_cache=True)
@@ -227,14 +186,10 @@ def test_later_writes_without_gradients_keep_the_graph():
     assert model.lm_head.weight.grad is not None
 
 
-@torch.no_grad()
 def test_wrong_use_is_refused():
     model = tiny_model()
     cache = model(random_ids(2, 7)).past_key_values
-    with pytest.raises(ValueError, match="holds 2 texts and the input 3"):
-        model(random_ids(3, 7), past_key_values=cache)
+    assert_refused("holds 2 texts and the input 3", model, random_ids(3, 7), past_key_values=cache)
     for tokens in (1, -1):
-        with pytest.raises(ValueError, match=r"activate_past_recording.*snapshot"):
-            cache.crop(tokens)
-    with pytest.raises(ValueError, match="DynamicCache"):
-        model(random_ids(2, 7), past_key_values=DynamicCache())
+        assert_refused(r"activate_past_recording.*snapshot", cache.crop, tokens)
+    assert_refused("DynamicCache", model, random_ids(2, 7), past_key_values=DynamicCache())

@@ -9,7 +9,10 @@ import torch
 
 from condense import FoldedCache
 
+from ..refusals import assert_refused
 from .models import random_durations, random_ids, tiny_model
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Interrupted(Exception):
@@ -31,69 +34,49 @@ def interrupt(patch, model, call: int) -> None:
 
 @pytest.mark.parametrize("call", [0, 3, 7])
 @pytest.mark.parametrize("read_before", [0, 3, 5], ids=lambda count: f"{count} before")
-@torch.no_grad()
 def test_the_cache_of_an_interrupted_call_is_refused(call, read_before, monkeypatch):
     """A call of eight chunks. A copy of the cache from before it gives the logits of a call without interruption."""
-    model = tiny_model(schedule="sequential")
-    ids = random_ids(2, 40 + read_before)
+    model, ids = tiny_model(schedule="sequential"), random_ids(2, 40 + read_before)
     cache = FoldedCache(model.config)
     if read_before:
         model(ids[:, :read_before], past_key_values=cache)
-    copied_before = copy.deepcopy(cache)
+    before = copy.deepcopy(cache)
     with monkeypatch.context() as patch:
         interrupt(patch, model, call)
         with pytest.raises(Interrupted):
             model(ids[:, read_before:], past_key_values=cache)
     for attempt in (ids[:, read_before:], ids[:, :1]):
-        with pytest.raises(ValueError, match=r"interrupted.*reset.*snapshot.*restore"):
-            model(attempt, past_key_values=cache)
+        assert_refused(r"interrupted.*reset.*snapshot.*restore", model, attempt, past_key_values=cache)
     for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        with pytest.raises(ValueError, match="interrupted"):
-            model(ids[:, :1], past_key_values=copied)
-    with pytest.raises(ValueError, match="interrupted"):
-        model.generate(ids, past_key_values=cache, max_new_tokens=1)
+        assert_refused("interrupted", model, ids[:, :1], past_key_values=copied)
+    assert_refused("interrupted", model.generate, ids, past_key_values=cache, max_new_tokens=1)
     expected = model(ids, use_cache=False).logits[:, read_before:]
-    torch.testing.assert_close(
-        model(ids[:, read_before:], past_key_values=copied_before).logits, expected, atol=1e-9, rtol=0
-    )
+    torch.testing.assert_close(model(ids[:, read_before:], past_key_values=before).logits, expected, atol=1e-9, rtol=0)
     cache.reset()
     torch.testing.assert_close(model(ids, past_key_values=cache).logits[:, read_before:], expected, atol=1e-9, rtol=0)
 
 
-@torch.no_grad()
-def test_the_cache_of_a_call_that_fails_in_the_head_is_refused(monkeypatch):
-    """The cache has all tokens, but the call returned no logits, which need the most memory."""
-    model, cache = tiny_model(), FoldedCache(tiny_model().config)
-    model(random_ids(1, 8), past_key_values=cache)
+@pytest.mark.parametrize("case", ["in the head", "static step"])
+def test_the_cache_of_a_call_that_fails_elsewhere_is_refused(case, monkeypatch):
+    """In the head, the cache has all tokens, but the call returned no logits, which need the most memory."""
+    model, tokens = tiny_model(), 1 if case == "static step" else 3
+    cache = model(random_ids(1, 8)).past_key_values
+    model.fixed_decoding = case == "static step"
+    model(random_ids(1, tokens), past_key_values=cache)
     with monkeypatch.context() as patch:
-        patch.setattr(model.lm_head, "forward", lambda hidden: (_ for _ in ()).throw(torch.OutOfMemoryError))
-        with pytest.raises(torch.OutOfMemoryError):
-            model(random_ids(1, 3), past_key_values=cache)
-    with pytest.raises(ValueError, match="interrupted"):
-        model(random_ids(1, 3), past_key_values=cache)
-
-
-@torch.no_grad()
-def test_the_cache_of_an_interrupted_static_step_is_refused(monkeypatch):
-    model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
-    model.fixed_decoding = True
-    model(random_ids(1, 1), past_key_values=cache)
-    with monkeypatch.context() as patch:
-        interrupt(patch, model, 0)
+        if case == "in the head":
+            patch.setattr(model.lm_head, "forward", lambda hidden: (_ for _ in ()).throw(Interrupted))
+        else:
+            interrupt(patch, model, 0)
         with pytest.raises(Interrupted):
-            model(random_ids(1, 1), past_key_values=cache)
-    with pytest.raises(ValueError, match="interrupted"):
-        model(random_ids(1, 1), past_key_values=cache)
+            model(random_ids(1, tokens), past_key_values=cache)
+    assert_refused("interrupted", model, random_ids(1, tokens), past_key_values=cache)
 
 
-@torch.no_grad()
 def test_a_refused_call_does_not_change_the_cache():
     """A call that is refused before it writes does not count as interrupted."""
-    model = tiny_model()
-    ids, cache = random_ids(2, 12), FoldedCache(model.config)
-    model(ids[:, :7], past_key_values=cache)
+    model, ids = tiny_model(), random_ids(2, 12)
+    cache = model(ids[:, :7]).past_key_values
     wrong = {
         "durations": torch.full((2, 5), float("nan")),
         "attention_mask": torch.ones(2, 3),
@@ -101,19 +84,16 @@ def test_a_refused_call_does_not_change_the_cache():
         "output_attentions": True,
     }
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=name.removesuffix("s")):
-            model(ids[:, 7:], past_key_values=cache, **{name: value})
+        assert_refused(name.removesuffix("s"), model, ids[:, 7:], past_key_values=cache, **{name: value})
     hook = model.model.layers[0].register_forward_hook(lambda *_: None)
     model.config.schedule = "wavefront"
-    with pytest.raises(ValueError, match="hooks"):
-        model(random_ids(2, 23), past_key_values=cache)
+    assert_refused("hooks", model, random_ids(2, 23), past_key_values=cache)
     hook.remove()
     model.config.schedule = "auto"
     expected = model(ids, use_cache=False).logits[:, 7:]
     torch.testing.assert_close(model(ids[:, 7:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
 
 
-@torch.no_grad()
 def test_a_refused_first_call_does_not_fix_the_batch_size():
     """Nor does it start a timeline of durations."""
     model = tiny_model()
@@ -138,13 +118,10 @@ def test_a_refused_first_call_does_not_fix_the_batch_size():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@torch.no_grad()
 def test_invalid_inputs_do_not_make_the_cache_incomplete(arguments, word):
     model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
-    with pytest.raises(ValueError, match=word):
-        model(**arguments, past_key_values=cache)
+    cache = model(random_ids(1, 8)).past_key_values
+    assert_refused(word, model, **arguments, past_key_values=cache)
     model(random_ids(1, 3), past_key_values=cache)
 
 
@@ -158,63 +135,45 @@ def test_invalid_inputs_do_not_make_the_cache_incomplete(arguments, word):
     ids=lambda fields: next(iter(fields)),
 )  # fmt: skip
 @pytest.mark.parametrize("read_before", [False, True], ids=["empty", "with text"])
-@torch.no_grad()
 def test_the_cache_of_another_model_is_refused(fields, read_before):
     model, other = tiny_model(), tiny_model(**fields)
     cache = FoldedCache(other.config)
     if read_before:
         other(random_ids(1, 8), past_key_values=cache)
     (name,) = fields
-    own_value = getattr(model.config, name)
-    with pytest.raises(
-        ValueError, match=re.escape(f"made for {name}={getattr(other.config, name)!r} and the model has {own_value!r}")
-    ):
+    theirs, own = (getattr(one.config, name) for one in (other, model))
+    with pytest.raises(ValueError, match=re.escape(f"made for {name}={theirs!r} and the model has {own!r}")):
         model(random_ids(1, 3), past_key_values=cache)
-    with pytest.raises(ValueError, match=name):
-        model.generate(random_ids(1, 9), past_key_values=cache, max_new_tokens=1)
+    assert_refused(name, model.generate, random_ids(1, 9), past_key_values=cache, max_new_tokens=1)
 
 
-@torch.no_grad()
-def test_a_cache_is_refused_after_a_field_changes(monkeypatch):
+def test_a_cache_is_refused_after_a_field_changes():
     model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
+    cache = model(random_ids(1, 8)).past_key_values
     model.config.memory_source = "layer_input"
     with pytest.raises(ValueError, match="memory_source='layer_output' and the model has 'layer_input'"):
         model(random_ids(1, 3), past_key_values=cache)
 
 
-def test_a_cache_with_gradients_is_copied_after_detach():
-    model = tiny_model()
-    ids = random_ids(1, 12)
-    cache = FoldedCache(model.config)
-    model(ids[:, :8], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"cache.detach\(\)"):
-        copy.deepcopy(cache)
-    cache.detach()
-    copied = copy.deepcopy(cache)
-    expected = model(ids[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, expected, atol=0, rtol=0)
-
-
-@torch.no_grad()
-def test_a_copy_shares_no_state_with_its_original():
-    model = tiny_model()
-    ids = random_ids(2, 23)
-    cache = FoldedCache(model.config)
-    model(ids[:, :8], past_key_values=cache, durations=random_durations(2, 8))
-    copied = copy.deepcopy(cache)
-    first = model(ids[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(model(ids[:, 8:], past_key_values=copied).logits, first, atol=0, rtol=0)
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_copy_shares_no_state_with_its_original(with_gradients):
+    """A cache with gradients is copied after `detach`."""
+    model, ids = tiny_model(), random_ids(2, 23)
+    with torch.set_grad_enabled(with_gradients):
+        cache = model(ids[:, :8], durations=random_durations(2, 8)).past_key_values
+        if with_gradients:
+            assert_refused(r"cache.detach\(\)", copy.deepcopy, cache)
+            cache.detach()
+        copied = copy.deepcopy(cache)
+        first, second = (model(ids[:, 8:], past_key_values=each).logits for each in (cache, copied))
+    torch.testing.assert_close(second, first, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("duration", [1e300, 3e38, 2.0**24 + 2])
-@torch.no_grad()
 def test_durations_above_the_precision_of_positions_are_refused(duration):
     """In float32 rotary tables, larger positions would be infinite, or equal for neighbours."""
     model = tiny_model()
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 8), past_key_values=cache)
+    cache = model(random_ids(1, 8)).past_key_values
     durations = torch.tensor([[1.0, duration, 1.0]], dtype=torch.float64)
     with pytest.raises(ValueError, match=r"within two segments at token .*16,777,216"):
         model(random_ids(1, 3), past_key_values=cache, durations=durations)
@@ -222,11 +181,9 @@ def test_durations_above_the_precision_of_positions_are_refused(duration):
     assert model(random_ids(1, 3), past_key_values=cache).logits.isfinite().all()  # the refused call has no effect
 
 
-@torch.no_grad()
 def test_long_durations_within_the_precision_of_positions():
     model = tiny_model()
-    output = model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64))
-    assert output.logits.isfinite().all()
+    assert model(random_ids(1, 12), durations=torch.full((1, 12), 1e6, dtype=torch.float64)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -246,26 +203,22 @@ def test_long_durations_within_the_precision_of_positions():
         ("crop", -9, r"crop\(-9\)"),
     ],
 )
-@torch.no_grad()
 def test_refused_changes_of_rows_and_columns_change_nothing(name, value, words):
     model, ids = tiny_model(), random_ids(2, 12)
     expected = model(ids, use_cache=False).logits[:, 8:]
     cache = FoldedCache(model.config)
     cache.activate_past_recording()
     model(ids[:, :8], past_key_values=cache, durations=torch.ones(2, 8))
-    with pytest.raises(ValueError, match=words):
-        getattr(cache, name)(value)
+    assert_refused(words, getattr(cache, name), value)
     torch.testing.assert_close(model(ids[:, 8:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
 
 
-@torch.no_grad()
 def test_rows_are_selected_as_a_tensor_selects_them():
     model, ids = tiny_model(), random_ids(3, 12)
     expected = model(ids, use_cache=False).logits[:, 8:]
     for indices in ([-1, 0], [True, False, True], torch.tensor([1], dtype=torch.int32)):
         rows = torch.arange(3)[torch.as_tensor(indices)]
-        cache = FoldedCache(model.config)
-        model(ids[:, :8], past_key_values=cache)
+        cache = model(ids[:, :8]).past_key_values
         cache.batch_select_indices(indices)
         logits = model(ids[rows, 8:], past_key_values=cache).logits
         torch.testing.assert_close(logits, expected[rows], atol=1e-9, rtol=0)
@@ -275,22 +228,18 @@ def test_rows_are_selected_as_a_tensor_selects_them():
 
 
 @pytest.mark.parametrize("fixed_decoding", [False, True])
-@torch.no_grad()
 def test_a_cache_is_refused_after_the_model_moved(fixed_decoding):
     """To another dtype, or another device; a snapshot brings back what it was."""
     model, ids = tiny_model(), random_ids(2, 9)
     model.fixed_decoding = fixed_decoding
-    cache = FoldedCache(model.config)
-    model(ids[:, :8], past_key_values=cache)
+    cache = model(ids[:, :8]).past_key_values
     snapshot = cache.snapshot()
     expected = model(ids[:, 8:], past_key_values=cache).logits
     model.float()
     message = r"written in torch.float64 on cpu, and the model computes in torch.float32 on cpu: move the model before"
-    with pytest.raises(ValueError, match=message):
-        model(ids[:, 8:], past_key_values=cache)
+    assert_refused(message, model, ids[:, 8:], past_key_values=cache)
     cache.restore(snapshot)
-    with pytest.raises(ValueError, match=message):
-        model(ids[:, 8:], past_key_values=cache)
+    assert_refused(message, model, ids[:, 8:], past_key_values=cache)
     cache.reset()
     model(ids, past_key_values=cache)  # a new text
     cache.restore(snapshot)
@@ -301,14 +250,12 @@ def test_a_cache_is_refused_after_the_model_moved(fixed_decoding):
         copy.deepcopy(model).to("meta")(ids[:, 8:].to("meta"), past_key_values=cache)
 
 
-@torch.no_grad()
 def test_a_cache_of_autocast_is_refused_without_it():
     model, ids = tiny_model(torch.float32), random_ids(2, 9)
     cache = FoldedCache(model.config)
     with torch.autocast("cpu", torch.bfloat16):
         model(ids[:, :4], past_key_values=cache)
         model(ids[:, 4:8], past_key_values=cache)
-        cache_of_both = copy.deepcopy(cache)
-        model(ids[:, 8:], past_key_values=cache_of_both)
+        model(ids[:, 8:], past_key_values=copy.deepcopy(cache))
     with pytest.raises(ValueError, match="written in torch.bfloat16 on cpu, and the model computes in torch.float32"):
         model(ids[:, 8:], past_key_values=cache)

@@ -6,13 +6,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from condense import CondenseForCausalLM, CondenseModel
 from condense.card import CARD
-from condense.cli import app
-from condense.training.small_llama import save_small_llama
 
+from ..commands import printed
 from .models import random_ids, tiny_config, tiny_model
 
 HUB_ID = "meta-llama/Llama-3.2-1B"
@@ -33,11 +31,10 @@ def python_of(card, folder):
 
 
 @torch.no_grad()
-def test_a_saved_model_says_what_it_is_and_how_to_load_it(tmp_path):
-    save_small_llama(tmp_path / "llama")
-    model = CondenseForCausalLM.from_pretrained(tmp_path / "llama", segment_length=24, memory_source="layer_input")
+def test_a_saved_model_says_what_it_is_and_how_to_load_it(llama, tmp_path):
+    model = CondenseForCausalLM.from_pretrained(llama, segment_length=24, memory_source="layer_input")
     card = saved(model, tmp_path / "saved")
-    AutoTokenizer.from_pretrained(tmp_path / "llama").save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "saved")
     assert card.data.library_name == "condense-llama" and card.data.base_model is None
     assert "condense" in card.data.tags and card.data.pipeline_tag == "text-generation"
     assert "24 tokens" in card.text and "as in Transformer-XL" in card.text and "# A folded Llama" in card.text
@@ -64,17 +61,14 @@ def test_the_base_model_is_passed_on(name, tmp_path):
 @pytest.mark.parametrize("text", ["", f"---\nbase_model: {HUB_ID}\n---\n# A Llama\n", "---\n: :\n", "\0"])
 def test_a_card_of_somebody_else_is_left_as_it_is_and_not_believed(text, tmp_path):
     (tmp_path / CARD).write_text(text)
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
+    tiny_model().save_pretrained(tmp_path)
     assert (tmp_path / CARD).read_text() == text
-    again = CondenseForCausalLM.from_pretrained(tmp_path)
-    assert saved(again, tmp_path / "again").data.base_model is None
+    assert saved(CondenseForCausalLM.from_pretrained(tmp_path), tmp_path / "again").data.base_model is None
 
 
 def test_our_own_card_is_renewed_until_it_is_changed(tmp_path):
     assert "5 tokens" in saved(tiny_model(), tmp_path).text
-    card = saved(tiny_model(segment_length=7), tmp_path)
-    assert "7 tokens" in card.text
+    assert "7 tokens" in saved(tiny_model(segment_length=7), tmp_path).text
     kept = "".join(line for line in (tmp_path / CARD).read_text().splitlines(True) if not line.startswith("<!--"))
     (tmp_path / CARD).write_text(kept)
     tiny_model(segment_length=9).save_pretrained(tmp_path)
@@ -95,12 +89,9 @@ def test_a_model_without_a_name_does_not_read_the_card_of_the_working_folder(tmp
     assert saved(tiny_model(), tmp_path / "other").data.base_model is None
 
 
-def test_convert_writes_a_card_of_folded_models_only(tmp_path):
-    save_small_llama(tmp_path / "llama")
-    for arguments in (["llama", "folded"], ["folded", "stock", "--to", "stock"]):
-        source, target, *options = arguments
-        done = CliRunner().invoke(app, ["convert", str(tmp_path / source), str(tmp_path / target), *options])
-        assert done.exit_code == 0, done.output
+def test_convert_writes_a_card_of_folded_models_only(llama, tmp_path):
+    printed("convert", llama, tmp_path / "folded")
+    printed("convert", tmp_path / "folded", tmp_path / "stock", "--to", "stock")
     assert "512 tokens" in (tmp_path / "folded" / CARD).read_text() and not (tmp_path / "stock" / CARD).exists()
 
 

@@ -5,15 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-import condense.cli
 from condense import CondenseForCausalLM
 from condense.chat import chat_frame, chat_ids, chat_text, check_chat_template, end_tokens
 from condense.text import encode
 
 from ..chat_models import chat_tokenizer, greedy, save_chat_model
+from ..commands import printed
+from ..refusals import assert_refused
 
+NOW = "strftime_now('%d %b %Y')"
 TEXT = "the cat sat on the mat and the dog ran to the cat ?"
 
 
@@ -60,25 +61,16 @@ def test_the_end_of_the_turn_ends_an_answer(tokenizer):
     assert end_tokens(with_ends(eos), tokenizer, chat=True) == {eos}
 
 
-@pytest.mark.parametrize(
-    "date",
-    [
-        "{{ date_string if date_string is defined else strftime_now('%d %b %Y') }}",
-        "{{ strftime_now('%d %b %Y') }}",
-    ],
-)
+@pytest.mark.parametrize("date", ["date_string if date_string is defined else strftime_now('%d %b %Y')", NOW])
 def test_a_prompt_is_the_same_on_every_day(tokenizer, date):
-    tokenizer.chat_template = date + " {{ messages[0]['content'] }}"
+    tokenizer.chat_template = "{{ " + date + " }} {{ messages[0]['content'] }}"
     assert chat_ids(tokenizer, "cat")[:2] == ids_of(tokenizer, "2 6")
 
 
 def test_what_has_no_chat_is_refused(tokenizer):
-    tokenizer.chat_template = "{{ messages[0]['content'] | lower }}"
-    with pytest.raises(ValueError, match="does not hold the user's message once and unchanged"):
-        chat_frame(tokenizer)
-    tokenizer.chat_template = "{{ messages[0]['content'] }} {{ messages[0]['content'] }}"
-    with pytest.raises(ValueError, match="does not hold the user's message once and unchanged"):
-        chat_frame(tokenizer)
+    for template in ("{{ messages[0]['content'] | lower }}", "{{ messages[0]['content'] }} " * 2):
+        tokenizer.chat_template = template
+        assert_refused("does not hold the user's message once and unchanged", chat_frame, tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"the tokenizer of 'a/b' has no chat template: leave --chat out"):
         check_chat_template(tokenizer, "a/b")
@@ -108,8 +100,7 @@ def test_a_part_of_the_message_is_not_dropped(tokenizer):
     tokenizer.chat_template = "{{ (messages[0]['content'] | upper).split('\n')[0] }}"
     check_chat_template(tokenizer, "a/b")
     assert chat_text(tokenizer, " the cat\n") == " THE CAT"
-    with pytest.raises(ValueError, match="leaves out the user's message, or a part of it: correct"):
-        chat_text(tokenizer, "the cat\nsat")
+    assert_refused("leaves out the user's message, or a part of it: correct", chat_text, tokenizer, "the cat\nsat")
 
 
 def test_a_text_in_blocks_gets_no_first_token(tokenizer, monkeypatch):
@@ -124,9 +115,7 @@ def test_generate_answers_in_a_chat(tmp_path):
     tokenizer, model = AutoTokenizer.from_pretrained(folder), CondenseForCausalLM.from_pretrained(folder).eval()
 
     def answer(*options):
-        arguments = ["generate", "--model", folder, "--max-new-tokens", 12, "--report", report, *options]
-        done = CliRunner().invoke(condense.cli.app, list(map(str, arguments)), catch_exceptions=False)
-        assert done.exit_code == 0, done.output
+        printed("generate", "--model", folder, "--max-new-tokens", 12, "--report", report, *options)
         return json.loads(report.read_text())
 
     num_stopped = 0
@@ -141,5 +130,4 @@ def test_generate_answers_in_a_chat(tmp_path):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="no chat template"):
-        answer("--prompt", "the cat", "--chat")
+    assert_refused("no chat template", answer, "--prompt", "the cat", "--chat")

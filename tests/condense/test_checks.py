@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoTokenizer, Gemma2Config, GPT2Config, GPT2LMHeadModel
 
-from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
+from condense import CondenseConfig, CondenseForCausalLM
 from condense.checks import check_tokenizer
 from condense.continuity import durations_from_time_steps
 
+from ..refusals import assert_refused
 from .models import random_ids, tiny_config, tiny_model
 
 
@@ -33,17 +34,14 @@ from .models import random_ids, tiny_config, tiny_model
     ],
 )
 def test_invalid_configurations_are_refused(fields, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        CondenseConfig(**fields)
+    assert_refused(words, CondenseConfig, **fields)
     tiny_model(torch.float32).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=words):
-        CondenseForCausalLM.from_pretrained(tmp_path, **fields)
+    assert_refused(words, CondenseForCausalLM.from_pretrained, tmp_path, **fields)
 
 
 def test_unknown_attention_implementations_are_refused():
     AttentionInterface.register("custom", lambda *args, **kwargs: None)
-    with pytest.raises(ValueError, match="custom.*flash_attention_2"):
-        CondenseForCausalLM(tiny_config(attn_implementation="custom"))
+    assert_refused("custom.*flash_attention_2", CondenseForCausalLM, tiny_config(attn_implementation="custom"))
 
 
 def test_a_checkpoint_of_another_family_is_refused(tmp_path):
@@ -53,18 +51,15 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"type '{name}': condense folds checkpoints of the types llama, mistral"):
             CondenseForCausalLM.from_pretrained(tmp_path / name, segment_length=8)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    with pytest.raises(ValueError, match="names its model_type"):
-        CondenseForCausalLM.from_pretrained(tmp_path)
+    assert_refused("names its model_type", CondenseForCausalLM.from_pretrained, tmp_path)
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
     check_tokenizer(tiny_config(vocab_size=len(tokenizer)), tokenizer)
-    with pytest.raises(ValueError, match=f"{len(tokenizer)} tokens.*vocabulary of 61"):
-        check_tokenizer(tiny_config(), tokenizer)
+    assert_refused(f"{len(tokenizer)} tokens.*vocabulary of 61", check_tokenizer, tiny_config(), tokenizer)
     for wrong in (61, -1):
-        with pytest.raises(ValueError, match=f"token id {wrong}.*vocabulary of 61"):
-            tiny_model()(torch.tensor([[3, wrong]]))
+        assert_refused(f"token id {wrong}.*vocabulary of 61", tiny_model(), torch.tensor([[3, wrong]]))
 
 
 def durations(*values):
@@ -94,17 +89,14 @@ def durations(*values):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_invalid_inputs_are_refused(inputs, words):
-    with pytest.raises(ValueError, match=words):
-        tiny_model()(random_ids(1, 3), **inputs)
+    assert_refused(words, tiny_model(), random_ids(1, 3), **inputs)
 
 
 def test_empty_inputs_are_refused():
     model = tiny_model()
     for ids in (torch.zeros(1, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long)):
-        with pytest.raises(ValueError, match="at least one token"):
-            model(ids)
-    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
-        model()
+        assert_refused("at least one token", model, ids)
+    assert_refused("either input_ids or inputs_embeds", model)
 
 
 @torch.no_grad()
@@ -115,19 +107,16 @@ def test_durations_of_zero_are_accepted_if_other_tokens_are_visible():
     token_durations[:, 5:10] = 0
     assert model(random_ids(1, 15), durations=token_durations).logits.isfinite().all()
     token_durations[:, 10] = 0
-    with pytest.raises(ValueError, match="row 0, token 0 of segment 3"):
-        model(random_ids(1, 15), durations=token_durations)
+    assert_refused("row 0, token 0 of segment 3", model, random_ids(1, 15), durations=token_durations)
 
 
 @torch.no_grad()
 def test_a_refused_call_does_not_change_the_state():
     model, ids = tiny_model(), random_ids(2, 20)
-    cache = FoldedCache(model.config)
-    model(ids[:, :3], past_key_values=cache)
+    cache = model(ids[:, :3]).past_key_values
     token_durations = torch.ones(2, 17, dtype=torch.float64)
     token_durations[1, 2:13] = 0
-    with pytest.raises(ValueError, match="row 1, token 0 of segment 3"):
-        model(ids[:, 3:], durations=token_durations, past_key_values=cache)
+    assert_refused("row 1, token 0 of segment 3", model, ids[:, 3:], durations=token_durations, past_key_values=cache)
     after = model(ids[:, 3:], past_key_values=cache).logits
     torch.testing.assert_close(after, model(ids).logits[:, 3:], atol=1e-6, rtol=1e-6)
 
@@ -138,27 +127,25 @@ def test_durations_at_padding_do_not_change_logits():
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0]])
     token_durations = torch.where(mask.bool(), 0.7, 0.0)
     padded = model(random_ids(1, 10), attention_mask=mask, durations=token_durations).logits[:, 2:9]
-    alone = model(random_ids(1, 10)[:, 2:9], durations=token_durations[:, 2:9]).logits
-    torch.testing.assert_close(padded, alone)
+    torch.testing.assert_close(padded, model(random_ids(1, 10)[:, 2:9], durations=token_durations[:, 2:9]).logits)
 
 
 def test_durations_from_time_steps():
     times = torch.tensor([[0.5, 1.0, 3.0]])
     assert durations_from_time_steps(times, 0.0).tolist() == [[0.5, 0.5, 2.0]]
     assert durations_from_time_steps(times, -1.0).tolist() == [[1.5, 0.5, 2.0]]
-    with pytest.raises(ValueError, match="time step 2 of row 0 is 1.0 after 1.0"):
-        durations_from_time_steps(torch.tensor([[0.5, 1.0, 1.0]]), 0.0)
-    with pytest.raises(ValueError, match="time step 0 of row 0 is 0.5 after 0.5"):
-        durations_from_time_steps(times, 0.5)
-    with pytest.raises(ValueError, match="time step 1"):
-        durations_from_time_steps(torch.tensor([[0.5, float("nan"), 2.0]]), 0.0)
+    for steps, start, words in (
+        ([0.5, 1.0, 1.0], 0.0, "time step 2 of row 0 is 1.0 after 1.0"),
+        ([0.5, 1.0, 3.0], 0.5, "time step 0 of row 0 is 0.5 after 0.5"),
+        ([0.5, float("nan"), 2.0], 0.0, "time step 1"),
+    ):
+        assert_refused(words, durations_from_time_steps, torch.tensor([steps]), start)
 
 
 def test_gradient_checkpointing_with_a_cache_is_refused():
     model = tiny_model().train()
     model._set_gradient_checkpointing(True)
-    with pytest.raises(ValueError, match="checkpointing"):
-        model(random_ids(1, 7), use_cache=True)
+    assert_refused("checkpointing", model, random_ids(1, 7), use_cache=True)
 
 
 def test_labels_may_be_as_narrow_as_ids():
@@ -174,8 +161,9 @@ def test_labels_may_be_as_narrow_as_ids():
         ({"head_dim": 7}, "head_dim=7: .* even"),
         ({"pad_token_id": 32000}, "pad_token_id=32000 does not exist in a vocabulary of 32000"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x': pass a number above 0"),
+        ({"hidden_act": "sigmoyd"}, "hidden_act='sigmoyd' is not known: choose one of .*silu"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "'spiral' is not known: .*default, .*llama3"),
     ],
 )
 def test_fields_with_which_no_layer_can_be_made_are_refused(fields, words):
-    with pytest.raises(ValueError, match=words):
-        CondenseConfig(**fields)
+    assert_refused(words, CondenseConfig, **fields)

@@ -24,11 +24,8 @@ VARIANTS = {
 
 def stock_llama(**fields):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, **fields
-    )
-    config.initializer_range = 0.3
-    return LlamaForCausalLM(config).eval()
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, initializer_range=0.3, **fields)).eval()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -62,8 +59,7 @@ def test_rope_scaling_reaches_the_memory():
     plain.load_state_dict(scaled.state_dict())
     ids = random_ids(1, 13)
     assert not torch.allclose(scaled(ids).logits, plain(ids).logits, atol=1e-3)
-    frequencies = scaled.model.rotary_emb.inv_freq
-    torch.testing.assert_close(frequencies.float(), to_stock(scaled).model.rotary_emb.inv_freq)
+    torch.testing.assert_close(scaled.model.rotary_emb.inv_freq.float(), to_stock(scaled).model.rotary_emb.inv_freq)
 
 
 def test_a_new_process_loads_a_saved_model(new_process, tmp_path):

@@ -63,16 +63,12 @@ def test_metadata_follows_a_layer_to_its_device(folder):
     assert moved.chunk == seen[1].chunk and seen[1].rotary[0].device.type == "cpu"
 
 
-def test_evaluation_with_a_device_map(folder, tmp_path, monkeypatch):
+def test_evaluation_with_a_device_map(folder, tmp_path, noted):
     options = {"models": [str(folder)], "lengths": [80], "num_prompts": 2}
     alone = evaluate("passkey", tmp_path / "alone", **options)
-    asked = []
-    load = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda *given, **more: asked.append(more) or load(*given, **more)
-    )
+    asked = noted(AutoModelForCausalLM, "from_pretrained")
     mapped = evaluate("passkey", tmp_path / "mapped", device_map="auto", **options)
-    assert asked[0]["device_map"] == "auto" and mapped["cells"] == alone["cells"]
+    assert asked[0].options["device_map"] == "auto" and mapped["cells"] == alone["cells"]
     with pytest.raises(ValueError, match="pass --curves folded"):
         evaluate("perplexity", tmp_path, models=[str(folder)], device_map="auto", data=[__file__])
 

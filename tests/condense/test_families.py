@@ -16,34 +16,33 @@ from transformers import (
 )
 
 from condense import CondenseConfig, CondenseForCausalLM, layers, to_stock
-from condense.reference import reference_logits
 
 from .models import (
     VOCAB,
     assert_same_gradients,
+    expected_logits,
     gradients,
     padded_batch,
+    random_adapters,
     random_ids,
     reference_gradients,
     torch_checkpoint,
-    weights,
+    vary,
 )
 
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "eos_token_id": None,
 }  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+TIED_WITH_BIASES = {"head_dim": 10, "tie_word_embeddings": True, "attention_bias": True}
 STOCK = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE)),  # its default window has 4,096 tokens
     "mistral, wide heads": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=8, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
-    "qwen2, window": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=64, max_window_layers=1)
-    ),
+    "qwen2, window": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, **WINDOW)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
-    "qwen3, tied, biases": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SHAPE, head_dim=10, tie_word_embeddings=True, attention_bias=True)
-    ),
+    "qwen3, tied, biases": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **TIED_WITH_BIASES)),
 }
 LENGTHS = [13, 4, 7]
 OWN = {
@@ -57,28 +56,24 @@ OWN = {
 def stock(request, tmp_path_factory):
     """A stock model with random weights, stored in `folder`."""
     torch.manual_seed(0)
-    model = STOCK[request.param]().double().eval()
-    with torch.no_grad():  # biases are initialised to 0 and norms to 1: change both
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+    model = vary(STOCK[request.param]().double().eval())
     model.folder = tmp_path_factory.mktemp("stock")
     model.save_pretrained(model.folder)
     return model
 
 
 def folded(stock, segment_length=5, **fields) -> CondenseForCausalLM:
-    return CondenseForCausalLM.from_pretrained(
-        stock.folder, segment_length=segment_length, dtype=torch.float64, **fields
-    ).eval()
+    fields |= {"segment_length": segment_length, "dtype": torch.float64}
+    return CondenseForCausalLM.from_pretrained(stock.folder, **fields).eval()
 
 
 @pytest.fixture(scope="module")
 def expected(stock):
     """The logits of two texts and the gradients after the equations, with segments of 5."""
     model, ids = folded(stock), random_ids(2, 13)
-    logits = [reference_logits(weights(stock), model.config, row) for row in ids]
-    return torch.stack(logits), reference_gradients(model, ids)
+    with torch.no_grad():
+        logits = expected_logits(model, ids)
+    return logits, reference_gradients(model, ids)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
@@ -88,10 +83,7 @@ def test_one_segment_equals_the_stock_model_and_more_follow_the_equations(stock,
     family = stock.config.model_type
     whole, short = folded(stock, 13, schedule=schedule), folded(stock, schedule=schedule)
     assert whole.config.family == family and set(whole.state_dict()) == set(stock.state_dict())
-    own = {
-        name.split("self_attn.")[1] for name in whole.state_dict() if "self_attn" in name and "proj.weight" not in name
-    }
-    assert own >= OWN[family]
+    assert {f"model.layers.0.self_attn.{name}" for name in OWN[family]} <= set(whole.state_dict())
     torch.testing.assert_close(whole(ids).logits, stock(ids).logits, atol=1e-10, rtol=0)
     logits = short(ids).logits
     assert not torch.allclose(logits, whole(ids).logits, atol=1e-2)
@@ -156,33 +148,24 @@ def test_adapters_of_a_folded_model_are_those_of_its_stock_model(stock):
     ids, found = random_ids(2, 13), []
     for model in (type(stock).from_pretrained(stock.folder, dtype=torch.float64), folded(stock, 13)):
         torch.manual_seed(1)
-        adapted = peft.get_peft_model(
-            model, peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights="gaussian")
-        )
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
+        settings = peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights="gaussian")
+        adapted = random_adapters(peft.get_peft_model(model, settings), std=0.1)
         adapted.eval()(ids, labels=ids).loss.backward()
         found.append({name: parameter.grad for name, parameter in adapted.named_parameters() if "lora" in name})
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 12
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+    assert len(found[0]) == 12
     merged = adapted.merge_and_unload()
     assert type(merged) is CondenseForCausalLM
     torch.testing.assert_close(merged(ids).loss, adapted(ids).loss)
 
 
 @torch.no_grad()
-def test_queries_and_keys_have_the_dtype_of_values_under_autocast(monkeypatch):
-    torch.manual_seed(0)
-    model, dtypes = CondenseForCausalLM(CondenseConfig(**SHAPE, family="qwen3", segment_length=5)), []
-    attend = layers.attend
-    monkeypatch.setattr(
-        layers, "attend", lambda *given: dtypes.append({one.dtype for one in given[1:4]}) or attend(*given)
-    )
+def test_queries_and_keys_have_the_dtype_of_values_under_autocast(noted):
+    model = CondenseForCausalLM(CondenseConfig(**SHAPE, family="qwen3", segment_length=5))
+    calls = noted(layers, "attend")
     with torch.autocast("cpu", torch.bfloat16):
         model(random_ids(2, 13))
-    assert dtypes and all(found == {torch.bfloat16} for found in dtypes)
+    assert {one.dtype for call in calls for one in call.arguments[1:4]} == {torch.bfloat16}
 
 
 def test_fewer_layers_than_the_checkpoint(tmp_path):

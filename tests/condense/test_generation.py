@@ -9,35 +9,31 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, T
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from condense import CondenseForCausalLM, FoldedCache, modeling, to_stock
-from condense.execution.static_decoding import decode
 from condense.generation import RefuseNonFiniteLogits
 from condense.recording import CROP_TOKENS
 
+from . import models
 from .models import padded_batch, random_durations, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 NUM_NEW = 13  # two segment borders or three, with segments of 5
+greedy = functools.partial(models.greedy, num_new=NUM_NEW)
 
 
-@torch.no_grad()
-def greedy(model, ids, num_new=NUM_NEW):
-    """Greedy decoding without a cache."""
-    ids = ids.clone()
-    for _ in range(num_new):
-        logits = model(ids, use_cache=False).logits[:, -1]
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
-    return ids
+def generated(model, ids=None, **options):
+    return model.generate(ids, **{"max_new_tokens": NUM_NEW, "do_sample": False, **options})
 
 
 def test_greedy_decoding_equals_decoding_without_a_cache():
     model, ids = tiny_model(), random_ids(2, 7)
-    assert torch.equal(model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False), greedy(model, ids))
+    assert torch.equal(generated(model, ids), greedy(model, ids))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 5, 8])
 def test_prefill_in_chunks_does_not_change_tokens(chunk_size):
     model, ids = tiny_model(), random_ids(2, 17)
-    output = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False, prefill_chunk_size=chunk_size)
-    assert torch.equal(output, greedy(model, ids))
+    assert torch.equal(generated(model, ids, prefill_chunk_size=chunk_size), greedy(model, ids))
 
 
 LENGTHS = [3, 13, 7, 20, 5]
@@ -48,7 +44,7 @@ def alone(row, implementation, beams):
     """The new tokens of a text of `padded_batch` without the others."""
     tokens = padded_batch(LENGTHS, "left")[0][row][None]
     model = tiny_model(attn_implementation=implementation)
-    return model.generate(tokens, max_new_tokens=NUM_NEW, do_sample=False, num_beams=beams)[0, LENGTHS[row] :].tolist()
+    return generated(model, tokens, num_beams=beams)[0, LENGTHS[row] :].tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -60,9 +56,9 @@ def test_padding_does_not_change_the_tokens_of_a_prompt(side, options, implement
     """Rows have different offsets in their segments, and complete segments at different steps."""
     model = tiny_model(attn_implementation=implementation)
     rows, ids, mask = padded_batch(LENGTHS, side)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options)
-    for row in range(len(rows)):
-        assert output[row, ids.shape[1] :].tolist() == alone(row, implementation, options.get("num_beams", 1))
+    output = generated(model, ids, attention_mask=mask, **options)
+    beams = options.get("num_beams", 1)
+    assert output[:, ids.shape[1] :].tolist() == [alone(row, implementation, beams) for row in range(len(rows))]
 
 
 @pytest.fixture(scope="module")
@@ -96,31 +92,19 @@ def test_padding_does_not_change_the_tokens_of_a_pretrained_model(side, stories,
 
 @pytest.mark.parametrize("beams", [2, 4])
 def test_beam_search_equals_beam_search_without_a_cache(beams):
-    """The comparison is a beam search written here, which reads every hypothesis from its start."""
     model, ids = tiny_model(), random_ids(1, 7)
-    output = model.generate(ids, max_new_tokens=NUM_NEW, num_beams=beams, do_sample=False)
-    hypotheses = [(0.0, ids[0].tolist())]
-    for _ in range(NUM_NEW):
-        grown = []
-        with torch.no_grad():
-            for score, tokens in hypotheses:
-                log_p = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].float().log_softmax(-1)
-                values, indices = log_p.topk(beams)
-                grown += [(score + v.item(), [*tokens, i.item()]) for v, i in zip(values, indices, strict=True)]
-        hypotheses = sorted(grown, reverse=True)[:beams]
-    assert output[0].tolist() == hypotheses[0][1]
+    assert generated(model, ids, num_beams=beams)[0].tolist() == models.beam_search(model, ids, NUM_NEW, beams)
 
 
 def test_sampling_with_a_seed_equals_sampling_without_a_cache():
     model, ids = tiny_model(), random_ids(2, 7)
     torch.manual_seed(3)
-    output = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=True, top_k=0, temperature=0.8)
+    output = generated(model, ids, do_sample=True, top_k=0, temperature=0.8)
     torch.manual_seed(3)
     expected = ids
-    with torch.no_grad():
-        for _ in range(NUM_NEW):
-            logits = model(expected, use_cache=False).logits[:, -1].float() / 0.8
-            expected = torch.cat([expected, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+    for _ in range(NUM_NEW):
+        logits = model(expected, use_cache=False).logits[:, -1].float() / 0.8
+        expected = torch.cat([expected, torch.multinomial(logits.softmax(-1), 1)], dim=1)
     assert torch.equal(output, expected)
 
 
@@ -128,15 +112,12 @@ def test_num_return_sequences_with_sampling_and_beams():
     model = tiny_model()
     _, ids, mask = padded_batch([3, 8], "left")
     torch.manual_seed(0)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=True, num_return_sequences=3)
+    output = generated(model, ids, attention_mask=mask, do_sample=True, num_return_sequences=3)
     assert output.shape == (6, 8 + NUM_NEW)
     assert torch.equal(output[:, :8], ids.repeat_interleave(3, dim=0))
     assert len({tuple(row.tolist()) for row in output}) == 6
-    beams = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, num_beams=3, num_return_sequences=3
-    )
-    best = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, num_beams=3)
-    assert torch.equal(beams[::3], best)
+    beams = generated(model, ids, attention_mask=mask, num_beams=3, num_return_sequences=3)
+    assert torch.equal(beams[::3], generated(model, ids, attention_mask=mask, num_beams=3))
 
 
 def test_streamers_print_the_output(continued_prompts, tokenizer, capsys):
@@ -151,8 +132,7 @@ def test_generate_continues_from_a_cache():
     cache = FoldedCache(model.config)
     first = model.generate(ids, max_new_tokens=6, do_sample=False, past_key_values=cache)
     whole_text = torch.cat([first, more], dim=1)
-    second = model.generate(whole_text, max_new_tokens=NUM_NEW, do_sample=False, past_key_values=cache)
-    assert torch.equal(second, greedy(model, whole_text))
+    assert torch.equal(generated(model, whole_text, past_key_values=cache), greedy(model, whole_text))
 
 
 def test_an_ended_row_does_not_change_other_rows():
@@ -160,39 +140,33 @@ def test_an_ended_row_does_not_change_other_rows():
     rows, ids, mask = padded_batch([3, 13, 7], "left")
     answers = [greedy(model, tokens[None])[0, len(tokens) :].tolist() for tokens in rows]
     end = answers[1][2]  # the second row ends at its third new token
-    output = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=end, pad_token_id=0
-    )[:, 13:]
+    output = generated(model, ids, attention_mask=mask, eos_token_id=end, pad_token_id=0)[:, 13:]
     for row, answer in enumerate(answers):
         stop = answer.index(end) + 1 if end in answer else NUM_NEW
         assert output[row, :stop].tolist() == answer[:stop]
 
 
 def test_other_caches_are_refused():
-    with pytest.raises(ValueError, match="cache_implementation='offloaded'.*'static'.*'dynamic'"):
-        tiny_model().generate(random_ids(1, 4), max_new_tokens=2, cache_implementation="offloaded")
-    model = tiny_model()
-    cache = FoldedCache(model.config)
-    with pytest.raises(ValueError, match="cache_implementation='static' makes a cache, and past_key_values is one"):
-        model.generate(random_ids(1, 4), max_new_tokens=2, past_key_values=cache, cache_implementation="static")
-    model = tiny_model(attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match="cache_implementation='static' has no step for attn.*or leave it out"):
-        model.generate(random_ids(1, 4), max_new_tokens=2, cache_implementation="static")
+    cache, flex = FoldedCache(tiny_model().config), {"attn_implementation": "flex_attention"}
+    for name, fields, options, words in (
+        ("offloaded", {}, {}, "cache_implementation='offloaded'.*'static'.*'dynamic'"),
+        ("static", {}, {"past_key_values": cache}, "='static' makes a cache, and past_key_values is one"),
+        ("static", flex, {}, "='static' has no step for attn.*or leave it out"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tiny_model(**fields).generate(random_ids(1, 4), max_new_tokens=2, cache_implementation=name, **options)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
 def test_generation_without_a_cache(side):
     """`use_cache=False` gives the same tokens, and reads the whole text for each."""
     model, (_, ids, mask) = tiny_model(), padded_batch([3, 13, 7], side)
-    options = {"attention_mask": mask, "max_new_tokens": NUM_NEW, "do_sample": False, "return_dict_in_generate": True}
-    output = model.generate(ids, use_cache=False, **options)
+    options = {"attention_mask": mask, "return_dict_in_generate": True}
+    output = generated(model, ids, use_cache=False, **options)
     assert output.past_key_values is None
-    assert torch.equal(output.sequences, model.generate(ids, **options).sequences)
-    beams = {"max_new_tokens": NUM_NEW, "do_sample": False, "num_beams": 3}
-    assert torch.equal(model.generate(ids[:1], use_cache=False, **beams), model.generate(ids[:1], **beams))
-    timed = {"max_new_tokens": NUM_NEW, "do_sample": False, "new_token_duration": 0.5}
-    assert torch.equal(model.generate(ids[1:2], use_cache=False, **timed), model.generate(ids[1:2], **timed))
+    assert torch.equal(output.sequences, generated(model, ids, **options).sequences)
+    for text, more in ((ids[:1], {"num_beams": 3}), (ids[1:2], {"new_token_duration": 0.5})):
+        assert torch.equal(generated(model, text, use_cache=False, **more), generated(model, text, **more))
 
 
 @pytest.mark.parametrize("stored", [{"use_cache": False}, {"cache_implementation": "offloaded"}])
@@ -212,21 +186,19 @@ def test_a_stored_setting_of_other_caches_has_no_effect(stored, given, tmp_path)
         "a copy": {"generation_config": copy.deepcopy(loaded.generation_config)},
         "a cache": {"past_key_values": FoldedCache(loaded.config)},
     }[given]
-    output = loaded.generate(ids, max_new_tokens=NUM_NEW, do_sample=False, return_dict_in_generate=True, **options)
+    output = generated(loaded, ids, return_dict_in_generate=True, **options)
     assert torch.equal(output.sequences, expected) and isinstance(output.past_key_values, FoldedCache)
 
 
 @pytest.mark.parametrize(("name", "fixed", "steps"), [("static", False, NUM_NEW - 1), ("dynamic", True, 0)])
-def test_cache_implementations_are_those_of_steps(name, fixed, steps, monkeypatch):
+def test_cache_implementations_are_those_of_steps(name, fixed, steps, noted):
     """ "static" is fixed decoding, "dynamic" is none, for the call; other calls have the model's setting."""
-    model, ids, counts = tiny_model(), random_ids(2, 7), []
+    model, ids, counts = tiny_model(), random_ids(2, 7), noted(modeling, "decode")
     model.fixed_decoding = fixed
-    monkeypatch.setattr(modeling, "decode", lambda *arguments: (counts.append(1), decode(*arguments))[1])
-    with torch.no_grad():
-        expected = greedy(model, ids)
-    output = model.generate(ids, cache_implementation=name, max_new_tokens=NUM_NEW, do_sample=False)
+    expected = greedy(model, ids)
+    output = generated(model, ids, cache_implementation=name)
     assert torch.equal(output, expected) and len(counts) == steps and model.fixed_decoding is fixed
-    assert torch.equal(model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False), expected)
+    assert torch.equal(generated(model, ids), expected)
     assert len(counts) == (NUM_NEW - 1 if fixed else steps)
 
 
@@ -237,33 +209,26 @@ def test_generation_from_embeddings():
     for options in (
         {}, {"num_beams": 3}, {"durations": random_durations(3, 13)}, {"new_token_duration": 0.5}, {"do_sample": False},
     ):  # fmt: skip
-        options = {"attention_mask": mask, "max_new_tokens": NUM_NEW, "do_sample": False, **options}
-        expected = model.generate(ids, **options)
-        assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
-        assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected[:, 13:])
-    other = model.generate(inputs_embeds=embeds.flip(1), attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False)
-    assert not torch.equal(other, expected[:, 13:])
+        options = {"attention_mask": mask, **options}
+        expected = generated(model, ids, **options)
+        assert torch.equal(generated(model, ids, inputs_embeds=embeds, **options), expected)
+        assert torch.equal(generated(model, inputs_embeds=embeds, **options), expected[:, 13:])
+    assert not torch.equal(generated(model, inputs_embeds=embeds.flip(1), attention_mask=mask), expected[:, 13:])
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"prefill_chunk_size": 4}):
         with pytest.raises(ValueError, match="inputs_embeds.*leave out one of the two"):
             model.generate(ids[1:2], inputs_embeds=embeds[1:2], max_new_tokens=2, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-@torch.no_grad()
-def test_drafts_of_an_early_exit_do_not_change_tokens(layers, monkeypatch):
+def test_drafts_of_an_early_exit_do_not_change_tokens(layers, noted):
     """The drafts come from the first layers: their logits are those of a model that has no more."""
     model, ids = tiny_model(), repeating_ids(13)
-    drafts, get_candidates = [], EarlyExitCandidateGenerator.get_candidates
-    monkeypatch.setattr(
-        EarlyExitCandidateGenerator,
-        "get_candidates",
-        lambda *arguments, **options: (drafts.append(get_candidates(*arguments, **options)), drafts[-1])[1],
-    )
-    drafted = model.generate(ids, assistant_early_exit=layers, max_new_tokens=NUM_NEW, do_sample=False)
+    drafts = noted(EarlyExitCandidateGenerator, "get_candidates")
+    drafted = generated(model, ids, assistant_early_exit=layers)
     assert torch.equal(drafted, greedy(model, ids)) and model.config.num_hidden_layers == 3
     shallow = copy.deepcopy(model)
     shallow.model.layers, shallow.config.num_hidden_layers = shallow.model.layers[:layers], layers
-    text, logits = drafts[0]
+    text, logits = drafts[0].result
     expected = shallow(text[:, :-1]).logits[:, ids.shape[1] - 1 :]
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
     for wrong in (0, 4):
@@ -296,8 +261,7 @@ def undrafted(segment_length, num_prompt, num_new):
 @pytest.mark.parametrize("num_prompt", [3, 10, 26])
 @pytest.mark.parametrize("segment_length", [4, 5, 64])
 @pytest.mark.parametrize("kind", ["prompt lookup", "folded assistant", "stock assistant"])
-@torch.no_grad()
-def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt):
+def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt, noted):
     """Assisted decoding and prompt lookup write the tokens of greedy decoding, over many segment borders. In each case
     the model accepts some tokens of a draft and removes others.
     """
@@ -308,17 +272,14 @@ def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt):
         "folded assistant": {"assistant_model": noisy_copy(model, 0.02)},
         "stock assistant": {"assistant_model": to_stock(noisy_copy(model, 0.0))},
     }[kind]
-    removed, crop = [], FoldedCache.crop
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FoldedCache, "crop", lambda cache, tokens: (removed.append(-tokens), crop(cache, tokens))[1])
-        drafted = model.generate(ids, max_new_tokens=num_new, do_sample=False, **options)
-    assert torch.equal(drafted, undrafted(segment_length, num_prompt, num_new))
-    assert max(removed) > 1 and len(set(removed)) > 1
+    expected, crops = undrafted(segment_length, num_prompt, num_new), noted(FoldedCache, "crop")
+    assert torch.equal(generated(model, ids, max_new_tokens=num_new, **options), expected)
+    removed = {-call.arguments[1] for call in crops}
+    assert max(removed) > 1 and len(removed) > 1
 
 
 @pytest.mark.parametrize("seen", [0, 1, 6, 19])
 @pytest.mark.parametrize("kind", ["prompt lookup", "assistant"])
-@torch.no_grad()
 def test_drafts_continue_a_cache(kind, seen):
     """The cache holds the first tokens of the text, as after an earlier call of `generate`."""
     model, ids = tiny_model(segment_length=5), repeating_ids(20)
@@ -335,7 +296,6 @@ def test_drafts_continue_a_cache(kind, seen):
 
 
 @pytest.mark.parametrize("first", [2, 3, 5, 7])
-@torch.no_grad()
 def test_a_folded_assistant_of_one_token(first):
     """The assistant's cache goes back to the empty state."""
     model, ids = tiny_model(segment_length=5), torch.tensor([[first]])
@@ -348,43 +308,29 @@ def test_drafts_longer_than_a_cache_can_remove_are_refused():
         tiny_model().generate(repeating_ids(9), max_new_tokens=2, prompt_lookup_num_tokens=CROP_TOKENS + 1)
 
 
-@torch.no_grad()
 def test_generation_continues_after_drafts():
     """The state after drafts is the state after the same tokens; its size does not depend on the number of drafts."""
     model, ids = tiny_model(segment_length=5), repeating_ids(133)
-    output = model.generate(
-        ids, max_new_tokens=31, do_sample=False, prompt_lookup_num_tokens=9, return_dict_in_generate=True
-    )
-    plain = model.generate(ids, max_new_tokens=50, do_sample=False)
-    continued = model.generate(
-        output.sequences, past_key_values=output.past_key_values, max_new_tokens=19, do_sample=False
-    )
+    options = {"prompt_lookup_num_tokens": 9, "return_dict_in_generate": True}
+    output = generated(model, ids, max_new_tokens=31, **options)
+    plain = generated(model, ids, max_new_tokens=50)
+    continued = generated(model, output.sequences, past_key_values=output.past_key_values, max_new_tokens=19)
     assert torch.equal(continued, plain)
-    longer = model.generate(
-        ids, max_new_tokens=62, do_sample=False, prompt_lookup_num_tokens=9, return_dict_in_generate=True
-    )
+    longer = generated(model, ids, max_new_tokens=62, **options)
     assert longer.past_key_values.num_bytes <= 1.02 * output.past_key_values.num_bytes
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stop_strings": ["."]},
-        {"stop_strings": [" was "], "num_beams": 2},
-        {"token_healing": True},
-        {"guidance_scale": 1.5},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+FOR_STOCK = [{"stop_strings": ["."]}, {"stop_strings": [" was "], "num_beams": 2}]
+FOR_STOCK += [{"token_healing": True}, {"guidance_scale": 1.5}]
+
+
+@pytest.mark.parametrize("options", FOR_STOCK, ids=lambda options: next(iter(options)))
 def test_options_that_need_a_tokenizer_work_as_in_the_stock_model(options, stories, tokenizer):
     """With a pretrained model and a text within one segment, the tokens are the same."""
     inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
-    outputs = [
-        model_class.from_pretrained(stories).generate(
-            **inputs, **options, tokenizer=tokenizer, max_new_tokens=30, do_sample=False
-        )
-        for model_class in (LlamaForCausalLM, CondenseForCausalLM)
-    ]
+    models_of_text = (kind.from_pretrained(stories) for kind in (LlamaForCausalLM, CondenseForCausalLM))
+    options = {**inputs, **options, "tokenizer": tokenizer, "max_new_tokens": 30}
+    outputs = [generated(model, **options) for model in models_of_text]
     assert torch.equal(*outputs) and outputs[0].shape[1] > inputs["input_ids"].shape[1]
     if options.get("stop_strings") == ["."]:
         assert tokenizer.decode(outputs[1][0]).endswith(".") and outputs[1].shape[1] < 30
@@ -394,14 +340,13 @@ def test_stop_strings_work_across_segments(stories, tokenizer):
     """Up to the stop string, the text is that of generation without one."""
     model = CondenseForCausalLM.from_pretrained(stories, segment_length=8)
     inputs = tokenizer("Once upon a time, there was", return_tensors="pt", return_token_type_ids=False)
-    options = {"max_new_tokens": 40, "do_sample": False}
-    unstopped = tokenizer.decode(model.generate(**inputs, **options)[0])
+    inputs["max_new_tokens"] = 40
+    unstopped = tokenizer.decode(generated(model, **inputs)[0])
     stop = unstopped[len(unstopped) // 2 :][:3]
-    stopped = tokenizer.decode(model.generate(**inputs, **options, tokenizer=tokenizer, stop_strings=[stop])[0])
+    stopped = tokenizer.decode(generated(model, **inputs, tokenizer=tokenizer, stop_strings=[stop])[0])
     assert stop in stopped and unstopped.startswith(stopped) and len(stopped) < len(unstopped)
 
 
-@torch.no_grad()
 def test_forward_refuses_arguments_without_effect():
     """It accepts the arguments that `generate` passes; it refuses unsupported outputs and unknown names."""
     model, ids = tiny_model(), random_ids(1, 7)
@@ -418,8 +363,7 @@ def test_forward_refuses_arguments_without_effect():
 
 def test_nan_logits_stop_generation():
     model, ids = tiny_model(), random_ids(1, 7)
-    with torch.no_grad():
-        model.lm_head.weight[3] = float("nan")
+    model.lm_head.weight[3] = float("nan")
     processors = LogitsProcessorList([RefuseNonFiniteLogits()])
     with pytest.raises(ValueError, match="the model computes logits that are not numbers"):
         model.generate(ids, max_new_tokens=2, logits_processor=processors)

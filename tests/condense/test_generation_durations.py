@@ -8,7 +8,7 @@ import torch
 from condense import FoldedCache, to_stock
 from condense.modeling import CondenseModel
 
-from .models import padded_batch, random_ids, tiny_model
+from .models import beam_search, padded_batch, random_ids, tiny_model
 
 NUM_NEW = 11  # several segments of 5
 
@@ -53,9 +53,8 @@ def test_greedy_decoding(model, new):
 
 def test_new_durations_alone(model):
     ids = random_ids(1, 7)
-    assert torch.equal(
-        generated(model, ids, new_token_duration=0.3), naive(model, ids, torch.ones(1, 7), lambda _: 0.3)
-    )
+    expected = naive(model, ids, torch.ones(1, 7), lambda _: 0.3)
+    assert torch.equal(generated(model, ids, new_token_duration=0.3), expected)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3])
@@ -76,27 +75,19 @@ def test_padded_batch_and_beams(model, side, num_beams):
     for row, tokens in enumerate(rows):
         own = durations[row][mask[row].bool()][None]
         options |= {"durations": own, "new_token_duration": lambda step, row=row: float(each[row]) * schedule(step)}
-        assert (
-            output[row, ids.shape[1] :].tolist() == generated(model, tokens[None], **options)[0, len(tokens) :].tolist()
-        )
+        alone = generated(model, tokens[None], **options)[0, len(tokens) :]
+        assert output[row, ids.shape[1] :].tolist() == alone.tolist()
 
 
 def test_beam_search(model):
-    """The comparison reads every hypothesis from its start."""
     ids = random_ids(1, 7)
     durations, beams = durations_like(ids), 3
     output = generated(model, ids, durations=durations, new_token_duration=schedule, num_beams=beams)
-    hypotheses = [(0.0, ids[0].tolist())]
-    for step in range(NUM_NEW):
-        whole = torch.cat([durations, torch.tensor([[schedule(earlier) for earlier in range(step)]])], dim=1)
-        grown = []
-        with torch.no_grad():
-            for score, tokens in hypotheses:
-                logits = model(torch.tensor([tokens]), durations=whole, use_cache=False).logits[0, -1]
-                values, indices = logits.float().log_softmax(-1).topk(beams)
-                grown += [(score + v.item(), [*tokens, i.item()]) for v, i in zip(values, indices, strict=True)]
-        hypotheses = sorted(grown, reverse=True)[:beams]
-    assert output[0].tolist() == hypotheses[0][1]
+
+    def at(step):
+        return {"durations": torch.cat([durations, torch.tensor([[schedule(before) for before in range(step)]])], 1)}
+
+    assert output[0].tolist() == beam_search(model, ids, NUM_NEW, beams, at)
 
 
 def test_sampling_several_sequences(model):
@@ -136,8 +127,7 @@ def test_continued_cache(model):
     durations = durations_like(ids)
     options = {"max_new_tokens": 4, "do_sample": False, "past_key_values": cache, "new_token_duration": 0.3}
     first = model.generate(ids, durations=durations, **options)
-    whole = torch.cat([durations, torch.full((1, 4), 0.3)], dim=1)
-    second = model.generate(first, durations=whole, **options)
+    second = model.generate(first, durations=torch.cat([durations, torch.full((1, 4), 0.3)], dim=1), **options)
     assert torch.equal(second, naive(model, ids, durations, lambda step: 0.3, 8))
 
 

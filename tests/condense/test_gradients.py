@@ -18,6 +18,8 @@ from .models import (
     Operations,
     assert_same_gradients,
     gradients,
+    gradients_of,
+    logits_in_parts,
     moved_to_host,
     random_ids,
     reference_gradients,
@@ -31,8 +33,7 @@ LENGTH = 23  # four whole segments of 5 and a short one
 @pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_gradients_through_the_memory_follow_the_equations(memory, implementation):
-    model = tiny_model(attn_implementation=implementation, **memory)
-    ids = random_ids(2, LENGTH)
+    model, ids = tiny_model(attn_implementation=implementation, **memory), random_ids(2, LENGTH)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
 
 
@@ -40,8 +41,7 @@ def test_gradients_through_the_memory_follow_the_equations(memory, implementatio
 @pytest.mark.parametrize("segments", [1, 2])
 def test_truncated_memories_of_the_input_follow_the_equations(segments, memory):
     """Those that pass a gradient share the segment's own keys and values, the others don't."""
-    model = tiny_model(bptt_segments=segments, **memory)
-    ids = random_ids(1, LENGTH)
+    model, ids = tiny_model(bptt_segments=segments, **memory), random_ids(1, LENGTH)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids, detach_after=segments), 1e-5)
 
 
@@ -68,8 +68,7 @@ def untruncated():
 
 @pytest.mark.parametrize("segments", [1, 2, 3, 4])
 def test_truncated_backpropagation_detaches_after_the_stated_segments(segments, untruncated):
-    model = tiny_model(bptt_segments=segments)
-    ids = random_ids(1, LENGTH)
+    model, ids = tiny_model(bptt_segments=segments), random_ids(1, LENGTH)
     truncated = gradients(model, ids)
     assert_same_gradients(truncated, reference_gradients(model, ids, detach_after=segments), 1e-5)
     name = "model.layers.0.self_attn.v_proj.weight"
@@ -93,12 +92,10 @@ def test_the_graph_crosses_exactly_the_stated_borders(segments):
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("segments", [1, 2, 3, 100])
 def test_checkpointing_does_not_change_gradients(bptt_segments, padded, segments):
-    model = tiny_model(bptt_segments=bptt_segments)
-    ids = random_ids(3, LENGTH)
+    model, ids = tiny_model(bptt_segments=bptt_segments), random_ids(3, LENGTH)
     mask = torch.ones_like(ids)
     if padded:
-        mask[0, :9] = 0
-        mask[1, 12:] = 0
+        mask[0, :9] = mask[1, 12:] = 0
     plain = gradients(model, ids, attention_mask=mask)
     model.gradient_checkpointing_enable({"use_reentrant": False, "checkpoint_segments": segments})
     assert_same_gradients(gradients(model, ids, attention_mask=mask), plain, 1e-12)
@@ -122,27 +119,26 @@ def saved_bytes(model, ids):
 
 def test_checkpointing_saves_only_memories():
     model = tiny_model(segment_length=8, intermediate_size=160).train()
-    config = model.config
     plain = saved_bytes(model, random_ids(1, 80)) - saved_bytes(model, random_ids(1, 40))
     model._set_gradient_checkpointing(True, torch_checkpoint())
-    saved = [saved_bytes(model, random_ids(1, 8 * segments)) for segments in (5, 10)]
-    memories = config.num_hidden_layers * 2 * config.num_key_value_heads * 8 * config.head_dim * 8  # float64
-    per_segment = (saved[1] - saved[0]) / 5
-    assert per_segment <= 1.3 * memories + 200, (per_segment, memories)
-    assert saved[1] - saved[0] < 0.1 * plain
+    saved = saved_bytes(model, random_ids(1, 80)) - saved_bytes(model, random_ids(1, 40))
+    assert saved / 5 <= 1.3 * memory_bytes(model.config) + 200
+    assert saved < 0.1 * plain
+
+
+def memory_bytes(config):
+    """Of a segment of 8 tokens in all layers, in float64."""
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * 8 * config.head_dim * 8
 
 
 def test_groups_of_segments_save_the_memories_before_them():
     """By formula: of 12 segments those before the first of each group, and no others; groups of four run as waves."""
-    model, ids = tiny_model(segment_length=8).train(), random_ids(1, 96)
-    config = model.config
-    memory = config.num_hidden_layers * 2 * config.num_key_value_heads * 8 * config.head_dim * 8  # float64
-    saved = {}
+    model, ids, saved = tiny_model(segment_length=8).train(), random_ids(1, 96), {}
     for segments in (1, 2, 3, 4, 6):
         model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=segments))
         saved[segments] = saved_bytes(model, ids)
     for segments in (2, 3, 4, 6):
-        spared = (11 - (12 // segments - 1)) * memory
+        spared = (11 - (12 // segments - 1)) * memory_bytes(model.config)
         assert saved[1] - saved[segments] == pytest.approx(spared, rel=0.1)
 
 
@@ -187,19 +183,13 @@ def test_the_reentrant_form_is_replaced(options, caplog):
 
 
 def test_gradients_cross_calls_through_the_cache():
-    model = tiny_model()
-    ids = random_ids(2, LENGTH)
+    model, ids = tiny_model(), random_ids(2, LENGTH)
+    model(ids, use_cache=False).logits.square().sum().backward()
+    expected = gradients_of(model)
     model.zero_grad()
-    logits = model(ids, use_cache=False).logits
+    logits, _ = logits_in_parts(model, ids, [4, 4, 4, 4, 4, 3])
     logits.square().sum().backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    cache, parts = FoldedCache(model.config), []
-    for start in range(0, LENGTH, 4):
-        parts.append(model(ids[:, start : start + 4], past_key_values=cache).logits)
-    torch.cat(parts, dim=1).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-8, rtol=1e-8)
+    torch.testing.assert_close(gradients_of(model), expected, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
@@ -207,13 +197,12 @@ def test_a_long_text_is_trained_in_parts(schedule):
     """One backward pass per part, in constant memory; earlier parts count as text read without gradients."""
     model, ids = tiny_model(schedule=schedule).train(), random_ids(2, 60)
     cache, cache_bytes = FoldedCache(model.config), []
-    model.zero_grad()
     for part in ids.split(20, dim=1):
         model(part, labels=part, past_key_values=cache).loss.backward()
         cache.detach()
         cache_bytes.append(cache.num_bytes)
     assert len(set(cache_bytes)) == 1
-    gradient = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    found = gradients_of(model)
     model.zero_grad()
     for start in (0, 20, 40):
         cache = FoldedCache(model.config)
@@ -222,21 +211,30 @@ def test_a_long_text_is_trained_in_parts(schedule):
                 model(ids[:, :start], past_key_values=cache)
         part = ids[:, start : start + 20]
         model(part, labels=part, past_key_values=cache).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradient[name], parameter.grad, atol=1e-9, rtol=1e-9, msg=name)
+    torch.testing.assert_close(found, gradients_of(model), atol=1e-9, rtol=1e-9)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest result of any operation."""
+class Results(TorchDispatchMode):
+    """Records the elements of the largest result, and the peak of the bytes of all results that exist at a time."""
 
-    numel = 0
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak, self.largest = {}, 0, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
+                self.largest, storage = max(self.largest, tensor.numel()), tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.forget, storage._cdata)
+        self.peak = max(self.peak, self.now)
         return result
+
+    def forget(self, key):
+        self.now -= self.sizes.pop(key, 0)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -247,9 +245,9 @@ def test_training_makes_no_tensor_of_all_logits(checkpointing, monkeypatch):
         model._set_gradient_checkpointing(True, torch_checkpoint())
     ids = random_ids(2, 30)
     parameters = model.lm_head.weight.numel()
-    with LargestTensor() as largest:
+    with Results() as results:
         model(ids, labels=ids).loss.backward()
-    assert largest.numel <= max(2 * 5 * 2000, parameters) < 2 * 30 * 2000
+    assert results.largest <= max(2 * 5 * 2000, parameters) < 2 * 30 * 2000
 
 
 def test_no_logits_are_saved_for_the_backward_pass():
@@ -267,44 +265,16 @@ def test_evaluation_saves_neither_logits_nor_hidden_states(monkeypatch):
     peaks = []
     for tokens in (50, 250):
         ids = random_ids(1, tokens)
-        with LiveBytes() as live:
+        with Results() as results:
             loss = model(ids, labels=ids).loss
-        peaks.append(live.peak)
-        torch.testing.assert_close(loss, loss_of_all_logits(model, ids), atol=1e-5, rtol=1e-5)
+        peaks.append(results.peak)
+        expected = torch.nn.functional.cross_entropy(model(ids, use_cache=False).logits[0, :-1], ids[0, 1:])
+        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     assert peaks[1] - peaks[0] < 250 * 8 * 4  # token ids and targets, but no hidden states (24 numbers per token)
 
 
-def loss_of_all_logits(model, ids):
-    logits = model(ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
-
-
-class LiveBytes(TorchDispatchMode):
-    """Records the peak of the bytes of all results that exist at the same time."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.now, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    self.sizes[storage._cdata] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self.forget, storage._cdata)
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def forget(self, key):
-        self.now -= self.sizes.pop(key, 0)
-
-
 def test_training_and_evaluation_loss_are_the_same():
-    model = tiny_model(torch.float32)
-    ids = random_ids(2, LENGTH)
+    model, ids = tiny_model(torch.float32), random_ids(2, LENGTH)
     evaluated = model.eval()(ids, labels=ids).loss
     assert torch.equal(model.train()(ids, labels=ids).loss, evaluated)
 
@@ -324,11 +294,9 @@ def test_losses_of_segments_add_up_to_the_loss(checkpointing):
     with torch.no_grad():
         log_p = model.eval()(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
     losses, targets = [0.0] * 3, [0] * 3
-    for row in range(3):
-        for column in range(12):
-            if labels[row, column + 1] != -100:
-                losses[column // 5] -= log_p[row, column, labels[row, column + 1]].item()
-                targets[column // 5] += 1
+    for row, column in (labels[:, 1:] != -100).nonzero().tolist():
+        losses[column // 5] -= log_p[row, column, labels[row, column + 1]].item()
+        targets[column // 5] += 1
     assert output.segment_targets.tolist() == targets == [10, 5, 2]
     torch.testing.assert_close(output.segment_losses, torch.tensor(losses), check_dtype=False)
     torch.testing.assert_close(output.segment_losses.sum() / sum(targets), output.loss.detach())
@@ -345,8 +313,7 @@ def test_loss_in_parts_of_the_logits_is_the_same(monkeypatch):
 @torch.no_grad()
 def test_loss_follows_transformers_conventions():
     """The mean is over targets other than -100 and padding; `num_items_in_batch` replaces their number."""
-    model = tiny_model(segment_length=50)
-    ids = random_ids(2, 12)
+    model, ids = tiny_model(segment_length=50), random_ids(2, 12)
     labels = ids.clone()
     labels[:, :4] = -100
     labels[1, 9] = -100
@@ -375,20 +342,13 @@ def test_logits_come_with_labels_on_request():
 def test_checkpointing_is_enabled_and_disabled():
     """The rest of transformers' test of it, which looks for layers that are checkpointed; here segments are."""
     model, ids = tiny_model().train(), random_ids(2, LENGTH)
-
-    def saved_tensors() -> int:
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda t: t):
-            model(ids, labels=ids)
-        return len(saved)
-
     assert not model.is_gradient_checkpointing
     model.gradient_checkpointing_enable()
     assert model.is_gradient_checkpointing and model.model.gradient_checkpointing
-    few = saved_tensors()
+    few = saved_bytes(model, ids)
     model.gradient_checkpointing_disable()
     assert not model.is_gradient_checkpointing and not model.model.gradient_checkpointing
-    assert few < saved_tensors() / 2
+    assert few < saved_bytes(model, ids) / 2
     with pytest.raises(ValueError, match="every_n_layers=2.*checkpoint_segments=k"):
         model._set_gradient_checkpointing(True, torch_checkpoint(), every_n_layers=2)
 

@@ -6,10 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from condense import FoldedCache
 from condense.layers import CondenseDecoderLayer
 
-from .models import assert_same_gradients, gradients, padded_batch, random_ids, tiny_model, torch_checkpoint
+from .models import (
+    assert_rows_alone,
+    assert_same_gradients,
+    gradients,
+    greedy,
+    logits_in_parts,
+    padded_batch,
+    random_ids,
+    tiny_model,
+    torch_checkpoint,
+)
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 LAYERS = 5
 
@@ -58,18 +69,15 @@ def model_with(name, **options):
     return model
 
 
-@torch.no_grad()
 def test_an_identity_equals_the_model_without_those_layers():
     model, ids = tiny_model(num_hidden_layers=LAYERS), random_ids(2, 23)
     shorter = copy.deepcopy(model)
-    shorter.model.layers = nn.ModuleList([shorter.model.layers[0], shorter.model.layers[4]])
-    shorter.config.num_hidden_layers = 2
+    shorter.model.layers, shorter.config.num_hidden_layers = shorter.model.layers[::4], 2
     model.model.replace_layers(1, 4, Identity())
     torch.testing.assert_close(model(ids).logits, shorter(ids).logits, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@torch.no_grad()
 def test_a_block_follows_its_formula(name):
     """Within one segment there is no memory: layers and block are functions of the hidden states."""
     model, ids = model_with(name), random_ids(2, 5)
@@ -81,8 +89,7 @@ def test_a_block_follows_its_formula(name):
     (_, first), (block_in, block_out), (next_in, _), _ = seen
     assert torch.equal(first, block_in) and torch.equal(block_out, next_in)
     if name == "without memory":
-        block = layers[1]
-        expected = block_in.clone()
+        block, expected = layers[1], block_in
         for _ in range(2):
             hidden = torch.log1p(torch.exp(expected @ block.w1.weight.T + block.w1.bias))
             expected = expected + 0.5 * (hidden @ block.w2.weight.T + block.w2.bias)
@@ -91,37 +98,27 @@ def test_a_block_follows_its_formula(name):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@torch.no_grad()
 def test_cache_and_padding_work_as_with_layers(name):
     model, ids = model_with(name), random_ids(2, 31)
     whole = model(ids, use_cache=False).logits
-    cache, parts = FoldedCache(model.config), []
-    for part in ids.split([7, 1, 1, 12, 1, 9], dim=1):
-        parts.append(model(part, past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-9, rtol=0)
-    texts, padded, mask = padded_batch((4, 19, 11), "left")
-    logits = model(padded, attention_mask=mask).logits
-    for row, text in enumerate(texts):
-        alone = model(text[None]).logits[0]
-        torch.testing.assert_close(logits[row, -len(text) :], alone, atol=1e-9, rtol=0)
+    torch.testing.assert_close(logits_in_parts(model, ids, [7, 1, 1, 12, 1, 9])[0], whole, atol=1e-9, rtol=0)
+    _, padded, mask = padded_batch((4, 19, 11), "left")
+    assert_rows_alone(model, mask, model(padded, attention_mask=mask).logits, padded)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
-@torch.no_grad()
 def test_generation_works_as_with_layers(name, fixed):
     """`generate`, static steps and drafts give the tokens of a model without a cache."""
     model, ids = model_with(name), random_ids(1, 9)
-    expected = ids
-    for _ in range(20):
-        expected = torch.cat([expected, model(expected, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    expected = greedy(model, ids, 20)
     model.fixed_decoding = fixed
     assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), expected)
-    drafted = model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)
-    assert torch.equal(drafted, expected)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4), expected)
 
 
 @pytest.mark.parametrize("name", ["without memory", "with memory"])
+@torch.enable_grad()
 def test_gradient_checkpointing_works_as_with_layers(name):
     model, ids = model_with(name).train(), random_ids(2, 23)
     expected = gradients(model, ids)
@@ -131,7 +128,6 @@ def test_gradient_checkpointing_works_as_with_layers(name):
     assert all(gradient.abs().max() > 0 for gradient in found[1].values())
 
 
-@torch.no_grad()
 def test_auto_runs_sequentially_and_wavefront_is_refused():
     model = model_with("without memory", schedule="auto")
     assert model(random_ids(1, 60)).logits.isfinite().all()

@@ -1,33 +1,17 @@
 """PEFT and TRL train a folded Llama as they train a stock one: to the same losses on texts within a segment."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.depth.llama import DepthLlamaConfig
-from condense.training.small_llama import save_small_llama
+from tests.condense.models import both, random_adapters
 
 SENTENCE = "The sky is blue. The sun is yellow. Here we go. There and back again. "
 TEXTS = [SENTENCE * count for count in (1, 2, 1, 3, 1, 1, 2, 1)]  # 17 to 51 tokens and an end
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_small_llama(folder)
-    return folder
-
-
-def both(llama, segment_length=64):
-    return (
-        LlamaForCausalLM.from_pretrained(llama, attn_implementation="sdpa"),
-        CondenseForCausalLM.from_pretrained(llama, segment_length=segment_length),
-    )
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True, "packing_strategy": "bfd"}], ids=["padded", "packed"])
@@ -51,19 +35,12 @@ def test_trl_fine_tunes_as_on_a_stock_llama(options, llama, tmp_path):
     torch.testing.assert_close(folded, stock, atol=1e-4, rtol=1e-4)
 
 
-def tables_of_peft():
-    """The tables of default targets by model type."""
-    constants = pytest.importorskip("peft.utils.constants")
-    tables = {name: value for name, value in vars(constants).items() if isinstance(value, dict) and "llama" in value}
-    assert len(tables) > 20
-    return tables
-
-
 @pytest.mark.parametrize("config_class", [CondenseConfig, DepthLlamaConfig])
 def test_peft_has_the_defaults_of_a_llama_for_a_folded_one(config_class):
-    tables = tables_of_peft()
+    constants = vars(pytest.importorskip("peft.utils.constants")).values()
+    tables = [table for table in constants if isinstance(table, dict) and "llama" in table]
     config_class().to_dict()
-    assert all(table[config_class.model_type] == table["llama"] for table in tables.values())
+    assert len(tables) > 20 and all(table[config_class.model_type] == table["llama"] for table in tables)
 
 
 @pytest.mark.parametrize("method", ["Lora", "AdaLora", "IA3", "LoHa", "LNTuning", "Vera"])
@@ -72,13 +49,11 @@ def test_peft_adapts_the_same_modules_as_of_a_llama(method, llama):
     options = {"total_step": 10} if method == "AdaLora" else {}
     for model in both(llama):
         adapted = peft.get_peft_model(model, getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", **options))
-        found.append(
-            {name: parameter.shape for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-        )
+        found.append({name: one.shape for name, one in adapted.named_parameters() if one.requires_grad})
     assert found[0] == found[1] and len(found[1]) > 1
 
 
-def test_peft_may_be_imported_after_the_model_was_made():
+def test_peft_may_be_imported_after_the_model_was_made(new_process):
     """And who does not use it does not import it."""
     pytest.importorskip("peft")
     fields = "hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=9"
@@ -89,7 +64,8 @@ assert model.config.to_dict() and "peft" not in sys.modules
 import peft
 peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = new_process(code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("length", [12, 100])
@@ -114,10 +90,7 @@ def test_peft_adapts_as_on_a_stock_llama(llama):
     for model in both(llama):
         torch.manual_seed(1)
         settings = peft.LoraConfig(target_modules=["q_proj", "k_proj", "up_proj"], r=4, init_lora_weights="gaussian")
-        adapted = peft.get_peft_model(model, settings)
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter)
+        adapted = random_adapters(peft.get_peft_model(model, settings))
         loss = adapted(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
         loss.backward()
         gradients = [parameter.grad for name, parameter in adapted.named_parameters() if "lora" in name]

@@ -43,6 +43,13 @@ def gradients_of(model, value) -> dict:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+def assert_as_of_all_logits(model, batch, num_items=None):
+    reference = expected(model, batch, num_items)
+    value = model(**batch, num_items_in_batch=num_items).loss
+    torch.testing.assert_close(value, reference)
+    assert_equal(gradients_of(model, value), gradients_of(model, reference))
+
+
 def expected(model, batch, num_items=None):
     """By the definition: the logits of all tokens, shifted, in one call. Padding predicts nothing."""
     mask = batch["attention_mask"]
@@ -54,9 +61,7 @@ def expected(model, batch, num_items=None):
 
 def assert_equal(one: dict, two: dict) -> None:
     """Norms compute in float32."""
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
 class HeadProducts(TorchDispatchMode):
@@ -100,10 +105,7 @@ def test_gradients_are_those_of_all_logits(tied, frozen, num_items, blocks):
     model, batch = tiny_model(tie_word_embeddings=tied), labelled()
     if frozen is not None:
         model.get_submodule(frozen).requires_grad_(False)
-    reference = expected(model, batch, num_items)
-    value = model(**batch, num_items_in_batch=num_items).loss
-    torch.testing.assert_close(value, reference)
-    assert_equal(gradients_of(model, value), gradients_of(model, reference))
+    assert_as_of_all_logits(model, batch, num_items)
 
 
 def test_gradients_of_the_input_embeddings():
@@ -111,23 +113,18 @@ def test_gradients_of_the_input_embeddings():
     embeds = model.model.embed_tokens(ids).detach().requires_grad_()
     logits = model(inputs_embeds=embeds).logits[:, :-1]
     reference = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    found = model(inputs_embeds=embeds, labels=ids).loss
-    torch.testing.assert_close(
-        torch.autograd.grad(found, embeds), torch.autograd.grad(reference, embeds), rtol=1e-5, atol=1e-6
-    )
+    losses = (model(inputs_embeds=embeds, labels=ids).loss, reference)
+    torch.testing.assert_close(*(torch.autograd.grad(one, embeds) for one in losses), rtol=1e-5, atol=1e-6)
 
 
 def test_the_graph_may_be_kept_and_gradients_add_up():
     model, batch = tiny_model(), labelled()
-    once = gradients_of(model, model(**batch).loss)
+    four_times = gradients_of(model, 4 * model(**batch).loss)
     model.zero_grad(set_to_none=True)
     value = model(**batch).loss
     value.backward(retain_graph=True)
     (3 * value).backward()
-    assert_equal(
-        {name: weight.grad for name, weight in model.named_parameters()},
-        {name: 4 * gradient for name, gradient in once.items()},
-    )
+    assert_equal({name: weight.grad for name, weight in model.named_parameters()}, four_times)
 
 
 def test_hooks_that_move_saved_tensors_see_complete_sums_and_no_logits():
@@ -167,11 +164,8 @@ class OnCuda(torch.Tensor):
 @pytest.mark.parametrize("kind", [torch.Tensor, OnCuda])
 def test_gradients_in_bfloat16_are_rounded_once(kind):
     gradient = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).bfloat16().as_subclass(kind)
-    for given, factor in (
-        (gradient, torch.tensor(1 / 3)),
-        (gradient.T, torch.tensor(2.7)),
-        (gradient.double(), torch.tensor(0.1).double()),
-    ):
+    third, more, tenth = torch.tensor(1 / 3), torch.tensor(2.7), torch.tensor(0.1).double()
+    for given, factor in ((gradient, third), (gradient.T, more), (gradient.double(), tenth)):
         exact = (given.double() * factor.double()).to(given.dtype)
         assert torch.equal(loss_gradient._scaled(given, factor, given.dtype), exact)
 
@@ -215,14 +209,20 @@ class ScaledHead(torch.nn.Linear):
         return 0.25 * super().forward(hidden)
 
 
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+
+def scaled(model):
+    head = ScaledHead(24, VOCAB, bias=False, dtype=torch.float64)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+
+
 def test_a_head_of_another_class_computes_its_own_logits():
     model, batch = tiny_model(), labelled()
-    scaled = ScaledHead(24, VOCAB, bias=False, dtype=torch.float64)
-    scaled.load_state_dict(model.lm_head.state_dict())
-    model.lm_head = scaled
-    value, reference = model(**batch).loss, expected(model, batch)
-    torch.testing.assert_close(value, reference)
-    assert_equal(gradients_of(model, value), gradients_of(model, reference))
+    scaled(model)
+    assert_as_of_all_logits(model, batch)
 
 
 def test_where_autograd_is_watched(monkeypatch):
@@ -253,18 +253,7 @@ def test_within_torch_func(hidden_size):
     model, batch = tiny_model(hidden_size=hidden_size), labelled()
     plain = gradients_of(model, model(**batch).loss)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    found = torch.func.grad(lambda given: functional_call(model, given, kwargs=batch).loss)(weights)
-    assert_equal(found, plain)
-
-
-def hooked(model):
-    model.lm_head.register_forward_hook(lambda *_: None)
-
-
-def scaled(model):
-    head = ScaledHead(24, VOCAB, bias=False, dtype=torch.float64)
-    head.load_state_dict(model.lm_head.state_dict())
-    model.lm_head = head
+    assert_equal(torch.func.grad(lambda given: functional_call(model, given, kwargs=batch).loss)(weights), plain)
 
 
 @pytest.mark.parametrize("change", [None, hooked, scaled])

@@ -24,10 +24,8 @@ from .models import random_ids, tiny_model
 )
 @torch.no_grad()
 def test_equal_shares_have_the_same_numbers(share, other, schedule):
-    ids = random_ids(2, 23)
-    model, twin = (
-        tiny_model(torch.float32, schedule=schedule, **fields) for fields in ({"memory_share": share}, other)
-    )
+    ids, both = random_ids(2, 23), ({"memory_share": share}, other)
+    model, twin = (tiny_model(torch.float32, schedule=schedule, **fields) for fields in both)
     assert torch.equal(model(ids, use_cache=False).logits, twin(ids, use_cache=False).logits)
 
 

@@ -6,40 +6,37 @@ import torch
 from .depth.models import depth_model, random_control
 from .models import padded_batch, tiny_model
 
+pytestmark = pytest.mark.usefixtures("no_grad")
 
-def expected_rows(model, texts, controls=None):
-    more = [{} if controls is None else {"control": controls[row : row + 1]} for row in range(len(texts))]
-    return [model(text[None], **one).logits[0] for text, one in zip(texts, more, strict=True)]
+
+def assert_nan_at_padding_reaches_no_token(model, side, control=None, **options):
+    """In a batch with an embedding of NaN at padding, each text has the logits that it has alone."""
+    texts, ids, mask = padded_batch([13, 9, 2], side)
+    controls = [{}] * 3 if control is None else [{"control": row[None]} for row in control]
+    expected = [model(text[None], **own).logits[0] for text, own in zip(texts, controls, strict=True)]
+    model.model.embed_tokens.weight[0] = torch.nan
+    logits = model(ids, attention_mask=mask, **options, **({} if control is None else {"control": control})).logits
+    for row, alone in enumerate(expected):
+        torch.testing.assert_close(logits[row][mask[row].bool()], alone, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "blocked"])
 @pytest.mark.parametrize("use_cache", [False, True])
-@torch.no_grad()
 def test_an_embedding_of_nan_at_padding_reaches_no_token(implementation, side, use_cache):
     model = tiny_model(attn_implementation=implementation)
-    texts, ids, mask = padded_batch([13, 9, 2], side)
-    expected = expected_rows(model, texts)
-    model.model.embed_tokens.weight[0] = torch.nan
-    logits = model(ids, attention_mask=mask, use_cache=use_cache).logits
-    for row, alone in enumerate(expected):
-        torch.testing.assert_close(logits[row][mask[row].bool()], alone, atol=1e-12, rtol=0)
+    assert_nan_at_padding_reaches_no_token(model, side, use_cache=use_cache)
 
 
 @pytest.mark.parametrize("solver", ["euler", "rk4"])
 @pytest.mark.parametrize("field", ["mlp", "layer"])
-@torch.no_grad()
 def test_a_flow_with_fixed_steps_is_not_ended_by_padding(field, solver):
-    model, control = depth_model(field, depth={"solver": solver}), random_control(3, 2)
-    texts, ids, mask = padded_batch([13, 9, 2], "right")
-    expected = expected_rows(model, texts, control)
-    model.model.embed_tokens.weight[0] = torch.nan
-    logits = model(ids, attention_mask=mask, control=control).logits
-    for row, alone in enumerate(expected):
-        torch.testing.assert_close(logits[row][mask[row].bool()], alone, atol=1e-12, rtol=0)
+    model = depth_model(field, depth={"solver": solver})
+    assert_nan_at_padding_reaches_no_token(model, "right", random_control(3, 2))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
+@torch.enable_grad()
 def test_gradients_of_padding_are_zero_and_not_nan(side):
     model = tiny_model()
     _, ids, mask = padded_batch([13, 9, 2], side)
@@ -50,7 +47,6 @@ def test_gradients_of_padding_are_zero_and_not_nan(side):
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
-@torch.no_grad()
 def test_the_longest_duration_of_a_row_is_not_counted_again_at_its_padding():
     model = tiny_model()
     texts, ids, mask = padded_batch([5, 2], "right")
@@ -61,7 +57,6 @@ def test_the_longest_duration_of_a_row_is_not_counted_again_at_its_padding():
     torch.testing.assert_close(logits[1, :2], alone[0], atol=1e-12, rtol=0)
 
 
-@torch.no_grad()
 def test_a_flow_that_overflows_only_at_padding_goes_on():
     class OverflowsAfter(torch.nn.Module):
         def forward(self, tau, hidden_RTD, control):

@@ -22,19 +22,18 @@ def test_weights_side_by_side():
     assert torch.equal(side_by_side(parts[:1], dim=1), parts[0])
 
 
-@pytest.mark.parametrize(
-    "choose",
-    [
-        lambda parts: [parts[1], parts[0]],
-        lambda parts: [parts[0], parts[2]],
-        lambda parts: [parts[0], parts[1].clone()],
-        lambda parts: [parts[0][:, :, :3], parts[1]],
-        lambda parts: [parts[0], parts[1].float()],
-        lambda parts: [parts[0], parts[1].transpose(0, 1)],
-        lambda parts: [parts[0][:1], parts[1]],
-    ],
-    ids=["order", "a gap", "apart", "width", "dtype", "axes", "number"],
-)
+OTHERS = {
+    "order": lambda parts: [parts[1], parts[0]],
+    "a gap": lambda parts: [parts[0], parts[2]],
+    "apart": lambda parts: [parts[0], parts[1].clone()],
+    "width": lambda parts: [parts[0][:, :, :3], parts[1]],
+    "dtype": lambda parts: [parts[0], parts[1].float()],
+    "axes": lambda parts: [parts[0], parts[1].transpose(0, 1)],
+    "number": lambda parts: [parts[0][:1], parts[1]],
+}
+
+
+@pytest.mark.parametrize("choose", OTHERS.values(), ids=OTHERS)
 def test_others_are_not(choose):
     assert side_by_side(choose(weights()[1]), dim=1) is None
 
@@ -51,5 +50,5 @@ def test_products(joint):
     _, parts = weights()
     parts = parts if joint else [part.clone() for part in parts]
     input_mnI = torch.randn(2, 5, 4, dtype=torch.float64)
-    for found, part in zip(stacked_products(input_mnI, parts), parts, strict=True):
-        torch.testing.assert_close(found, input_mnI @ part.transpose(1, 2), atol=1e-12, rtol=0)
+    expected = [input_mnI @ part.transpose(1, 2) for part in parts]
+    torch.testing.assert_close(list(stacked_products(input_mnI, parts)), expected, atol=1e-12, rtol=0)

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from condense import CondenseForCausalLM, CondenseModel, autoregressivity, depth
-from condense.training.small_llama import save_small_llama
 
 CAUSAL_LMS = [
     CondenseForCausalLM,
@@ -41,16 +40,6 @@ def test_a_part_of_the_package_registers_the_model():
         "assert names['condense_llama'] == 'CondenseForCausalLM'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.fixture(scope="module")
-def folded(tmp_path_factory):
-    """A folder with a folded model and its tokenizer."""
-    llama, folder = tmp_path_factory.mktemp("llama"), tmp_path_factory.mktemp("folded")
-    save_small_llama(llama)
-    CondenseForCausalLM.from_pretrained(llama, segment_length=16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
-    return folder
 
 
 def test_a_pipeline_supports_the_model(folded, caplog):

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
+from condense import CondenseConfig, CondenseForCausalLM
 from condense.conversion import to_stock
 
-from .models import padded_batch, random_durations, random_ids, tiny_model
+from ..refusals import assert_refused
+from .models import assert_rows_alone, logits_in_parts, padded_batch, random_durations, random_ids, tiny_model
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 8.0, 16.0]}
 ROPES = {
@@ -24,7 +27,6 @@ def model_of(name, **fields):
 
 
 @by_type
-@torch.no_grad()
 def test_a_text_within_a_segment_has_the_stock_logits(name):
     model, ids = model_of(name), random_ids(2, 12)
     model(random_ids(2, 60, seed=1))  # would leave other frequencies behind
@@ -32,7 +34,6 @@ def test_a_text_within_a_segment_has_the_stock_logits(name):
 
 
 @by_type
-@torch.no_grad()
 def test_the_answer_depends_on_the_call_alone(name):
     model, ids = model_of(name), random_ids(1, 60)
     fresh = model(ids).logits
@@ -40,26 +41,19 @@ def test_the_answer_depends_on_the_call_alone(name):
     timed = model(ids, durations=far).logits
     torch.testing.assert_close(model(ids).logits, fresh, atol=0, rtol=0)
     torch.testing.assert_close(model(ids, durations=far).logits, timed, atol=0, rtol=0)
-    cache = FoldedCache(model.config)
-    parts = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 30, 22], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), fresh, atol=1e-12, rtol=0)
-    texts, padded, mask = padded_batch([60, 13, 5], "left")
-    logits = model(padded, attention_mask=mask).logits
-    for row, text in enumerate(texts):
-        torch.testing.assert_close(logits[row, -len(text) :], model(text[None]).logits[0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(logits_in_parts(model, ids, [7, 1, 30, 22])[0], fresh, atol=1e-12, rtol=0)
+    _, padded, mask = padded_batch([60, 13, 5], "left")
+    assert_rows_alone(model, mask, model(padded, attention_mask=mask).logits, padded, atol=1e-12)
 
 
 @by_type
-@torch.no_grad()
 def test_a_row_with_long_durations_does_not_change_its_neighbour(name):
     model, ids = model_of(name), random_ids(2, 20)
     durations = torch.stack([torch.ones(20), torch.full((20,), 50.0)]).double()
-    logits = model(ids, durations=durations).logits
-    torch.testing.assert_close(logits[:1], model(ids[:1]).logits, atol=1e-12, rtol=0)
+    torch.testing.assert_close(model(ids, durations=durations).logits[:1], model(ids[:1]).logits, atol=1e-12, rtol=0)
 
 
 @by_type
-@torch.no_grad()
 def test_new_tokens_of_static_shape_are_the_same(name):
     model, ids = model_of(name), random_ids(2, 20)
     expected = model.generate(ids, max_new_tokens=20, do_sample=False)
@@ -71,21 +65,17 @@ def test_new_tokens_of_static_shape_are_the_same(name):
 def test_segments_whose_frequencies_would_depend_on_the_length_are_refused(name, tmp_path):
     limit = "max_position_embeddings=24" if name == "dynamic" else "original_max_position_embeddings=24"
     message = rf"rope_type='{name}': above {limit} .* 2 x 13 tokens.*segment_length of at most 12"
-    with pytest.raises(ValueError, match=message):
-        model_of(name, segment_length=13)
+    assert_refused(message, model_of, name, segment_length=13)
     model = model_of(name).float()
     to_stock(model).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        CondenseForCausalLM.from_pretrained(tmp_path, segment_length=13)
+    assert_refused(message, CondenseForCausalLM.from_pretrained, tmp_path, segment_length=13)
     loaded = CondenseForCausalLM.from_pretrained(tmp_path, segment_length=12)
     assert torch.equal(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     model.config.segment_length = 13
-    with pytest.raises(ValueError, match=message):
-        model(random_ids(1, 3))
+    assert_refused(message, model, random_ids(1, 3))
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
-@torch.no_grad()
 def test_other_types_have_no_limit(rope):
     """Beyond it, a text within a segment has the stock logits."""
     model = tiny_model(rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=24, segment_length=512)
@@ -93,7 +83,6 @@ def test_other_types_have_no_limit(rope):
     torch.testing.assert_close(model(ids).logits, to_stock(model)(ids).logits, atol=1e-12, rtol=0)
 
 
-@torch.no_grad()
 def test_a_model_in_half_precision_keeps_its_frequencies(tmp_path):
     """As one that is loaded in it; the positions of a long segment need them."""
     model = tiny_model(torch.float32, segment_length=300)

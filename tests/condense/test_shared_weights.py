@@ -4,24 +4,21 @@ With memories that are detached at every border, each use of a weight serves the
 gradient is the sum of those of the segments' losses, each computed separately and all added in float64.
 """
 
-import gc
 import weakref
 from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense.loss
 from condense import CondenseForCausalLM, modeling, shared_weights
-from condense.execution import cuda_graph
 from condense.execution.pipeline_parallel import PipelineStage
 from condense.shared_weights import SharedWeights, WeightSum
 
-from .execution.recording import recordings
+from .execution.recording import recorded_graphs
 from .models import random_ids, tiny_model, torch_checkpoint
 
 SEGMENTS, LENGTH = 16, 5
@@ -54,9 +51,7 @@ def checkpointed(model, group):
 
 
 @cache
-def exact_gradients(
-    dtype=torch.bfloat16, autocast=False, schedule="sequential", group=None, **fields
-) -> dict[str, torch.Tensor]:
+def exact_gradients(dtype=torch.bfloat16, autocast=False, schedule="sequential", group=None, **fields) -> dict:
     model = checkpointed(model_of(dtype, schedule=schedule, **fields), group)
     sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in model.named_parameters()}
     for segment in range(SEGMENTS):
@@ -90,15 +85,15 @@ SCHEDULES = {
 
 
 TIED, WIDE = {"tie_word_embeddings": True}, {"vocab_size": 200}  # more rows than the text has tokens: these wait
+FIELDS = [{}, TIED, WIDE, TIED | WIDE, {"family": "qwen2"}, {"family": "qwen3"}]
 
 
-@pytest.mark.parametrize("fields", [{}, TIED, WIDE, TIED | WIDE, {"family": "qwen2"}, {"family": "qwen3"}], ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize(("schedule", "group"), SCHEDULES.values(), ids=SCHEDULES)
 def test_sums_in_bfloat16(schedule, group, fields, monkeypatch):
-    monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings({"warm_up": 0, "capture": 0, "replay": 0}))
+    recorded_graphs(monkeypatch)
     model = checkpointed(model_of(schedule=schedule, **fields), group)
-    exact = exact_gradients(schedule=schedule, group=group, **fields)
-    assert_rounded_twice(gradients(model), exact)
+    assert_rounded_twice(gradients(model), exact_gradients(schedule=schedule, group=group, **fields))
 
 
 class OfTheEmbedding(TorchDispatchMode):
@@ -142,34 +137,24 @@ def test_rows_that_are_as_many_as_the_embeddings_are_summed_densely():
 def test_sums_under_autocast(group, monkeypatch):
     """Weights are float32, and their gradients too: only the products are rounded, the head's in each block."""
     monkeypatch.setattr(condense.loss, "BLOCK_TOKENS", LENGTH)
-    model = model_of(torch.float32, schedule="sequential", family="qwen2")
-    if group is not None:
-        model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=group))
+    model = checkpointed(model_of(torch.float32, schedule="sequential", family="qwen2"), group)
     exact = exact_gradients(torch.float32, autocast=True, family="qwen2")
     found = gradients(model, autocast=True)
     assert max(relative_error(found[name], exact[name]) for name in exact) < 1e-5
 
 
-def test_a_weight_is_cast_once_under_autocast(monkeypatch):
+def test_a_weight_is_cast_once_under_autocast(noted):
     """A copy for each segment would hold the weights as often as the text has segments."""
-    model, casts = model_of(torch.float32, schedule="sequential"), []
-    monkeypatch.setattr(
-        SharedWeights,
-        "cast",
-        lambda self, *given, cast=SharedWeights.cast: (casts.append(cast(self, *given)), casts[-1])[1],
-    )
+    model, casts = model_of(torch.float32, schedule="sequential"), noted(SharedWeights, "cast")
     gradients(model, autocast=True)
-    storages = {cast.untyped_storage().data_ptr() for cast in casts}
+    storages = {call.result.untyped_storage().data_ptr() for call in casts}
     assert len(casts) > SEGMENTS * len(storages) and len(storages) == 7 * 2 + 1
 
 
-def test_sums_of_a_pipeline(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", world_size=1, rank=0)
-    try:
-        model = model_of(schedule="sequential")
-        PipelineStage(model).loss_and_gradients(IDS, IDS, num_items_in_batch=1)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("group_of_one")
+def test_sums_of_a_pipeline():
+    model = model_of(schedule="sequential")
+    PipelineStage(model).loss_and_gradients(IDS, IDS, num_items_in_batch=1)
     found = {name: weight.grad for name, weight in model.named_parameters()}
     assert_rounded_twice(found, exact_gradients())
 
@@ -228,53 +213,43 @@ def test_batched_gradients():
     grads = torch.randn(2, *logits.shape, generator=torch.Generator().manual_seed(0)).to(logits.dtype)
     (batched,) = torch.autograd.grad(logits, embeds, grads, is_grads_batched=True, retain_graph=True)
     for one, each in zip(batched, grads, strict=True):
-        torch.testing.assert_close(
-            one, torch.autograd.grad(logits, embeds, each, retain_graph=True)[0], rtol=0.05, atol=0.05
-        )
+        (expected,) = torch.autograd.grad(logits, embeds, each, retain_graph=True)
+        torch.testing.assert_close(one, expected, rtol=0.05, atol=0.05)
 
 
-def test_sums_are_freed_with_the_graph():
-    model, made = model_of(schedule="sequential"), []
-    original = WeightSum.__init__
+@pytest.mark.usefixtures("collected_by_hand")
+def test_sums_are_freed_with_the_graph(monkeypatch):
+    model, made, make = model_of(schedule="sequential"), [], WeightSum.__init__
 
     def noted(self, *given):
         made.append(weakref.ref(self))
-        original(self, *given)
+        make(self, *given)
 
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WeightSum, "__init__", noted)
-            gradients(model)
-        assert made and all(one() is None for one in made)
-    finally:
-        gc.enable()
+    monkeypatch.setattr(WeightSum, "__init__", noted)
+    gradients(model)
+    assert made and all(one() is None for one in made)
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
-def test_a_weight_that_changes_before_the_backward_pass_is_refused(schedule):
-    model = model_of(schedule=schedule)
+@pytest.mark.parametrize(
+    ("dtype", "schedule", "group", "error", "words"),
+    [
+        (torch.bfloat16, "sequential", None, RuntimeError, "modified by an inplace operation"),
+        (torch.bfloat16, "wavefront", None, RuntimeError, "modified by an inplace operation"),
+        (torch.float64, "wavefront", None, RuntimeError, "modified by an inplace operation"),
+        (torch.float64, "auto", 1, ValueError, "weights have changed since the forward pass"),  # when it is used again
+    ],
+)
+def test_a_weight_that_changes_before_the_backward_pass_is_refused(dtype, schedule, group, error, words):
+    model = checkpointed(model_of(dtype, schedule=schedule), group)
     loss = model(IDS, labels=IDS).loss
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_weight_that_changes_before_it_is_used_again_by_a_checkpoint_is_refused():
-    model = model_of(torch.float64)
-    model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=1))
-    loss = model(IDS, labels=IDS).loss
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(2)
-    with pytest.raises(ValueError, match="weights have changed since the forward pass"):
+    with pytest.raises(error, match=words):
         loss.backward()
 
 
 def test_checkpoints_of_a_functional_call_are_refused_outside_of_it():
-    model = model_of(torch.float64)
-    model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=1))
+    model = checkpointed(model_of(torch.float64), 1)
     weights = {name: (2 * weight).detach().requires_grad_() for name, weight in model.named_parameters()}
     loss = functional_call(model, weights, (IDS,), {"labels": IDS}).loss
     with pytest.raises(ValueError, match="within functional_call"):

@@ -1,32 +1,14 @@
 """The name of a model that is in no folder: other libraries can't load another model by it."""
 
-import warnings
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM, CondenseModel, to_stock
 from condense.depth import convert_to_depth
-from condense.training.small_llama import save_small_llama
-from tests.condense.models import tiny_model
+from tests.condense.models import random_adapters, tiny_model
 
 TEXTS = ["The sky is blue.", "Here we go.", "There and back again.", "The sun is yellow."]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_small_llama(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folded(llama, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("folded")
-    CondenseForCausalLM.from_pretrained(llama, segment_length=16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
-    return folder
 
 
 def assert_not_loadable(model, change):
@@ -47,8 +29,7 @@ def test_a_model_changed_in_memory_has_a_name_that_cannot_be_loaded(folded):
     assert_not_loadable(CondenseForCausalLM.from_pretrained(folded, segment_length=8), "changed")
     config = AutoConfig.from_pretrained(folded, memory_source="layer_input")
     assert_not_loadable(AutoModelForCausalLM.from_pretrained(folded, config=config), "changed")
-    model = convert_to_depth(CondenseForCausalLM.from_pretrained(folded), 0, 1)
-    assert_not_loadable(model, "changed")
+    assert_not_loadable(convert_to_depth(CondenseForCausalLM.from_pretrained(folded), 0, 1), "changed")
     assert_not_loadable(to_stock(CondenseForCausalLM.from_pretrained(folded)), "converted")
 
 
@@ -88,6 +69,7 @@ def test_the_reference_of_preference_training_is_folded(llama, folded, tmp_path)
     assert trainer.train().training_loss == pytest.approx(torch.log(torch.tensor(2.0)).item(), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")  # PEFT could not compare the vocabulary
 def test_adapters_name_the_folded_folder_or_none(llama, folded, tmp_path):
     peft = pytest.importorskip("peft")
     settings = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": "gaussian"}
@@ -95,20 +77,14 @@ def test_adapters_name_the_folded_folder_or_none(llama, folded, tmp_path):
     for source, folder in ((folded, tmp_path / "of_folder"), (llama, tmp_path / "of_memory")):
         model = CondenseForCausalLM.from_pretrained(source, segment_length=16)
         adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT could not compare the vocabulary
-            adapted.save_pretrained(folder)
+        random_adapters(adapted)
+        adapted.save_pretrained(folder)
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "of_folder")
     assert type(loaded.get_base_model()) is CondenseForCausalLM
     with pytest.raises(OSError, match="folded in memory: save_pretrained"):
         peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "of_memory")
     with torch.no_grad():  # the remedy of those who have the adapters
-        again = peft.PeftModel.from_pretrained(
-            CondenseForCausalLM.from_pretrained(llama, segment_length=16), tmp_path / "of_memory"
-        )
+        again = CondenseForCausalLM.from_pretrained(llama, segment_length=16)
+        again = peft.PeftModel.from_pretrained(again, tmp_path / "of_memory")
         torch.testing.assert_close(again(ids).logits, adapted.eval()(ids).logits)
         assert not torch.allclose(LlamaForCausalLM.from_pretrained(llama)(ids).logits, again(ids).logits)

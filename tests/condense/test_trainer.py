@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from condense import CondenseForCausalLM
 from condense.depth import convert_to_depth
-from condense.training.small_llama import save_small_llama
-from tests.condense.models import random_ids, tiny_model
+from tests.condense.models import both, random_ids, tiny_model
 
 SMOOTHING = 0.1
 
@@ -30,27 +28,12 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[n], "labels": labels}
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    save_small_llama(folder)
-    return folder
-
-
-def both(llama):
-    return (
-        LlamaForCausalLM.from_pretrained(llama, attn_implementation="sdpa"),
-        CondenseForCausalLM.from_pretrained(llama, segment_length=64),
-    )
-
-
-def trainer(model, folder, data, **options) -> Trainer:
-    keywords = {name: options.pop(name) for name in ("compute_metrics",) if name in options}
+def trainer(model, folder, data, compute_metrics=None, **options) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, seed=0,
         per_device_train_batch_size=2, per_device_eval_batch_size=2, **options,
     )  # fmt: skip
-    return Trainer(model, args=arguments, train_dataset=data, eval_dataset=data, **keywords)
+    return Trainer(model, args=arguments, train_dataset=data, eval_dataset=data, compute_metrics=compute_metrics)
 
 
 def smoothed_cross_entropy(logits_BNV, labels_BN, epsilon: float):
@@ -68,9 +51,8 @@ def smoothed_cross_entropy(logits_BNV, labels_BN, epsilon: float):
 def test_smoothed_labels_train_as_on_a_stock_llama(llama, tmp_path):
     found = []
     for model in both(llama):
-        job = trainer(
-            model, tmp_path, Rows(8, 40), max_steps=3, learning_rate=1e-2, label_smoothing_factor=SMOOTHING
-        )  # fmt: skip
+        options = {"max_steps": 3, "learning_rate": 1e-2, "label_smoothing_factor": SMOOTHING}
+        job = trainer(model, tmp_path, Rows(8, 40), **options)
         job.train()
         found.append([(line["loss"], line["grad_norm"]) for line in job.state.log_history if "loss" in line])
         found[-1].append((job.evaluate()["eval_loss"], 0.0))

@@ -5,14 +5,12 @@ import shutil
 
 import pytest
 
-from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate, find_task
 from condense.training.data.passkey import PASSKEY_TEXTS
 
 from ..chat_models import save_chat_model
-from .rivals import rival_tokenizer, save_rival
-from .tasks.documents import made_documents, write_lines
-from .test_neutral_decoding import MEASUREMENTS
+from .rivals import rival_tokenizer, save_folded, save_rival
+from .test_neutral_decoding import MEASUREMENTS, options_of
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -20,33 +18,20 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
-    save_rival(root / "llama", "llama", tokenizer)
-    CondenseForCausalLM.from_pretrained(root / "llama", segment_length=16).save_pretrained(root / "folded")
-    tokenizer.save_pretrained(root / "folded")
+    save_folded(root / "folded", save_rival(root / "llama", "llama", tokenizer))
     save_rival(root / "mamba", "mamba", tokenizer)
     return root
 
 
-def options_of(kind, tmp_path):
-    options = dict(MEASUREMENTS[kind])
-    if kind in ("perplexity", "summarization"):
-        data = str(write_lines(tmp_path / "data.jsonl", made_documents(3)))
-        options["data"] = [data] if kind == "perplexity" else data
-        options.setdefault("text_field", "source")
-    return options
-
-
 @pytest.mark.parametrize("kind", MEASUREMENTS)
-def test_one_after_another_gives_what_all_at_once_give(kind, folders, tmp_path, monkeypatch):
+def test_one_after_another_gives_what_all_at_once_give(kind, folders, tmp_path, noted):
     options, task = options_of(kind, tmp_path), find_task(kind)
     names = [f"a={folders / 'folded'}", str(folders / "llama"), str(folders / "mamba")]
     whole = evaluate(kind, tmp_path / "whole", models=names, **options)
-    measured, measure = [], task.measure
-    monkeypatch.setattr(
-        task, "measure", lambda self, item: measured.append(self.key(item)["model"]) or measure(self, item)
-    )
+    calls = noted(task, "measure")
     for models in (names[:1], names[1:2], [names[2], *names[:2]]):  # the new one is named without or with the others
         found = evaluate(kind, tmp_path / "added", models=models, **options)
+    measured = [own.key(item)["model"] for (own, item), *_ in calls]
     assert list(dict.fromkeys(measured)) == ["a", "llama", "mamba"]
     for results in (whole, found):
         for field in ("command", "date"):

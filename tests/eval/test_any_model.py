@@ -19,6 +19,7 @@ from .rivals import RIVALS, rival, rival_tokenizer, save_rival
 from .tasks.documents import TEXT, made_documents, write_lines
 
 NEW = 5
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,7 @@ def test_a_padded_batch_gets_what_each_row_gets_alone(model):
     ids_BN, mask_BN = random_ids(model, 3, 30), torch.ones(3, 30, dtype=torch.long)
     mask_BN[0, :11], mask_BN[2, :4] = 0, 0
     ids_BN[mask_BN == 0] = model.config.pad_token_id
-    found_BN, _ = generate(
-        model, ids_BN, mask_BN, do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0
-    )
+    found_BN, _ = generate(model, ids_BN, mask_BN, **GREEDY)
     assert torch.equal(found_BN[:, :30], ids_BN)
     for ids_N, mask_N, found_N in zip(ids_BN, mask_BN, found_BN, strict=True):
         assert torch.equal(found_N[30:], greedy(model, ids_N[mask_N.bool()]))
@@ -65,9 +64,7 @@ def test_long_prompts_are_read_as_in_one_call(model, monkeypatch):
     """In chunks where a model reads these."""
     monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 10)
     ids_BN = random_ids(model, 1, 37)
-    found_BN, _ = generate(
-        model, ids_BN, torch.ones_like(ids_BN), do_sample=False, max_new_tokens=NEW, eos_token_id=None
-    )
+    found_BN, _ = generate(model, ids_BN, torch.ones_like(ids_BN), **GREEDY)
     assert torch.equal(found_BN[0, 37:], greedy(model, ids_BN[0]))
 
 
@@ -90,24 +87,21 @@ def test_what_a_trial_says(tokenizer):
 
 def state(model, num_tokens):
     ids_BN = random_ids(model, 2, num_tokens)
-    options = {"do_sample": False, "max_new_tokens": 1, "eos_token_id": None, "pad_token_id": 0}
-    return generate(model, ids_BN, torch.ones_like(ids_BN), **options)[1] / 2
+    return generate(model, ids_BN, torch.ones_like(ids_BN), **GREEDY | {"max_new_tokens": 1})[1] / 2
 
 
 def test_the_bytes_of_a_state_are_counted_in_any_cache(tokenizer):
     """By hand: float32, of one row."""
-    inner, layers = 2 * 32, 4
-    mamba = rival("mamba", tokenizer)
-    assert state(mamba, 20) == state(mamba, 90) == 4 * layers * inner * (4 + 4)  # kernel of 4, state of 4
-    rwkv = rival("rwkv", tokenizer)
-    assert state(rwkv, 20) == state(rwkv, 90) == 4 * layers * 5 * 32
-    llama = rival("llama", tokenizer)
-    assert [state(llama, n) for n in (20, 90)] == [4 * layers * 2 * 2 * 8 * n for n in (20, 90)]
-    jamba = rival("jamba", tokenizer)  # two layers of each kind
-    assert [state(jamba, n) for n in (20, 90)] == [4 * 2 * (inner * (4 + 4) + 2 * 2 * 8 * n) for n in (20, 90)]
-    gemma = rival("recurrent_gemma", tokenizer)  # two recurrent layers hold their state themselves
-    window = 4 * 2 * 8 * 15
-    assert [state(gemma, n) for n in (20, 90)] == [4 * 2 * (32 * 3 + 32) + window] * 2
+    inner, layers, window = 2 * 32, 4, 4 * 2 * 8 * 15
+    for name, num_bytes in {
+        "mamba": lambda n: 4 * layers * inner * (4 + 4),  # kernel of 4, state of 4
+        "rwkv": lambda n: 4 * layers * 5 * 32,
+        "llama": lambda n: 4 * layers * 2 * 2 * 8 * n,
+        "jamba": lambda n: 4 * 2 * (inner * (4 + 4) + 2 * 2 * 8 * n),  # two layers of each kind
+        "recurrent_gemma": lambda n: 4 * 2 * (32 * 3 + 32) + window,  # two recurrent layers hold their state themselves
+    }.items():
+        model = rival(name, tokenizer)
+        assert [state(model, n) for n in (20, 90)] == [num_bytes(n) for n in (20, 90)]
 
 
 @pytest.mark.usefixtures("without_pictures")

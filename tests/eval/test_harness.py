@@ -32,6 +32,9 @@ from condense import CondenseForCausalLM
 from condense.eval.harness import CondenseLM
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from ..refusals import assert_refused
+from .rivals import save_folded
+
 TEXT = "a cat sat on the mat and saw two dogs run far away from one old red house by the sea . , : ?"
 WORDS = TEXT.split()
 LENGTH = 5  # of a segment
@@ -55,10 +58,9 @@ def folders(tmp_path_factory):
             parameter.mul_(1.3 if "norm" in name else 12)
         llama.lm_head.weight[:4] = 0  # special tokens are never the likeliest
     llama.save_pretrained(root / "llama")
+    tokenizer.save_pretrained(root / "llama")
     for name, length in {"folded": LENGTH, "wide": 200}.items():
-        CondenseForCausalLM.from_pretrained(root / "llama", segment_length=length).save_pretrained(root / name)
-    for name in ("llama", "folded", "wide"):
-        tokenizer.save_pretrained(root / name)
+        save_folded(root / name, root / "llama", length)
     return root
 
 
@@ -216,13 +218,10 @@ def test_half_precision_is_not_added_up_in_half_precision(own, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused(folders, monkeypatch):
-    with pytest.raises(ValueError, match=re.escape("'llama' is not folded: run it as --model stock")):
-        load(folders / "llama")
+    assert_refused(re.escape("'llama' is not folded: run it as --model stock"), load, folders / "llama")
     small = load(folders / "folded", max_length=3)
-    with pytest.raises(ValueError, match="4 tokens are to be scored and max_length=3"):
-        ask(small, "loglikelihood", [("a cat", " sat on the mat")])
-    with pytest.raises(ValueError, match="0 to score"):
-        ask(small, "loglikelihood", [("a cat", " ")])
+    for text, message in ((" sat on the mat", "4 tokens are to be scored and max_length=3"), (" ", "0 to score")):
+        assert_refused(message, ask, small, "loglikelihood", [("a cat", text)])
     with pytest.raises(ValueError, match="tokenizer has 40 tokens and the model a vocabulary of 38"):
         load(folders / "folded", tokenizer=word_tokenizer([TEXT + " more words"]))
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
@@ -259,19 +258,14 @@ metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bit
 def tasks(tmp_path_factory, own):
     """A folder of three tasks, and the results that follow from what the model says."""
     root = tmp_path_factory.mktemp("tasks")
-    docs = {}
-    docs["choice"] = [
-        {"text": words(size, 7), "choices": [words(n, size) for n in (1, 2, 7, 3)], "label": size % 4}
-        for size in (3, 19, 31, 8, 12)
-    ]
+    docs = {"choice": [], "writing": [], "document": [{"text": words(size, 9)} for size in (40, 6, 17)]}
+    for size in (3, 19, 31, 8, 12):
+        choices = [words(n, size) for n in (1, 2, 7, 3)]
+        docs["choice"].append({"text": words(size, 7), "choices": choices, "label": size % 4})
     stop = own.greedy(words(6, 8), 9).split()[4]
-    texts = [words(size, 8) for size in (6, 33, 14, 21)]
-    written = [own.greedy(text, 9).split(stop)[0] for text in texts]
-    docs["writing"] = [
-        {"text": text, "answer": answer if index % 2 else "the sea"}
-        for index, (text, answer) in enumerate(zip(texts, written, strict=True))
-    ]
-    docs["document"] = [{"text": words(size, 9)} for size in (40, 6, 17)]
+    for index, size in enumerate((6, 33, 14, 21)):
+        answer = own.greedy(words(size, 8), 9).split(stop)[0]
+        docs["writing"].append({"text": words(size, 8), "answer": answer if index % 2 else "the sea"})
     for name, lines in docs.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (root / f"{name}.yaml").write_text(
@@ -283,14 +277,12 @@ def tasks(tmp_path_factory, own):
     totals = [[own.answer(doc["text"], " " + choice)[0] for choice in doc["choices"]] for doc in docs["choice"]]
     sizes = [[len(choice) for choice in doc["choices"]] for doc in docs["choice"]]
     label = [doc["label"] for doc in docs["choice"]]
-    acc = np.mean(np.argmax(totals, 1) == label)
-    acc_norm = np.mean(np.argmax(np.divide(totals, sizes), 1) == label)
     rolling = -sum(own.answer("", doc["text"])[0] for doc in docs["document"])
     num_words = sum(len(re.split(r"\s+", doc["text"])) for doc in docs["document"])
     num_bytes = sum(len(doc["text"].encode()) for doc in docs["document"])
     return root, {
-        ("choice", "acc"): acc,
-        ("choice", "acc_norm"): acc_norm,
+        ("choice", "acc"): np.mean(np.argmax(totals, 1) == label),
+        ("choice", "acc_norm"): np.mean(np.argmax(np.divide(totals, sizes), 1) == label),
         ("writing", "exact_match"): 0.5,
         ("document", "word_perplexity"): math.exp(rolling / num_words),
         ("document", "byte_perplexity"): math.exp(rolling / num_bytes),
@@ -307,13 +299,9 @@ def test_tasks_of_local_files(folders, tasks, batch_size):
     root, expected = tasks
     manager = TaskManager(include_path=str(root), include_defaults=False)
     results = simple_evaluate(
-        model="condense",
-        model_args={"pretrained": str(folders / "folded")},
-        tasks=list(TASKS),
-        batch_size=batch_size,
-        task_manager=manager,
-        bootstrap_iters=0,
-    )
+        model="condense", model_args={"pretrained": str(folders / "folded")}, tasks=list(TASKS),
+        batch_size=batch_size, task_manager=manager, bootstrap_iters=0,
+    )  # fmt: skip
     assert measured(results, expected) == pytest.approx(expected, rel=1e-9)
     assert 0 < expected["choice", "acc"] < 1
 
@@ -332,30 +320,16 @@ def without_own_tasks(tmp_path_factory):
     return root
 
 
-FINDS_PLUGINS = hasattr(registry, "import_plugins")
+HAS_PLUGINS = hasattr(registry, "import_plugins")
+FINDS_PLUGINS = pytest.mark.skipif(not HAS_PLUGINS, reason="this lm-eval looks for no entry points")
+OURS, THEIRS = [sys.executable, "-m", "condense", "eval", "harness"], [str(Path(sys.executable).with_name("lm_eval"))]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [sys.executable, "-m", "condense", "eval", "harness"],
-        pytest.param(
-            [str(Path(sys.executable).with_name("lm_eval"))],
-            marks=pytest.mark.skipif(not FINDS_PLUGINS, reason="this lm-eval looks for no entry points"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("command", [OURS, pytest.param(THEIRS, marks=FINDS_PLUGINS)])
 def test_the_command_line(folders, tasks, without_own_tasks, tmp_path, command):
     root, expected = tasks
-    options = {
-        "--model": "condense",
-        "--model_args": f"pretrained={folders / 'folded'}",
-        "--tasks": ",".join(TASKS),
-        "--include_path": root,
-        "--batch_size": 4,
-        "--output_path": tmp_path / "results.json",
-    }
-    arguments = [str(word) for pair in options.items() for word in pair]
+    arguments = ["--model", "condense", "--model_args", f"pretrained={folders / 'folded'}", "--batch_size", "4"]
+    arguments += ["--tasks", ",".join(TASKS), "--include_path", root, "--output_path", tmp_path / "results.json"]
     searched = os.pathsep.join([str(without_own_tasks), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": searched}
     run = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)

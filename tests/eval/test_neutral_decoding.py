@@ -11,7 +11,7 @@ from condense.eval.decoding import neutral_decoding
 from condense.eval.models import load_evaluated
 from condense.eval.tasks import evaluate
 
-from .rivals import rival, rival_tokenizer
+from .rivals import rival, rival_tokenizer, save_rival
 from .tasks.documents import made_documents, write_lines
 
 HOSTILE = {
@@ -52,11 +52,9 @@ def pair(request, tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp(request.param), rival_tokenizer()
     for name in ("plain", "hostile"):
         folder = root / name / "model"  # of one name, so that results are equal word for word
-        model = rival("mamba" if request.param == "mamba" else "llama", tokenizer)
-        model.save_pretrained(folder)
+        save_rival(folder, "mamba" if request.param == "mamba" else "llama", tokenizer)
         if request.param == "folded":
             CondenseForCausalLM.from_pretrained(folder, segment_length=16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
         path = folder / "generation_config.json"
         facts = json.loads(path.read_text())
         assert facts["eos_token_id"] == tokenizer.eos_token_id
@@ -80,25 +78,26 @@ MEASUREMENTS = {
     "facts": {"lengths": [100], "kinds": ["one_fact", "two_arguments"], "num_prompts": 3},
     "recall": {"lengths": [64], "pairs": [1, 2], "num_prompts": 3, "forms": ["multi_value"]},
     "perplexity": {"num_segments": 2, "segment_length": 16},
-    "summarization": {"text_field": "source", "summary_field": "target", "new_tokens": 8},
+    "summarization": {"summary_field": "target", "new_tokens": 8},
 }
+
+
+def options_of(kind, tmp_path):
+    """Those above, and the data that some need."""
+    if kind not in ("perplexity", "summarization"):
+        return MEASUREMENTS[kind]
+    data = str(write_lines(tmp_path / "data.jsonl", made_documents(3)))
+    return {**MEASUREMENTS[kind], "text_field": "source", "data": [data] if kind == "perplexity" else data}
 
 
 @pytest.mark.parametrize("kind", MEASUREMENTS)
 def test_a_measurement_says_itself_how_it_decodes(kind, pair, tmp_path):
-    options = dict(MEASUREMENTS[kind])
-    if kind in ("perplexity", "summarization"):
-        data = str(write_lines(tmp_path / "data.jsonl", made_documents(3)))
-        options["data"] = [data] if kind == "perplexity" else data
-        options.setdefault("text_field", "source")
-    plain, hostile = both(pair, tmp_path, kind, **options)
+    plain, hostile = both(pair, tmp_path, kind, **options_of(kind, tmp_path))
     assert plain == hostile
 
 
 def test_sampled_summaries_are_those_of_the_temperature(pair, tmp_path):
-    data = str(write_lines(tmp_path / "data.jsonl", made_documents(3)))
-    options = {"data": data, "text_field": "source", "summary_field": "target", "new_tokens": 8, "temperature": 2.0}
-    plain, hostile = both(pair, tmp_path, "summarization", **options)
+    plain, hostile = both(pair, tmp_path, "summarization", temperature=2.0, **options_of("summarization", tmp_path))
     assert plain == hostile
     written = [document["prediction"] for line in plain for document in json.loads(line)["record"]["documents"]]
     assert len(set(" ".join(written).split())) > 3
@@ -124,10 +123,8 @@ def test_the_harness(pair, tmp_path):
     for name in ("plain", "hostile"):
         lm = reader(str(pair / name / "model"), device="cpu", batch_size=2)
         prompts = ["a cat sat on the mat", "and saw two dogs run far away from one old red house by the sea"]
-        requests = [
-            Instance("generate_until", {}, (prompt, {"until": [], "max_gen_toks": 9}), index)
-            for index, prompt in enumerate(prompts)
-        ]
+        options = {"until": [], "max_gen_toks": 9}
+        requests = [Instance("generate_until", {}, (prompt, options), n) for n, prompt in enumerate(prompts)]
         answers.append(lm.generate_until(requests, disable_tqdm=True))
     assert answers[0] == answers[1] and all(len(answer.split()) > 3 for answer in answers[0])
 

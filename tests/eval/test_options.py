@@ -25,24 +25,13 @@ from condense.eval.options import (
     percentages,
     stored,
 )
-from condense.eval.tasks.options import (
-    AttentionOptions,
-    PasskeyOptions,
-    PerplexityOptions,
-    RecallOptions,
-    SuiteOptions,
-    SummarizationOptions,
-)
+from condense.eval.tasks import options as of_tasks
+from condense.eval.tasks.options import PasskeyOptions
 
-COMMANDS = {
-    "passkey": PasskeyOptions,
-    "recall": RecallOptions,
-    "perplexity": PerplexityOptions,
-    "summarization": SummarizationOptions,
-    "suite": SuiteOptions,
-    "attention": AttentionOptions,
-    "probe": ProbeOptions,
-}
+from ..refusals import assert_refused
+
+KINDS = ("passkey", "recall", "perplexity", "summarization", "suite", "attention")
+COMMANDS = {kind: getattr(of_tasks, f"{kind.title()}Options") for kind in KINDS} | {"probe": ProbeOptions}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +78,7 @@ def test_help_and_defaults_are_those_of_the_fields():
 def test_ranges_hold_in_python_too(tmp_path):
     for wrong in ({"num_rows": 0}, {"share": -0.1}, {"share": float("nan")}, {"share": float("inf")}):
         (name,) = wrong
-        with pytest.raises(ValueError, match=rf"{name}={wrong[name]}: pass \d or more"):
-            Example(models=[], **wrong)
+        assert_refused(rf"{name}={wrong[name]}: pass \d or more", Example, models=[], **wrong)
     found, shown = given_to(["--model", "a", "--output", str(tmp_path), "--rows", "0"])
     assert found == [] and "--rows" in shown
 
@@ -128,43 +116,29 @@ def test_each_flag_is_a_field_and_each_field_a_flag(name):
         assert info.min == option.min
 
 
+OF_ALL = "ranks device-map dtype attention"  # but probe
+
+
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        (
-            "passkey",
-            "model output chat lengths depths prompts cell-tokens keys "
-            "digits seed longest-trained ranks device-map dtype attention",
-        ),
-        (
-            "recall",
-            "model output pairs lengths form values overwritten prompts seed ranks device-map dtype attention",
-        ),
-        (
-            "perplexity",
-            "model output data text-field segments segment-length tokens curves batch ranks device-map dtype attention",
-        ),
+        ("passkey", f"chat lengths depths prompts cell-tokens keys digits seed longest-trained {OF_ALL}"),
+        ("recall", f"pairs lengths form values overwritten prompts seed {OF_ALL}"),
+        ("perplexity", f"data text-field segments segment-length tokens curves batch {OF_ALL}"),
         (
             "summarization",
-            "model output chat data text-field summary-field documents longest "
-            "bad-documents temperature new-tokens batch seed ranks device-map dtype attention",
+            "chat data text-field summary-field documents longest bad-documents temperature new-tokens batch seed "
+            f"{OF_ALL}",
         ),
-        (
-            "suite",
-            "model output benchmarks lengths prompts batch seed samples ranks device-map dtype attention",
-        ),
-        (
-            "attention",
-            "model output prompt-file summarize layers segments "
-            "heads segment-length text-field ranks device-map dtype attention",
-        ),
-        ("probe", "model output data limit template spans classes position-anchor dtype attention speed"),
+        ("suite", f"benchmarks lengths prompts batch seed samples {OF_ALL}"),
+        ("attention", f"prompt-file summarize layers segments heads segment-length text-field {OF_ALL}"),
+        ("probe", "data limit template spans classes position-anchor dtype attention speed"),
     ],
 )
 def test_flags_keep_their_names(name, flags):
     params = parameters_of(name)
     names = [one.opts[0].removeprefix("--") for one in params if one.name != "name"]
-    assert names == flags.split()
+    assert names == ["model", "output", *flags.split()]
     assert [one.name for one in params if not one.opts[0].startswith("--")] == (["name"] if name == "probe" else [])
 
 
@@ -183,26 +157,22 @@ def test_spellings_are_read_and_written_alike(spelling, value, text):
     assert spelling.write(value) == text and spelling.parse(text) == value
 
 
-@pytest.mark.parametrize("text", ["half", "0,101", "-1"])
-def test_percentages_that_are_none(text):
-    with pytest.raises(ValueError, match="is no percentage"):
-        percentages(text)
+WRONG = [(percentages, "is no percentage", text) for text in ("half", "0,101", "-1")]
+WRONG += [(numbers, "is no positive whole number", text) for text in ("", "1k,,2k", "0", "-3", "2.5k", "many")]
 
 
-@pytest.mark.parametrize("text", ["", "1k,,2k", "0", "-3", "2.5k", "many"])
-def test_lengths_that_are_none(text):
+@pytest.mark.parametrize(("parse", "message", "text"), WRONG)
+def test_texts_that_are_no_numbers(parse, message, text):
     assert numbers("64,2k,1M") == [64, 2048, 2**20]
-    with pytest.raises(ValueError, match="is no positive whole number"):
-        numbers(text)
+    assert_refused(message, parse, text)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("field", "values", "message"),
     [
-        ({"depths": (0.5, 0.0, 0.5)}, "depths=50,0,50 names 50 twice"),
-        ({"lengths": (2048, 120, 2048)}, "lengths=2k,120,2k names 2k twice"),
+        ("depths", (0.5, 0.0, 0.5), "depths=50,0,50 names 50 twice"),
+        ("lengths", (2048, 120, 2048), "lengths=2k,120,2k names 2k twice"),
     ],
 )
-def test_a_list_names_nothing_twice(given, message):
-    with pytest.raises(ValueError, match=message):
-        PasskeyOptions(models=[], **given)
+def test_a_list_names_nothing_twice(field, values, message):
+    assert_refused(message, PasskeyOptions, models=[], **{field: values})

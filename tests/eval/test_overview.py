@@ -5,26 +5,27 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from condense.eval.overview import Figure, Overview, own_tables, read_harness
 from condense.eval.report import write_report
-from condense.eval.results import Table, run_metadata, write_csv
-from condense.eval.runner import Task, run
+from condense.eval.results import run_metadata, write_csv
+from condense.eval.runner import run
 from condense.eval.tasks import evaluate
 
+from ..refusals import assert_refused
 from .rivals import rival_tokenizer, save_rival
+from .test_runner import Rows
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-class Own(Task[str]):
+class Own(Rows):
     """An evaluation as users write them."""
 
-    kind = "own"
+    kind, columns = "own", ["model", "size"]
 
     def settings(self):
         return {"models": [{"name": "llama"}]}
@@ -38,29 +39,17 @@ class Own(Task[str]):
     def measure(self, item):
         return {"size": len(item)}
 
-    def summarise(self, measured):
-        return {"sizes": [{"model": item, **record} for item, record in measured]}
-
-    def rows(self, results):
-        return results["sizes"]
-
     @classmethod
     def overview(cls, results):
-        return [Figure(one["model"], "size [letters]", one["size"], digits=0) for one in results["sizes"]]
-
-    @classmethod
-    def tables(cls, results):
-        return [Table("sizes", ["model", "size"], [list(one.values()) for one in results["sizes"]])]
-
-    @classmethod
-    def draw(cls, results, path):
-        pass
+        return [Figure(one["model"], "size [letters]", one["size"], digits=0) for one in results["own"]]
 
 
-def harness_file(source, scores, **more):
-    """As the harness writes it, without what is not read."""
+def write_scores(path, scores, source="m", **more):
+    """As the harness writes them, without what is not read."""
     config = {"model": "stock", "model_args": {"pretrained": str(source)}, "batch_size": 1}
-    return {"results": scores, "configs": {}, "versions": {}, "n-shot": {}, "config": config, **more}
+    fields = {"results": scores, "configs": {}, "versions": {}, "n-shot": {}, "config": config, **more}
+    path.write_text(json.dumps(fields))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +72,15 @@ def measured(tmp_path_factory):
         "niah": {"alias": "niah", "4096,none": 0.75, "8192,none": -1},
     }
     (folder / "lm_eval").mkdir()
-    text = json.dumps(harness_file(root / "mamba", scores, group_subtasks={"group": ["one_of_it"], "choice": []}))
-    (folder / "lm_eval" / "results_2026-01-01T00-00-00.json").write_text(text)
+    groups = {"group": ["one_of_it"], "choice": []}
+    path = folder / "lm_eval" / "results_2026-01-01T00-00-00.json"
+    write_scores(path, scores, root / "mamba", group_subtasks=groups)
     (folder / "lm_eval" / "results_2026-01-02T00-00-00.json").write_text('{"results": {}}')
     shutil.copy(RESULTS / "autoregressivity" / "ablation.json", folder)
     (folder / "broken").mkdir()
     broken = {"kind": "passkey", **run_metadata(), "models": [{"name": "llama"}]}  # a right kind without its fields
     (folder / "broken" / "passkey.json").write_text(json.dumps(broken))
-    with pytest.raises(ValueError, match=r"written, without files .*broken/passkey\.json \(KeyError: 'lengths'\)"):
-        write_report(folder)
+    assert_refused(r"written, without files .*broken/passkey\.json \(KeyError: 'lengths'\)", write_report, folder)
     return folder, found
 
 
@@ -107,11 +96,8 @@ def test_models_and_tasks_stand_first(measured):
     page = (folder / "report.html").read_text()
     assert re.findall('<h2 id="1">([^<]*)', page) == ["overview"]
     by_task = table(page, "models and tasks (95 % interval)")
-    rows = {
-        model: {task: cells[model] for task, cells in by_task.items()}
-        for model in next(iter(by_task.values()))
-        if model != "task"
-    }
+    models = [name for name in next(iter(by_task.values())) if name != "task"]
+    rows = {model: {task: cells[model] for task, cells in by_task.items()} for model in models}
     again, first = "llama (again/passkey.json)", "llama (passkey/passkey.json)"
     assert list(rows) == [again, first, "rival", "llama", "other"]  # the evaluation of one's own knows no weights
     column = "passkey, 80 to 120 tokens [% correct]"
@@ -163,7 +149,7 @@ def test_a_report_without_models_begins_with_its_results(tmp_path):
 
 def test_numbers_that_are_not_finite(tmp_path):
     scores = {"hellaswag": {"acc,none": 0.5, "mcc,none": float("nan"), "word_perplexity,none": float("inf")}}
-    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores)))
+    write_scores(tmp_path / "results_1.json", scores)
     page = write_report(tmp_path).read_text()
     results = json.loads((tmp_path / "overview.json").read_text())
     assert [figure["value"] for figure in results["figures"]] == [0.5]
@@ -175,8 +161,7 @@ def test_numbers_that_are_not_finite(tmp_path):
 def test_a_group_whose_score_is_not_finite(tmp_path):
     """Its tasks have figures, as those of a group without a score."""
     scores = {"group": {"acc,none": float("nan")}, "one": {"acc,none": 0.5}}
-    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores, group_subtasks={"group": ["one"]})))
-    run = read_harness(tmp_path / "results_1.json")
+    run = read_harness(write_scores(tmp_path / "results_1.json", scores, group_subtasks={"group": ["one"]}))
     assert [figure.value for figure in run.figures("m")] == [0.5] and run.not_finite() == ["group, acc"]
 
 
@@ -185,17 +170,13 @@ def test_a_group_whose_score_is_not_finite(tmp_path):
 )
 def test_a_figure_of_ones_own_that_is_not_a_number(wrong, tmp_path):
     """The report is written, without the file, which the error names."""
-    scores = {"hellaswag": {"acc,none": 0.5}}
-    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", scores)))
+    write_scores(tmp_path / "results_1.json", {"hellaswag": {"acc,none": 0.5}})
     run(Own(), tmp_path / "mine")
     path = tmp_path / "mine" / "own.json"
     results = json.loads(path.read_text())
     results["overview"][0] |= wrong
     path.write_text(json.dumps(results))
-    with pytest.raises(
-        ValueError, match=r"without files .*mine/own\.json \('size \[letters\]' of 'llama' has .*finite"
-    ):
-        write_report(tmp_path)
+    assert_refused(r"without files .*mine/own\.json \('size \[letters\]' of 'llama' .*finite", write_report, tmp_path)
     results = json.loads((tmp_path / "overview.json").read_text())
     assert [figure["value"] for figure in results["figures"]] == [0.5] and "mine/own.json" in results["left_out"]
     assert "An evaluation of your own." not in (tmp_path / "report.html").read_text()
@@ -203,28 +184,21 @@ def test_a_figure_of_ones_own_that_is_not_a_number(wrong, tmp_path):
 
 def test_a_task_with_a_figure_that_is_not_a_number(tmp_path):
     """Results of the package's own tasks are guarded alike."""
-    (tmp_path / "results_1.json").write_text(json.dumps(harness_file("m", {"hellaswag": {"acc,none": 0.5}})))
+    write_scores(tmp_path / "results_1.json", {"hellaswag": {"acc,none": 0.5}})
     cell = {"model": "m", "accuracy": math.nan, "low": 0.0, "high": 1.0, "total": 1}
     results = {"kind": "answers", **run_metadata(), "data": ["a.jsonl"], "match": "contains", "left_out": {}}
     results["cells"] = [cell | {"longest_prompt": 1, "state_bytes": 1}]
     (tmp_path / "answers.json").write_text(json.dumps(results))
-    with pytest.raises(ValueError, match=r"without files .*answers\.json \('answers to a.jsonl .*nan, not a finite"):
-        write_report(tmp_path)
+    assert_refused(r"without files .*answers\.json \('answers to a.jsonl .*nan, not a finite", write_report, tmp_path)
     assert len(json.loads((tmp_path / "overview.json").read_text())["figures"]) == 1
 
 
-def test_tasks_of_a_group_without_a_score():
+def test_tasks_of_a_group_without_a_score(tmp_path):
     """They stand for themselves; those of a group with a score are part of it."""
-    scores = [("mmlu", "acc", 0.4, None), ("mmlu_law", "acc", 0.3, None), ("arc", "acc", 0.2, None)]
-    found = read_harness_of({task: {f"{metric},none": value} for task, metric, value, _ in scores})
-    assert found == {"mmlu", "arc"}
-
-
-def read_harness_of(results):
-    path = Path(tempfile.mkdtemp()) / "results_1.json"
+    scores = {task: {"acc,none": value} for task, value in {"mmlu": 0.4, "mmlu_law": 0.3, "arc": 0.2}.items()}
     groups = {"mmlu": ["mmlu_law"], "openllm": ["arc"]}
-    path.write_text(json.dumps(harness_file("m", results, group_subtasks=groups)))
-    return {figure.measure.partition(",")[0] for figure in read_harness(path).figures("m")}
+    figures = read_harness(write_scores(tmp_path / "results_1.json", scores, group_subtasks=groups)).figures("m")
+    assert {figure.measure.partition(",")[0] for figure in figures} == {"mmlu", "arc"}
 
 
 def test_a_measure_that_a_model_has_three_times():

@@ -12,7 +12,7 @@ from condense.eval.positions import has_position_table, positions_exceeded
 from condense.eval.tasks import evaluate, find_task
 from condense.eval.tasks.evaluation import shown_name
 
-from .rivals import rival, rival_tokenizer, save_rival
+from .rivals import rival, rival_tokenizer, save_folded, save_rival
 from .tasks.documents import TEXT, made_documents, write_lines
 
 POSITIONS = 100
@@ -23,8 +23,7 @@ def folders(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
     save_rival(root / "llama", "llama", tokenizer, max_position_embeddings=POSITIONS)
     for name, length in {"folded": 16, "wide": 64}.items():
-        CondenseForCausalLM.from_pretrained(root / "llama", segment_length=length).save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
+        save_folded(root / name, root / "llama", length)
     save_rival(root / "mamba", "mamba", tokenizer)
     save_rival(root / "gpt2", "gpt2", tokenizer, n_positions=POSITIONS)
     return root
@@ -43,11 +42,9 @@ def test_lengths_past_the_positions_are_marked_everywhere(folders, tmp_path):
     marked = {(one["key"]["model"], one["key"]["length"]) for one in records if "positions_exceeded" in one["record"]}
     # Pairs of segments of 64 tokens are 128 positions; a text of 80 tokens has no more than 80.
     assert marked == {("llama", 200), ("wide", 200)}
-    rows = list(csv.DictReader((tmp_path / "passkey.csv").open()))
-    assert {(row["model"], row["length"]) for row in rows if row["positions_exceeded"] == "100"} == {
-        ("llama", "200"),
-        ("wide", "200"),
-    }
+    rows = csv.DictReader((tmp_path / "passkey.csv").open())
+    past = {(row["model"], row["length"]) for row in rows if row["positions_exceeded"] == "100"}
+    assert past == {("llama", "200"), ("wide", "200")}
     results = json.loads((tmp_path / "passkey.json").read_text())
     assert results["positions_exceeded"] == {"llama": 100, "wide": 100}
     assert shown_name("llama", results) == "llama (past its 100 positions)"  # as pictures have it

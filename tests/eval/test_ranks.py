@@ -1,6 +1,5 @@
 """Several processes that share a measurement write the files of one process, whatever each of them measures."""
 
-import gc
 import json
 import os
 import signal
@@ -8,8 +7,9 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from condense.eval.runner import measure_share, run
 from condense.eval.tasks import evaluate
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
+from ..refusals import assert_refused
 from .test_runner import Squares, Stopped
 
 PASSKEY = {"lengths": (80, 120), "num_prompts": 3}
@@ -55,20 +56,19 @@ def same_files(folder, alone, kind="passkey"):
 
 def shared(folder, tasks):
     """Runs tasks as the processes of one measurement, in threads; returns the first one's results."""
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
-    all_ranks = [Ranks(server.clone(), rank, len(tasks)) for rank in range(len(tasks))]
+    server = new_server()
+    with ThreadPoolExecutor() as pool:
+        for rank, task in enumerate(tasks[1:], 1):
+            pool.submit(share, task, Ranks(server.clone(), rank, len(tasks)))
+        return run(tasks[0], folder, Ranks(server.clone(), 0, len(tasks)))
 
-    def other(ranks, task):
-        measure_share(task, ranks, ranks.pending(task.settings()))
 
-    threads = [Thread(target=other, args=pair) for pair in zip(all_ranks[1:], tasks[1:], strict=True)]
-    for thread in threads:
-        thread.start()
-    try:
-        return run(tasks[0], folder, all_ranks[0])
-    finally:
-        for thread in threads:
-            thread.join()
+def share(task, ranks):
+    measure_share(task, ranks, ranks.pending(task.settings()))
+
+
+def new_server():
+    return TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
 
 
 @pytest.mark.parametrize("already", [0, 2])
@@ -129,21 +129,15 @@ def test_the_first_process_waits_for_one_that_is_late(tmp_path):
             arrived.set()
             return super().settings()
 
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
-
-    def other():
-        ranks, task = Ranks(server.clone(), 1, 2), Late([3, 1])
-        measure_share(task, ranks, ranks.pending(task.settings()))
-
-    thread = Thread(target=other)
-    thread.start()
-    run(Squares([3, 1]), tmp_path, Ranks(server.clone(), 0, 2))
-    assert arrived.is_set()
-    thread.join()
+    server = new_server()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(share, Late([3, 1]), Ranks(server.clone(), 1, 2))
+        run(Squares([3, 1]), tmp_path, Ranks(server.clone(), 0, 2))
+        assert arrived.is_set()
 
 
 def test_each_measurement_of_a_process_has_keys_of_its_own(monkeypatch):
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
+    server = new_server()
     monkeypatch.setattr("condense.eval.ranks._rendezvous", lambda: (server, 0, 2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     first, second = join(), join()
@@ -154,13 +148,13 @@ def test_each_measurement_of_a_process_has_keys_of_its_own(monkeypatch):
 
 
 def test_processes_with_other_data_are_refused():
-    server = TCPStore("localhost", 0, None, True, timedelta(minutes=1), wait_for_workers=False)
+    server = new_server()
     Ranks(server, 0, 2).publish({"exponent": 2}, [0, 1])
     assert Ranks(server, 1, 2).pending({"exponent": 2}) == [0, 1]
-    with pytest.raises(ValueError, match="process 1 on .* has other models or data"):
-        Ranks(server, 1, 2).pending({"exponent": 3})
+    assert_refused("process 1 on .* has other models or data", Ranks(server, 1, 2).pending, {"exponent": 3})
 
 
+@pytest.mark.usefixtures("collected_by_hand")  # else the cycle would be freed sooner or later
 def test_one_model_at_a_time_is_in_memory(models):
     first, second = load_models(models)
     seen = weakref.ref(first.model)
@@ -168,38 +162,27 @@ def test_one_model_at_a_time_is_in_memory(models):
     assert second.model is not None and seen() is None
     seen = weakref.ref(second.model)
     second.model.cycle = [second.model]  # such as the hooks of a device map make
-    gc.disable()  # which would free it sooner or later
-    try:
-        assert first.model is not None and seen() is None
-    finally:
-        gc.enable()
+    assert first.model is not None and seen() is None
     assert first.describe()["weights"] != second.describe()["weights"]
-    ours = CondenseForCausalLM.from_pretrained(models[0])
-    assert torch.equal(first.model.lm_head.weight, ours.lm_head.weight)
+    assert torch.equal(first.model.lm_head.weight, CondenseForCausalLM.from_pretrained(models[0]).lm_head.weight)
 
 
 def test_mistakes_are_named(monkeypatch):
     check_ranks(2, None)
-    with pytest.raises(ValueError, match="--device-map auto .* needs one process, not 2"):
-        check_ranks(2, "auto")
+    assert_refused("--device-map auto .* needs one process, not 2", check_ranks, 2, "auto")
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ValueError, match="WORLD_SIZE=2 and RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
-            check_ranks(1, None)
+        assert_refused("WORLD_SIZE=2 and RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set", check_ranks, 1, None)
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             patch.setenv(name, "1")
         check_ranks(1, None)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
-        with pytest.raises(ValueError, match="LOCAL_RANK=1: this machine has 1 GPUs"):
-            check_ranks(1, None)
+        assert_refused("LOCAL_RANK=1: this machine has 1 GPUs", check_ranks, 1, None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="--ranks 2: this machine has 1 GPUs"):
-        check_ranks(2, None)
+    assert_refused("--ranks 2: this machine has 1 GPUs", check_ranks, 2, None)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="a launcher has started 4 processes: leave --ranks 2 out"):
-        check_ranks(2, None)
-    with pytest.raises(ValueError, match="condense profile is one process"):
-        check_alone("profile")
+    assert_refused("a launcher has started 4 processes: leave --ranks 2 out", check_ranks, 2, None)
+    assert_refused("condense profile is one process", check_alone, "profile")
 
 
 def test_two_processes_of_one_machine(models, alone, tmp_path):
@@ -213,11 +196,8 @@ COMMAND = ["eval", "passkey", "--lengths", "80,120", "--prompts", "3"]
 
 def front_door(launcher, *arguments):
     command = [sys.executable, *launcher, "condense", *COMMAND, *arguments]
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
-    }
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

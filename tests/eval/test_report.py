@@ -11,6 +11,9 @@ from condense.eval.report import write_report
 from condense.eval.results import run_metadata
 from condense.eval.tasks.passkey import Passkey
 
+from ..refusals import assert_refused
+from .test_training_report import write_log
+
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
@@ -27,14 +30,10 @@ def folder(tmp_path_factory):
     (folder / "one" / "passkey").mkdir(parents=True)
     (folder / "one" / "passkey" / "passkey.json").write_text(json.dumps(results))
     Passkey.draw(results, folder / "one" / "passkey" / "passkey")
-    (folder / "run" / "trained").mkdir(parents=True)
     lines = [{"step": 10 * i, "loss": 1 / i, "segments": i} for i in range(1, 5)] + [{"step": 40, "eval_loss": 0.25}]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "run" / "trained" / "log.jsonl").write_text(text)
-    (folder / "staged").mkdir()
-    lines = [{"step": 5000, "loss": 2.0, "learning_rate": 1e-4}, {"step": 5000, "eval_loss": 2.5}]
-    lines[-1]["eval_passkey_accuracy"] = 0.875
-    (folder / "staged" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_log(folder / "run" / "trained", lines)
+    lines = [{"step": 5000, "loss": 2.0, "learning_rate": 1e-4}]
+    write_log(folder / "staged", [*lines, {"step": 5000, "eval_loss": 2.5, "eval_passkey_accuracy": 0.875}])
     (folder / "staged" / "recipe.json").write_text(json.dumps({"evaluation": {"reference_loss": 2.323}}))
     return folder
 
@@ -61,16 +60,7 @@ def test_each_result_has_its_own_pictures(tmp_path):
 
 
 def test_an_empty_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no passkey.json, .*log.jsonl"):
-        write_report(tmp_path)
-
-
-def secret_of(tmp_path):
-    """A file outside of the results, and its contents."""
-    secret = tmp_path / "elsewhere" / "secret"
-    secret.parent.mkdir()
-    secret.write_bytes(b"the key of another account")
-    return secret, secret.read_bytes()
+    assert_refused(r"holds no passkey.json, .*log.jsonl", write_report, tmp_path)
 
 
 @pytest.mark.parametrize("linked", ["passkey.png", "passkey.json", "log.jsonl", "recipe.json"])
@@ -100,12 +90,12 @@ def test_links_are_not_read_into_the_page(folder, tmp_path, linked):
 def test_links_are_not_written_through(folder, tmp_path, linked):
     results = tmp_path / "results"
     shutil.copytree(folder, results)
-    secret, before = secret_of(tmp_path)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"the key of another account")
     (results / linked).unlink(missing_ok=True)
     (results / linked).symlink_to(secret)
-    with pytest.raises(ValueError, match=rf"{linked} is a link, and results are not written through links: delete it"):
-        write_report(results)
-    assert secret.read_bytes() == before and (results / linked).is_symlink()
+    assert_refused(rf"{linked} is a link, and results are not written through links: delete it", write_report, results)
+    assert secret.read_bytes() == b"the key of another account" and (results / linked).is_symlink()
 
 
 def test_a_linked_folder_is_not_searched(folder, tmp_path):

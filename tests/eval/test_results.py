@@ -32,14 +32,11 @@ def test_results_are_not_written_through_links(tmp_path, linked):
     other = tmp_path / "other"
     other.write_text("kept")
     (tmp_path / linked).symlink_to(other)
+    write = write_results if linked.endswith(("json", "csv")) else draw
     with pytest.raises(ValueError, match=f"{linked} is a link"):
-        (write_results if linked.endswith(("json", "csv")) else draw)(
-            tmp_path / "passkey", {"kind": "passkey"}, [{"model": "a"}]
-        )
-    with (
-        pytest.raises(ValueError, match=f"{linked} is a link"),
-        open_results_store(tmp_path / "passkey.records.jsonl", {}),
-    ):
+        write(tmp_path / "passkey", {"kind": "passkey"}, [{"model": "a"}])
+    store = open_results_store(tmp_path / "passkey.records.jsonl", {})
+    with pytest.raises(ValueError, match=f"{linked} is a link"), store:
         pass  # refused before anything is measured
     assert other.read_text() == "kept"
 

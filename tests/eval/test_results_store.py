@@ -6,6 +6,8 @@ import pytest
 
 from condense.eval.results_store import ResultsStore
 
+from ..refusals import assert_refused
+
 SETTINGS = {"model": "m", "depths": (0.0, 1.0)}
 
 
@@ -43,8 +45,8 @@ def test_a_failed_measurement_leaves_nothing(tmp_path):
 
 def test_another_measurement_is_refused(tmp_path):
     ResultsStore(tmp_path / "x.jsonl", SETTINGS).get({"a": 1}, lambda: {})
-    with pytest.raises(ValueError, match=r"x.jsonl comes from another measurement: model was 'm' and is 'n'"):
-        ResultsStore(tmp_path / "x.jsonl", {**SETTINGS, "model": "n"})
+    words = r"x.jsonl comes from another measurement: model was 'm' and is 'n'"
+    assert_refused(words, ResultsStore, tmp_path / "x.jsonl", {**SETTINGS, "model": "n"})
     assert {"a": 1} in ResultsStore(tmp_path / "x.jsonl", SETTINGS)  # and is still there
 
 
@@ -72,14 +74,12 @@ def test_models_may_be_added_and_not_taken_away(tmp_path):
     ResultsStore(path, settings("b")).get({"model": "b"}, lambda: {"value": 1})
     assert {"model": "b"} in ResultsStore(path, settings("a", "b"))
     assert json.loads(path.read_text().splitlines()[0])["settings"] == settings("a", "b")
-    with pytest.raises(ValueError, match="the length of models was 2 and is 1"):
-        ResultsStore(path, settings("b"))
+    assert_refused("the length of models was 2 and is 1", ResultsStore, path, settings("b"))
     with pytest.raises(ValueError, match=r"models\.0\.dtype was 'float32' and is 'float16'"):
         ResultsStore(path, settings("a", "b", "c", dtype="float16"))
     changed = settings("a", "b", "c")
     changed["sha256"]["b"] = "another"
-    with pytest.raises(ValueError, match=r"measurement: sha256\.b was 'of b' and is 'another'\. Pass"):
-        ResultsStore(path, changed)
+    assert_refused(r"measurement: sha256\.b was 'of b' and is 'another'\. Pass", ResultsStore, path, changed)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import pytest
 
@@ -15,10 +15,30 @@ class Stopped(Exception):
     pass
 
 
-class Squares(Task[int]):
+class Rows(Task):
+    """A task whose results are the records of its items."""
+
+    columns: ClassVar[list[str]]
+
+    def summarise(self, measured):
+        return {self.kind: [{**self.key(item), **record} for item, record in measured]}
+
+    def rows(self, results):
+        return results[self.kind]
+
+    @classmethod
+    def tables(cls, results):
+        return [Table(cls.kind, cls.columns, [list(row.values()) for row in results[cls.kind]])]
+
+    @classmethod
+    def draw(cls, results, path):
+        pass
+
+
+class Squares(Rows):
     """Squares of numbers; stops before the measurement `stop`."""
 
-    kind = "squares"
+    kind, columns = "squares", ["number", "square"]
 
     def __init__(self, numbers, exponent=2, stop=None):
         self.numbers, self.exponent, self.stop, self.calls = numbers, exponent, stop, []
@@ -37,16 +57,6 @@ class Squares(Task[int]):
             raise Stopped
         self.calls.append(item)
         return {"square": item**self.exponent}
-
-    def summarise(self, measured):
-        return {"squares": [{**self.key(item), **record} for item, record in measured]}
-
-    def rows(self, results):
-        return results["squares"]
-
-    @classmethod
-    def tables(cls, results):
-        return [Table("squares", ["number", "square"], [list(row.values()) for row in results["squares"]])]
 
     @classmethod
     def draw(cls, results, path):
@@ -92,8 +102,7 @@ def test_other_settings_are_refused(tmp_path):
 
 
 def test_without_files():
-    task = Squares([4])
-    assert measure(task) == [(4, {"square": 16})]
+    assert measure(Squares([4])) == [(4, {"square": 16})]
 
 
 class Point(NamedTuple):

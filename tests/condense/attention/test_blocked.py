@@ -6,7 +6,7 @@ import torch
 from condense import CondenseForCausalLM, to_stock
 from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, blocked, choose_attention, dispatch
 
-from ..models import random_durations, random_ids, tiny_config, tiny_model
+from ..models import gradients, random_durations, random_ids, tiny_config, tiny_model
 from .test_implementations import CHUNKS, LENGTH
 
 ROWS, NUM_KEY_HEADS, NUM_HEADS, HEAD_DIM = 2, 4, 8, 4
@@ -27,8 +27,7 @@ def inputs(chunk, with_durations, heads=NUM_HEADS):
     shapes = (ROWS, heads, chunk.width, HEAD_DIM), *[(ROWS, NUM_KEY_HEADS, 2 * LENGTH, HEAD_DIM)] * 2
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     durations = 0.1 + torch.rand(ROWS, 2 * LENGTH, generator=generator, dtype=torch.float64)
-    mask = AttentionMask(chunk, durations[:, keys].log() if with_durations else None)
-    return tensors, keys, mask
+    return tensors, keys, AttentionMask(chunk, durations[:, keys].log() if with_durations else None)
 
 
 def output_and_gradients(implementation, chunk, *options):
@@ -41,44 +40,33 @@ def output_and_gradients(implementation, chunk, *options):
     return [output, *torch.autograd.grad((output * weights).sum(), (query, key, value))]
 
 
-@pytest.mark.parametrize(
-    "block_bytes", [1, 3 * SCORE_BYTES, 5 * SCORE_BYTES, 100 * SCORE_BYTES], ids=["1", "2", "4", "8"]
-)
+@pytest.mark.parametrize("score_matrices", [0, 3, 5, 100], ids=["1", "2", "4", "8"])
 @pytest.mark.parametrize("heads", [NUM_HEADS, NUM_KEY_HEADS], ids=["grouped", "not grouped"])
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("name", CHUNKS)
-def test_outputs_and_gradients_equal_those_of_eager(name, with_durations, heads, block_bytes, monkeypatch):
+def test_outputs_and_gradients_equal_those_of_eager(name, with_durations, heads, score_matrices, monkeypatch):
     """Blocks of one key head, of two of the four key heads, of one of the two rows, and of both rows."""
-    monkeypatch.setattr(blocked, "BLOCK_BYTES", block_bytes)
-    case = CHUNKS[name], with_durations, heads
-    eager = output_and_gradients("eager", *case)
-    for found, expected in zip(output_and_gradients("blocked", *case), eager, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    monkeypatch.setattr(blocked, "BLOCK_BYTES", score_matrices * SCORE_BYTES + 1)
+    found = [output_and_gradients(each, CHUNKS[name], with_durations, heads) for each in ("blocked", "eager")]
+    torch.testing.assert_close(*found, atol=1e-12, rtol=1e-12)
 
 
-def test_blocks_have_the_largest_size_within_the_limit(monkeypatch):
-    sizes = []
-    bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda left, right, out: sizes.append(len(left)) or bmm(left, right, out=out))
+def test_blocks_have_the_largest_size_within_the_limit(monkeypatch, noted):
+    products = noted(torch, "bmm")
     (query, key, value), _, mask = inputs(CHUNKS["memory"], False)
-    for block_bytes, expected in {
-        1: [1] * 8,
-        3 * SCORE_BYTES: [2] * 4,
-        7 * SCORE_BYTES: [4] * 2,
-        8 * SCORE_BYTES: [8],
-    }.items():
-        sizes.clear()
+    expected_sizes = {1: [1] * 8, 3 * SCORE_BYTES: [2] * 4, 7 * SCORE_BYTES: [4] * 2, 8 * SCORE_BYTES: [8]}
+    for block_bytes, expected in expected_sizes.items():
+        products.clear()
         monkeypatch.setattr(blocked, "BLOCK_BYTES", block_bytes)
         IMPLEMENTATIONS["blocked"](query, key, value, mask, 0.3, 0.0)
-        assert sizes == expected
+        assert [len(call.arguments[0]) for call in products] == expected
 
 
 def test_no_scores_are_saved_for_the_backward_pass():
     (query, key, value), _, mask = inputs(CHUNKS["memory"], True)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: saved.append(tensor.data_ptr()) or tensor, lambda t: t
-    ):
+    noted = lambda tensor: saved.append(tensor.data_ptr()) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
         IMPLEMENTATIONS["blocked"](query, key, value, mask, 0.3, 0.0)
     assert saved == [tensor.data_ptr() for tensor in (query, key, value)]
 
@@ -96,14 +84,12 @@ def test_a_models_gradients_equal_those_of_sdpa(schedule, checkpointing):
     ids, durations = random_ids(2, 23), random_durations(2, 23)
     found = []
     for implementation in ("sdpa", "blocked"):
-        model = tiny_model(schedule=schedule).train()
+        model = tiny_model(schedule=schedule)
         model.set_attn_implementation(implementation)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False, "checkpoint_segments": 2})
-        model(ids, labels=ids, durations=durations).loss.backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, atol=1e-10, rtol=1e-8)
+        found.append(gradients(model, ids, durations=durations)[1])
+    torch.testing.assert_close(*found, atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("implementation", ["auto", "blocked"])
@@ -128,11 +114,9 @@ def test_the_bfloat16_error_is_at_most_that_of_eager():
     query, key, value = (torch.randn(2, 6, 40, 16, generator=generator).bfloat16() for _ in range(3))
     chunk = CHUNKS["first segment"]
     exact = IMPLEMENTATIONS["eager"](query.double(), key.double(), value.double(), AttentionMask(chunk), 0.25, 0.0)
-    errors = {
-        name: (IMPLEMENTATIONS[name](query, key, value, AttentionMask(chunk), 0.25, 0.0).double() - exact).pow(2).mean()
-        for name in ("eager", "blocked")
-    }
-    assert errors["blocked"] <= 1.1 * errors["eager"]
+    found = [IMPLEMENTATIONS[name](query, key, value, AttentionMask(chunk), 0.25, 0.0) for name in ("eager", "blocked")]
+    of_eager, of_blocked = ((output.double() - exact).pow(2).mean() for output in found)
+    assert of_blocked <= 1.1 * of_eager
 
 
 QUERY = torch.zeros(1, 4, 128, 8)
@@ -178,19 +162,15 @@ class CudaQuery:
 def test_auto_chooses_on_cuda(installed, monkeypatch):
     """flash-attn is chosen where a mask stops sdpa from using its own flash kernel."""
     monkeypatch.setattr(dispatch, "is_flash_attn_2_available", lambda: installed)
-    different_offsets, weighted = (
-        AttentionMask(CHUNKS["different offsets"]),
-        AttentionMask(CHUNKS["memory"], torch.zeros(2, 12)),
-    )
-    package = "flash_attention_2" if installed else "sdpa"
-    for mask in (different_offsets, weighted):
+    weighted, package = torch.zeros(2, 12), "flash_attention_2" if installed else "sdpa"
+    for mask in (AttentionMask(CHUNKS["different offsets"]), AttentionMask(CHUNKS["memory"], weighted)):
         assert choose_attention(CudaQuery(3, torch.bfloat16), KEYS, mask, 0.0) == package
         assert choose_attention(CudaQuery(3, torch.float32), KEYS, mask, 0.0) == "sdpa"
         assert choose_attention(CudaQuery(1, torch.bfloat16), KEYS, mask, 0.0) == "sdpa"
     assert choose_attention(CudaQuery(3, torch.bfloat16), KEYS, AttentionMask(CHUNKS["memory"]), 0.0) == "sdpa"
 
 
-def test_auto_is_the_default_of_models(tmp_path, monkeypatch):
+def test_auto_is_the_default_of_models(tmp_path, monkeypatch, noted):
     model = CondenseForCausalLM(tiny_config(attn_implementation=None))
     assert model.config._attn_implementation == "auto"
     model.save_pretrained(tmp_path)
@@ -200,11 +180,9 @@ def test_auto_is_the_default_of_models(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='"nonsense"` is not supported: choose one of auto, blocked'):
         CondenseForCausalLM.from_pretrained(tmp_path, attn_implementation="nonsense")
 
-    calls = []
     monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
     monkeypatch.setattr(dispatch, "BLOCKED_PRODUCTS", 1)
-    blocked = IMPLEMENTATIONS["blocked"]
-    monkeypatch.setitem(IMPLEMENTATIONS, "blocked", lambda *arguments: calls.append(1) or blocked(*arguments))
+    calls = noted(IMPLEMENTATIONS, "blocked")
     with torch.no_grad():
         loaded(random_ids(1, 12))
         assert calls

@@ -16,6 +16,7 @@ from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, flex, pac
 from condense.checks import check_attention
 from condense.segmentation import Chunk
 
+from ...refusals import assert_refused
 from ..models import random_durations, random_ids, tiny_model
 
 LENGTH = 6
@@ -68,14 +69,10 @@ def torch_varlen(request, flash_attn, monkeypatch):
         assert window_size in ((-1, -1), (-1, 0)) and (enable_gqa or query.shape[1] == key.shape[1])
         return package(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, causal=window_size[1] == 0)
 
-    function = varlen_attn
-    if not request.param:
+    def without_groups(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
-        def function(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-            return varlen_attn(
-                query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
-            )
-
+    function = varlen_attn if request.param else without_groups
     monkeypatch.setattr(varlen, "torch_varlen", lambda: types.SimpleNamespace(varlen_attn=function))
     monkeypatch.setattr(varlen, "DEVICES", ("cpu",))
     monkeypatch.setattr(varlen, "DTYPES", (torch.float32, torch.float64))
@@ -116,6 +113,9 @@ def naive_attention(query, key, value, chunk, durations, scale):
     return output.flatten(2)
 
 
+ZEROS = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8), torch.zeros(2, 2, 6, 8)
+
+
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_varlen_follows_the_definition(with_durations, name, torch_varlen):
@@ -143,8 +143,7 @@ def test_the_flash_backend_is_refused_without_its_kernel():
     model = tiny_model(torch.float32, attn_implementation="flex_fa4")
     with torch.no_grad(), pytest.raises(ValueError, match="'flex_fa4' runs a CUDA kernel, and the model is on cpu"):
         model(random_ids(1, 12))
-    with pytest.raises(ValueError, match="flash_attn.cute"):
-        check_attention("flex_fa4")
+    assert_refused("flash_attn.cute", check_attention, "flex_fa4")
 
 
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name not in ("varlen", "flex_fa4")])
@@ -160,12 +159,9 @@ def assert_definition(implementation, with_durations, name):
     query = torch.randn(2, 4, chunk.width, 8, generator=generator)
     key, value = (torch.randn(2, 2, 2 * LENGTH, 8, generator=generator) for _ in range(2))
     for row in range(2):
-        for masked in (
-            slice(0, 0 if chunk.segments[row] else LENGTH),
-            slice(LENGTH + chunk.offsets[row] + chunk.counts[row], None),
-        ):
-            key[row, :, masked] = 1e3
-            value[row, :, masked] = 1e3
+        first, end = 0 if chunk.segments[row] else LENGTH, LENGTH + chunk.offsets[row] + chunk.counts[row]
+        for tensor in (key, value):
+            tensor[row, :, :first] = tensor[row, :, end:] = 1e3
     durations = 0.1 + torch.rand(2, 2 * LENGTH, generator=generator) if with_durations else torch.ones(2, 2 * LENGTH)
     expected = naive_attention(query, key, value, chunk, durations, 0.3)
 
@@ -188,13 +184,11 @@ def test_gradients_through_varlen(torch_varlen):
         output = attend(implementation, query, key, value, mask, 0.3, 0.0)
         (output[mask.chunk.token_indices] ** 2).sum().backward()
         gradients[implementation] = [tensor.grad for tensor in (query, key, value)]
-    for ours, expected in zip(gradients["varlen"], gradients["sdpa"], strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients["varlen"], gradients["sdpa"], atol=1e-5, rtol=1e-5)
 
 
-def test_rows_are_packed_once_for_all_layers(torch_varlen, monkeypatch):
-    packings, pack = [], packed._pack
-    monkeypatch.setattr(packed, "_pack", lambda *arguments: packings.append(1) or pack(*arguments))
+def test_rows_are_packed_once_for_all_layers(torch_varlen, noted):
+    packings = noted(packed, "_pack")
     model, ids = tiny_model(torch.float32, attn_implementation="varlen"), random_ids(2, 4)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     with torch.no_grad():
@@ -204,19 +198,17 @@ def test_rows_are_packed_once_for_all_layers(torch_varlen, monkeypatch):
 
 
 def test_varlen_is_refused_on_a_cpu_and_with_dropout():
-    arguments = torch.zeros(2, 4, 6, 8), *torch.zeros(2, 2, 2, 6, 8), AttentionMask(CHUNKS["first segment"]), 1.0
+    arguments = *ZEROS, AttentionMask(CHUNKS["first segment"]), 1.0
     with pytest.raises(ValueError, match="'varlen' runs on CUDA in bfloat16 or float16, not on cpu in float32"):
         IMPLEMENTATIONS["varlen"](*arguments, 0.0)
-    with pytest.raises(ValueError, match="set attention_dropout=0.1 to 0"):
-        IMPLEMENTATIONS["varlen"](*arguments, 0.1)
+    assert_refused("set attention_dropout=0.1 to 0", IMPLEMENTATIONS["varlen"], *arguments, 0.1)
 
 
 @torch.no_grad()
 def test_flash_attention_gives_the_logits_of_sdpa(flash_attn):
     ids, durations = random_ids(3, 13), random_durations(3, 13).float()
     mask = torch.ones(3, 13, dtype=torch.long)
-    mask[1, :4] = 0
-    mask[2, 9:] = 0
+    mask[1, :4] = mask[2, 9:] = 0
     outputs = {}
     for implementation in ("sdpa", "flash_attention_2"):
         model = tiny_model(torch.float32, head_dim=8)
@@ -248,8 +240,7 @@ def test_zero_durations_in_float16_follow_the_definition(flash_attn):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 2 * LENGTH, 64, generator=generator).half() for _ in range(3))
     query = query[:, :, :LENGTH]
-    mask = AttentionMask(chunk, durations.log())
-    output = attend("flash_attention_2", query, key, value, mask, 0.125, 0.0)
+    output = attend("flash_attention_2", query, key, value, AttentionMask(chunk, durations.log()), 0.125, 0.0)
     expected = naive_attention(query, key, value, chunk, durations, 0.125)
     torch.testing.assert_close(output.double(), expected, atol=5e-3, rtol=5e-3)
 
@@ -276,20 +267,12 @@ def test_autocast_gives_queries_keys_and_values_one_dtype(implementation, flash_
 def test_a_missing_flash_attn_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ValueError, match="flash-attn"):
-        IMPLEMENTATIONS["flash_attention_2"](
-            torch.zeros(2, 4, 6, 8),
-            torch.zeros(2, 2, 6, 8),
-            torch.zeros(2, 2, 6, 8),
-            AttentionMask(CHUNKS["memory"]),
-            1.0,
-            0.0,
-        )
+        IMPLEMENTATIONS["flash_attention_2"](*ZEROS, AttentionMask(CHUNKS["memory"]), 1.0, 0.0)
 
 
 def test_flex_attention_refuses_gradients_on_cpu():
     model = tiny_model(attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match="no backward on CPU"):
-        model(random_ids(1, 7), labels=random_ids(1, 7))
+    assert_refused("no backward on CPU", model, random_ids(1, 7), labels=random_ids(1, 7))
 
 
 class OnCuda(torch.Tensor):

@@ -3,6 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from condense.execution import cuda_graph
 from condense.execution.cuda_graph import Graphs, Pool
 
 
@@ -39,7 +40,14 @@ class Recording(TorchDispatchMode):
                         old.data.copy_(new)
 
 
-def recordings(counts, written=lambda compute: ()):
+def recorded_graphs(monkeypatch, written=lambda compute: ()):
+    """Recordings take the place of CUDA graphs; the counts of warm-ups, captures and replays."""
+    counts = {"warm_up": 0, "capture": 0, "replay": 0}
+    monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings(counts, written))
+    return counts
+
+
+def recordings(counts, written):
     """`Graphs` of recordings; `counts` counts warm-ups, captures and replays."""
 
     def warm_up(compute, device):

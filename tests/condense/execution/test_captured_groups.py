@@ -13,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from condense import FoldedCache
 from condense.execution import captured_groups, cuda_graph, selection
 
+from ...refusals import assert_refused
 from ..models import (
     assert_same_gradients,
     gradients,
+    gradients_of,
     moved_to_host,
     padded_batch,
     random_durations,
@@ -23,7 +25,7 @@ from ..models import (
     reference_gradients,
     tiny_model,
 )
-from .graphed import GROUPS, LENGTH, checkpointed, graphed, trained, uses
+from .graphed import GROUPS, LENGTH, assert_follows_equations, checkpointed, graphed, trained, uses
 
 
 def test_memories_wait_in_host_memory(counts, monkeypatch):
@@ -31,7 +33,7 @@ def test_memories_wait_in_host_memory(counts, monkeypatch):
     memory = (1, model.config.num_key_value_heads, 5, model.config.head_dim)
     for _ in range(3):  # nothing is moved by the computations that are captured in the second call
         moved = moved_to_host(monkeypatch)
-        assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+        assert_follows_equations(model, ids)
         # Keys and values of three layers, before two groups and before the short segment.
         assert moved.count(memory) == 2 * 3 * 3
 
@@ -46,8 +48,7 @@ def test_stored_groups_do_not_ignore_hooks_on_what_is_saved(counts, monkeypatch)
 
 
 def test_without_a_recording_the_cpu_is_refused():
-    with pytest.raises(ValueError, match="replays CUDA graphs, and the model is on cpu"):
-        graphed()(random_ids(1, LENGTH))
+    assert_refused("replays CUDA graphs, and the model is on cpu", graphed(), random_ids(1, LENGTH))
     graphed()(random_ids(1, 4))  # no whole segment
 
 
@@ -61,12 +62,11 @@ def test_rows_that_are_aligned_by_their_first_chunk_are_refused_in_time(lengths)
         model.config.schedule = "sequential"
         model(ids, attention_mask=mask, past_key_values=cache)
         model.config.schedule = "graph"
-        before = [tensor.clone() for layer in cache.layers for tensor in layer.buffers]
-        more = random_ids(2, 12)
+        before, more = copy.deepcopy(cache), random_ids(2, 12)
         with pytest.raises(ValueError, match="replays CUDA graphs"):
             model(more, attention_mask=torch.cat([mask, torch.ones_like(more)], 1), past_key_values=cache)
-        for tensor, was in zip((one for layer in cache.layers for one in layer.buffers), before, strict=True):
-            assert torch.equal(tensor, was)
+        found, expected = ([layer.buffers for layer in one.layers] for one in (cache, before))
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 def test_graphs_are_bounded(counts, monkeypatch):
@@ -93,10 +93,7 @@ def test_a_shape_without_enough_memory_is_not_tried_again(group, counts, monkeyp
 
     monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", cuda_graph.GRAPHS["cpu"]._replace(capture=fail))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    model = trained(group)
-    for seed in range(4):
-        ids = random_ids(1, LENGTH, seed=seed)
-        assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(trained(group), *(random_ids(1, LENGTH, seed=seed) for seed in range(4)))
     assert len(caplog.records) == counts["capture"] == len(set(caplog.messages)) + (group in (1, 2))
     assert "not enough memory to capture" in caplog.text
 
@@ -113,7 +110,7 @@ def test_a_stored_text_that_waits_is_not_written_over(counts):
         model(ids, labels=ids)
     assert counts["replay"] == replays  # nor a capture: the first use without gradients
     loss.backward()
-    assert_same_gradients((loss, {name: one.grad for name, one in model.named_parameters()}), expected, 1e-5)
+    assert_same_gradients((loss, gradients_of(model)), expected, 1e-5)
     gradients(model, ids)  # `loss` still exists, and its backward pass is over
     assert counts["replay"] == replays + 3
 
@@ -123,7 +120,7 @@ def test_a_text_that_is_given_up_waits_for_nothing(counts):
     loss = model(ids, labels=ids).loss
     del loss
     replays = counts["replay"]
-    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(model, ids)
     assert counts["replay"] == replays + 2
 
 
@@ -131,13 +128,11 @@ def test_a_kept_graph_is_refused(counts):
     """A backward pass writes its gradients over the activations, as another call does."""
     model, ids = uses(trained(None), random_ids(1, LENGTH)), random_ids(1, LENGTH, seed=1)
     loss = model(ids, labels=ids).loss
-    weight = model.model.layers[0].mlp.up_proj.weight
-    torch.autograd.grad(loss, weight, retain_graph=True)
-    with pytest.raises(ValueError, match="a second backward pass through a call.*'wavefront'"):
-        loss.backward()
+    torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight, retain_graph=True)
+    assert_refused("a second backward pass through a call.*'wavefront'", loss.backward)
     loss = model(ids, labels=ids).loss
     gradients(model, ids)  # without a graph: the first text waits
-    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(model, ids)
     del loss
 
 
@@ -163,9 +158,8 @@ def test_rows_that_detach_at_different_segments_run_without_graphs(counts):
             each.zero_grad()
             whole = torch.cat([mask, torch.ones_like(more)], 1)
             each(more, attention_mask=whole, past_key_values=cache, labels=more).loss.backward()
-            found.append({name: weight.grad.clone() for name, weight in each.named_parameters()})
-        for name, gradient in found[1].items():
-            torch.testing.assert_close(found[0][name], gradient, atol=1e-9, rtol=1e-6)
+            found.append(gradients_of(each))
+        torch.testing.assert_close(*found, atol=1e-9, rtol=1e-6)
 
 
 def test_weights_that_lie_unevenly_are_refused(counts, monkeypatch):
@@ -176,12 +170,10 @@ def test_weights_that_lie_unevenly_are_refused(counts, monkeypatch):
     flat = torch.empty(sum(map(torch.Tensor.numel, weights)), dtype=torch.float64)
     for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
         weight.data = part.view(weight.shape).copy_(weight.data)
-    for _ in range(3):
-        assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(model, ids, ids, ids)
     assert not counts["capture"]
     model.config.schedule = "graph"
-    with pytest.raises(ValueError, match="at unequal distances"):
-        model(ids)
+    assert_refused("at unequal distances", model, ids)
 
 
 def test_another_thread_runs_without_graphs(counts):
@@ -209,8 +201,7 @@ def test_weights_that_change_before_the_gradient_of_an_input(group, counts):
     loss = model(inputs_embeds=embeddings, labels=ids).loss
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(2)
-    with pytest.raises(ValueError, match="weights have changed since the forward pass"):
-        torch.autograd.grad(loss, embeddings)
+    assert_refused("weights have changed since the forward pass", torch.autograd.grad, loss, embeddings)
 
 
 @pytest.mark.parametrize("group", [None, 2])
@@ -223,20 +214,16 @@ def test_a_checkpoint_of_the_caller_around_the_model(group, counts):
         embeddings = model.get_input_embeddings()(ids)
         loss = checkpoint(lambda each: model(inputs_embeds=each, labels=ids).loss, embeddings, use_reentrant=False)
         loss.backward()
-    assert_same_gradients((loss, {name: one.grad for name, one in model.named_parameters()}), expected, 1e-5)
+    assert_same_gradients((loss, gradients_of(model)), expected, 1e-5)
 
 
+@pytest.mark.usefixtures("collected_by_hand")
 def test_a_deleted_model_frees_its_weights_and_graphs_at_once(counts):
     model = uses(trained(None), random_ids(1, LENGTH))
     alive = [weakref.ref(model.model.layers[0].mlp.up_proj.weight)]
     alive.append(weakref.ref(model.model.layers.__dict__["_captured_groups"]))
-    gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert [each() for each in alive] == [None, None]
-    finally:
-        gc.enable()
+    del model
+    assert [each() for each in alive] == [None, None]
 
 
 def test_embeddings_in_another_dtype_run_without_graphs(counts, monkeypatch):
@@ -246,8 +233,7 @@ def test_embeddings_in_another_dtype_run_without_graphs(counts, monkeypatch):
     losses = [gradients(model, ids)[0] for _ in range(3)]
     assert losses[0] == losses[1] == losses[2] and not counts["capture"]
     model.config.schedule = "graph"
-    with pytest.raises(ValueError, match=r"embeddings are in torch.bfloat16 and the layers in torch.float32"):
-        model(ids)
+    assert_refused(r"embeddings are in torch.bfloat16 and the layers in torch.float32", model, ids)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -263,24 +249,21 @@ def test_second_derivatives_are_refused(group, counts):
         torch.autograd.grad(logits, embeds, torch.ones(2, *logits.shape, dtype=logits.dtype), is_grads_batched=True)
 
 
+def forward_of_its_own(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = mlp.forward
+
+
+ADAPTERS = LoraConfig(target_modules=["v_proj"])
 REFUSED = {
     "durations": (lambda model: model(random_ids(1, LENGTH), durations=random_durations(1, LENGTH)), "durations"),
     "flex": (lambda model: model.set_attn_implementation("flex_attention"), "attn_implementation='flex_attention'"),
     "dropout": (lambda model: setattr(checkpointed(model).config, "attention_dropout", 0.1), "attention_dropout=0.1"),
     "autocast": (lambda model: None, "autocast"),
     "hooks": (lambda model: model.model.layers[1].mlp.register_forward_hook(print), "layer 1 at 'mlp' has hooks"),
-    "backward hooks": (
-        lambda model: model.model.layers[2].register_full_backward_hook(lambda *given: None),
-        "layer 2 at 'its top' has hooks",
-    ),
-    "forward of an instance": (
-        lambda model: setattr(model.model.layers[0].mlp, "forward", model.model.layers[0].mlp.forward),
-        "layer 0 at 'mlp' has hooks or a forward of its own",
-    ),
-    "adapters": (
-        lambda model: get_peft_model(model, LoraConfig(target_modules=["v_proj"])),
-        "v_proj' is a Linear, which",
-    ),
+    "backward": (lambda model: model.model.layers[2].register_full_backward_hook(print), "2 at 'its top' has hooks"),
+    "forward of an instance": (forward_of_its_own, "layer 0 at 'mlp' has hooks or a forward of its own"),
+    "adapters": (lambda model: get_peft_model(model, ADAPTERS), "v_proj' is a Linear, which"),
     "hidden states": (lambda model: model(random_ids(1, 5), output_hidden_states=True), "schedule='graph'"),
 }
 
@@ -289,13 +272,9 @@ REFUSED = {
 def test_what_a_graph_cannot_compute_is_refused(prepare, message, counts):
     model, needs_gradients = graphed(dtype=torch.float32), message.startswith("attention_dropout")
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=message == "autocast")
-
-    def call():
+    with torch.set_grad_enabled(needs_gradients), autocast, pytest.raises(ValueError, match=message):  # noqa: PT012
         prepare(model)
         model(random_ids(1, LENGTH), use_cache=False)
-
-    with torch.set_grad_enabled(needs_gradients), autocast, pytest.raises(ValueError, match=message):
-        call()
     assert not counts["capture"]
 
 

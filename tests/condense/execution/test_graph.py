@@ -1,23 +1,23 @@
 """Groups of segments from a graph give the logits, state and gradients of the equations. A CUDA graph is replaced by a
 recording that replays on the CPU."""
 
-import copy
-
 import pytest
 import torch
 
 from condense import FoldedCache
 from condense.execution import captured_groups, selection, stacked_parameters
 
-from ..models import (
-    assert_same_gradients,
-    gradients,
-    padded_batch,
-    random_ids,
-    reference_gradients,
-    tiny_model,
+from ..models import gradients, gradients_of, padded_batch, random_ids, tiny_model
+from .graphed import (
+    GROUPS,
+    LENGTH,
+    assert_as_in_order,
+    assert_follows_equations,
+    graphed,
+    in_order,
+    trained,
+    uses,
 )
-from .graphed import GROUPS, LENGTH, checkpointed, graphed, trained, uses
 
 FIELDS = {
     "plain": {},
@@ -63,11 +63,7 @@ def test_the_state_of_a_cache_over_several_calls(lengths, counts):
     ("fields", "group"), [({}, group) for group in GROUPS] + [(FIELDS[name], 2) for name in list(FIELDS)[1:]], ids=str
 )
 def test_gradients_follow_the_equations(fields, group, counts):
-    """At each use of another text: as without a graph, when it is captured, and from a replay."""
-    model = trained(group, **fields)
-    for seed in range(3):
-        ids = random_ids(2, LENGTH, seed=seed)
-        assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(trained(group, **fields))
     assert counts["replay"] > counts["capture"] > 0
 
 
@@ -75,10 +71,7 @@ def test_gradients_follow_the_equations(fields, group, counts):
 def test_gradients_of_weights_that_are_one_product(group, counts, monkeypatch):
     """Side by side, as on CUDA."""
     monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
-    model = trained(group)
-    for seed in range(3):
-        ids = random_ids(2, LENGTH, seed=seed)
-        assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(trained(group))
     assert counts["replay"] > counts["capture"] > 0
 
 
@@ -100,25 +93,36 @@ def test_gradients_in_bfloat16_are_rounded_once(in_waves, group, counts, monkeyp
 @pytest.mark.parametrize("group", GROUPS)
 def test_truncated_backpropagation(segments, group, counts):
     model, ids = trained(group, bptt_segments=segments), random_ids(1, LENGTH)
-    uses(model, ids)
-    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids, detach_after=segments), 1e-5)
+    assert_follows_equations(uses(model, ids), ids, detach_after=segments)
 
 
-def test_gradients_of_embeddings_and_of_a_partly_frozen_model(counts):
-    embeddings = torch.randn(2, LENGTH, 24, dtype=torch.float64)
-    labels, found = random_ids(2, LENGTH), []
-    for schedule in ("sequential", "graph"):
-        model = checkpointed(tiny_model(schedule=schedule))
+PARTS = {  # that are trained; the others are frozen
+    "values": (2, {}, lambda name: "v_proj" in name),
+    "MLPs, and memories have no gradients": (2, {"bptt_segments": 1}, lambda name: "mlp" in name),
+    "all but the layers, stored": (None, {}, lambda name: ".layers." not in name),
+    "all but the layers": (2, {}, lambda name: ".layers." not in name),
+}
+
+
+@pytest.mark.parametrize(("group", "fields", "is_trained"), PARTS.values(), ids=PARTS)
+def test_gradients_of_embeddings_and_of_a_partly_frozen_model(group, fields, is_trained, counts):
+    """The inputs of frozen layers may need gradients all the same."""
+    embeddings, ids = torch.randn(2, LENGTH, 24, dtype=torch.float64), random_ids(2, LENGTH)
+
+    def gradients_of(schedule):
+        model = trained(group, schedule=schedule, **fields)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("v_proj" in name)
-        for _ in range(2):
+            parameter.requires_grad_(is_trained(name))
+        for _ in range(3):
             model.zero_grad()
             given = embeddings.clone().requires_grad_()
-            model(inputs_embeds=given, labels=labels).loss.backward()
-        found.append([given.grad, *(layer.self_attn.v_proj.weight.grad for layer in model.model.layers)])
-        assert model.model.layers[0].mlp.up_proj.weight.grad is None
-    for expected, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-8)
+            model(inputs_embeds=given, labels=ids).loss.backward()
+            model(ids, labels=ids).loss.backward()
+        found = {name: weight.grad for name, weight in model.named_parameters()}
+        assert all((gradient is not None) == is_trained(name) for name, gradient in found.items())
+        return given.grad, [gradient for gradient in found.values() if gradient is not None]
+
+    assert_as_in_order(gradients_of)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -127,15 +131,11 @@ def test_losses_of_two_texts_in_one_backward_pass(group, counts):
     over those of the first."""
     model = uses(trained(group), random_ids(1, LENGTH, seed=2))
     first, second = random_ids(1, LENGTH), random_ids(1, LENGTH, seed=1)
-    expected = []
-    for ids in (first, second):
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        expected.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    of_first, of_second = (gradients(model, ids)[1] for ids in (first, second))
     model.zero_grad()
     (model(first, labels=first).loss + model(second, labels=second).loss).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[0][name] + expected[1][name], atol=1e-12, rtol=1e-9)
+    expected = {name: gradient + of_second[name] for name, gradient in of_first.items()}
+    torch.testing.assert_close(gradients_of(model), expected, atol=1e-12, rtol=1e-9)
 
 
 def test_an_optimizer_step_between_two_replays(counts):
@@ -147,9 +147,7 @@ def test_an_optimizer_step_between_two_replays(counts):
                 model(ids, use_cache=False)
             for layer in model.model.layers:
                 change(layer.mlp.up_proj.weight, 1.1)
-            sequential = copy.deepcopy(model)
-            sequential.config.schedule = "sequential"
-            expected = sequential(ids, use_cache=False).logits
+            expected = in_order(model)(ids, use_cache=False).logits
             for _ in range(2):
                 torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=1e-12, rtol=0)
     assert counts["capture"] == 2
@@ -163,8 +161,7 @@ def test_an_optimizer_step_between_two_backward_passes(group, counts):
         for seed in range(4):
             gradients(each, random_ids(1, LENGTH, seed=seed))
             optimizer.step()
-    for (name, weight), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(weight, other, atol=1e-5, rtol=1e-5, msg=name)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(twin.named_parameters()), atol=1e-5, rtol=1e-5)
     assert counts["replay"]
 
 
@@ -178,41 +175,10 @@ def test_a_backward_pass_for_some_tensors_leaves_nothing_behind(group, counts):
     if group is None:  # a kept graph is refused
         loss = model(inputs_embeds=embeddings, labels=ids).loss
     loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.model.layers.named_parameters()}
+    found = gradients_of(model.model.layers)
     model.zero_grad()
     model(inputs_embeds=embeddings, labels=ids).loss.backward()
-    for name, parameter in model.model.layers.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, atol=1e-12, rtol=1e-9)
-
-
-def test_memories_without_gradients_of_a_partly_frozen_model(counts):
-    found = []
-    for schedule in ("sequential", "graph"):
-        model = checkpointed(tiny_model(schedule=schedule, bptt_segments=1))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("mlp" in name)
-        ids = random_ids(1, LENGTH)
-        for _ in range(2):
-            model.zero_grad()
-            model(ids, labels=ids).loss.backward()
-        found.append([layer.mlp.up_proj.weight.grad for layer in model.model.layers])
-    for expected, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-8)
-
-
-@pytest.mark.parametrize("group", [None, 2])
-def test_frozen_layers(group, counts):
-    """Their inputs may need gradients all the same."""
-    found = []
-    for schedule in ("sequential", "graph"):
-        model = tiny_model(schedule=schedule).train()
-        model = model if group is None else checkpointed(model)
-        model.model.layers.requires_grad_(False)
-        for _ in range(3):
-            model.zero_grad()
-            model(random_ids(1, LENGTH), labels=random_ids(1, LENGTH)).loss.backward()
-        found.append(model.get_input_embeddings().weight.grad)
-    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found, gradients_of(model.model.layers), atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -226,8 +192,7 @@ def test_no_buffer_becomes_a_gradient(group, counts):
     for name, gradient in kept.items():
         assert torch.equal(gradient, copies[name]), name
         gradient.zero_()
-    ids = random_ids(1, LENGTH, seed=1)
-    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(model, random_ids(1, LENGTH, seed=1))
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -241,7 +206,7 @@ def test_auto_trains_by_graphs(group, counts, monkeypatch):
     assert not counts["capture"]
     uses(model, ids, 3)
     assert counts["replay"]
-    assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
+    assert_follows_equations(model, ids)
     model.model.layers[0].requires_grad_(False)
     replays = counts["replay"]
     for _ in range(3):
@@ -255,10 +220,8 @@ def test_changed_rotary_tables_are_read_anew(counts):
         model(ids, use_cache=False)
         before = model(ids, use_cache=False).logits
         model.model.rotary_emb.inv_freq *= 0.5
-        sequential = copy.deepcopy(model)
-        sequential.config.schedule = "sequential"
         found = model(ids, use_cache=False).logits
-        torch.testing.assert_close(found, sequential(ids, use_cache=False).logits, atol=1e-12, rtol=0)
+        torch.testing.assert_close(found, in_order(model)(ids, use_cache=False).logits, atol=1e-12, rtol=0)
     assert not torch.allclose(found, before)
 
 
@@ -268,38 +231,36 @@ def test_autograd_adds_nothing_of_a_weights_shape(group, counts):
     model = uses(trained(group, dtype=torch.bfloat16), random_ids(1, LENGTH))
     shapes = {tuple(weight.shape) for weight in model.model.layers.parameters() if weight.dim() == 2}
     shapes |= {(3, *shape) for shape in shapes}
-    recorded = [
-        record
-        for captured, _ in model.model.layers.__dict__["_captured_groups"]._groups.values()
-        for record in captured._backward.__closure__[1].cell_contents.records
-    ]
-    added = [
-        args
-        for function, args, _, _ in recorded
-        if function.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_)
-    ]
+    recorded = [record for captured in captured_groups_of(model) for record in records(captured._backward)]
+    additions = (torch.ops.aten.add, torch.ops.aten.add_)
+    added = [args for function, args, _, _ in recorded if function.overloadpacket in additions]
     assert added and not [args for args in added if tuple(args[0].shape) in shapes]
     assert any(function is torch.ops.condense.add_products_.default for function, *_ in recorded)
 
 
-@pytest.mark.parametrize(
-    ("group", "forward", "backward"), [pytest.param(None, 49, 81, id="stored"), pytest.param(64, 49, 130, id="again")]
-)
+def captured_groups_of(model):
+    return [captured for captured, _ in model.model.layers.__dict__["_captured_groups"]._groups.values()]
+
+
+def records(replay):
+    return replay.__closure__[1].cell_contents.records
+
+
+@pytest.mark.parametrize(("group", "forward", "backward"), [(None, 49, 81), (64, 49, 130)], ids=["stored", "again"])
 def test_operations_of_a_diagonal(group, forward, backward, counts, monkeypatch):
     """One more segment is one more diagonal: its operations, without views, by plain forms of the fused kernels."""
     monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
     found = []
     for segments in (8, 9):
         model = uses(trained(group, dtype=torch.bfloat16), random_ids(1, 5 * segments))
-        ((captured, _),) = model.model.layers.__dict__["_captured_groups"]._groups.values()
+        (captured,) = captured_groups_of(model)
         found.append([num_operations(replay) for replay in (captured._forward, captured._backward)])
     (before, again), (more, more_again) = found
     assert (more - before, more_again - again) == (forward, backward)
 
 
 def num_operations(replay):
-    records = replay.__closure__[1].cell_contents.records
-    return sum(not is_view(function) and "empty" not in str(function) for function, *_ in records)
+    return sum(not is_view(function) and "empty" not in str(function) for function, *_ in records(replay))
 
 
 def is_view(function):

@@ -14,6 +14,7 @@ from torch.multiprocessing import get_context, start_processes
 from condense.execution.pipeline_parallel import PipelineStage
 from condense.layers import RMSNorm
 
+from ...refusals import assert_refused
 from ..models import VOCAB, random_ids, tiny_model
 
 TIMEOUT_S = 60
@@ -27,9 +28,8 @@ def run_on_ranks(num_ranks, folder, work, *arguments) -> list:
     """Runs `work(*arguments)` on each rank of a process group; returns the results by rank."""
     # A fork server imports the modules once, and the ranks are forked from it.
     get_context("forkserver").set_forkserver_preload([__name__])
-    context = start_processes(
-        _rank, (num_ranks, folder, work, arguments), num_ranks, join=False, start_method="forkserver"
-    )
+    given = (num_ranks, folder, work, arguments)
+    context = start_processes(_rank, given, num_ranks, join=False, start_method="forkserver")
     timer = threading.Timer(TIMEOUT_S, lambda: [process.kill() for process in context.processes])
     timer.start()
     try:
@@ -80,7 +80,7 @@ def model_of(fields, settings):
     return model
 
 
-def gradients_of(model) -> dict:
+def trained_gradients(model) -> dict:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -101,7 +101,7 @@ def on_this_rank(cases) -> list:
         for _ in range(repeats := settings.get("repeats", 1)):
             trained = stage.loss_and_gradients(**inputs)
         assert len(forward_passes) == repeats * (1 + settings.get("checkpointing", False)) * len(trained.segment_losses)
-        gradients = gradients_of(model)
+        gradients = trained_gradients(model)
         evaluated = stage.loss(**{name: value for name, value in inputs.items() if name != "num_items_in_batch"})
         assert not evaluated.loss.requires_grad
         results.append(([{name: output[name] for name in NAMES} for output in (trained, evaluated)], gradients))
@@ -116,7 +116,7 @@ def assert_equals_one_process(case, per_rank) -> None:
         output = model(**inputs)
         output.loss.backward()
     expected = {name: output[name].detach() for name in NAMES}
-    expected_gradients = gradients_of(model)
+    expected_gradients = trained_gradients(model)
 
     names = set()
     for (trained, evaluated), gradients in per_rank:
@@ -137,11 +137,7 @@ TWO_RANKS = [
     ({}, text(), {"layers_per_rank": [1, 2]}),
     (TIED, text(), {"repeats": 2}),  # gradients accumulate, also those of the copies of a tied weight
     (TIED, text(), {"checkpointing": True}),
-    (
-        TIED,
-        text(),
-        {"frozen": ("model.embed_tokens", "model.layers.0", "model.layers.1")},
-    ),  # all parameters of the first rank
+    (TIED, text(), {"frozen": ("model.embed_tokens", "model.layers.0", "model.layers.1")}),  # all of the first rank
     ({"bptt_segments": 1}, text(), {}),
     ({"bptt_segments": 2, "memory_source": "layer_input"}, text(), {"checkpointing": True}),
     ({"memory_share": [1.0, 0.0, 0.3]}, text(), {}),
@@ -212,13 +208,6 @@ def test_ranks_run_different_segments_at_once_and_send_only_hidden_states(tmp_pa
     assert sent[2] == [(1, shape) for shape in shapes[::-1]]
 
 
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("group_of_one")
 def test_one_rank_equals_one_process():
     case = (TIED, text(), {})
@@ -229,12 +218,9 @@ def test_one_rank_equals_one_process():
 def test_inputs_that_do_not_fit_are_refused():
     model = tiny_model()
     for layers_per_rank in ([2], [1, 2], []):
-        with pytest.raises(ValueError, match="add up to the model's layers"):
-            PipelineStage(model, layers_per_rank)
+        assert_refused("add up to the model's layers", PipelineStage, model, layers_per_rank)
     stage = PipelineStage(model)
-    with pytest.raises(ValueError, match="hides every token"):
-        stage.loss(**text(attention_mask=torch.zeros(2, LENGTH)))
-    with pytest.raises(ValueError, match="one label per token"):
-        stage.loss(random_ids(2, LENGTH), labels=random_ids(2, 9))
+    assert_refused("hides every token", stage.loss, **text(attention_mask=torch.zeros(2, LENGTH)))
+    assert_refused("one label per token", stage.loss, random_ids(2, LENGTH), labels=random_ids(2, 9))
     with pytest.raises(ValueError, match=f"vocabulary of {VOCAB}"):
         stage.loss_and_gradients(random_ids(2, LENGTH) + VOCAB, labels=random_ids(2, LENGTH))

@@ -8,6 +8,7 @@ from condense.execution import EXECUTORS, choose_schedule, selection
 from condense.execution.selection import faster_as_wave, longest_wave
 from condense.segmentation import SegmentPositions
 
+from ...refusals import assert_refused
 from ..models import random_ids, tiny_model, torch_checkpoint
 
 
@@ -104,8 +105,7 @@ def test_under_checkpointing_a_wave_is_within_a_group(schedules_run):
 def test_a_wave_of_single_segments_is_refused():
     model, ids = tiny_model(schedule="wavefront").train(), random_ids(1, 60)
     model._set_gradient_checkpointing(True, torch_checkpoint())
-    with pytest.raises(ValueError, match="pass checkpoint_segments=2 or more"):
-        model(ids, use_cache=False)
+    assert_refused("pass checkpoint_segments=2 or more", model, ids, use_cache=False)
 
 
 def test_layers_that_share_parameters_run_sequentially():
@@ -114,5 +114,4 @@ def test_layers_that_share_parameters_run_sequentially():
     lengths, positions = [400], SegmentPositions(1, model.config.segment_length)
     assert choose_schedule(model.config, model.model.layers, lengths, positions) == "sequential"
     model.config.schedule = "wavefront"
-    with pytest.raises(ValueError, match="share parameters"):
-        model(random_ids(1, 60))
+    assert_refused("share parameters", model, random_ids(1, 60))

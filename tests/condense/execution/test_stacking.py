@@ -12,21 +12,15 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from condense import CondenseForCausalLM, FoldedCache, products, shared_weights, to_stock
+from condense import CondenseForCausalLM, products, shared_weights, to_stock
 from condense.execution import choose_schedule, stacked_parameters, stacking, wavefront
 from condense.segmentation import SegmentPositions
 
-from ..models import (
-    assert_same_gradients,
-    gradients,
-    random_ids,
-    tiny_model,
-)
+from ..models import assert_same_gradients, gradients, random_ids, sgd_losses, tiny_model
 
 
 def storage_bytes(model: nn.Module) -> int:
@@ -66,31 +60,19 @@ def test_parameters_stay_trainable_after_inference_mode():
     model.config.schedule = "wavefront"
     with torch.inference_mode():
         model(random_ids(1, 30))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loss, ids = [], random_ids(1, 30)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss.append(model(ids, labels=ids).loss)
-        loss[-1].backward()
-        optimizer.step()
-    assert loss[2] < loss[0]
+    losses = sgd_losses(model, random_ids(1, 30))
+    assert losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 def test_parameters_in_a_shared_storage_stay_there(even):
     """ZeRO keeps all parameters in one flat storage. A wavefront uses evenly spaced ones in place."""
-    model = tiny_model()
-    ids = random_ids(1, 30)
+    model, ids = tiny_model(), random_ids(1, 30)
     expected = gradients(model, ids)
     parameters = list(model.parameters())
-    flat = torch.empty(sum(p.numel() for p in parameters) + 3, dtype=torch.float64)
-    offset = 0
-    for number, parameter in enumerate(parameters):
-        if not even and number == len(parameters) // 2:
-            offset += 3
-        flat[offset : offset + parameter.numel()] = parameter.detach().flatten()
-        parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-        offset += parameter.numel()
+    sizes, half = [parameter.numel() for parameter in parameters], len(parameters) // 2
+    flat = torch.empty(sum(sizes) + 3, dtype=torch.float64)
+    place_in(flat, parameters, [3 * (not even and number == half) for number in range(len(sizes))])
     model.config.schedule = "wavefront"
     assert_same_gradients(gradients(model, ids), expected, 1e-10)
     start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
@@ -99,16 +81,22 @@ def test_parameters_in_a_shared_storage_stay_there(even):
     assert (stack.parameters["mlp.gate_proj.weight"].tensor_mx is not None) == even
 
 
+def place_in(flat, parameters, gaps=None):
+    """Moves parameters into one storage, one after the other, with so many numbers before each."""
+    offset = 0
+    for parameter, gap in zip(parameters, gaps or [0] * len(parameters), strict=True):
+        offset += gap
+        part = flat[offset : offset + parameter.numel()]
+        parameter.data = part.view(parameter.shape).copy_(parameter.data)
+        offset += parameter.numel()
+
+
 def with_other_scale(layer):
     layer.self_attn.scale *= 2
 
 
 def with_patched_forward(layer):
     layer.mlp.forward = lambda hidden: hidden
-
-
-def with_empty_weight(layer):
-    layer.mlp.up_proj.weight.data = torch.empty(0)
 
 
 class Adapter(nn.Module):
@@ -126,39 +114,24 @@ def with_adapter(layer):
     layer.mlp.up_proj = Adapter(layer.mlp.up_proj).double()
 
 
-def with_parameter(layer):
-    layer.mlp.extra = nn.Parameter(torch.zeros(3).double())
-
-
-def with_buffer(layer):
-    layer.mlp.up_proj.register_buffer("extra", torch.zeros(3))
-
-
-def in_training_mode(layer):
-    layer.train()
-
-
 CHANGES = {
     "a hook": (lambda layer: layer.register_forward_hook(lambda *_: None), "has hooks"),
-    "a hook inside": (
-        lambda layer: layer.mlp.act_fn.register_forward_pre_hook(lambda *_: None),
-        "'mlp.act_fn' has hooks",
-    ),
+    "a hook inside": (lambda layer: layer.mlp.act_fn.register_forward_pre_hook(print), "'mlp.act_fn' has hooks"),
     "a backward hook": (lambda layer: layer.mlp.register_full_backward_pre_hook(lambda *_: None), "'mlp' has hooks"),
     "a patched forward": (with_patched_forward, "a forward of its own"),
-    "an unknown module": (
-        lambda layer: setattr(layer.mlp, "up_proj", nn.Bilinear(2, 2, 2)),
-        "a Bilinear|other settings",
-    ),
+    "an unknown module": (lambda layer: setattr(layer.mlp, "up_proj", nn.Bilinear(2, 2, 2)), "a Bilinear|other set"),
     "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "other settings than in layer 0"),
     "an adapter": (with_adapter, "other modules than"),
-    "a parameter beside a module": (with_parameter, "a MLP, which a wavefront cannot stack"),
-    "a buffer": (with_buffer, "a Linear, which a wavefront cannot stack"),
+    "a parameter beside a module": (
+        lambda layer: setattr(layer.mlp, "extra", nn.Parameter(torch.zeros(3).double())),
+        "a MLP, which a wave",
+    ),
+    "a buffer": (lambda layer: layer.mlp.up_proj.register_buffer("extra", torch.zeros(3)), "a Linear, which a wave"),
     "another dtype": (lambda layer: layer.mlp.float(), "float32"),
-    "weights elsewhere": (with_empty_weight, "kept elsewhere"),
+    "weights elsewhere": (lambda layer: setattr(layer.mlp.up_proj.weight, "data", torch.empty(0)), "kept elsewhere"),
     "another scale": (with_other_scale, "other settings than in layer 0"),
     "another epsilon": (lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1), "other settings"),
-    "another mode": (in_training_mode, "other settings than in layer 0"),
+    "another mode": (nn.Module.train, "other settings than in layer 0"),
 }
 
 
@@ -176,26 +149,20 @@ def test_layers_that_can_not_be_stacked_are_refused(name, after_a_wave):
         model(ids)
     assert "schedule='sequential'" in str(error.value)
     if name not in ("an unknown module", "another dtype", "weights elsewhere"):
-        results = []
-        for model.config.schedule in ("auto", "sequential"):
-            results.append(model(ids, labels=ids).loss)
-        assert torch.equal(*results)
+        assert torch.equal(*(model(ids, labels=ids).loss for model.config.schedule in ("auto", "sequential")))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [with_other_scale, with_patched_forward, with_adapter, in_training_mode],
-    ids=lambda change: change.__name__,
-)
+FOR_ALL = [with_other_scale, with_patched_forward, with_adapter, nn.Module.train]
+
+
+@pytest.mark.parametrize("change", FOR_ALL, ids=lambda change: change.__name__)
 def test_equal_changes_of_all_layers_take_effect(change):
     """All layers change in the same way after a first wave."""
     model, ids = tiny_model(), random_ids(1, 30)
     model(ids)
     for layer in model.model.layers:
         change(layer)
-    results = []
-    for model.config.schedule in ("auto", "sequential"):
-        results.append(model(ids).logits)
+    results = [model(ids).logits for model.config.schedule in ("auto", "sequential")]
     torch.testing.assert_close(*results, atol=1e-10, rtol=1e-10)
 
 
@@ -209,8 +176,7 @@ def test_weights_that_are_not_parameters_are_accepted():
     logits.sum().backward()
     assert values["model.layers.1.mlp.up_proj.weight"].grad is not None
     with torch.inference_mode():
-        inference_model = tiny_model()
-        torch.testing.assert_close(inference_model(ids).logits, expected, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(tiny_model()(ids).logits, expected, atol=1e-10, rtol=1e-10)
 
 
 def test_parameters_that_processes_share_stay_shared():
@@ -220,15 +186,6 @@ def test_parameters_that_processes_share_stay_shared():
     model.config.schedule = "wavefront"
     torch.testing.assert_close(model(ids[:, :50]).logits, expected, atol=1e-10, rtol=1e-10)
     assert all(parameter.is_shared() for parameter in model.parameters())
-
-
-def test_weights_changed_before_the_backward_pass_are_noticed():
-    model, ids = tiny_model(schedule="wavefront"), random_ids(1, 30)
-    loss = model(ids, labels=ids).loss
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_partly_frozen_models_run_sequentially():
@@ -244,17 +201,15 @@ def test_partly_frozen_models_run_sequentially():
     assert model.model.layers[2].mlp.up_proj.weight.grad is not None
 
 
-def test_layers_are_stacked_only_for_a_wave(monkeypatch):
+def test_layers_are_stacked_only_for_a_wave(noted):
     model = tiny_model()
     model.config.schedule = "wavefront"
-    cache = FoldedCache(model.config)
-    model(random_ids(1, 17), past_key_values=cache)
-    stacked, stack_of = [], wavefront.stack_of
-    monkeypatch.setattr(wavefront, "stack_of", lambda layers: stacked.append(layers) or stack_of(layers))
+    cache = model(random_ids(1, 17)).past_key_values
+    stacked = noted(wavefront, "stack_of")
     model(random_ids(1, 1), past_key_values=cache)
     assert not stacked
     model(random_ids(1, 10), past_key_values=cache)
-    assert stacked == [model.model.layers]
+    assert [call.arguments for call in stacked] == [(model.model.layers,)]
 
 
 def test_a_stack_is_reused_until_a_weight_changes(monkeypatch):
@@ -282,31 +237,18 @@ def test_a_stack_is_reused_until_a_weight_changes(monkeypatch):
     assert layers() is None
 
 
-@pytest.fixture
-def mesh_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_sharded_models_train_sequentially(mesh_of_one):
+@pytest.mark.usefixtures("group_of_one")
+def test_sharded_models_train_sequentially():
     """FSDP on the root alone adds no hooks to the layers: waves would use weights that FSDP has replaced."""
     ids, losses = random_ids(1, 30), {}
     for schedule in ("sequential", "auto", "wavefront"):
         model = tiny_model(torch.float32, schedule=schedule)
-        fully_shard(model, mesh=mesh_of_one)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         if schedule == "wavefront":
             with pytest.raises(ValueError, match="FSDP.*schedule='sequential'"):
                 model(ids, labels=ids)
             continue
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses[schedule] = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            losses[schedule].append(loss.item())
+        losses[schedule] = sgd_losses(model, ids)
     assert losses["auto"] == losses["sequential"] and losses["auto"][2] < losses["auto"][0]
 
 
@@ -341,19 +283,18 @@ def test_concurrent_first_waves_share_one_stack(monkeypatch):
 
 
 @pytest.fixture
-def joined(monkeypatch):
-    """Weights with one input side by side, as on CUDA; the products that are taken at once."""
+def joined(monkeypatch, noted):
+    """Weights with one input side by side, as on CUDA; the numbers of those that were joined, and the axes."""
     monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
-    taken, find = [], products.side_by_side
+    calls = [noted(module, "side_by_side") for module in (products, shared_weights)]
 
-    def recorded(tensors, dim):
-        found = find(tensors, dim)
-        if found is not None and len(tensors) > 1:
-            taken.append((len(tensors), dim))
-        return found
+    def taken():
+        found = [one for each in calls for one in each if one.result is not None]
+        joined = [(len(one.arguments[0]), one.options["dim"]) for one in found]
+        for each in calls:
+            each.clear()
+        return {(number, dim) for number, dim in joined if number > 1}
 
-    for module in (products, shared_weights):
-        monkeypatch.setattr(module, "side_by_side", recorded)
     return taken
 
 
@@ -369,29 +310,25 @@ def test_weights_of_one_input_are_one_product(dtype, fields, joined):
     with torch.no_grad():
         found, expected = model(ids, use_cache=False).logits, other(ids, use_cache=False).logits
     assert (found - expected).norm() <= limit * expected.norm()
-    assert {taken for taken in joined if taken[1] == 1} >= {(3, 1), (2, 1)}
-    joined.clear()
+    assert joined() >= {(3, 1), (2, 1)}
     assert_same_gradients(gradients(model.train(), ids), gradients(other.train(), ids), 10 * limit)
-    assert bool(joined) == (dtype == torch.bfloat16)  # gradients in float64 are autograd's own
+    assert bool(joined()) == (dtype == torch.bfloat16)  # gradients in float64 are autograd's own
     query, key = (model.model.layers[1].self_attn.get_submodule(name).weight for name in ("q_proj", "k_proj"))
     assert key.data_ptr() == query.data_ptr() + query.numel() * query.element_size()
     assert key.untyped_storage().nbytes() == key.numel() * key.element_size()
 
 
 def test_joined_weights_that_are_partly_frozen(joined):
-    found = []
+    found, ids = [], random_ids(1, 33)
     for schedule in ("wavefront", "sequential"):
         model = tiny_model(torch.float32, schedule=schedule).train()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("q_proj" not in name and "up_proj" not in name)
-        found.append(gradients_of_trained(model, random_ids(1, 33)))
-    for name, gradient in found[1].items():
-        torch.testing.assert_close(found[0][name], gradient, atol=1e-5, rtol=1e-3)
-
-
-def gradients_of_trained(model, ids):
-    model(ids, labels=ids).loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = {n: one for n, one in model.named_parameters() if "q_proj" not in n and "up_proj" not in n}
+        model.requires_grad_(False)
+        for parameter in trained.values():
+            parameter.requires_grad_(True)
+        model(ids, labels=ids).loss.backward()
+        found.append({name: parameter.grad for name, parameter in trained.items()})
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -400,16 +337,14 @@ def test_weights_in_the_order_of_a_flat_storage_are_joined_in_place(in_order, jo
     model, ids = tiny_model(), random_ids(1, 30)
     expected = gradients(model, ids)
     parameters = list(model.model.layers.parameters())
-    flat = torch.empty(sum(map(torch.Tensor.numel, parameters)), dtype=torch.float64)
     by_layer = [list(layer.parameters()) for layer in model.model.layers]
     ordered = [weight for weights in by_layer for weight in (weights if in_order else reversed(weights))]
-    for weight, part in zip(ordered, flat.split([weight.numel() for weight in ordered]), strict=True):
-        weight.data = part.view(weight.shape).copy_(weight.data)
+    place_in(torch.empty(sum(map(torch.Tensor.numel, parameters)), dtype=torch.float64), ordered)
     pointers = [weight.data_ptr() for weight in parameters]
     model.config.schedule = "wavefront"
     assert_same_gradients(gradients(model, ids), expected, 1e-10)
     assert [weight.data_ptr() for weight in parameters] == pointers
-    joined.clear()
+    joined()
     with torch.no_grad():
         model(ids, use_cache=False)
-    assert bool(joined) == in_order
+    assert bool(joined()) == in_order

@@ -11,13 +11,15 @@ import torch
 
 from condense import FoldedCache
 from condense.attention import dispatch
-from condense.execution import cuda_graph, static_decoding
+from condense.execution import static_decoding
 from condense.execution.static_decoding import StaticDecoding, static_step
 
 from ..models import padded_batch, random_durations, random_ids, tiny_model
-from ..test_generation import NUM_NEW
-from .recording import recordings
+from ..test_generation import NUM_NEW, generated
+from .recording import recorded_graphs
 from .test_waits import num_copies, on_meta
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 LENGTHS = [3, 13, 7, 20, 5]
 BUFFERS = ("keys", "values", "next_keys", "next_values")
@@ -34,25 +36,17 @@ def counts(request, monkeypatch):
     """Runs steps as calls or from a recording; counts the warm-ups, captures and replays of recordings."""
     if request.param == "calls":
         return None
-    counts = {"warm_up": 0, "capture": 0, "replay": 0}
-    monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", recordings(counts, written_by))
-    return counts
+    return recorded_graphs(monkeypatch, written_by)
 
 
 @pytest.fixture
-def static_decodings(monkeypatch):
-    """A list with one entry for each static step."""
-    run, count = StaticDecoding.run, []
-    monkeypatch.setattr(StaticDecoding, "run", lambda decoding, *args: count.append(1) or run(decoding, *args))
-    return count
+def static_decodings(noted):
+    return noted(StaticDecoding, "run")
 
 
-def prefilled_cache(model, side="left", lengths=LENGTHS):
-    _, ids, mask = padded_batch(lengths, side)
-    cache = FoldedCache(model.config)
-    with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
-    return cache
+def prefilled_cache(model, lengths=LENGTHS):
+    _, ids, mask = padded_batch(lengths, "left")
+    return model(ids.to(model.device), attention_mask=mask.to(model.device)).past_key_values
 
 
 def both(model):
@@ -62,68 +56,75 @@ def both(model):
     return model, static
 
 
-def assert_same_state(found, expected):
+def assert_same_state(found, expected, atol=1e-10, rtol=0):
     positions = expected.positions
     assert (found.positions.offsets, found.positions.segments) == (positions.offsets, positions.segments)
     assert found.num_columns == expected.num_columns and found.num_bytes == expected.num_bytes
-    torch.testing.assert_close(found.last_hidden_BD, expected.last_hidden_BD, atol=1e-10, rtol=0)
+    torch.testing.assert_close(found.last_hidden_BD, expected.last_hidden_BD, atol=atol, rtol=rtol)
     for name in BUFFERS:
-        of_layers = (torch.stack([getattr(layer, name) for layer in cache.layers]) for cache in (found, expected))
-        torch.testing.assert_close(*of_layers, atol=1e-10, rtol=0)
+        of_layers = ([getattr(layer, name) for layer in cache.layers] for cache in (found, expected))
+        torch.testing.assert_close(*of_layers, atol=atol, rtol=rtol)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"attn_implementation": "eager"},
-        {"memory_source": "layer_input"},
-        {"memory_share": [1.0, 0.0, 0.3]},
-        {"segment_length": 1},
-        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "bptt_segments": 1},
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
-    ],
-    ids=["plain", "eager", "layer_input", "shares", "segment 1", "other weights", "linear rope"],
-)
+def assert_same_steps(ordinary, static, lengths=LENGTHS, num_tokens=NUM_NEW, atol=1e-10, rtol=0):
+    """Logits and state after each new token; returns the cache of the static steps."""
+    ordinary_cache, static_cache = (prefilled_cache(model, lengths) for model in (ordinary, static))
+    for n in range(num_tokens):
+        ids = random_ids(len(lengths), 1, seed=n).to(ordinary.device)
+        expected = ordinary(ids, past_key_values=ordinary_cache).logits
+        torch.testing.assert_close(static(ids, past_key_values=static_cache).logits, expected, atol=atol, rtol=rtol)
+        assert_same_state(static_cache, ordinary_cache, atol, rtol)
+    return static_cache
+
+
+FIELDS = {
+    "plain": {},
+    "eager": {"attn_implementation": "eager"},
+    "layer_input": {"memory_source": "layer_input"},
+    "shares": {"memory_share": [1.0, 0.0, 0.3]},
+    "segment 1": {"segment_length": 1},
+    "other weights": {
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "bptt_segments": 1,
+    },
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize("lengths", [LENGTHS, [3, 3]], ids=str)
-@torch.no_grad()
 def test_static_steps_give_the_logits_and_state_of_ordinary_steps(fields, lengths, counts, static_decodings):
     """Rows have different offsets or the same offset, also at the start of a segment, with and without a memory."""
-    ordinary, static = both(tiny_model(**fields))
-    ordinary_cache, static_cache = prefilled_cache(ordinary, lengths=lengths), prefilled_cache(static, lengths=lengths)
-    for n in range(NUM_NEW):
-        ids = random_ids(len(lengths), 1, seed=n)
-        expected = ordinary(ids, past_key_values=ordinary_cache).logits
-        torch.testing.assert_close(static(ids, past_key_values=static_cache).logits, expected, atol=1e-10, rtol=0)
-        assert_same_state(static_cache, ordinary_cache)
+    assert_same_steps(*both(tiny_model(**fields)), lengths)
     assert len(static_decodings) == NUM_NEW
     assert counts in (None, {"warm_up": 1, "capture": 1, "replay": NUM_NEW - 1})
 
 
+OPTIONS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
+    "chunks": {"prefill_chunk_size": 4},
+}
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}, {"prefill_chunk_size": 4}],
-    ids=["greedy", "beams", "sampling", "chunks"],
-)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_generate_gives_the_same_tokens(side, options, counts, static_decodings):
     model = tiny_model()
     _, ids, mask = padded_batch(LENGTHS, side)
     outputs = []
     for each in both(model):
         torch.manual_seed(0)
-        outputs.append(
-            each.generate(
-                ids, attention_mask=mask, max_new_tokens=NUM_NEW, **{"do_sample": False, **options}, eos_token_id=7
-            )
-        )
+        outputs.append(generated(each, ids, attention_mask=mask, eos_token_id=7, **options))
     assert torch.equal(*outputs)
     assert len(static_decodings) >= NUM_NEW - 2
     if counts:
         assert (counts["replay"] > 0) == ("num_beams" not in options)
 
 
-@torch.no_grad()
 def test_static_steps_and_other_calls_alternate_on_one_cache(counts, static_decodings):
     """Texts of several tokens, padding, selected rows, gradients and inference mode continue from static steps."""
     ordinary, static = both(tiny_model())
@@ -140,8 +141,7 @@ def test_static_steps_and_other_calls_alternate_on_one_cache(counts, static_deco
                     for each, cache in ((ordinary, ordinary_cache), (static, static_cache))
                 ]
             torch.testing.assert_close(*logits, atol=1e-10, rtol=0)
-            with torch.no_grad():
-                assert_same_state(static_cache, ordinary_cache)
+            assert_same_state(static_cache, ordinary_cache)
         return len(static_decodings) - before
 
     assert call(1) == 3
@@ -172,7 +172,6 @@ def test_static_steps_and_other_calls_alternate_on_one_cache(counts, static_deco
     assert call(1) == 2  # buffers of inference mode can't be written outside it
 
 
-@torch.no_grad()
 def test_calls_that_are_no_static_step_run_as_ordinary_steps(static_decodings):
     _, model = both(tiny_model())
     cache_with_durations = FoldedCache(model.config)
@@ -189,7 +188,6 @@ def test_calls_that_are_no_static_step_run_as_ordinary_steps(static_decodings):
         model(random_ids(2, 1), past_key_values=prefilled_cache(model))
 
 
-@torch.no_grad()
 def test_settings_without_a_static_step_are_refused():
     _, model = both(tiny_model(attn_implementation="flex_attention"))
     with pytest.raises(ValueError, match=r"'flex_attention'.*set_attn_implementation"):
@@ -198,23 +196,22 @@ def test_settings_without_a_static_step_are_refused():
 
 @pytest.mark.parametrize("counts", ["recording"], indirect=True)
 @pytest.mark.parametrize("change", ["data", "in place", "attention", "module", "hook", "model", "nothing"])
-@torch.no_grad()
 def test_a_changed_model_is_captured_again(change, counts):
     ordinary, static = both(tiny_model())
     ordinary_cache, static_cache, ids, called = prefilled_cache(ordinary), prefilled_cache(static), random_ids(5, 1), []
     for n in range(9):
         if n == 4:
-            projection = ordinary.model.layers[1].self_attn.v_proj
+            attention = ordinary.model.layers[1].self_attn
             if change == "data":
-                projection.weight.data = projection.weight.data * 1.5
+                attention.v_proj.weight.data = attention.v_proj.weight.data * 1.5
             elif change == "in place":
-                projection.weight.mul_(1.5)
+                attention.v_proj.weight.mul_(1.5)
             elif change == "attention":
                 ordinary.set_attn_implementation("eager")
             elif change == "module":
-                ordinary.model.layers[1].self_attn.v_proj = copy.deepcopy(projection)
+                attention.v_proj = copy.deepcopy(attention.v_proj)
             elif change == "hook":
-                projection.register_forward_hook(lambda *_: called.append(1))
+                attention.v_proj.register_forward_hook(lambda *_: called.append(1))
             elif change == "model":
                 ordinary, static = both(tiny_model(seed=1))
         expected = ordinary(ids, past_key_values=ordinary_cache).logits
@@ -225,7 +222,6 @@ def test_a_changed_model_is_captured_again(change, counts):
     assert counts["capture"] == 1 + captured_again
 
 
-@torch.no_grad()
 def test_later_steps_do_not_overwrite_returned_logits(counts):
     _, model = both(tiny_model())
     cache = prefilled_cache(model)
@@ -240,7 +236,6 @@ def test_later_steps_do_not_overwrite_returned_logits(counts):
     ("implementation", "dtype", "tolerance"),
     [("sdpa", torch.float64, 1e-10), ("eager", torch.float64, 1e-10), ("auto", torch.bfloat16, 0.2)],
 )
-@torch.no_grad()
 def test_one_compiled_graph_serves_all_tokens(implementation, dtype, tolerance, monkeypatch):
     """There is no graph break and no second graph: the step depends on no number of the host or the device."""
     monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
@@ -264,12 +259,10 @@ def test_one_compiled_graph_serves_all_tokens(implementation, dtype, tolerance, 
         torch.compiler.reset()
 
 
-@torch.no_grad()
 def test_a_static_step_copies_only_its_tokens_to_the_device():
     """The meta device holds no numbers, so a call that reads one back fails."""
     _, model = both(on_meta())
-    cache = FoldedCache(model.config)
-    model(random_ids(2, 13).to("meta"), past_key_values=cache)
+    cache = model(random_ids(2, 13).to("meta")).past_key_values
     model(random_ids(2, 1).to("meta"), past_key_values=cache)
     for _ in range(12):  # across two segment borders
         ids = random_ids(2, 1)
@@ -279,35 +272,11 @@ def test_a_static_step_copies_only_its_tokens_to_the_device():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@torch.no_grad()
 def test_a_cuda_graph_gives_the_logits_of_ordinary_steps(implementation):
     ordinary, static = both(tiny_model(attn_implementation=implementation).to("cuda"))
-    caches = []
-    for model in (ordinary, static):
-        _, ids, mask = padded_batch(LENGTHS, "left")
-        caches.append(FoldedCache(model.config))
-        model(ids.to("cuda"), attention_mask=mask.to("cuda"), past_key_values=caches[-1])
-    for n in range(NUM_NEW):
-        ids = random_ids(5, 1, seed=n).to("cuda")
-        expected, found = (m(ids, past_key_values=c).logits for m, c in zip((ordinary, static), caches, strict=True))
-        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
-        assert_same_state(*caches)
-    assert caches[1].static_decoding.replay is not None
+    assert assert_same_steps(ordinary, static).static_decoding.replay is not None
 
 
-def assert_same_tokens(ordinary, static, num_tokens):
-    ordinary_cache, static_cache = prefilled_cache(ordinary), prefilled_cache(static)
-    for n in range(num_tokens):
-        ids = random_ids(5, 1, seed=n)
-        expected = ordinary(ids, past_key_values=ordinary_cache).logits
-        torch.testing.assert_close(static(ids, past_key_values=static_cache).logits, expected, atol=1e-4, rtol=1e-4)
-    positions = static_cache.positions
-    assert (positions.offsets, positions.segments) == (
-        ordinary_cache.positions.offsets, ordinary_cache.positions.segments
-    )  # fmt: skip
-
-
-@torch.no_grad()
 def test_a_compiled_step_is_the_one_that_runs(monkeypatch):
     compiled, options = [], []
 
@@ -319,7 +288,7 @@ def test_a_compiled_step_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(static_decoding, "_compiled_step", static_decoding._compiled_step.__wrapped__)
     ordinary, static = both(tiny_model(torch.float32))
     static.fixed_decoding = "compiled"
-    assert_same_tokens(ordinary, static, 3)
+    assert_same_steps(ordinary, static, num_tokens=3, atol=1e-4, rtol=1e-4)
     assert len(compiled) == 3 and options[0] == {"dynamic": False}
     cache = prefilled_cache(static)
     static(random_ids(5, 1), past_key_values=cache)
@@ -332,13 +301,12 @@ def test_a_compiled_step_is_the_one_that_runs(monkeypatch):
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_the_compiled_step_gives_the_same_tokens():
     """Over segment borders, rows at different offsets; a further cache compiles nothing anew."""
     ordinary, static = both(tiny_model(torch.float32))
     static.fixed_decoding = "compiled"
-    assert_same_tokens(ordinary, static, 12)
+    assert_same_steps(ordinary, static, num_tokens=12, atol=1e-4, rtol=1e-4)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs >= 1 and not torch._dynamo.utils.counters["graph_break"]
-    assert_same_tokens(ordinary, static, 3)
+    assert_same_steps(ordinary, static, num_tokens=3, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs

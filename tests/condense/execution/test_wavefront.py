@@ -2,27 +2,28 @@
 
 import copy
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from condense import CondenseForCausalLM, FoldedCache
 from condense.execution import stacking, wavefront
 from condense.layers import RMSNorm
-from condense.reference import reference_logits
 
+from ...refusals import assert_refused
 from ..models import (
     MEMORIES,
     assert_same_gradients,
+    expected_logits,
     gradients,
+    gradients_of,
+    logits_in_parts,
     random_durations,
     random_ids,
     reference_gradients,
     tiny_model,
-    weights,
+    torch_checkpoint,
 )
 
 LENGTHS = (3, 5, 10, 15, 23, 38)  # with segments of 5: no whole segment, one, several, more than layers
@@ -35,38 +36,23 @@ def with_wavefront(model: CondenseForCausalLM) -> CondenseForCausalLM:
     return copied
 
 
-@pytest.fixture
-def bands(monkeypatch):
-    """The (first, end) of every band of layers that runs."""
-    recorded = []
-    band = stacking.Stack.band
-
-    def recorded_band(self, first, end):
-        recorded.append((first, end))
-        return band(self, first, end)
-
-    monkeypatch.setattr(stacking.Stack, "band", recorded_band)
-    return recorded
+FIELDS = [
+    {},
+    {"memory_source": "layer_input"},
+    {"memory_share": 0.2},
+    {"memory_share": [1.0, 0.6, 0.3], "bptt_segments": 2},
+    {"memory_share": [0.3, 1.0, 1.0, 0.7], "num_hidden_layers": 4},
+    {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    {"num_hidden_layers": 1},
+    {"num_hidden_layers": 6, "num_key_value_heads": 4},
+    {"position_anchor": "start", "attn_implementation": "eager"},
+    {"bptt_segments": 1},
+    {"bptt_segments": 3, "num_hidden_layers": 5},
+]
 
 
 @pytest.mark.parametrize("durations", [False, True], ids=["unit", "durations"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"memory_source": "layer_input"},
-        {"memory_share": 0.2},
-        {"memory_share": [1.0, 0.6, 0.3], "bptt_segments": 2},
-        {"memory_share": [0.3, 1.0, 1.0, 0.7], "num_hidden_layers": 4},
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        {"num_hidden_layers": 1},
-        {"num_hidden_layers": 6, "num_key_value_heads": 4},
-        {"position_anchor": "start", "attn_implementation": "eager"},
-        {"bptt_segments": 1},
-        {"bptt_segments": 3, "num_hidden_layers": 5},
-    ],
-    ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()) or "plain",
-)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_logits_losses_and_gradients_equal_those_of_the_sequential_order(fields, durations):
     model = tiny_model(**fields)
     other = with_wavefront(model)
@@ -79,12 +65,10 @@ def test_logits_losses_and_gradients_equal_those_of_the_sequential_order(fields,
             for name in ("loss", "logits", "segment_losses"):
                 torch.testing.assert_close(two[name], one[name], atol=1e-10, rtol=1e-10, msg=f"{name}, {num_tokens}")
             assert two.segment_targets.tolist() == one.segment_targets.tolist()
-        found = []
         for trained, output in ((other, two), (model, one)):
             trained.zero_grad()
             output.loss.backward()
-            found.append((output.loss.detach(), {name: weight.grad for name, weight in trained.named_parameters()}))
-        assert_same_gradients(*found, 1e-10)
+        torch.testing.assert_close(gradients_of(other), gradients_of(model), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
@@ -92,32 +76,29 @@ def test_logits_and_gradients_follow_the_equations(memory):
     model = tiny_model(**memory)
     model.config.schedule = "wavefront"
     ids = random_ids(1, 38)
-    logits = model(ids, use_cache=False).logits
-    torch.testing.assert_close(logits[0], reference_logits(weights(model), model.config, ids[0]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected_logits(model, ids), atol=1e-5, rtol=1e-5)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids), 1e-5)
 
 
 @pytest.mark.parametrize(("segments", "layers"), [(1, 3), (2, 4), (4, 2), (7, 3), (3, 1)])
-def test_each_diagonal_is_one_band_and_each_cell_runs_once(bands, segments, layers):
-    model = tiny_model(num_hidden_layers=layers)
-    model.config.schedule = "wavefront"
+def test_each_diagonal_is_one_band_and_each_cell_runs_once(noted, segments, layers):
+    model, bands = tiny_model(num_hidden_layers=layers, schedule="wavefront"), noted(stacking.Stack, "band")
     model(random_ids(1, 5 * segments), use_cache=False)
     assert len(bands) == segments + layers - 1
-    cells = Counter(layer for first, end in bands for layer in range(first, end))
+    cells = Counter(layer for band in bands for layer in range(*band.arguments[1:]))
     assert cells == dict.fromkeys(range(layers), segments)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @torch.no_grad()
 def test_every_attention_implementation_gives_the_same_logits(implementation):
-    model = tiny_model(torch.float32, attn_implementation=implementation)
-    ids = random_ids(2, 18)
+    model, ids = tiny_model(torch.float32, attn_implementation=implementation), random_ids(2, 18)
     torch.testing.assert_close(with_wavefront(model)(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("segments", [None, 2, 3, 100])
 @pytest.mark.parametrize("bptt_segments", [None, 2])
-def test_gradients_of_padded_batches_with_checkpointing(segments, bptt_segments, bands):
+def test_gradients_of_padded_batches_with_checkpointing(segments, bptt_segments):
     """Rows have 4, 8 and 2 segments and begin at different columns: waves have three rows, then two, then one."""
     model = tiny_model(bptt_segments=bptt_segments)
     other = with_wavefront(model)
@@ -130,8 +111,7 @@ def test_gradients_of_padded_batches_with_checkpointing(segments, bptt_segments,
         if segments:
             m.gradient_checkpointing_enable({"use_reentrant": False, "checkpoint_segments": segments})
         m(ids, attention_mask=mask, labels=labels).loss.backward()
-    for (name, expected), actual in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, expected.grad, atol=1e-10, rtol=1e-10, msg=name)
+    torch.testing.assert_close(gradients_of(other), gradients_of(model), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("durations", [False, True], ids=["unit", "durations"])
@@ -149,10 +129,9 @@ def test_the_state_across_calls_equals_that_of_the_sequential_order(durations):
         actual = other(ids[:, part], past_key_values=two, **inputs).logits
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
         start += size
-        seen = slice(0, 5 + one.positions.offsets[0])
-        for a, b in zip(one.layers, two.layers, strict=True):
-            torch.testing.assert_close(b.keys[:, :, seen], a.keys[:, :, seen], atol=1e-10, rtol=1e-10)
-            torch.testing.assert_close(b.values[:, :, seen], a.values[:, :, seen], atol=1e-10, rtol=1e-10)
+        seen = 5 + one.positions.offsets[0]
+        states = [[(each.keys[:, :, :seen], each.values[:, :, :seen]) for each in cache.layers] for cache in (one, two)]
+        torch.testing.assert_close(*states, atol=1e-10, rtol=1e-10)
         assert two.num_bytes == one.num_bytes and two.positions.segments == one.positions.segments
     assert start == 90
 
@@ -167,23 +146,17 @@ def test_generation_after_padded_prompts_gives_the_same_tokens():
 
 
 def test_gradients_through_the_cache_are_the_same():
-    model = tiny_model()
-    other, ids, results = with_wavefront(model), random_ids(1, 40), []
-    for m in (model, other):
-        cache = FoldedCache(m.config)
-        parts = [m(part, past_key_values=cache).logits for part in ids.split(20, dim=1)]
-        torch.cat(parts, dim=1).square().sum().backward()
-        results.append([parameter.grad for parameter in m.parameters()])
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(two, one, atol=1e-8, rtol=1e-8)
+    model, results = tiny_model(), []
+    for each in (model, with_wavefront(model)):
+        logits_in_parts(each, random_ids(1, 40), [20, 20])[0].square().sum().backward()
+        results.append(gradients_of(each))
+    torch.testing.assert_close(*results, atol=1e-8, rtol=1e-8)
 
 
 def test_the_bfloat16_error_is_that_of_the_sequential_order():
-    model = tiny_model(torch.bfloat16, hidden_size=32, initializer_range=0.1)
-    ids = random_ids(2, 40)
+    model, ids = tiny_model(torch.bfloat16, hidden_size=32, initializer_range=0.1), random_ids(2, 40)
     one, two = gradients(model, ids), gradients(with_wavefront(model), ids)
-    exact = gradients(model.double(), ids)
-    for name, gradient in exact[1].items():
+    for name, gradient in gradients(model.double(), ids)[1].items():
         errors = [(found[1][name].double() - gradient).norm() / gradient.norm() for found in (one, two)]
         assert errors[1] < 1.5 * errors[0] + 0.01, name
 
@@ -200,8 +173,7 @@ def test_a_compiled_model_has_the_same_gradients(backend):
     model.zero_grad()
     loss = compiled(ids, labels=ids).loss
     loss.backward()
-    found = loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert_same_gradients(found, expected, 1e-4)
+    assert_same_gradients((loss.detach(), gradients_of(model)), expected, 1e-4)
     torch._dynamo.reset()
 
 
@@ -232,8 +204,7 @@ def test_the_cache_of_an_interrupted_wave_is_refused(monkeypatch):
         patch.setattr(type(model.model.norm), "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="was interrupted.*reset"):
-        model(ids, past_key_values=cache)
+    assert_refused("was interrupted.*reset", model, ids, past_key_values=cache)
     cache.reset()
     expected = tiny_model(schedule="sequential")(ids).logits
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, atol=1e-10, rtol=1e-10)
@@ -242,8 +213,7 @@ def test_the_cache_of_an_interrupted_wave_is_refused(monkeypatch):
 def test_an_unknown_schedule_is_refused():
     model = tiny_model()
     model.config.schedule = "wave"
-    with pytest.raises(ValueError, match="schedule='wave' is not known"):
-        model(random_ids(1, 5))
+    assert_refused("schedule='wave' is not known", model, random_ids(1, 5))
 
 
 def test_dropout_changes_the_loss_in_training():
@@ -255,25 +225,24 @@ def test_dropout_changes_the_loss_in_training():
 
 
 def test_checkpointing_repeats_dropout():
-    model, results = with_wavefront(tiny_model(attention_dropout=0.3)), []
-    for checkpointing in (False, True):
-        if checkpointing:  # one group: the order of the cells, and of their random numbers, is that without
-            options = {"use_reentrant": False, "checkpoint_segments": 8}
-            model._set_gradient_checkpointing(True, partial(checkpoint, **options))
-        torch.manual_seed(0)
-        results.append(gradients(model, random_ids(1, 40)))
-    assert_same_gradients(results[1], results[0], 1e-12)
+    model = with_wavefront(tiny_model(attention_dropout=0.3))
+    torch.manual_seed(0)
+    expected = gradients(model, random_ids(1, 40))
+    # One group: the order of the cells, and of their random numbers, is that without.
+    model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=8))
+    torch.manual_seed(0)
+    assert_same_gradients(gradients(model, random_ids(1, 40)), expected, 1e-12)
 
 
 def test_a_diagonal_sees_the_first_segment_without_a_memory(monkeypatch):
     model = tiny_model()
     seen, band_metadata = [], wavefront.band_metadata
 
-    def recorded_metadata(in_flight, num_with_memory):
-        seen.append((len(in_flight), num_with_memory))
+    def recorded(in_flight, num_with_memory):
+        seen.append((len(in_flight), num_with_memory))  # now: the list changes
         return band_metadata(in_flight, num_with_memory)
 
-    monkeypatch.setattr(wavefront, "band_metadata", recorded_metadata)
+    monkeypatch.setattr(wavefront, "band_metadata", recorded)
     with_wavefront(model)(random_ids(1, 25), use_cache=False)
     # 5 segments, 3 layers: the first segment of the text has no memory.
     assert seen == [(1, 0), (2, 1), (3, 2), (3, 3), (3, 3), (2, 2), (1, 1)]

@@ -53,15 +53,3 @@ def _second(function, inputs, settings):
 
 def _outputs(result):
     return result if isinstance(result, tuple) else (result,)
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory that a kernel gets for its results is not zero by chance, but not a number."""
-    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
-
-    def fill(tensor):
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: fill(new_empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: fill(empty_like(*args, **kwargs)))

@@ -10,7 +10,6 @@ from condense.kernels import rms_norm, rotary
 
 from ..execution.graphed import LENGTH, trained, uses
 from ..models import assert_same_gradients, gradients, random_ids, tiny_model
-from .checks import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SEGMENT = 5
@@ -33,34 +32,23 @@ def without_graphs(monkeypatch):
     monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", graphs)
 
 
-@pytest.fixture
-def joined(monkeypatch):
-    """The widths of rows that were joined, and whether they had to be copied."""
-    found, find = [], static_sums._joined
-
-    def recorded(parts):
-        result = find(parts)
-        found.append((result.shape[1], len(parts), result.data_ptr() != parts[0].data_ptr()))
-        return result
-
-    monkeypatch.setattr(static_sums, "_joined", recorded)
-    return found
-
-
 @pytest.mark.parametrize("is_wave", [False, True], ids=["in order", "in a wave"])
 @pytest.mark.parametrize(("batch", "group", "waiting"), [(1, None, 2), (1, 2, 3), (1, 8, 3), (3, 8, 2), (1, 8, 100)])
-def test_gradients(batch, group, waiting, is_wave, joined, monkeypatch):
+def test_gradients(batch, group, waiting, is_wave, noted, monkeypatch):
     monkeypatch.setattr(static_sums, "TOKENS", waiting * batch * SEGMENT)
     monkeypatch.setattr(captured_groups, "WAVE_TOKENS", 1000 if is_wave else 1)
     for module in (rms_norm, rotary):  # the interpreter is slow
         monkeypatch.setattr(module, "uses_kernels", lambda tensor: False)
     ids = random_ids(batch, LENGTH)
     model = uses(trained(group, dtype=torch.float32), ids, times=1)
-    joined.clear()
+    joined = noted(static_sums, "_joined")
     found = gradients(model, ids)
     assert_same_gradients(found, gradients(tiny_model(torch.float32, schedule="sequential"), ids), 2e-5)
-    width = model.config.intermediate_size
-    of_mlp = [copied for one_width, num_parts, copied in joined if one_width == width and num_parts > 1]
+    of_mlp = [
+        result.data_ptr() != parts[0].data_ptr()
+        for (parts,), _, result in joined
+        if result.shape[1] == model.config.intermediate_size and len(parts) > 1
+    ]
     assert of_mlp and any(of_mlp) == (batch > 1 and is_wave), "texts of a wave have no constant distance"
 
 

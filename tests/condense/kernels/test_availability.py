@@ -1,18 +1,15 @@
 import sys
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from condense.kernels import availability
 from condense.kernels.availability import uses_kernels
 from condense.kernels.swiglu import silu_product
 
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
+from ..models import Operations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,11 +32,8 @@ def test_without_the_interpreter(monkeypatch):
 def test_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setitem(sys.modules, "triton.language", None)
-    availability.has_triton.cache_clear()
-    try:
-        assert not uses_kernels(torch.ones(2))
-    finally:
-        availability.has_triton.cache_clear()
+    monkeypatch.setattr(availability, "has_triton", availability.has_triton.__wrapped__)
+    assert not uses_kernels(torch.ones(2))
 
 
 @pytest.mark.parametrize(("has_triton", "capability", "said"), [(False, (9, 0), "imported"), (True, (7, 5), "too old")])
@@ -47,11 +41,8 @@ def test_says_why_once(has_triton, capability, said, monkeypatch, caplog):
     monkeypatch.setattr(availability, "has_triton", lambda: has_triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
-    availability._is_supported.cache_clear()
-    try:
-        assert not availability._is_supported(0) and not availability._is_supported(0)
-    finally:
-        availability._is_supported.cache_clear()
+    monkeypatch.setattr(availability, "_is_supported", cache(availability._is_supported.__wrapped__))
+    assert not availability._is_supported(0) and not availability._is_supported(0)
     assert len(caplog.messages) == 1 and said in caplog.text
 
 
@@ -63,7 +54,7 @@ def test_says_once_that_a_dtype_has_no_kernels(caplog):
 
 
 def test_watched():
-    with Watching():
+    with Operations():
         assert not uses_kernels(torch.ones(2))
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from condense.kernels import cross_entropy
 from condense.kernels.cross_entropy import cross_entropy_and_gradient, plain_cross_entropy_and_gradient
 
-from .checks import assert_near, dtypes, poisoned, random  # noqa: F401
+from .checks import assert_near, dtypes, random
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -4,12 +4,7 @@ import torch
 from condense.kernels import rotary
 from condense.kernels.rotary import plain_rotate, rotate
 
-from .checks import (
-    assert_same_function,
-    assert_same_second_derivatives,
-    poisoned,  # noqa: F401
-    random,
-)
+from .checks import assert_same_function, assert_same_second_derivatives, random
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -36,8 +31,11 @@ def tables_of(rows, size, dtype=torch.float32):
     return random(rows, 1, WIDTH, size, seed=1, dtype=dtype), random(rows, 1, WIDTH, size, seed=2, dtype=dtype)
 
 
-def exact(tables):
-    return tuple(table.double() for table in tables)
+def both(tables, transposed=False):
+    """The kernel and the plain form, of queries in the order of their axes, or as projections lay them out."""
+    exact = tuple(table.double() for table in tables)
+    ordered = (lambda tensor: tensor.transpose(1, 2)) if transposed else (lambda tensor: tensor)
+    return lambda tensor: rotate(ordered(tensor), tables), lambda tensor: plain_rotate(ordered(tensor), exact)
 
 
 @sizes
@@ -53,18 +51,9 @@ def test_bfloat16():
 
 
 def check_rotation(rows, size, dtype):
-    """Of queries in the order of their axes, and as projections lay them out."""
     tables = tables_of(rows, size, dtype)
-    assert_same_function(
-        lambda tensor: rotate(tensor, tables),
-        lambda tensor: plain_rotate(tensor, exact(tables)),
-        [random(ROWS, HEADS, WIDTH, size, dtype=dtype)],
-    )
-    assert_same_function(
-        lambda tensor: rotate(tensor.transpose(1, 2), tables),
-        lambda tensor: plain_rotate(tensor.transpose(1, 2), exact(tables)),
-        [random(ROWS, WIDTH, HEADS, size, dtype=dtype)],
-    )
+    assert_same_function(*both(tables), [random(ROWS, HEADS, WIDTH, size, dtype=dtype)])
+    assert_same_function(*both(tables, transposed=True), [random(ROWS, WIDTH, HEADS, size, dtype=dtype)])
 
 
 @pytest.mark.usefixtures("only_the_kernel")
@@ -78,10 +67,7 @@ def test_layout():
 
 
 def test_second_derivatives():
-    tables, tensor = tables_of(ROWS, 6), random(ROWS, HEADS, WIDTH, 6)
-    assert_same_second_derivatives(
-        lambda tensor: rotate(tensor, tables), lambda tensor: plain_rotate(tensor, exact(tables)), [tensor]
-    )
+    assert_same_second_derivatives(*both(tables_of(ROWS, 6)), [random(ROWS, HEADS, WIDTH, 6)])
 
 
 def test_tables_with_gradients():

@@ -19,19 +19,19 @@ from condense.eval.ingredients.positions import PositionsForCausalLM
 from condense.eval.ingredients.study import FIGURES, FRACTIONS, WHOLE, Ingredients, Trained
 from condense.eval.runner import run
 
+from ..studies import run_study, stored_tables
+
 SMALL = {"records": 2, "questions": 200, "segment_length": 8, "width": 16, "batch": 4, "steps": 8, "seeds": 1}
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     output = tmp_path_factory.mktemp("ingredients")
-    options = IngredientOptions(**SMALL)
+    task = Ingredients(IngredientOptions(**SMALL), output)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TENSORBOARD_LOGGING_DIR", "unused")  # and unset afterwards
         # A model of a few steps answers anything: its figures count here all the same.
         patch.setattr("condense.eval.ingredients.study.answers", lambda found: True)
-        results = run(Ingredients(options, output), output)
-    return options, output, results
+        return task, output, run_study(task, output)
 
 
 def flattened(value, name=""):
@@ -49,8 +49,7 @@ def changed(one, other):
 
 
 def recipes(compared):
-    options, output, _ = compared
-    return {ingredient: Ingredients(options, output).recipe(Trained(ingredient, 0)) for ingredient in INGREDIENTS}
+    return {ingredient: compared[0].recipe(Trained(ingredient, 0)) for ingredient in INGREDIENTS}
 
 
 def test_twins_differ_in_one_thing(compared):
@@ -83,29 +82,20 @@ def test_twins_differ_in_one_thing(compared):
 def test_first_weights_are_alike(compared):
     starts = {name: load_file(f"{recipe.model.source}/model.safetensors") for name, recipe in recipes(compared).items()}
     for name in ("learned", "no_positions"):
-        others = set(starts[name]) - set(starts["rotary"])
-        assert others == ({"model.wpe.weight"} if name == "learned" else set())
+        assert set(starts[name]) - set(starts["rotary"]) == ({"model.wpe.weight"} if name == "learned" else set())
         assert all(torch.equal(starts[name][weight], value) for weight, value in starts["rotary"].items())
-    layers = {
-        name: len({weight.split(".")[2] for weight in start if ".layers." in weight}) for name, start in starts.items()
-    }
-    assert (layers["one_layer"], layers["rotary"], layers["four_layers"], layers["folded"]) == (1, 2, 4, 2)
+    for name, number in {"one_layer": 1, "rotary": 2, "four_layers": 4, "folded": 2}.items():
+        assert len({weight.split(".")[2] for weight in starts[name] if ".layers." in weight}) == number
 
 
 def test_models_are_of_their_kind(compared):
-    options, output, results = compared
-    task = Ingredients(options, output)
+    task, _, results = compared
     models = {name: task.load(Trained(name, 0)) for name in INGREDIENTS}
-    assert [isinstance(model, CondenseForCausalLM) for model in models.values()] == [
-        name in ("folded", "jitter") for name in INGREDIENTS
-    ]
-    assert [name for name, model in models.items() if isinstance(model, PositionsForCausalLM)] == [
-        "learned",
-        "no_positions",
-    ]
-    assert {model["ingredient"]: model["parameters"] for model in results["models"]} == {
-        name: model.num_parameters() for name, model in models.items()
-    }
+    assert {name for name, model in models.items() if isinstance(model, CondenseForCausalLM)} == {"folded", "jitter"}
+    with_positions = {name for name, model in models.items() if isinstance(model, PositionsForCausalLM)}
+    assert with_positions == {"learned", "no_positions"}
+    sizes = {name: model.num_parameters() for name, model in models.items()}
+    assert {model["ingredient"]: model["parameters"] for model in results["models"]} == sizes
     jittered, folded = (dict(models[name].named_parameters()) for name in ("jitter", "folded"))
     assert any(not torch.equal(weight, folded[name]) for name, weight in jittered.items())
 
@@ -113,11 +103,10 @@ def test_models_are_of_their_kind(compared):
 @pytest.mark.parametrize("ingredient", ["learned", "folded"])
 def test_figures_are_those_of_the_probes(compared, ingredient):
     """Of the probes' own run on the trained model."""
-    options, output, results = compared
-    recipe = Ingredients(options, output).recipe(Trained(ingredient, 0))
+    task, _, results = compared
     found = next(model for model in results["models"] if model["ingredient"] == ingredient)
-    lm = ContinuousLM(Ingredients(options, output).load(Trained(ingredient, 0)), "end")
-    reader = Reader(lm, AutoTokenizer.from_pretrained(recipe.output))
+    lm = ContinuousLM(task.load(Trained(ingredient, 0)), "end")
+    reader = Reader(lm, AutoTokenizer.from_pretrained(task.recipe(Trained(ingredient, 0)).output))
     for name in ("counting", "sums"):
         probe = probes.PROBES[name]
         items = [item for item in probe.prompts(ProbeOptions(models=[], limit=2)) if item.group == "set"]
@@ -140,26 +129,21 @@ def test_differences_from_the_twin(compared):
             assert model["more"][name] == expected
 
 
-@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.usefixtures("without_pictures", "nothing_is_trained")
 def test_files(compared, monkeypatch):
-    options, output, results = compared
-    for ending in ("json", "csv", "png", "svg"):
-        assert (output / f"ingredients.{ending}").stat().st_size > 100
-    figures, more = Ingredients.tables(json.loads((output / "ingredients.json").read_text()))
-    assert len(figures.rows) == len(INGREDIENTS) and len(more.rows) == len(INGREDIENTS) - 1
-    assert all(len(row) == len(table.columns) for table in (figures, more) for row in table.rows)
-    lines = list(csv.DictReader((output / "ingredients.csv").open()))
+    task, output, results = compared
+    assert [len(table.rows) for table in stored_tables(Ingredients, output)] == [len(INGREDIENTS), len(INGREDIENTS) - 1]
+    lines = csv.DictReader((output / "ingredients.csv").open())
     assert [line["ingredient"] for line in lines] == list(INGREDIENTS)
-    monkeypatch.setattr("condense.eval.study.study.train_alone", pytest.fail)
     monkeypatch.setattr("condense.eval.ingredients.study.answers", lambda found: True)
-    assert run(Ingredients(options, output), output)["models"] == results["models"]
+    assert run(Ingredients(task.options, output), output)["models"] == results["models"]
 
 
+@pytest.mark.usefixtures("nothing_is_trained")
 def test_a_model_that_does_not_answer_has_no_figures(compared, monkeypatch):
-    options, output, _ = compared
+    task, output, _ = compared
     monkeypatch.setattr("condense.eval.ingredients.study.answers", lambda found: False)
-    monkeypatch.setattr("condense.eval.study.study.train_alone", pytest.fail)
-    found = run(Ingredients(options, output), output)
+    found = run(Ingredients(task.options, output), output)
     for model in found["models"]:
         assert all((value is None) == (name in FRACTIONS) for name, value in model["figures"].items())
     figures, more = Ingredients.tables(found)
@@ -169,8 +153,7 @@ def test_a_model_that_does_not_answer_has_no_figures(compared, monkeypatch):
 
 def test_questions(compared):
     """To count and to add by turns; every word known, and no text longer than a text in training."""
-    options, output, _ = compared
-    task = Ingredients(options, output)
+    task, _, _ = compared
     questions = [json.loads(line) for line in task.questions(0).read_text().splitlines()]
     assert len(questions) == 200
     assert all(("How many" in q["prompt"] or "how many" in q["prompt"]) and '"' in q["prompt"] for q in questions[::2])

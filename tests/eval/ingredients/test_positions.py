@@ -7,6 +7,8 @@ from condense.continuity import ContinuousLM, Sentence
 from condense.eval.ingredients.positions import PositionsForCausalLM, without_rotary
 from tests.eval.continuity.models import llama
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 TABLE = 16
 
 
@@ -31,8 +33,10 @@ def unrotated(stock, embeddings_BND, mask=None):
     return stock(inputs_embeds=embeddings_BND, position_ids=zeros, attention_mask=mask, use_cache=False).logits
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("num_positions", [None, TABLE])
+with_and_without = pytest.mark.parametrize("num_positions", [None, TABLE])
+
+
+@with_and_without
 def test_logits(stock, num_positions):
     model, ids_BN = twin(stock, num_positions), ids()
     embeddings_BND = stock.get_input_embeddings()(ids_BN)
@@ -43,8 +47,7 @@ def test_logits(stock, num_positions):
     assert not torch.allclose(found, stock(ids_BN).logits, atol=1e-3)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("num_positions", [None, TABLE])
+@with_and_without
 def test_token_by_token(stock, num_positions):
     model, ids_BN = twin(stock, num_positions), ids()
     whole, cache = model(ids_BN).logits, None
@@ -54,31 +57,23 @@ def test_token_by_token(stock, num_positions):
         assert torch.allclose(output.logits[:, 0], whole[:, token], atol=1e-12)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("num_positions", [None, TABLE])
+@with_and_without
 def test_fractions_of_tokens(stock, num_positions):
     """Weights are logarithms of durations in the mask; rows of the table are those between two positions."""
     model, (ids_N,) = twin(stock, num_positions), ids(rows=1)
-    sentence = Sentence(ids_N).shrink([3, 4], 0.25)
-    found = ContinuousLM(model, "end").logits(sentence)
+    found = ContinuousLM(model, "end").logits(Sentence(ids_N).shrink([3, 4], 0.25))
     positions = [0, 1, 2, 2.25, 2.5, 3.5, 4.5, 5.5, 6.5]
     embeddings_ND = stock.get_input_embeddings()(ids_N)
     if num_positions:
-        table = model.model.wpe.weight
-        embeddings_ND = torch.stack(
-            [
-                embedding + (1 - position % 1) * table[int(position)] + position % 1 * table[int(position) + 1]
-                for embedding, position in zip(embeddings_ND, positions, strict=True)
-            ]
-        )
+        table, positions_N = model.model.wpe.weight, torch.tensor(positions, dtype=torch.float64)
+        below_N, part_N1 = positions_N.long(), (positions_N % 1)[:, None]
+        embeddings_ND = embeddings_ND + (1 - part_N1) * table[below_N] + part_N1 * table[below_N + 1]
     durations_N = torch.ones(len(ids_N), dtype=torch.float64)
     durations_N[[3, 4]] = 0.25
     mask_NN = durations_N.log().expand(len(ids_N), -1).masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
-    expected = unrotated(stock, embeddings_ND[None], mask_NN[None, None])[0]
-    assert torch.allclose(found, expected, atol=1e-10)
+    assert torch.allclose(found, unrotated(stock, embeddings_ND[None], mask_NN[None, None])[0], atol=1e-10)
 
 
-@torch.no_grad()
 def test_without_positions_the_order_of_a_bag_is_unknown(stock):
     """One layer sees the tokens before as a set."""
     model = twin(llama(range(40), layers=1).double(), None)
@@ -92,5 +87,4 @@ def test_saved_and_loaded(stock, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = PositionsForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert loaded.config.learned_positions and len(loaded.model.wpe.weight) == TABLE
-    with torch.no_grad():
-        assert torch.allclose(model(ids()).logits, loaded(ids()).logits, atol=1e-12)
+    assert torch.allclose(model(ids()).logits, loaded(ids()).logits, atol=1e-12)

@@ -39,24 +39,20 @@ from scripts.benchmarks.gpu.sizes import REHEARSAL
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
 
-def test_the_rule_of_auto_gives_the_stored_table(capsys):
-    schedule_rule.main()
-    assert capsys.readouterr().out == (RESULTS / "schedules" / "rule.txt").read_text()
-
-
-def test_estimates_beside_a_gpu_are_the_stored_ones(capsys):
-    gpu_memory.main()
+@pytest.mark.parametrize(
+    ("study", "stored"),
+    [(schedule_rule, "schedules/rule.txt"), (gpu_memory, "gpu/memory.txt"), (gpu_launches, "gpu/launches.txt")],
+    ids=["rule of auto", "estimates beside a GPU", "launches on a GPU"],
+)
+def test_what_is_computed_is_what_is_stored(study, stored, capsys):
+    study.main()
     printed = capsys.readouterr().out
-    assert printed == (RESULTS / "gpu" / "memory.txt").read_text()
-    stock = [line for line in printed.splitlines() if "stock sdpa" in line]
-    assert len(stock) == 22 and all(0.99 < float(line.split()[-1]) < 1.003 for line in stock)
-
-
-def test_launches_on_a_gpu_are_the_stored_ones(capsys):
-    gpu_launches.main()
-    printed = capsys.readouterr().out
-    assert printed == (RESULTS / "gpu" / "launches.txt").read_text()
-    assert len(printed.splitlines()) == 2 + 8  # both orders at four lengths
+    assert printed == (RESULTS / stored).read_text()
+    lines = printed.splitlines()
+    stock = [line for line in lines if "stock sdpa" in line]
+    assert len(stock) == (22 if study is gpu_memory else 0)
+    assert all(0.99 < float(line.split()[-1]) < 1.003 for line in stock)
+    assert study is not gpu_launches or len(lines) == 2 + 8  # both orders at four lengths
 
 
 def test_the_busy_time_of_a_device_counts_overlapping_kernels_once():
@@ -116,16 +112,12 @@ def test_what_needs_a_gpu(study):
 def test_peers_on_a_cpu():
     """The stock and the folded model at tiny sizes: Liger's kernels need a GPU."""
     points = gpu_peers.measure_all({"tiny": (REHEARSAL, 32)}, "cpu", ("stock", "folded"))
-    assert [(point["row"], point["kind"]) for point in points] == [
-        ("tiny", "stock"), ("tiny, checkpointing", "stock"), ("tiny", "folded"), ("tiny, checkpointing", "folded"),
-    ]  # fmt: skip
+    names, kinds = ("tiny", "tiny, checkpointing"), ("stock", "folded")
+    assert [(one["row"], one["kind"]) for one in points] == [(name, kind) for kind in kinds for name in names]
     rows = gpu_peers.table(points).rows
-    assert [one[:2] for one in rows] == [
-        ["tiny", "stock"], ["tiny", "folded"], ["tiny, checkpointing", "stock"], ["tiny, checkpointing", "folded"],
-    ]  # fmt: skip
-    assert rows[0][-1] == "1.00" and float(rows[1][-1]) == pytest.approx(
-        points[2]["seconds"] / points[0]["seconds"], abs=0.01
-    )
+    assert [one[:2] for one in rows] == [[name, kind] for name in names for kind in kinds]
+    ratio = points[2]["seconds"] / points[0]["seconds"]
+    assert rows[0][-1] == "1.00" and float(rows[1][-1]) == pytest.approx(ratio, abs=0.01)
 
 
 def test_counted_costs_are_the_stored_ones(capsys):
@@ -144,8 +136,7 @@ def test_counted_costs_are_the_stored_ones(capsys):
 def test_implementations_of_a_case_agree(mode):
     tensors, visibility = attention.case_of("stories", 32, mode, torch.float64)
     sdpa, blocked, eager = (attention.attend(name, tensors, visibility) for name in attention.NAMES)
-    torch.testing.assert_close(sdpa, eager)
-    torch.testing.assert_close(blocked, eager)
+    torch.testing.assert_close([sdpa, blocked], [eager, eager])
     attention.run("sdpa", tensors, visibility)
     assert all(tensor.requires_grad == (mode in ("training", "durations")) for tensor in tensors)
 
@@ -160,21 +151,15 @@ def test_alternatives_are_one_attention(monkeypatch):
 
 def test_floors_are_timed():
     for kind, tokens in (("folded", 256), ("stock", 16)):
-        for seconds in (
-            training_floor.product_seconds(kind, tokens, torch.float32, repeats=1),
-            training_floor.attention_seconds(kind, tokens, torch.float32, repeats=1),
-        ):
-            assert min(seconds) > 0
+        for seconds in (training_floor.product_seconds, training_floor.attention_seconds):
+            assert min(seconds(kind, tokens, torch.float32, repeats=1)) > 0
 
 
 def test_floors_of_a_step_are_sums(monkeypatch):
     """Of 1,024 tokens: four segments, of which one has no memory and one writes none, against one text."""
     attention = {("stock", 1024): (10.0, 20.0), ("stock", 256): (1.0, 2.0), ("folded", 256): (3.0, 5.0)}
-    monkeypatch.setattr(
-        training_floor,
-        "attention_seconds",
-        lambda kind, tokens, dtype: training_floor.Seconds(*attention[kind, tokens]),
-    )
+    of_attention = lambda kind, tokens, dtype: training_floor.Seconds(*attention[kind, tokens])  # noqa: E731
+    monkeypatch.setattr(training_floor, "attention_seconds", of_attention)
     monkeypatch.setattr(training_floor, "product_seconds", lambda *_: training_floor.Seconds(1.0, 2.0))
     weights, head = 4 * 512 * (2 * 32 * 64 + 2 * 8 * 64 + 3 * 8192), 8192 * 512
     products, seconds, again = training_floor.step_seconds("stock", 1024, torch.float32)
@@ -189,17 +174,12 @@ def test_floors_of_a_step_are_sums(monkeypatch):
 def test_groups_of_checkpointing_are_timed(monkeypatch):
     shape = table_1() | {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 2}
-    built = checkpoint_groups.models(shape, 4, torch.float32)
-    ran = []
+    built, ran = checkpoint_groups.models(shape, 4, torch.float32), []
 
     def recorded(model, ids_BN):
         step = training_step(model, ids_BN)
-
-        def call():
-            ran.append((model.is_gradient_checkpointing, getattr(model.base_model, "checkpoint_segments", None)))
-            step()
-
-        return call
+        groups = lambda: getattr(model.base_model, "checkpoint_segments", None)  # noqa: E731
+        return lambda: (ran.append((model.is_gradient_checkpointing, groups())), step())
 
     monkeypatch.setattr(checkpoint_groups, "training_step", recorded)
     figures = checkpoint_groups.row(built, 4, 10, (1, 2, 4), torch.float32, repeats=1)
@@ -223,8 +203,8 @@ def test_short_and_padded_texts_are_timed():
     lengths = [40, 70]
     positions_1N = torch.cat([torch.arange(length) for length in lengths])[None]
     packed_1ND = short_texts.hidden(folded, torch.arange(110)[None], position_ids=positions_1N)
-    for ids_1N, found_ND in zip(torch.arange(110)[None].split(lengths, 1), packed_1ND[0].split(lengths), strict=True):
-        torch.testing.assert_close(found_ND, short_texts.hidden(folded, ids_1N)[0])
+    alone_1ND = [short_texts.hidden(folded, ids_1N) for ids_1N in torch.arange(110)[None].split(lengths, 1)]
+    torch.testing.assert_close(packed_1ND, torch.cat(alone_1ND, dim=1))
     assert len(short_texts.padded(shape, [40, 70], 1)) == 8
 
 
@@ -250,10 +230,9 @@ def test_the_operations_of_a_diagonal_are_those_of_the_layers():
         ):  # fmt: skip
             linear.weight.copy_(weights[number].T)
         memory = Memory(*[diagonal.memory_MHTE[number][None]] * 2)
-        output_RTD, (key_RGTE, value_RGTE) = layer(diagonal.hidden_MTD[number][None], memory, metadata)
-        torch.testing.assert_close(output_MTD[number][None], output_RTD, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(key_MHTE[number][None], key_RGTE, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(value_MHTE[number][None], value_RGTE, atol=1e-5, rtol=1e-4)
+        output_RTD, new_memory = layer(diagonal.hidden_MTD[number][None], memory, metadata)
+        found = [one_M[number][None] for one_M in (output_MTD, key_MHTE, value_MHTE)]
+        torch.testing.assert_close(found, [output_RTD, *new_memory], atol=1e-5, rtol=1e-4)
 
 
 def test_diagonals_are_timed(monkeypatch):

@@ -35,3 +35,15 @@ def save_chat_model(folder, texts, seed=1, segment_length=16):
     CondenseForCausalLM.from_pretrained(folder, segment_length=segment_length).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def greedy(model, ids, ends, num_new):
+    """The tokens up to the first of `ends`, reading the whole text again for every one."""
+    written = []
+    while len(written) < num_new:
+        with torch.no_grad():
+            token = int(model(torch.tensor([ids + written]), use_cache=False).logits[0, -1].argmax())
+        if token in ends:
+            break
+        written.append(token)
+    return written

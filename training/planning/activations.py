@@ -253,18 +253,25 @@ def summed_gradients(
     largest, tied = max(numels), config.tie_word_embeddings
     if segments > 1 and at_once:
         # The backward pass begins with the sum of the head's gradients, and its product with the gradient of the loss.
-        # In its last segment the sums of all layers exist. At the end their gradients do, with the head's and the
-        # embedding's, and with the sum of the last two or the embedding's own.
+        # In its last segment the sums of all layers exist. At the end their gradients do, with the head's, to which the
+        # rows of a tied embedding are added; or an embedding's own, and if its rows can't wait, its sum.
         head, layers = size * largest, sum(numels) - largest * (1 if tied else 2)
-        begin, embedded = FLOAT32 * largest + head, a_pass.tokens > EMBEDDED_TOKENS
+        rows_wait = size < FLOAT32 and a_pass.tokens < config.vocab_size
+        is_sum = _tokens_of_loss(config, a_pass)[1] < a_pass.tokens  # of several parts, in float32
+        begin = (FLOAT32 * largest if is_sum else head) + head
+        embedded = a_pass.tokens > EMBEDDED_TOKENS and not rows_wait
         layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
         last_segment = kept["activations"] * a_pass.segments[-1] // sum(a_pass.segments)
         summed = FLOAT32 * (layers + largest * embedded) + head
-        at_end = size * layers + 2 * head + (FLOAT32 * largest if size < FLOAT32 else head * tied)
+        if rows_wait:
+            at_end = size * layers + head * (1 if tied else 2)
+        else:
+            at_end = size * layers + 2 * head + (FLOAT32 * largest if size < FLOAT32 else head * tied)
         logits = max(0, kept["loss"] - reduce_buckets)
         if recipe.gradient_checkpointing:
             assert isinstance(recipe.model, CondenseModel) and isinstance(recipe.model.checkpoint_segments, int)
-            of_layers, backward = FLOAT32 * layers + head, FLOAT32 * (layers + largest) + head
+            of_layers = FLOAT32 * layers + head
+            backward = of_layers + FLOAT32 * largest * (not rows_wait)
             if recipe.model.checkpoint_segments >= segments:  # else a later group is computed beside all sums
                 backward = max(of_layers, backward - last_segment)
             backward -= logits

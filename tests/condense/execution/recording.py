@@ -47,7 +47,7 @@ def recorded_graphs(monkeypatch, written=lambda compute: ()):
     return counts
 
 
-def recordings(counts, written):
+def recordings(counts, written=lambda compute: ()):
     """`Graphs` of recordings; `counts` counts warm-ups, captures and replays."""
 
     def warm_up(compute, device):

@@ -123,7 +123,7 @@ def recipes() -> str:
     lines = [
         "# Recipes", "",
         "Every key of a recipe, written from its schema. *Resume*: whether a resumed run may change the key. "
-        "*Trainer*: the name in transformers' `TrainingArguments`.", "",
+        "Trainer: the name in transformers' `TrainingArguments`.", "",
         "Recipes that come with the package: " + ", ".join(f"`{name}`" for name in recipe_names()) + ".",
     ]  # fmt: skip
     _section(Recipe, "", "A recipe", lines, set())
@@ -137,7 +137,7 @@ def _section(section: type, prefix: str, title: str, lines: list[str], written: 
         return
     written.add((prefix, section))
     lines += ["", f"## {title}", "", _paragraphs(section.__dict__.get("__doc__"))]
-    lines += ["", "| key | type | default | resume | meaning | Trainer |", "|---|---|---|---|---|---|"]
+    lines += ["", "| key | type | default | resume | meaning |", "|---|---|---|---|---|"]
     nested = []
     for name, field in section.model_fields.items():
         key = prefix + name
@@ -145,15 +145,10 @@ def _section(section: type, prefix: str, title: str, lines: list[str], written: 
         resume = (
             "yes" if MAY_CHANGE in field.metadata else "from here on" if MAY_CHANGE_FROM_HERE in field.metadata else ""
         )
-        trainer = TRAINER_NAMES.get(key, "")
-        cells = [
-            f"`{name}`",
-            _type(field.annotation),
-            default,
-            resume,
-            _cell(field.description),
-            trainer and f"`{trainer}`",
-        ]
+        meaning = _cell(field.description)
+        if key in TRAINER_NAMES:
+            meaning = f"{meaning} (Trainer: `{TRAINER_NAMES[key]}`)".strip()
+        cells = [f"`{name}`", _type(field.annotation), default, resume, meaning]
         lines.append(f"| {' | '.join(cells)} |")
         is_list = "list[" in str(field.annotation)
         nested += [(kind, f"{key}{'[]' if is_list else ''}.") for kind in sections_of(field)]

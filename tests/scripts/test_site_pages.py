@@ -31,7 +31,9 @@ def test_every_key_of_a_recipe_is_on_the_page():
     expected |= {f"model, kind: {kind.model_fields['kind'].default}": kind for kind in MODELS.all()}
     for title, section in expected.items():
         assert re.findall(r"^\| `(\w+)` \|", sections[title], re.MULTILINE) == list(section.model_fields)
-    assert "| `learning_rate` | `float` | `0.001` | from here on |  | `learning_rate` |" in sections["optimizer"]
+    assert (
+        "| `learning_rate` | `float` | `0.001` | from here on | (Trainer: `learning_rate`) |" in sections["optimizer"]
+    )
 
 
 def test_names_of_the_trainer_exist():

@@ -22,6 +22,7 @@ LENGTH = 65_536  # tokens, 64 times the longest text in training
 # By share: its name, and the run of the facts with the same one. Both controls and the fold are of seed 2.
 MEMORIES = {
     "1": ("the fold, share 1", "seed-2"),
+    "0.5": ("share 0.5", "seed-2-share-0.5"),
     "0.2": ("share 0.2", "seed-2-share-0.2"),
     "1:0:0:0:0": ("lowest layer folded, others 0", "seed-2-lowest-layer"),
     "0": ("Transformer-XL, share 0", "seed-2-transformer-xl"),
@@ -32,17 +33,20 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def records() -> tuple[float, dict[str, list[dict[str, Any]]]]:
-    """The stock model's loss, and the records of each share."""
+SEGMENT_LENGTH = 64  # of the frontier; the table of segment lengths has all
+
+
+def records() -> tuple[float, dict[tuple[str, int], list[dict[str, Any]]]]:
+    """Returns the stock model's loss, and the records of each share and segment length, one a seed."""
     lines = [json.loads(line) for line in (SHARES / "healing.records.jsonl").read_text().splitlines()]
-    found: dict[str, list[dict[str, Any]]] = {share: [] for share in MEMORIES}
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     stock = 0.0
     for line in lines:
         key, record = line.get("key", {}), line.get("record")
         if key.get("method") == "teacher":
             stock = record["curve"][0]["loss"]
-        elif key.get("method") == "distill" and (share := key.get("share", "1")) in found:
-            found[share].append(record)
+        elif key.get("method") == "distill":
+            found.setdefault((key.get("share", "1"), key["segment_length"]), []).append(record)
     return stock, found
 
 
@@ -53,7 +57,8 @@ def facts() -> dict[tuple[str, int], dict[str, str]]:
 
 def frontier() -> tuple[Table, list[tuple[str, float, float]]]:
     """The table, and the points: name, % won back after training, % of facts at `LENGTH`."""
-    (stock, by_share), asked, rows, points = records(), facts(), [], []
+    (stock, found), asked, rows, points = records(), facts(), [], []
+    by_share = {share: found[share, SEGMENT_LENGTH] for share in MEMORIES}
     fold = by_share["1"][0]["curve"][0]["loss"] - stock
     for share, (name, run) in MEMORIES.items():
         before = by_share[share][0]["curve"][0]["loss"] - stock
@@ -70,15 +75,37 @@ def frontier() -> tuple[Table, list[tuple[str, float, float]]]:
             ]
         )  # fmt: skip
         points.append((name, sum(won_back) / len(won_back), accuracy))
-    seeds = {len(found) for found in by_share.values()}
+    seeds = {len(runs) for runs in by_share.values()}
     return Table(
         f"cost and reach by share, {'/'.join(map(str, sorted(seeds)))} seeds of healing", COLUMNS, rows
     ), points
 
 
+def segment_lengths() -> Table:
+    """The cost of each share by segment length, in percent of the fold's cost: before training, and left after it."""
+    stock, found = records()
+    rows = []
+    for length in sorted({length for _, length in found}):
+        fold = found["1", length][0]["curve"][0]["loss"] - stock
+        for share in sorted(
+            {share for share, at in found if at == length}, key=lambda share: -float(share.split(":")[0])
+        ):
+            runs = found[share, length]
+            before = runs[0]["curve"][0]["loss"] - stock
+            left = [record["curve"][-1]["loss"] - stock for record in runs]
+            cells = [f"{100 * (1 - before / fold):.1f}", shown([100 * (1 - value / fold) for value in left], 1)]
+            rows.append([str(length), share, f"{before:.4f}", shown(left, 4), *cells, str(len(runs))])
+    columns = [
+        "segment [tokens]", "share", "cost before training [nats]", "left after", "won back before [%]", "after [%]",
+        "seeds",
+    ]  # fmt: skip
+    return Table("cost by segment length and share", columns, rows)
+
+
 def main() -> None:
     table, points = frontier()
     print(table)
+    print(segment_lengths())
     with picture(SHARES / "frontier", figsize=(5.5, 4)) as panel:
         for number, (name, won_back, accuracy) in enumerate(points):
             panel.plot(accuracy, won_back, "o", color=f"C{number}", label=name)

@@ -18,35 +18,35 @@ LOAD_OTHER_MODELS = ("XLORA", "SHADOW")  # from the paths in their configuration
 
 
 def check_adapters(folder: Path, reader: str) -> None:
-    """Raises `ValueError` for a folder without adapters, for damaged ones and those that could run code, and where PEFT
-    is not installed. `reader` is the command that reads them."""
+    """Raises `ValueError` if a folder has no adapters, if they are damaged or could run code, or if PEFT is not
+    installed. `reader` is the command that reads them."""
     check_installed(reader, "adapters")
     for name in (ADAPTER_CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(
-                f"{reader} {folder}: it holds no {name}. Pass the output of a training with lora, or a folder that "
-                "PEFT's save_pretrained has written."
+                f"{reader} {folder}: it has no {name}. Pass the output of a training with lora, or a folder that "
+                "PEFT's save_pretrained wrote."
             )
     check_adapter_config(folder / ADAPTER_CONFIG)
     check_safetensors(folder / WEIGHTS)
 
 
 def check_adapter_config(path: Path) -> None:
-    """Raises `ValueError` for a damaged configuration, for fields by which PEFT imports a module that the file names,
-    for methods that load other models, and for a method or fields that the installed PEFT does not know."""
+    """Raises `ValueError` for a damaged configuration, for fields that make PEFT import a module, for methods that load
+    other models, and for a method or fields that the installed PEFT does not know."""
     fields = read_object(path)
     if fields.get("megatron_config") or fields.get("megatron_core") not in (None, "megatron.core"):
         given = " and ".join(f"{name}={fields[name]!r}" for name in MEGATRON if fields.get(name))
         raise ValueError(
-            f"{path} has {given}, by which PEFT imports a module: it could run code. Take the adapters from a place "
-            "that you trust, and delete these fields, which a folded model does not need."
+            f"{path} has {given}, so PEFT would import a module: it could run code. Use adapters from a source "
+            "that you trust, and delete these fields: a folded model does not need them."
         )
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType, __version__
 
     method = fields.get("peft_type")
     if not isinstance(method, str) or method not in PEFT_TYPE_TO_CONFIG_MAPPING:
         raise ValueError(
-            f"{path}: peft_type={method!r} is not a method of peft {__version__}: install the version that has written "
+            f"{path}: peft_type={method!r} is not a method of peft {__version__}: install the version that wrote "
             f"it ({fields.get('peft_version', 'not named')}), or copy the file again."
         )
     if method in LOAD_OTHER_MODELS:
@@ -58,26 +58,26 @@ def check_adapter_config(path: Path) -> None:
     if unknown := sorted(name for name, value in fields.items() if value and name not in known):
         raise ValueError(
             f"{path} has {', '.join(unknown)}, which peft {__version__} does not know and would ignore: install the "
-            f"version that has written it ({fields.get('peft_version', 'not named')})."
+            f"version that wrote it ({fields.get('peft_version', 'not named')})."
         )
 
 
 def trained_segment_length(folder: Path) -> int | None:
-    """The tokens of a segment with which `condense train` has trained a folder of adapters, or one of its checkpoints;
-    None where no recipe says it: the adapters are of another program, or have the segments of their model."""
+    """Returns the segment length that `condense train` used for a folder of adapters, or for one of its checkpoints;
+    None if no recipe says so: another program trained them, or they use the segment length of their model."""
     recipe = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE
     try:
         length = json.loads(recipe.read_text(encoding="utf-8"))["model"]["segment_length"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # none, or a file that is no recipe of this package
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # no file, or not a recipe of this package
         return None
     return length if isinstance(length, int) else None
 
 
 def merge_adapters(model: Any, folder: Path) -> Any:
-    """The model with the adapters of a folder in its weights, in its dtype: of LoRA, W + (alpha / rank) B A.
+    """Merges a folder's adapters into the model's weights, in its dtype: for LoRA, W + (alpha / rank) B A.
 
-    A tied head is untied where the adapters change it and the embedding differently. Raises `ValueError` for adapters
-    of another model, for those that can't be merged, and for weights that are then not finite.
+    A tied head is untied if the adapters change it and the embedding differently. Raises `ValueError` for adapters that
+    belong to another model or can't be merged, and if merged weights are not finite.
     """
     dtype, tied = model.dtype, model.config.tie_word_embeddings
     own = set(model.parameters())
@@ -95,7 +95,7 @@ def merge_adapters(model: Any, folder: Path) -> Any:
         merged.config.tie_word_embeddings = torch.equal(head, embedding)
         merged.tie_weights()
     check_finite(
-        merged, f"--merge {folder}", f"Take adapters of an earlier checkpoint, or a --dtype of more range than {dtype}."
+        merged, f"--merge {folder}", f"Use an earlier checkpoint's adapters, or a --dtype with more range than {dtype}."
     )
     return merged
 
@@ -105,12 +105,12 @@ def _adapted(model: Any, folder: Path) -> Any:
 
     base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     remedy = f"Pass the model that they were trained on, {base!r}."
-    other_layers = ValueError(f"--merge {folder}: the adapters are those of other layers than the model has. {remedy}")
+    other_layers = ValueError(f"--merge {folder}: the adapters belong to layers that the model does not have. {remedy}")
     try:
         adapted = PeftModel.from_pretrained(model, str(folder))
     except UserWarning as error:
         raise other_layers from error
-    except Exception as error:  # PEFT reports other shapes and settings by exceptions of any type
+    except Exception as error:  # PEFT may raise any exception for wrong shapes and settings
         raise ValueError(
             f"--merge {folder}: the adapters do not fit the model ({first_line(error)}). {remedy}"
         ) from error
@@ -122,8 +122,8 @@ def _adapted(model: Any, folder: Path) -> Any:
 
 
 def _separate(adapted: nn.Module, own: set[nn.Parameter]) -> None:
-    """Gives each module its own copy of those of the model's `own` weights that several modules share: merging the
-    adapters of one would change the others."""
+    """Gives each module its own copy of the model's `own` weights that several modules share: merging the adapters of
+    one module would change the others."""
     seen = set()
     for module in adapted.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -136,7 +136,7 @@ def _separate(adapted: nn.Module, own: set[nn.Parameter]) -> None:
 def _merged(adapted: Any, folder: Path) -> Any:
     try:
         return adapted.merge_and_unload()
-    except Exception as error:  # of methods that depend on the text, or that are more than weights
+    except Exception as error:  # for methods that depend on the text, or that are more than weights
         raise _unmergeable(adapted, folder, first_line(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""The state of texts that are being read: its size does not depend on the length of the texts.
+"""The state of texts that are being read: its size does not depend on their length.
 
 Each layer has one buffer of keys and one of values for [memory ; current segment], and one of each for the keys and
 values that the current segment will have as the next memory. Every row has its own position in its own segment.
@@ -29,15 +29,14 @@ SHARED_FIELDS = (
 class FoldedCache(Cache):
     """The whole state of a `CondenseForCausalLM` after the texts read so far, in constant memory.
 
-    Pass it as `past_key_values` to continue where the last call ended. To branch, take a `snapshot` and `restore` it,
-    or copy the cache with `copy.deepcopy`. After a call that was interrupted the cache is refused until a snapshot is
-    restored.
+    Pass it as `past_key_values` to continue after the last call. To branch, use `snapshot` and `restore`, or copy the
+    cache with `copy.deepcopy`. After an interrupted call the cache is refused until a snapshot is restored.
     """
 
     def __init__(self, config: CondenseConfig):
         self.config = config
         super().__init__(layers=[])
-        self.fixed_decoding: bool | str | None = None  # None: as the model's
+        self.fixed_decoding: bool | str | None = None  # None: the model's own
         self.reset()
 
     def reset(self) -> None:
@@ -47,7 +46,7 @@ class FoldedCache(Cache):
         self.layers = [FoldedCacheLayer(length) for _ in range(self.config.num_hidden_layers)]
         self.positions = SegmentPositions(0, length)
         self.timeline: Timeline | None = None
-        # The final hidden state of each row's last token: columns of padding after it have its logits.
+        # The final hidden state of each row's last token: columns of padding after it get its logits.
         self.last_hidden_BD: torch.Tensor | None = None
         self.computed_in: tuple[torch.dtype, torch.device] | None = None  # the model's at the first token
         self.num_columns = 0
@@ -68,7 +67,7 @@ class FoldedCache(Cache):
     # Calls of the model
 
     def start(self, batch_size: int, like: torch.Tensor | None = None) -> "FoldedCache":
-        """Prepares for a batch; raises `ValueError` if the cache holds another number of texts.
+        """Prepares for a batch; raises `ValueError` if the cache holds a different number of texts.
 
         `like` has the device and the dtype of hidden states.
         """
@@ -92,11 +91,11 @@ class FoldedCache(Cache):
             )
 
     def begin_call(self) -> None:
-        """The state is incomplete from here to `end_call`."""
+        """Marks the state as incomplete until `end_call`."""
         self.is_being_written = True
 
     def end_call(self, num_columns: int, mask_BN: torch.Tensor | None = None) -> None:
-        """The call had this number of columns; `mask_BN` is false at padding."""
+        """Records the call's number of columns; `mask_BN` is false at padding."""
         if self.recording is not None:
             self.recording.add_columns(num_columns, mask_BN)
             if self.recording.rows_differ:
@@ -105,7 +104,7 @@ class FoldedCache(Cache):
         self.is_being_written = False
 
     def restart_columns(self) -> None:
-        """Counts columns from 0 again, as for a new input; the state stays."""
+        """Counts columns from 0 again, as for a new input; keeps the state."""
         self.num_columns = 0
         self._restart_recording()
 
@@ -123,7 +122,7 @@ class FoldedCache(Cache):
         if self.last_hidden_BD is None or self.computed_in is None:
             return
         (dtype, device), (own_dtype, own_device) = _computes_in(like), self.computed_in
-        # Autocast casts what the cache holds.
+        # Autocast casts the contents of the cache.
         if device != own_device or (dtype != own_dtype and dtype == like.dtype):
             raise ValueError(
                 f"the cache was written in {own_dtype} on {own_device}, and the model computes in {dtype} on {device}: "
@@ -165,9 +164,9 @@ class FoldedCache(Cache):
     # Copies of the state
 
     def snapshot(self) -> CacheSnapshot:
-        """A copy of the state, which `restore` brings back any number of times. It has the state's own size.
+        """Returns a copy of the state, which `restore` brings back any number of times. It is as large as the state.
 
-        Raises `ValueError` for a cache that an interrupted call has left incomplete.
+        Raises `ValueError` for a cache that an interrupted call left incomplete.
         """
         self.check_complete()
         return self._copy_state(self.timeline)
@@ -185,13 +184,13 @@ class FoldedCache(Cache):
         )
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Brings back the state at the time of a snapshot, also after an interrupted call.
+        """Restores the state at the time of a snapshot, also after an interrupted call.
 
-        Under `torch.no_grad()` the buffers stay the same tensors, so that a captured CUDA graph stays valid. Raises
-        `ValueError` for a snapshot of a cache that was made for another model.
+        Under `torch.no_grad()` the buffers stay the same tensors, so a captured CUDA graph stays valid. Raises
+        `ValueError` for a snapshot of another model's cache.
         """
         if snapshot.made_for != self.made_for:
-            raise ValueError("the snapshot comes from a cache of another model: restore one of this cache's own.")
+            raise ValueError("the snapshot is from a cache of another model: restore one of this cache's own.")
         for layer, buffers in zip(self.layers, snapshot.buffers, strict=True):
             layer.restore(buffers)
         if len(snapshot.offsets) != self.batch_size:
@@ -210,7 +209,7 @@ class FoldedCache(Cache):
         return self.recording is not None
 
     def activate_past_recording(self) -> None:
-        """From here on the cache keeps the data for `crop`: a copy of the state before each of the last rolls."""
+        """Makes the cache keep the data for `crop` from now on: a copy of the state before each of the last rolls."""
         if self.recording is None:
             self.recording = Recording(self.config.segment_length, self.last_hidden_BD)
 
@@ -218,15 +217,15 @@ class FoldedCache(Cache):
         self.recording = None
 
     def _restart_recording(self) -> None:
-        """Earlier tokens cannot be removed from here on."""
+        """Stops keeping the data for `crop`: tokens read so far can no longer be removed."""
         if self.recording is not None:
             self.recording = Recording(self.config.segment_length, self.last_hidden_BD)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` columns of the input, as transformers' caches do.
 
-        Raises `ValueError` for columns that were read before `activate_past_recording`, in a call in which rows have
-        different padding, or with gradients; for more than `CROP_TOKENS`; and after an interrupted call.
+        Raises `ValueError` for more than `CROP_TOKENS`, after an interrupted call, and for columns that were read
+        before `activate_past_recording`, with gradients, or with different padding in each row.
         """
         if int(tokens_to_remove) != tokens_to_remove:
             raise ValueError(f"crop({tokens_to_remove}): pass a whole number, -k for the last k columns.")
@@ -242,7 +241,7 @@ class FoldedCache(Cache):
                 "padding in all rows, or restore a snapshot()."
             )
         if any(tensor.requires_grad for tensor in self._tensors()):
-            raise ValueError("the tokens were read with gradients, which crop keeps: read them under torch.no_grad().")
+            raise ValueError("crop can't remove tokens that were read with gradients: read them under torch.no_grad().")
         self.num_columns -= num_columns
         if num_tokens := self.recording.remove_columns(num_columns):
             self.last_hidden_BD = self.recording.remove_hidden(num_tokens)
@@ -252,7 +251,7 @@ class FoldedCache(Cache):
                 self._move_back(num_tokens, self.recording)
 
     def _move_back(self, num_tokens: int, recording: Recording) -> None:
-        """Brings back the state of the segment that each row was in `num_tokens` tokens ago, and its offset there.
+        """Restores the state of the segment that each row was in `num_tokens` tokens ago, and its offset there.
 
         Keys and values after the offset stay in the buffers: the next tokens replace them.
         """
@@ -269,7 +268,7 @@ class FoldedCache(Cache):
             self.timeline.crop(self.positions.offsets)
 
     def _remove_all(self, recording: Recording) -> None:
-        """Brings back the state before the first token."""
+        """Restores the state before the first token."""
         for layer in self.layers:
             layer.restore([])
         self.positions = SegmentPositions(self.batch_size, self.config.segment_length)
@@ -294,14 +293,14 @@ class FoldedCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the state of all rows in bytes."""
+        """The size of all rows' state in bytes."""
         tensors = self._tensors() + ([] if self.timeline is None else self.timeline.tensors)
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     # The rest of transformers' interface
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of input seen, padding included."""
+        """The number of input columns seen, padding included."""
         return self.num_columns
 
     @property
@@ -313,7 +312,7 @@ class FoldedCache(Cache):
         return len(self.positions.offsets)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Row i becomes a copy of row `indices[i]`; booleans keep the rows where they are true. An empty cache stays.
+        """Makes row i a copy of row `indices[i]`; booleans keep the rows that are true. An empty cache stays empty.
 
         Raises `ValueError` for rows that the cache does not have, and after an interrupted call.
         """

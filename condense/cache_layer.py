@@ -1,4 +1,4 @@
-"""One layer of a `FoldedCache`: its buffers, which chunks are written to and which roll at the end of a segment.
+"""One layer of a `FoldedCache`: chunks are written to its buffers, which roll at the end of a segment.
 
 Axes: B rows of a batch, R rows of a chunk, G key/value heads, L segment length, T tokens of a chunk, K keys, E head
 dimension, n tokens of a chunk without padding.
@@ -50,7 +50,7 @@ class FoldedCacheLayer(CacheLayerMixin):
     def extend(self, key_RGTE, value_RGTE, chunk: Chunk, number: int = 0, num_evaluations: int = 1):
         """Stores a chunk's keys and values of an evaluation; returns all [R, G, K, E] that its queries see.
 
-        For a uniform chunk those are views that end with the chunk's own tokens; otherwise whole buffers.
+        For a uniform chunk they are views that end with the chunk's own tokens; otherwise whole buffers.
         """
         self._allocate(key_RGTE, value_RGTE, chunk, num_evaluations)
         num_heads = key_RGTE.shape[1]
@@ -77,13 +77,13 @@ class FoldedCacheLayer(CacheLayerMixin):
         return Memory(*(buffer[rows, :num_heads, : self.segment_length] for buffer in (self.keys, self.values)))
 
     def write_memory(self, memory: Memory, chunk: Chunk) -> None:
-        """Stores the keys and values that the chunk's tokens will have as the next memory."""
+        """Stores the keys and values that the chunk's tokens will have in the next memory."""
         self._allocate(*memory, chunk)
         self.next_keys = _write(self.next_keys, memory.key_RGKE, chunk)
         self.next_values = _write(self.next_values, memory.value_RGKE, chunk)
 
     def roll(self, chunk: Chunk) -> None:
-        """Starts the next segment of the rows that complete one: their next memory becomes their memory."""
+        """Starts the next segment of rows that complete one: their next memory becomes their memory."""
         if chunk.completed_rows and self.is_initialized:
             self.keys = self._rolled(self.keys, self.next_keys, chunk)
             self.values = self._rolled(self.values, self.next_values, chunk)
@@ -100,7 +100,7 @@ class FoldedCacheLayer(CacheLayerMixin):
         return rolled
 
     def restore(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Takes over copies of `buffers`, in place where no gradient is recorded and the tensors are alike."""
+        """Copies `buffers`, in place if no gradient is recorded and the tensors are alike."""
         if not buffers:
             for name in BUFFERS:
                 setattr(self, name, None)
@@ -146,18 +146,18 @@ class EvaluationKeyValues(NamedTuple):
         return self.layer.memory(chunk)
 
     def at_evaluation(self, number: int, num_evaluations: int) -> "EvaluationKeyValues":
-        raise AssertionError("an evaluation has no evaluations of its own")
+        raise AssertionError("an evaluation can't have evaluations")
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer itself where no gradient is recorded; a copy where autograd may need the old values."""
+    """Returns the buffer itself if no gradient is recorded; a copy if autograd may need the old values."""
     frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
     recorded = torch.is_grad_enabled() or buffer.requires_grad
     return buffer.clone() if recorded or frozen else buffer
 
 
 def _takes(own: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether a buffer can be overwritten by a copy without a trace in any graph."""
+    """Returns whether a copy can overwrite a buffer without a trace in any graph."""
     alike = (own.shape, own.dtype, own.device) == (saved.shape, saved.dtype, saved.device)
     return alike and _writable(own) is own and not saved.requires_grad
 

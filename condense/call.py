@@ -17,11 +17,11 @@ from .token_inputs import TokenInputs
 
 
 class Call:
-    """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after it.
-    `checkpoint_function` is that of gradient checkpointing, None where it is off, by groups of `checkpoint_segments`,
-    which are chosen if they are None.
+    """`inputs` are token ids [B, N] or embeddings [B, N, D]. Without a cache nothing remains of the state after the
+    call. `checkpoint_function` is the function of gradient checkpointing, None if it is off. It checkpoints groups of
+    `checkpoint_segments`, chosen automatically if None.
 
-    Not a dataclass: FSDP rebuilds those among a module's arguments to watch the gradients of their tensors.
+    Not a dataclass: FSDP rebuilds dataclasses among a module's arguments to watch the gradients of their tensors.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Call:
         labels: torch.Tensor | None = None,
         logits_to_keep: int | None = None,
     ) -> "Call":
-        """The call with the arguments `given` to `forward` of a `CondenseModel`, or of the model around it.
+        """Makes the call from the arguments `given` to `forward` of a `CondenseModel`, or of the model around it.
 
         Raises `ValueError` if they do not fit together.
         """
@@ -67,16 +67,16 @@ class Call:
         return call
 
     def previous_last_hidden(self, weight: torch.Tensor, hidden_size: int) -> torch.Tensor:
-        """The final hidden state [B, D] of each row's last token before this call; zeros where there is none.
+        """Returns the final hidden state [B, D] of each row's last token before this call, or zeros.
 
-        `weight` gives device and dtype; its shape may be that of a part, under ZeRO-3.
+        `weight` gives device and dtype; under ZeRO-3 its shape may be that of a shard.
         """
         if self.cache is not None and self.cache.last_hidden_BD is not None:
             return self.cache.last_hidden_BD
         return self.like_hidden(weight).new_zeros(self.batch.batch_size, hidden_size)
 
     def like_hidden(self, weight: torch.Tensor) -> torch.Tensor:
-        """A tensor with the device and the dtype of hidden states: embeddings that are given, or else a weight.
+        """Returns a tensor with the device and the dtype of hidden states: the given embeddings, or else a weight.
 
         A weight that accelerate keeps in host memory or on disk between its uses is on the device "meta".
         """
@@ -88,6 +88,6 @@ class Call:
         return self._like
 
     def end(self) -> None:
-        """The output is computed: the state in the cache is complete."""
+        """Marks the state in the cache as complete: the output is computed."""
         if self.cache is not None:
             self.cache.end_call(self.batch.num_columns, self.batch.mask_BN)

@@ -20,7 +20,7 @@ MEMORIES = {
 
 
 def write_card(model: Any, folder: Path) -> None:
-    """Writes the card of a folded model, unless the folder has one that somebody else has written or changed."""
+    """Writes the card of a folded model, unless the folder has one that somebody else wrote or changed."""
     path = folder / CARD
     if path.is_symlink() or (path.exists() and OURS not in path.read_text(encoding="utf-8", errors="replace")):
         return
@@ -79,7 +79,7 @@ def _memory(config: Any) -> str:
 
 
 def base_model(source: str | None) -> str | None:
-    """The hub id of the model that the one of a folder or hub id was made from; None if it is not known."""
+    """Returns the hub id of the base model of a folder or hub id; None if it is not known."""
     name = (source or "").partition(" (")[0]
     if not name:
         return None

@@ -1,20 +1,20 @@
 """Prompts in a tokenizer's chat template, and the tokens that end an answer.
 
-A prompt is the message of a user, and what follows is the assistant's answer. The template brings its own first
-token, so the tokenizer adds none. Templates that write today's date, as Llama 3.2's, get the same one on every day:
-the same prompt has the same tokens.
+The prompt is a user's message, and the assistant's answer follows. The template brings its own first token, so the
+tokenizer adds none. Templates that write today's date, such as Llama 3.2's, always get the same date, so that the same
+prompt has the same tokens.
 """
 
 from typing import Any
 
-DATE = "26 Jul 2024"  # the one that templates of Llama 3.2 take where they are given none
+DATE = "26 Jul 2024"  # the default date of Llama 3.2's templates
 FIXED_DATE = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"  # for templates that ask for today's date
-REMEDY = "correct chat_template.jinja in its folder, take the release's, or leave --chat out."
+REMEDY = "correct chat_template.jinja in its folder, use the release's, or leave --chat out."
 MESSAGE = "CONDENSE-MESSAGE"  # found again in a rendered template
 
 
 def check_chat_template(tokenizer: Any, source: str) -> None:
-    """Raises `ValueError` if a tokenizer has no chat template, or one that fails or leaves out the user's message.
+    """Raises `ValueError` if a tokenizer has no chat template, or if it fails or leaves out the user's message.
 
     `source` names the tokenizer.
     """
@@ -31,10 +31,9 @@ def check_chat_template(tokenizer: Any, source: str) -> None:
 
 
 def chat_text(tokenizer: Any, prompt: str) -> str:
-    """The text that is tokenised, without special tokens of the tokenizer's own, before an answer to a prompt.
+    """Returns the text to tokenise before an answer to a prompt, without the tokenizer's own special tokens.
 
-    Raises `ValueError` for a template that fails, or that leaves out a part of the prompt; it may change case and
-    spaces.
+    Raises `ValueError` for a template that fails or leaves out a part of the prompt; it may change case and spaces.
     """
     text = _rendered(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
     if _letters(prompt) not in _letters(text):
@@ -43,14 +42,14 @@ def chat_text(tokenizer: Any, prompt: str) -> str:
 
 
 def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """The tokens before an answer to a prompt."""
+    """Returns the tokens before an answer to a prompt."""
     return _ids(tokenizer, chat_text(tokenizer, prompt))
 
 
 def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens before and after a user's message, for messages that are made of tokens.
+    """Returns the tokens before and after a user's message, for messages that are made of tokens.
 
-    Raises `ValueError` for a template that does not hold the message once and as it is.
+    Raises `ValueError` for a template that does not hold the message once and unchanged.
     """
     before, found, after = chat_text(tokenizer, MESSAGE).partition(MESSAGE)
     if not found or MESSAGE in after:
@@ -59,7 +58,7 @@ def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def end_tokens(model: Any, tokenizer: Any, chat: bool = False) -> set[int]:
-    """The tokens after which an answer is over: those of the model and of the tokenizer, and in a chat the one with
+    """Returns the tokens that end an answer: the model's and the tokenizer's end tokens, and in a chat the token with
     which the template ends the assistant's turn."""
     ends = model.generation_config.eos_token_id  # one token, or several
     found = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
@@ -68,7 +67,7 @@ def end_tokens(model: Any, tokenizer: Any, chat: bool = False) -> set[int]:
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """The special token after the assistant's message; None for a template that ends it with ordinary text."""
+    """Returns the special token after the assistant's message; None if the template ends it with ordinary text."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MESSAGE}]
     after = _rendered(tokenizer, turns, add_generation_prompt=False).rpartition(MESSAGE)[2]
     first = _ids(tokenizer, after)[:1]
@@ -84,7 +83,7 @@ def _rendered(tokenizer: Any, turns: list[dict[str, str]], add_generation_prompt
             tokenize=False,
             date_string=DATE,
         )
-    except Exception as error:  # a template can fail as any program, and can raise errors of its own
+    except Exception as error:  # a template can fail like any program, and raise its own errors
         reason = str(error).partition("\n")[0] or type(error).__name__
         roles = " and ".join(turn["role"] for turn in turns)
         raise ValueError(f"the chat template fails for a message of {roles} ({reason}): {REMEDY}") from error

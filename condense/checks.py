@@ -15,14 +15,14 @@ from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
 from .token_inputs import check_token_inputs
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
-# What collators of packed documents pass to the attention kernels of other models.
+# Arguments that collators of packed documents pass to the attention kernels of other models.
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "durations")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
 
 def check_dtype(name: str) -> None:
-    """Raises `ValueError` for a dtype in which models can't be loaded."""
+    """Raises `ValueError` for a dtype that models can't be loaded in."""
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is not known: choose one of {', '.join(DTYPES)}.")
 
@@ -35,7 +35,7 @@ def check_attention_name(name: str) -> None:
 
 
 def has_flash_cute() -> bool:
-    """Whether FlashAttention-4 is installed, which FlexAttention's backend FLASH needs."""
+    """Returns whether FlashAttention-4 is installed, which FlexAttention's backend FLASH needs."""
     try:
         return find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:  # no flash-attn at all
@@ -60,7 +60,7 @@ def check_attention(name: str) -> None:
 
 
 def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=None) -> torch.Tensor:
-    """The tokens, [B, N] or [B, N, D]; raises `ValueError` if the arguments of a forward pass do not fit together."""
+    """Returns the tokens, [B, N] or [B, N, D]; raises `ValueError` if arguments of `forward` do not fit together."""
     tokens = _check_tokens(config, given.get("input_ids"), given.get("inputs_embeds"))
     cache, attention_mask = given.get("past_key_values"), given.get("attention_mask")
     shape = (tokens.shape[0], tokens.shape[1])
@@ -79,7 +79,7 @@ def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=No
 
 
 def check_tensors(arguments: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a list or a number in the place of a tensor."""
+    """Raises `ValueError` for a list or a number instead of a tensor."""
     for name in TENSORS:
         value = arguments.get(name)
         if value is not None and not isinstance(value, torch.Tensor):
@@ -114,8 +114,8 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
 
 
 def _has_values_at_hand(ids: torch.Tensor) -> bool:
-    """False on an accelerator, where a check would wait for the device and the embedding itself asserts, and in an
-    export, which has shapes and no values.
+    """Returns False on an accelerator, because a check would wait for the device and the embedding itself asserts, and
+    in an export, which has shapes but not values.
     """
     return ids.device.type == "cpu" and not torch.compiler.is_exporting()
 
@@ -165,7 +165,7 @@ def _check_mask(attention_mask: torch.Tensor, shape: tuple[int, int], cache: Fol
 
 
 def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
-    """Positions must be consecutive at the real tokens of each row."""
+    """Raises `ValueError` unless positions are consecutive at the real tokens of each row."""
     if tuple(position_ids.shape) not in (shape, (1, shape[1])):
         raise ValueError(
             f"position_ids of shape {tuple(position_ids.shape)} do not fit an input of shape {shape}: pass one "
@@ -186,8 +186,8 @@ def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | 
 
 
 def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None, cache: FoldedCache | None) -> None:
-    """Raises an error for arguments of a forward pass without effect, except those that `generate` itself passes, and
-    those that say of packed documents what `position_ids` say, which `find_documents` has compared.
+    """Raises an error for arguments that have no effect, except arguments that `generate` itself passes, and packing
+    arguments that agree with `position_ids` (compared by `find_documents`).
     """
     for name, value in arguments.items():
         if value is None or (name in PACKING_ARGUMENTS and position_ids is not None and cache is None):
@@ -198,14 +198,14 @@ def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None
             continue
         if name in OUTPUT_ARGUMENTS:
             raise ValueError(
-                f"{name}={value!r}: a folded model has no attention over all tokens. Leave it out; condense attention "
+                f"{name}={value!r}: a folded model does not attend to all tokens. Leave it out; condense attention "
                 "draws the maps of some segments."
             )
         raise TypeError(f"CondenseForCausalLM.forward() got an unexpected keyword argument {name!r}")
 
 
 def _check_columns(cache_position: torch.Tensor, num_seen: int) -> None:
-    """Columns must be those after the ones that the cache has seen."""
+    """Raises `ValueError` unless columns directly follow the columns that the cache has seen."""
     expected = torch.arange(num_seen, num_seen + cache_position.numel())
     if not torch.equal(cache_position.cpu().long(), expected):
         raise ValueError(
@@ -215,7 +215,7 @@ def _check_columns(cache_position: torch.Tensor, num_seen: int) -> None:
 
 
 def real_tokens(attention_mask: torch.Tensor | None, num_columns: int) -> torch.Tensor | None:
-    """The last N columns of the mask, which are those of the input: booleans [B, N] on the host."""
+    """Returns the last N columns of the mask, which belong to the input: booleans [B, N] on the host."""
     return None if attention_mask is None else attention_mask[:, -num_columns:].bool().cpu()
 
 
@@ -225,12 +225,12 @@ def check_full_attention(config, num_tokens: int, reader: str) -> None:
     if num_tokens > known:
         raise ValueError(
             f"{reader} reads texts of up to {num_tokens:,} tokens with full attention, and its config.json has "
-            f"max_position_embeddings={known:,}: take shorter texts, or another model."
+            f"max_position_embeddings={known:,}: use shorter texts, or another model."
         )
 
 
 def check_tokenizer(config, tokenizer) -> None:
-    """Raises `ValueError` if a tokenizer has ids for which the model has no embedding."""
+    """Raises `ValueError` if a tokenizer has ids outside the model's vocabulary."""
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens and the model a vocabulary of {config.vocab_size}: use the "

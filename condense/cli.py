@@ -1,4 +1,4 @@
-"""The front door: `condense COMMAND`. A command is one function here, which imports its modules when it is called."""
+"""The front door: `condense COMMAND`. Each command is a function here, which imports its modules when called."""
 
 import gc
 import json
@@ -83,7 +83,7 @@ def train(
         typer.Option(
             metavar="NUMBER|LOG",
             help="With --dry-run: hours from a measured rate. A number is that of the whole run, over all ranks; the "
-            "log.jsonl of a former run of the same model and length is scaled to the number of ranks.",
+            "log.jsonl of an earlier run of the same model and length is scaled to the number of ranks.",
             show_default=False,
         ),
     ] = None,
@@ -118,7 +118,7 @@ def _print_plan(
     gpu_memory: float | None,
     tokens_per_second: str | None,
 ) -> None:
-    """Prints the plan of a run and the memory that it needs, and writes the figures to the report, if there is one."""
+    """Prints the plan of a run and the memory that it needs, and writes the figures to the report, if requested."""
     import torch
 
     from condense.files import check_output_file
@@ -135,7 +135,7 @@ def _print_plan(
 
 
 def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
-    """Checks a run and launches its ranks, unless it is finished. Exits with their code where they were stopped."""
+    """Checks a run and launches its ranks, unless it is finished. If they were stopped, exits with their code."""
     from condense.training.checkpoints.resume import finished
     from condense.training.launch import how_ranks_ended, launch, load_local_recipe, num_ranks
     from condense.training.output_lock import check_unlocked
@@ -162,16 +162,14 @@ def prepare(
     recipe: Annotated[str, typer.Argument(help="A recipe of this package by its name, or a YAML file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: the same as those of the run."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe: the same as for the run."),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Processes, each reading a file or shard of its own; one per core.", show_default=False
-        ),
+        typer.Option(min=1, help="Processes, each reading its own file or shard; one per core.", show_default=False),
     ] = None,
 ) -> None:
-    """Turns a recipe's documents into tokens, before a run; started again, it resumes where it was stopped."""
+    """Turns a recipe's documents into tokens, before a run. Started again, it resumes where it stopped."""
     check_installed("condense prepare", "train", without=("tensorboard", "deepspeed"))
     quiet()
     from condense.training.prepare import num_cores
@@ -182,7 +180,7 @@ def prepare(
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Raises `ValueError` for an argument of bytes that are not UTF-8, which Python gives as surrogates."""
+    """Raises `ValueError` for an argument that is not UTF-8: Python represents its bytes as surrogates."""
     for argument in arguments:
         try:
             argument.encode("utf-8")
@@ -195,7 +193,7 @@ def check_arguments(arguments: list[str]) -> None:
 
 def main() -> None:
     """Runs the command. A `ValueError` is for the user: its message is printed without a traceback."""
-    gc.freeze()  # what was imported is no garbage: each search of it, and the one at the end, takes half a second
+    gc.freeze()  # imports are not garbage: each collection, and the one at exit, would take half a second
     if PARENT in os.environ:
         from condense.training.subprocesses import end_with_parents
 

@@ -1,4 +1,4 @@
-"""`condense convert`: a checkpoint to a folded one or back, with a depth block in the place of some layers."""
+"""`condense convert`: folds a checkpoint or converts it back, with an optional depth block in place of some layers."""
 
 import inspect
 from enum import StrEnum
@@ -24,13 +24,13 @@ class ModelFormat(StrEnum):
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="Folder or hub id of a Llama, Mistral, Qwen2 or Qwen3, or of a folded one.")
+        str, typer.Argument(help="Folder or hub id of a Llama, Mistral, Qwen2 or Qwen3, or of a folded model.")
     ],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     segment_length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a segment; default that of the adapters' training, of the source, or 512.",
+            help="Tokens of a segment; default from the adapters' training, the source, or 512.",
             show_default=False,
         ),
     ] = None,
@@ -55,9 +55,7 @@ def convert(
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     **block: Any,
 ) -> None:
-    """Turns a checkpoint into a folded one, or back. Weights do not change, except those that --merge changes and
-    those that a depth block replaces (docs/depth.md).
-    """
+    """Turns a checkpoint into a folded one, or back. Only --merge and a depth block (docs/depth.md) change weights."""
     stock = to is not ModelFormat.condense
     share = None if memory_share is None else parse_share(memory_share)
     given = {"segment_length": segment_length, "memory_source": memory_source, "memory_share": share}
@@ -65,7 +63,7 @@ def convert(
     if stock and fields:
         raise ValueError(f"a stock model has no {' or '.join(fields)}: leave the option out with --to {to}.")
     if stock:
-        fields["segment_length"] = 1  # which a stock model does not have: it fits every sliding window
+        fields["segment_length"] = 1  # stock models ignore it: it fits every sliding window
     quiet()
     blocks = BlockOptions(**block)
     from condense import CondenseConfig, CondenseForCausalLM

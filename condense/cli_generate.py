@@ -18,11 +18,11 @@ LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
 
 def generate(
     model: Annotated[str, typer.Option(help="Folder or hub id: a folded model, or a stock one, which is folded.")],
-    prompt: Annotated[str, typer.Option(help="The prompt; it comes after the prompt file where both are given.")] = "",
+    prompt: Annotated[str, typer.Option(help="The prompt; it comes after the prompt file if both are given.")] = "",
     prompt_file: Annotated[Path | None, typer.Option(help="A text of any length to read first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 picks the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     segment_length: Annotated[int | None, typer.Option(help="For a stock model; default 512.")] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     attention: Attention = "auto",
@@ -99,7 +99,7 @@ def generate(
 def _asked(
     before: str, prompt: str, prompts: Path | None, prompt_field: str, answers: Path | None, report: Path | None
 ) -> list[Any]:
-    """The prompts that come after `before`. Raises `ValueError` for none, and for options that don't fit together."""
+    """Returns the prompts that come after `before`. Raises `ValueError` for none, and for options that don't fit."""
     from condense.prompts import Prompt, read_prompts
 
     if prompts is None:
@@ -119,7 +119,7 @@ def _asked(
 
 
 def _answer_file(path: Path, asked: Sequence[Any], model: str, before: str, settings: dict[str, Any]) -> Any:
-    """Opens the file of answers, which keeps the settings and what identifies the model and the text before."""
+    """Opens the file of answers. It keeps the settings, and fingerprints of the model and the text before."""
     from condense.files import check_output_file
     from condense.prompts import AnswerFile, fingerprint
 
@@ -129,7 +129,7 @@ def _answer_file(path: Path, asked: Sequence[Any], model: str, before: str, sett
 
 
 def _check_chat(model: str, before: str, asked: Sequence[Any]) -> None:
-    """Raises `ValueError` for a model without a chat template, and for a prompt that its template does not take."""
+    """Raises `ValueError` for a model without a chat template, and for a prompt that its template rejects."""
     from condense.chat import chat_text, check_chat_template
 
     tokenizer = _load_tokenizer(model)
@@ -175,7 +175,7 @@ def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str,
 def _answer(
     model: Any, tokenizer: Any, text: str, chat: bool, seed: int, options: dict[str, Any], given: Any, stream: bool
 ) -> dict[str, Any]:
-    """The answer to a text and the figures of reading and writing."""
+    """Returns the answer to a text and the figures of reading and writing."""
     from condense.chat import chat_text
     from condense.text import encode
 
@@ -197,7 +197,7 @@ def _answer(
 
 
 def _sampling(temperature: float) -> dict[str, Any]:
-    """The arguments of `generate`. Raises `ValueError` for a temperature that divides logits beyond all numbers."""
+    """Returns the arguments of `generate`. Raises `ValueError` if the temperature makes logits overflow."""
     if not temperature:
         return {"do_sample": False}
     if temperature < LOWEST_TEMPERATURE:
@@ -208,7 +208,7 @@ def _sampling(temperature: float) -> dict[str, Any]:
 
 
 def _components(control: str, source: str) -> list[float]:
-    """The components of `--control`. Raises `ValueError` where the model takes no such control."""
+    """Returns the components of `--control`. Raises `ValueError` if the model does not take such a control."""
     from math import isfinite
 
     from condense import CondenseConfig
@@ -232,7 +232,7 @@ def _components(control: str, source: str) -> list[float]:
 
 
 def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
-    """A folded model, on the GPU if there is one, and its tokenizer."""
+    """Returns a folded model, on the GPU if there is one, and its tokenizer."""
     import torch
 
     from condense import CondenseForCausalLM
@@ -244,7 +244,7 @@ def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
 
 
 def _load_tokenizer(source: str) -> Any:
-    """The tokenizer of a model that is not loaded."""
+    """Returns the tokenizer of a model that is not loaded."""
     from transformers import AutoConfig
 
     from condense.loading import load_config, load_tokenizer
@@ -253,7 +253,7 @@ def _load_tokenizer(source: str) -> Any:
 
 
 def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> tuple[Any, float]:
-    """The cache after a prompt, None for an empty one, and the seconds."""
+    """Returns the cache after a prompt, None for an empty prompt, and the seconds."""
     from condense.prefill import prefill
     from condense.progress import ProgressBar
 
@@ -268,9 +268,9 @@ def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> tupl
 def _decode(
     model: Any, tokenizer: Any, input_ids: Any, cache: Any, seed: int, stream: bool, **options: Any
 ) -> tuple[Any, float]:
-    """The output of `generate` after a prompt of which the cache has all except the last token, and the seconds.
+    """Returns the output of `generate` after a prompt whose tokens, except the last, are in the cache, and the seconds.
 
-    `generate` takes the whole prompt, since penalties of repeated tokens count those of the prompt.
+    `generate` gets the whole prompt because penalties of repeated tokens count its tokens too.
     """
     import torch
     from transformers import LogitsProcessorList, TextStreamer
@@ -293,7 +293,7 @@ def _decode(
 
 
 def _report_answer(figures: dict[str, Any], report: Path | None) -> None:
-    """Prints the figures of a single answer, and writes them to the report, if there is one."""
+    """Prints the figures of a single answer, and writes them to the report, if requested."""
     _print_figures(figures)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")

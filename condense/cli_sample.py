@@ -1,4 +1,4 @@
-"""`condense sample`: small models with random weights, and texts, to try recipes on without a download."""
+"""`condense sample`: small models with random weights, and texts, to try recipes without a download."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ from condense.laboratories import SAMPLES
 samples = App(help="Writes small models with random weights, and texts, to try recipes on.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(help="Folder to write.")]
-Seed = Annotated[int, typer.Option(help="Of all that is random.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 Width = Annotated[int, typer.Option(help="Hidden size of the Llama.")]
 Layers = Annotated[int, typer.Option(help="Layers of the Llama.")]
 
@@ -31,7 +31,7 @@ def llama(
     seed: Seed = 0,
     width: Width = 64,
     layers: Layers = 2,
-    task: Annotated[LlamaTask, typer.Option(help="What it is for: the words that it knows.")] = LlamaTask.passkey,
+    task: Annotated[LlamaTask, typer.Option(help="Its purpose: the words that it knows.")] = LlamaTask.passkey,
 ) -> None:
     """A small Llama and a tokenizer of whole words."""
     from condense.training.small_llama import save_small_llama

@@ -1,4 +1,4 @@
-"""The configuration of a folded model: the fields of a Llama, and those of segment recurrence."""
+"""The configuration of a folded model: the fields of a Llama, and the fields of segment recurrence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,13 +44,13 @@ class CondenseConfig(LlamaConfig):
     depth: the settings of a depth block, which `condense.depth.convert_to_depth` puts in the place of some layers.
     position_anchor: the position of a token of fractional duration: the `"end"` or the `"start"` of its interval.
     family: the family of the checkpoint that was folded: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
-    window: that checkpoint's fields of attention that sees the last tokens alone.
+    window: that checkpoint's fields of sliding-window attention.
 
     Raises `ValueError` for other values, and for a checkpoint of a family that is not folded.
     """
 
     model_type = "condense_llama"
-    # Outputs that are no predictions, which Trainer would gather with the logits.
+    # Outputs that are not predictions, which Trainer would gather with the logits.
     keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets", "function_evaluations"]
 
     segment_length: int = 512
@@ -103,11 +103,11 @@ class CondenseConfig(LlamaConfig):
 
     @property
     def control_size(self) -> int:
-        """The components of the control that the model takes."""
+        """The number of components of the control that the model takes."""
         return self.depth["control_size"] if self.depth else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers; PEFT then knows the default targets of the model."""
+        """Extends transformers' method: PEFT then knows the default targets of the model."""
         add_default_targets(self.model_type)
         return super().to_dict()
 
@@ -167,7 +167,7 @@ def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
 
 
 def _check_frequencies(config: CondenseConfig) -> None:
-    """Raises `ValueError` for rotary parameters that give no frequency for each pair of a head's dimensions."""
+    """Raises `ValueError` for rotary parameters that do not give a frequency for each pair of a head's dimensions."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         return
@@ -184,7 +184,7 @@ def _check_frequencies(config: CondenseConfig) -> None:
 
 
 def _check_rope_length(config: CondenseConfig) -> None:
-    """Raises `ValueError` where rotary frequencies would depend on the text: of other lengths, and of other rows."""
+    """Raises `ValueError` if rotary frequencies would depend on the length of the text, or on other rows."""
     rope = config.rope_parameters
     if rope["rope_type"] not in LENGTH_ROPE_TYPES:
         return

@@ -35,8 +35,8 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
 
 
 def check_control_of_prompt(arguments: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a control that is no tensor of texts or of tokens, and where that of tokens ends before
-    the prompt does; `arguments` are those that `generate` has prepared. It drops a mask without padding and keeps the
+    """Raises `ValueError` for a control that is not a tensor of texts or of tokens, and for a control of tokens that
+    ends before the prompt does. `generate` has prepared the `arguments`: it drops a mask without padding and keeps the
     positions.
     """
     control = arguments.get("control")
@@ -54,7 +54,7 @@ def check_control_of_prompt(arguments: Mapping[str, Any]) -> None:
 
 
 def zero_control(control_size: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Zeros [B, C], with the dtype of `weight`; says once in a process that no control was given."""
+    """Returns zeros [B, C], with the dtype of `weight`; logs once per process that no control was given."""
     _say_zero(control_size)
     return torch.zeros(len(inputs), control_size, dtype=weight.dtype, device=inputs.device)
 
@@ -65,7 +65,7 @@ def _say_zero(control_size: int) -> None:
 
 
 def control_of_chunk(control: torch.Tensor, batch: UnpaddedBatch, chunk: Chunk) -> torch.Tensor:
-    """The chunk's part [R, T, C], or [R, 1, C] of a control for each text."""
+    """Returns the chunk's part [R, T, C], or [R, 1, C] for a control of each text."""
     if control.dim() == 3:
         return batch.gather(control, chunk)
     rows = slice(None) if chunk.all_rows else on_device(torch.tensor(chunk.rows), control.device)
@@ -73,7 +73,7 @@ def control_of_chunk(control: torch.Tensor, batch: UnpaddedBatch, chunk: Chunk) 
 
 
 def control_of_columns(control: torch.Tensor, seen: int, num_columns: int) -> torch.Tensor:
-    """The control [B, num_columns, C] of the columns after those `seen`: new ones have that of the last column.
+    """Returns the control [B, num_columns, C] of the columns after `seen`: new ones get that of the last column.
 
     A control for each text stays as it is.
     """

@@ -13,8 +13,8 @@ from .source_name import name_as_in_memory
 
 
 def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
-    """The stock model with the same weights (shared, not copied) and device, in evaluation mode: for a folded Llama a
-    `LlamaForCausalLM`, for a folded Qwen3 a `Qwen3ForCausalLM`.
+    """Returns the stock model with the same weights (shared, not copied) and device, in evaluation mode. A folded Llama
+    becomes a `LlamaForCausalLM`, a folded Qwen3 a `Qwen3ForCausalLM`.
 
     It has the same attention implementation; transformers' default replaces "auto" and "blocked". Raises `ValueError`
     for a model with a depth block.
@@ -26,7 +26,7 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
         )
     family = family_of(model.config)
     window = dict(model.config.window or {})
-    if layer_types := window.get("layer_types"):  # fewer layers may have been asked for
+    if layer_types := window.get("layer_types"):  # the caller may have requested fewer layers
         window["layer_types"] = layer_types[: model.config.num_hidden_layers]
     return with_weights_of(model, family.config_class, family.model_class, **window)
 
@@ -34,13 +34,13 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
 def with_weights_of(
     model: Any, config_class: Any, model_class: Any, weights: Mapping[str, torch.Tensor] | None = None, **fields: Any
 ) -> Any:
-    """A stock model with the weights of `model`, or those given; `fields` change the fields of its configuration."""
+    """Returns a stock model with the given weights or those of `model`; `fields` change fields of its configuration."""
     kept = model.config.to_dict()
     foreign = [name for name in LlamaConfig.__annotations__ if not hasattr(config_class, name)]
     for name in [*CondenseConfig.__annotations__, "model_type", "architectures", *foreign]:
         kept.pop(name, None)
     if model.config.head_dim != model.config.hidden_size // model.config.num_attention_heads:
-        kept["head_dim"] = model.config.head_dim  # a Qwen2's configuration has no such field, and its layers read it
+        kept["head_dim"] = model.config.head_dim  # Qwen2's configuration lacks this field, but its layers read it
     attention = model.config._attn_implementation
     attention = None if attention in OWN_ATTENTION else attention
     made = model_class(config_class(**(kept | fields), attn_implementation=attention))
@@ -51,4 +51,4 @@ def with_weights_of(
         made.tie_weights()
     made.generation_config = model.generation_config
     name_as_in_memory(made, model.config.name_or_path, "converted")
-    return made.to(model.device).eval()  # also moves the rotary tables, which are no weights
+    return made.to(model.device).eval()  # also moves the rotary tables, which are not weights

@@ -18,8 +18,8 @@ from .memory import KeyValueState, Memory
 
 
 class BlockCost(NamedTuple):
-    """What a block adds to a plan, as its class's `cost(settings)` says: its place in the stack and, for each token,
-    the evaluations of its field."""
+    """The costs that a block adds to a plan, as its class's `cost(settings)` gives them: its place in the stack and,
+    for each token, the evaluations of its field."""
 
     position: int
     evaluations: int
@@ -33,17 +33,17 @@ class DecoderBlock(Protocol):
     def __call__(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, Memory | None]:
-        """The output [R, T, D], and this chunk's share of the next segment's memory, or None for a block without one.
+        """Returns the output [R, T, D] and this chunk's part of the next memory, or None for a block without memory.
 
-        `key_values` holds the memory that the block returned for the segment before and, in a cache, the keys and
-        values of earlier chunks of the current segment. Without a cache it is None if there is no memory; in a cache it
-        is an empty layer of the cache.
+        `key_values` holds the memory that the block returned for the segment before. In a cache it also holds the keys
+        and values of earlier chunks of the current segment. If there is no memory, it is None without a cache and an
+        empty layer with one.
         """
         ...
 
 
 def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
-    """The layers of a configuration, with the block that it may put among them."""
+    """Returns the layers of a configuration, including its block, if any."""
     layers: list[nn.Module] = [CondenseDecoderLayer(config, number) for number in range(config.num_hidden_layers)]
     if (found := find_block(config)) is not None:
         block = found[0](config)
@@ -52,7 +52,7 @@ def decoder_stack(config: CondenseConfig) -> nn.ModuleList:
 
 
 def find_block(config: Any) -> tuple[Any, Mapping[str, Any]] | None:
-    """The class of the block that a configuration puts among its layers, and its settings; None without one."""
+    """Returns the class and the settings of the block in a configuration's stack, or None without a block."""
     for name, block in DECODER_BLOCKS.items():
         if (settings := getattr(config, name, None)) is not None:
             return resolve_name(block), settings

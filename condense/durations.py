@@ -44,7 +44,7 @@ def durations_from_time_steps(time_steps_BN: torch.Tensor, integration_start: fl
 
 
 def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
-    """Raises `ValueError` unless durations are finite, not negative and of the input's shape."""
+    """Raises `ValueError` unless durations are finite, not negative and have the input's shape."""
     if tuple(durations_BN.shape) != tuple(shape):
         raise ValueError(
             f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {tuple(shape)}: "
@@ -63,20 +63,20 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
         )
 
 
-# The duration of each generated token, or a function from the generation step, counted from 0, to one for all texts or
-# one for each text, [B].
+# The duration of each generated token, or a function from the generation step, counted from 0, to one duration for all
+# texts or one for each text, [B].
 NewTokenDuration = float | Callable[[int], Any]
 
 
 def durations_for_generation(
     arguments: Mapping[str, Any], num_texts: int, rows_per_text: int, is_assistant: bool = False
 ) -> dict[str, Any]:
-    """The arguments `durations` [B * rows_per_text, N], on the host, and `new_token_duration`, a function from the
-    generation step to the durations [B] of its tokens. Nothing where `generate` has been given neither.
+    """Returns the arguments `durations` [B * rows_per_text, N], on the host, and `new_token_duration`, a function from
+    the generation step to the durations [B] of its tokens. Returns no arguments if `generate` got neither.
 
-    `arguments` are those that `generate` has prepared: beams are rows already. The prompt of an assistant also has
-    tokens that were generated: only there it may be longer than its durations. Raises `ValueError` for durations that
-    do not fit the prompt, and for wrong durations of the first step.
+    `generate` has prepared the `arguments`: beams are rows already. Only the prompt of an assistant may be longer than
+    its durations, because it includes generated tokens. Raises `ValueError` for durations that do not fit the prompt,
+    and for wrong durations of the first step.
     """
     durations, new = arguments.get("durations"), arguments.get("new_token_duration")
     if durations is None and new is None:
@@ -89,7 +89,7 @@ def durations_for_generation(
         raise ValueError(f"durations is a {type(durations).__name__}: pass a tensor [texts, tokens] for the prompt.")
     if is_assistant:
         num_columns = min(num_columns, durations.shape[-1])
-    # In the terms of the caller, who knows no rows of beams.
+    # In the caller's terms: one row per text, without beams.
     check_durations(durations[::rows_per_text], (num_texts, num_columns))
     if new is not None and not isinstance(new, Real) and not callable(new):
         raise ValueError(
@@ -102,7 +102,7 @@ def durations_for_generation(
 
 
 def _durations_of_step(new: NewTokenDuration, num_texts: int, dtype: torch.dtype, step: int) -> torch.Tensor:
-    """[B]; raises `ValueError` unless they are finite, not negative, and one for all texts or for each."""
+    """Returns durations [B]; raises `ValueError` unless they are finite, not negative, and one for all or for each."""
     found = new(step) if callable(new) else new
     try:
         durations_B = torch.as_tensor(found, dtype=dtype, device="cpu")
@@ -128,9 +128,9 @@ def _durations_of_step(new: NewTokenDuration, num_texts: int, dtype: torch.dtype
 def durations_of_columns(
     durations_RP: torch.Tensor, new_token_duration: Callable[[int], torch.Tensor], seen: int, num_columns: int
 ) -> torch.Tensor:
-    """The durations [R, num_columns] of the columns after those `seen`: of the prompt, P of them, and of new tokens.
+    """Returns the durations [R, num_columns] of the columns after `seen`: P of the prompt, then new tokens.
 
-    `new_token_duration` gives those of texts, each of which has as many rows.
+    `new_token_duration` gives one duration per text; all texts have the same number of rows.
     """
     num_rows, num_prompt = durations_RP.shape
     end = seen + num_columns
@@ -142,10 +142,10 @@ def durations_of_columns(
 
 
 class Timeline:
-    """The durations of the memory and of the current segment of each row, and the positions that follow from them.
+    """The durations of each row's memory and current segment, and the positions that follow from them.
 
     They are float64 tensors on the host: they are small, positions stay exact, and no check waits for a device.
-    Positions are local to the pair (memory, current segment), since rotary attention depends on differences alone.
+    Positions are local to the pair (memory, current segment), because rotary attention depends only on differences.
     """
 
     def __init__(self, positions: SegmentPositions, anchor: str):
@@ -155,11 +155,11 @@ class Timeline:
         self.memory_BL = torch.ones_like(self.durations_BL)
         self.elapsed_B = torch.tensor(positions.offsets, dtype=torch.float64)
         self.memory_total_B = positions.segment_length * (torch.tensor(positions.segments) > 0).double()
-        self.before_roll: Timeline | None = None  # the state before the last roll; no tensor is written in place
+        self.before_roll: Timeline | None = None  # the state before the last roll; tensors are never written in place
 
     @staticmethod
     def known_durations(durations_BN: torch.Tensor | None, batch: UnpaddedBatch) -> torch.Tensor:
-        """Durations [B, N] on the host: one unit at padding, and everywhere if none are given."""
+        """Returns durations [B, N] on the host: one unit at padding, and everywhere if none are given."""
         if durations_BN is None:
             return torch.ones(batch.batch_size, batch.num_columns)
         durations_BN = durations_BN.cpu()
@@ -174,7 +174,7 @@ class Timeline:
         rows_R = torch.tensor(chunk.rows)
         real_RT = torch.arange(chunk.width) < torch.tensor(chunk.counts)[:, None]
         duration_RT = durations_RT.to("cpu", torch.float64).where(real_RT, 0.0)
-        # One sum from the segment's beginning: positions do not depend on how the text is cut into chunks.
+        # A single sum from the segment's beginning: positions do not depend on how the text is cut into chunks.
         passed_RT = torch.cat([self.elapsed_B[rows_R, None], duration_RT], dim=1).cumsum(1)[:, 1:]
         seen_RT = passed_RT + self.memory_total_B[rows_R, None]
         blind = (seen_RT <= 0).nonzero()
@@ -194,7 +194,7 @@ class Timeline:
             raise ValueError(
                 f"in row {chunk.rows[row]}, durations add up to {position_RT[row, token].item():g} within two "
                 f"segments at token {chunk.offsets[row] + token} of segment {chunk.segments[row] + 1}; above "
-                f"{LONGEST_PAIR:,} float32 positions do not distinguish tokens. Divide all durations by one factor."
+                f"{LONGEST_PAIR:,} float32 positions do not distinguish tokens. Scale all durations down."
             )
 
         row_n, token_n = chunk.token_indices
@@ -205,14 +205,14 @@ class Timeline:
         return position_RT, local_RT
 
     def check(self, durations_BN: torch.Tensor, batch: UnpaddedBatch, positions: SegmentPositions) -> None:
-        """Raises the errors that `advance` raises over a whole input, and changes nothing."""
+        """Raises the errors that `advance` would raise for a whole input; changes nothing."""
         timeline, positions = copy.deepcopy((self, positions))
         for chunk in positions.chunks(batch.lengths):
             timeline.advance(batch.gather(durations_BN, chunk), chunk)
             timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
 
     def log_durations(self, rows: list[int]) -> torch.Tensor:
-        """The logarithms [R, 2L] of the durations of [memory ; current segment]."""
+        """Returns the logarithms [R, 2L] of the durations of [memory ; current segment]."""
         return torch.cat([self.memory_BL[rows], self.durations_BL[rows]], dim=1).log()
 
     def roll(self, rows: list[int]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from .segmentation import Chunk, UnpaddedBatch
 from .shared_weights import summed_embedding, sums_of
 
-EMBEDDED_TOKENS = 2**13  # at once, padding included: what is embedded exists before it is needed
+EMBEDDED_TOKENS = 2**13  # at once, padding included: embeddings exist before they are needed
 
 
 class Embedding(nn.Embedding):
@@ -26,9 +26,9 @@ class Embedding(nn.Embedding):
 
 
 class ChunkEmbedder:
-    """Embeds chunks that are asked for in the order of `chunks`; chunks may be left out.
+    """Embeds the requested chunks in the order of `chunks`; chunks may be left out.
 
-    `inputs` are token ids [B, N], or embeddings [B, N, D], which stay as they are and need no `embedding`.
+    `inputs` are token ids [B, N], or embeddings [B, N, D], which are used unchanged and do not need an `embedding`.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class ChunkEmbedder:
         self._embedded: deque[tuple[Chunk, torch.Tensor]] = deque()
 
     def of(self, chunks: Iterable[Chunk]) -> "ChunkEmbedder":
-        """One for these chunks of the call alone."""
+        """Returns an embedder for these chunks of the call only."""
         return ChunkEmbedder(self.embedding, self.inputs, self.batch, chunks)
 
     def __call__(self, chunk: Chunk) -> torch.Tensor:
-        """The input [R, T, D] of the first layer."""
+        """Returns the input [R, T, D] of the first layer."""
         if self.inputs.is_floating_point():
             return self.batch.gather(self.inputs, chunk)
         while self._embedded:
@@ -56,7 +56,7 @@ class ChunkEmbedder:
         return self._embedded.popleft()[1]
 
     def _embed_next(self) -> None:
-        """Embeds the next chunk and, with gradients, as many of those after it as have the same rows."""
+        """Embeds the next chunk and, with gradients, all directly following chunks with the same rows that fit."""
         assert self.embedding is not None
         first = self._upcoming[0]
         room = max(EMBEDDED_TOKENS // len(first.rows) if torch.is_grad_enabled() else 0, first.width)
@@ -72,5 +72,5 @@ class ChunkEmbedder:
         self._embedded.extend(zip(block, hidden_RxD.split([chunk.width for chunk in block], dim=1), strict=True))
 
     def _embed(self, ids_Rx: torch.Tensor) -> torch.Tensor:
-        assert self.embedding is not None, "a model without an embedding layer takes embeddings"
+        assert self.embedding is not None, "a model without an embedding layer needs embeddings"
         return self.embedding(ids_Rx)

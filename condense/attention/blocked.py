@@ -3,9 +3,9 @@
     forward    S = q k^T * scale + bias,  P = softmax(S),  y = P v
     backward   dP = dy v^T,  dS = P * (dP - rowsum(P * dP)),  dq = dS k,  dk = dS^T q,  dv = P^T dy
 
-The matrices of a segment are small: those of a few heads stay in the processor's cache from one product to the
-next, and the products reach the rate of the cores' bfloat16 units. A kernel that works on tiles of one head does
-not reach it. The backward pass computes P again, so nothing of the size of a score matrix is stored.
+The matrices of a segment are small: the matrices of a few heads stay in the processor's cache from one product to the
+next, and the products reach the rate of the cores' bfloat16 units. A kernel that works on tiles of one head does not
+reach it. The backward pass computes P again, so nothing of the size of a score matrix is stored.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension, X = T * H / G queries of the
 same keys, P = R * G pairs of a row and a key head, p pairs of a block.
@@ -24,8 +24,8 @@ BLOCK_BYTES = 4 * 2**20  # bytes of a block's scores; measured in docs/results/a
 
 def blocked_attention(query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale: float, dropout: float):
     if dropout:
-        raise ValueError(f"blocked attention has no dropout: set attention_dropout={dropout} to 0 or use sdpa.")
-    # Under autocast a cache may hold keys of an earlier dtype.
+        raise ValueError(f"blocked attention can't use dropout: set attention_dropout={dropout} to 0 or use sdpa.")
+    # Under autocast a cache may hold keys of an earlier call's dtype.
     key_RGKE, value_RGKE = key_RGKE.to(query_RHTE.dtype), value_RGKE.to(query_RHTE.dtype)
     return _Blocked.apply(query_RHTE, key_RGKE, value_RGKE, mask, scale)
 
@@ -71,7 +71,7 @@ class _Blocked(torch.autograd.Function):
 
 
 class _Blocks:
-    """Blocks of whole rows or, where the matrices of one row do not fit, of equal parts of a row."""
+    """Blocks of whole rows or, if the matrices of one row do not fit, of equal parts of a row."""
 
     def __init__(self, query_RHTE, key_RGKE, mask: AttentionMask, scale: float):
         num_rows, num_heads, num_keys, head_width = key_RGKE.shape
@@ -97,7 +97,7 @@ class _Blocks:
         return [tensor_Pxx.split(self.size) for tensor_Pxx in tensors_Pxx]
 
     def weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The scores S and softmax(S) of each block in turn, each [p, X, K]."""
+        """Yields the scores S and softmax(S) of each block, each [p, X, K]."""
         queries, keys = self.split(self.query_PXE, self.key_PKE)
         for query_pXE, key_pKE, bias_R1TK in zip(queries, keys, self._biases(), strict=False):
             score_pXK, weight_pXK = self.score_pXK[: len(query_pXE)], self.weight_pXK[: len(query_pXE)]

@@ -1,8 +1,8 @@
 """Attention of a chunk's queries over [memory ; current segment]: the choice of an implementation.
 
 Every implementation computes softmax(q.k * scale + log d) v with the lower-right causal mask: the last query sees all
-keys, each earlier query one key fewer. Where rows are at different offsets of their segments, the `AttentionMask` holds
-for each row the keys of the whole buffer that it sees.
+keys, each earlier query one key fewer. When rows are at different offsets of their segments, the `AttentionMask` holds
+the keys of the whole buffer that each row sees.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
@@ -36,10 +36,10 @@ CPU_MULTIPLIES_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in
 
 
 def choose_attention(query_RHTE, key_RGKE, mask: AttentionMask, dropout: float) -> str:
-    """The implementation that "auto" stands for: measured on CPUs (docs/results/attention), reasoned on CUDA.
+    """Returns the implementation that "auto" stands for: measured on CPUs (docs/results/attention), estimated on CUDA.
 
-    On CUDA, sdpa uses its flash kernel unless it needs a mask or a bias; the flash-attn package, where it is installed,
-    needs neither. The number of rows does not matter: a row gets the same implementation in a batch as alone.
+    On CUDA, sdpa uses its flash kernel unless it needs a mask or a bias. The flash-attn package, if installed, needs
+    neither. The number of rows does not matter: a row gets the same implementation in a batch as on its own.
     """
     if query_RHTE.is_cuda:
         half = query_RHTE.dtype in (torch.bfloat16, torch.float16)
@@ -55,7 +55,7 @@ def choose_attention(query_RHTE, key_RGKE, mask: AttentionMask, dropout: float) 
 
 
 def attend(implementation: str, query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale: float, dropout: float):
-    """Attention output [R, T, H * E] of the named implementation."""
+    """Returns the attention output [R, T, H * E] of the named implementation."""
     if implementation == "auto":
         implementation = choose_attention(query_RHTE, key_RGKE, mask, dropout)
     output_RHTE = IMPLEMENTATIONS[implementation](query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout)

@@ -11,9 +11,9 @@ from .packed import durations_as_channels, packed_rows
 
 
 def flash_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
-    """flash-attn's kernels, whose causal mask is lower-right aligned.
+    """Calls flash-attn's kernels, whose causal mask is lower-right aligned.
 
-    Durations enter as further channels of queries and keys; rows at different offsets of their segments are packed,
+    Durations are added as extra channels of queries and keys. Rows at different offsets of their segments are packed,
     each with the keys that it sees.
     """
     head_width = value_RGKE.shape[-1]
@@ -52,5 +52,5 @@ def flash_attention_kernels():
     except ImportError as error:
         raise ValueError(
             "attn_implementation='flash_attention_2' needs the flash-attn package: install the 'flash' extra, or use "
-            "'sdpa' or 'varlen', which use a flash kernel that torch has."
+            "'sdpa' or 'varlen', which use torch's own flash kernel."
         ) from error

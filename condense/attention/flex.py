@@ -1,6 +1,6 @@
 """torch's FlexAttention: compiled on CUDA as Triton code or, with `flex_fa4`, for FlashAttention-4 (its backend FLASH).
 
-On CPUs it is not compiled and has no backward pass.
+On CPUs it isn't compiled and doesn't have a backward pass.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
@@ -16,10 +16,10 @@ FLASH_DEVICES = ("cuda",)
 
 def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout, backend="AUTO"):
     if dropout:
-        raise ValueError(f"flex_attention has no dropout: set attention_dropout={dropout} to 0 or use sdpa.")
+        raise ValueError(f"flex_attention does not support dropout: set attention_dropout={dropout} to 0 or use sdpa.")
     on_cpu = query_RHTE.device.type == "cpu"
     if on_cpu and torch.is_grad_enabled() and query_RHTE.requires_grad:
-        raise ValueError("flex_attention has no backward on CPU: train with attn_implementation='sdpa'.")
+        raise ValueError("flex_attention has no backward pass on CPUs: train with attn_implementation='sdpa'.")
     from torch.nn.attention.flex_attention import create_block_mask
 
     num_queries, num_keys = query_RHTE.shape[2], key_RGKE.shape[2]

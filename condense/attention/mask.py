@@ -24,7 +24,7 @@ class AttentionMask:
 
     chunk: Chunk
     log_duration_RK: torch.Tensor | None = None
-    # Masks made so far. Those of uniform chunks depend on the numbers of queries and keys alone and serve a whole call;
+    # Masks made so far. Masks of uniform chunks depend only on the numbers of queries and keys, and serve a whole call;
     # others serve all layers. None under gradient checkpointing, which would keep them until the backward pass.
     shared: dict[tuple[Any, ...], torch.Tensor] | None = field(default=None, compare=False, repr=False)
     _own: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -43,25 +43,25 @@ class AttentionMask:
         return self.chunk.segment_length + torch.tensor(self.chunk.offsets)
 
     def boolean(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-        """[T, K] or [R, 1, T, K]; true where a query sees a key."""
+        """Returns a mask [T, K] or [R, 1, T, K], true for each key that a query sees."""
         key = num_queries, num_keys, device
         if self.lower_right:
             return self._kept(key, partial(_causal, num_queries, num_keys, device))
         return self._kept(key, partial(self._visible, num_queries, num_keys, device))
 
     def additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
-        """The mask as a bias [T, K] or [R, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
+        """Returns a bias [T, K] or [R, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
         make = partial(self._additive, num_queries, num_keys, like)
         return self._kept((num_queries, num_keys, like.device, like.dtype), make)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Small things of the chunk, made for its first layer and kept for the others."""
+        """Small results for the chunk, computed for its first layer and kept for the others."""
         if key not in self._own:
             self._own[key] = make()
         return self._own[key]
 
     def _kept(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """One tensor for all layers and, where it depends on the key alone, for all chunks of a call."""
+        """Returns one tensor for all layers and, if it depends only on the key, for all chunks of a call."""
         if self.shared is None:
             return make()
         made = self.shared if self.lower_right and self.log_duration_RK is None else self._own

@@ -20,10 +20,10 @@ from .mask import AttentionMask
 def rotary_tables(
     rotary_emb: Callable[[torch.Tensor, torch.Tensor], RotaryTables], like: torch.Tensor, position_RT: torch.Tensor
 ) -> RotaryTables:
-    """The tables for `rotate`: those of `rotary_emb`, with the sign of the first half of sin changed.
+    """Returns the tables of `rotary_emb` as `rotate` needs them: the sign of the first half of sin is changed.
 
-    transformers computes x cos + [-x2, x1] sin for x = [x1, x2]. That is x cos + [x2, x1] [-sin, sin], whose [x2, x1]
-    is x rolled by half its length: one operation instead of four.
+    transformers computes x cos + [-x2, x1] sin for x = [x1, x2]. The same value is x cos + [x2, x1] [-sin, sin], and
+    [x2, x1] is x rolled by half its length: one operation instead of four.
     """
     cos_RTE, sin_RTE = rotary_emb(like, position_RT)
     first, second = sin_RTE.chunk(2, dim=-1)
@@ -34,9 +34,9 @@ def rotary_tables(
 class AttentionMetadata:
     """The data about a chunk that all layers share.
 
-    `rotary` are the tables at the tokens' positions in [memory ; current segment], `memory_rotary` those at their
-    positions as the next segment's memory. `writes_memory` is false if no later chunk can see a memory of this one.
-    `detach_R` is true for rows whose memory of this chunk passes no gradient. A block may read the `token_inputs`.
+    `rotary` holds the tables at the tokens' positions in [memory ; current segment], `memory_rotary` the tables at
+    their positions as the next segment's memory. `writes_memory` is false if no later chunk can see a memory of this
+    one. `detach_R` is true for rows whose memory of this chunk passes no gradient. A block may read `token_inputs`.
     """
 
     chunk: Chunk
@@ -48,7 +48,7 @@ class AttentionMetadata:
     token_inputs: ChunkInputs | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
-        """The metadata on another device, which accelerate asks for where a device map puts layers on several."""
+        """Moves the metadata to another device, which accelerate requests if a device map puts layers on several."""
         rotary, memory_rotary = (
             (cos.to(device, non_blocking=non_blocking), sin.to(device, non_blocking=non_blocking))
             for cos, sin in (self.rotary, self.memory_rotary)
@@ -63,16 +63,16 @@ class AttentionMetadata:
     def row_groups(
         self, key_values: KeyValueState | None, num_rows: int
     ) -> list[tuple[int, AttentionMask, KeyValueState | None]]:
-        """Groups of consecutive rows, each for one call of attention: their number, mask and key-value state."""
+        """Groups of consecutive rows, each for one call of attention: number of rows, mask, key-value state."""
         return [(num_rows, self.mask, key_values)]
 
 
 class AttentionMetadataBuilder:
-    """Makes the metadata of one call's chunks in their order; the durations of each chunk enter the state's timeline.
+    """Makes the metadata of one call's chunks in order. The durations of each chunk are added to the state's timeline.
 
-    `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `bptt_segments` is the
-    configuration's. `has_cache` is true if a later call can see this one's memory, `shares_masks` if one mask may serve
-    all uniform chunks.
+    `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `bptt_segments` comes
+    from the configuration. `has_cache` is true if a later call can see this call's memory. `shares_masks` is true if
+    one mask may serve all uniform chunks.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class AttentionMetadataBuilder:
         )
 
     def _tables_of(self, chunk: Chunk) -> tuple[RotaryTables, RotaryTables, torch.Tensor | None]:
-        """Tables after the memory and as the next memory, and log durations [R, K] if there are any."""
+        """Returns tables after the memory and as the next memory, and log durations [R, K] or None."""
         if self.timeline is None and chunk.uniform:
             first = chunk.offsets[0]
             after_memory = self._consecutive(first + chunk.memory_lengths[0], chunk.width)
@@ -116,7 +116,7 @@ class AttentionMetadataBuilder:
         return self._rotary(position_RT), self._rotary(local_RT), log_duration_RK
 
     def _positions(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Positions [R, T] after the memory and as the next memory, and log durations [R, K] if there are any."""
+        """Returns positions [R, T] after the memory and as the next memory, and log durations [R, K] or None."""
         durations_BN = self.token_inputs.durations_BN
         if self.timeline is None or durations_BN is None:
             local_RT = torch.tensor(chunk.offsets)[:, None] + torch.arange(chunk.width)
@@ -130,7 +130,7 @@ class AttentionMetadataBuilder:
         return position_RT, local_RT, on_device(log_duration_RK.to(accurate), self.like.device)
 
     def _consecutive(self, first: int, width: int) -> RotaryTables:
-        """The tables of all rows at consecutive positions: most segments begin at the same one."""
+        """Returns the tables of all rows at consecutive positions: most segments begin at the same position."""
         if (first, width) not in self._tables:
             positions = partial(torch.arange, first, first + width)
             keeps = getattr(self.rotary_emb, "kept_tables", None) if width == self.segment_length else None

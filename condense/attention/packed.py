@@ -1,4 +1,4 @@
-"""Rows one after another without padding, each with the keys that it sees: what kernels for rows of any length take.
+"""Rows one after another without padding, each with the keys that it sees: as kernels for any row length need them.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension; q and k number the queries and the
 keys of all rows.
@@ -15,7 +15,7 @@ from .mask import AttentionMask
 
 
 class PackedRows(NamedTuple):
-    """The places of the queries and keys in [R, T] and [R, K], and where each row's begin and end, as int32."""
+    """The places of queries and keys in [R, T] and [R, K], and the borders between rows, as int32."""
 
     row_q: torch.Tensor
     token_q: torch.Tensor
@@ -28,7 +28,7 @@ class PackedRows(NamedTuple):
 
 
 def packed_rows(mask: AttentionMask, device: torch.device) -> PackedRows:
-    """For a chunk whose rows are at different offsets of their segments; made once for all layers."""
+    """Packs a chunk whose rows are at different offsets of their segments; made once for all layers."""
     return mask.once(("packed", device), partial(_pack, mask, device))
 
 
@@ -53,9 +53,9 @@ def borders_of(counts: list[int], device: torch.device) -> torch.Tensor:
 
 
 def durations_as_channels(query_RHTE, key_RGKE, value_RGKE, log_duration_RK, scale):
-    """Adds log d to every score through 8 further channels (the kernels want multiples of 8).
+    """Adds log d to every score through 8 extra channels (the kernels need multiples of 8).
 
-    The bias is split over three of them, so that it keeps float32's precision in bfloat16.
+    The bias is split over three of them to keep float32's precision in bfloat16.
     """
     dtype, (rows, groups, keys, _) = key_RGKE.dtype, key_RGKE.shape
     rest_RK = log_duration_RK.float().clamp(min=-1e3) / scale  # exp(-1e3) is 0: a duration of zero

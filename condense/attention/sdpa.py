@@ -31,11 +31,11 @@ def sdpa_attention(query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """For shapes that do not recur, such as those of new tokens, which have one key more each: cuDNN's kernel prepares
+    """Avoids cuDNN for shapes that do not recur, such as new tokens, each with one key more. cuDNN's kernel prepares
     itself for every new shape, which takes longer than the attention itself (docs/performance.md)."""
     cuda = torch.backends.cuda
     has_others = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
-    if not (cuda.cudnn_sdp_enabled() and has_others):  # also if another thread is here: that one enables it again
+    if not (cuda.cudnn_sdp_enabled() and has_others):  # another thread may have disabled it, and enables it again
         yield
         return
     cuda.enable_cudnn_sdp(False)
@@ -46,7 +46,7 @@ def without_cudnn() -> Iterator[None]:
 
 
 def _bias(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> tuple[torch.Tensor | None, bool]:
-    """`attn_mask` and `is_causal`; the flash kernel runs where no mask is materialised."""
+    """Returns `attn_mask` and `is_causal`; the flash kernel runs if no mask is materialised."""
     num_queries = query_RHTE.shape[2]
     if mask.log_duration_RK is not None:
         return mask.additive(num_queries, num_keys, query_RHTE), False
@@ -62,7 +62,7 @@ def _bias(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> tuple
 
 
 def _visible_keys(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> torch.Tensor:
-    """On a CPU as a bias, which a kernel would make of a boolean mask in each layer; unless no mask is kept."""
+    """Returns a bias on a CPU, unless no mask is kept: a kernel would build it from a boolean mask in each layer."""
     if query_RHTE.device.type == "cpu" and mask.shared is not None:
         return mask.additive(query_RHTE.shape[2], num_keys, query_RHTE)
     return mask.boolean(query_RHTE.shape[2], num_keys, query_RHTE.device)

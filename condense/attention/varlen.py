@@ -1,4 +1,4 @@
-"""torch's own flash kernel for rows of any length (CUDA): no mask and no bias, and no package.
+"""torch's own flash kernel for rows of any length (CUDA): without mask, bias or extra package.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension; q and k number the queries and the
 keys of all rows.
@@ -17,9 +17,9 @@ CAUSAL = (-1, 0)  # the window of a query: all keys up to its own, aligned to th
 
 
 def varlen_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
-    """Rows are packed one after another. Durations enter as further channels of queries and keys."""
+    """Packs rows one after another. Durations are added as extra channels of queries and keys."""
     if dropout:
-        raise ValueError(f"varlen has no dropout: set attention_dropout={dropout} to 0, or use sdpa.")
+        raise ValueError(f"varlen does not support dropout: set attention_dropout={dropout} to 0, or use sdpa.")
     if query_RHTE.device.type not in DEVICES or query_RHTE.dtype not in DTYPES:
         raise ValueError(
             f"attn_implementation='varlen' runs on CUDA in bfloat16 or float16, not on {query_RHTE.device.type} in "

@@ -23,7 +23,7 @@ def make_executor(
     checkpoint: CheckpointFunction | None = None,
     checkpoint_segments: int = 1,
 ) -> Executor:
-    """The executor of a call; with `checkpoint`, that of gradient checkpointing by groups of so many segments."""
+    """Returns the executor of a call; with `checkpoint`, the executor that checkpoints groups of that many segments."""
     kind = EXECUTORS[schedule.order]
     executor: Executor
     if checkpoint is None:

@@ -1,6 +1,6 @@
-"""Memory for the rows of a captured group, in which those of a layer's segments are adjacent: one product reads them.
+"""Memory for the rows of a captured group: the rows of a layer's segments are adjacent, so one product reads them.
 
-In a wave the layers of a band work on consecutive segments, the newest in the lowest layer. So their rows are one
+In a wave the layers of a band work on consecutive segments, the newest in the lowest layer. So their rows form one
 tensor with a constant distance from each layer to the next.
 
 Axes: m layers of a band, s segments, n tokens of a segment, F a width.
@@ -15,19 +15,19 @@ import torch
 class Buffer:
     """Rows of all layers' segments, `distance` segments from each layer to the next.
 
-    A layer may take the place of what another one no longer needs: the distance may be less than the segments.
+    A layer may reuse the memory that another layer no longer needs, so the distance may be less than the segments.
     """
 
     def __init__(self, rows_snF: torch.Tensor, distance: int):
         self.rows_snF, self.distance = rows_snF, distance
 
     def of_band(self, layers: slice, newest: int) -> torch.Tensor:
-        """Returns the rows [m, n, F] of layers of which the first is at segment `newest`."""
+        """Returns the rows [m, n, F] of consecutive layers; the first of them is at segment `newest`."""
         _, tokens, width = self.rows_snF.shape
         segment = tokens * width
         shape = layers.stop - layers.start, tokens, width
         strides = (self.distance - 1) * segment, width, 1
-        # Not a view: autograd would take a write to one part for a change of all.
+        # Not a view: autograd would treat a write to one part as a change of all.
         storage, first = self.rows_snF.untyped_storage(), (layers.start * self.distance + newest) * segment
         return self.rows_snF.new_empty(0).set_(storage, first, shape, strides)
 
@@ -41,7 +41,7 @@ class GroupRows:
         self._buffers: dict[tuple[int, bool], Buffer] = {}
 
     def of_band(self, key: int, layers: slice) -> "BandRows":
-        """Counts a use of the weights `key` by each of the layers: it tells the segment that they are at."""
+        """Counts a use of the weights `key` by each of the layers; the count tells which segment they are at."""
         uses = self._uses[key]
         newest = uses[layers.start]
         for number in range(layers.start, layers.stop):
@@ -51,8 +51,8 @@ class GroupRows:
 
     def buffer(self, key: int, of_gradients: bool, tokens: int, width: int, like: torch.Tensor) -> Buffer:
         if (key, of_gradients) not in self._buffers:
-            # The backward pass takes the latest segments first: when layer m + 1 is at a segment, layer m has passed
-            # all but the next one after it.
+            # The backward pass processes the latest segments first: when layer m + 1 is at a segment, layer m has
+            # passed all but the next one after it.
             distance = min(self.num_segments, self.kept + 1) if of_gradients else self.num_segments
             num_segments = (self.num_layers - 1) * distance + self.num_segments
             self._buffers[key, of_gradients] = Buffer(like.new_empty(num_segments, tokens, width), distance)
@@ -64,7 +64,7 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class BandRows:
-    """Where a kernel writes the rows of a band's layers."""
+    """Returns the memory that a kernel writes the rows of a band's layers to."""
 
     group: GroupRows
     key: int

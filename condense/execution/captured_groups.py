@@ -1,7 +1,7 @@
 """A group of whole segments through all layers, captured as CUDA graphs when its shape is used a second time.
 
-The inputs of a group are its rotary tables, the hidden states of its segments, and the memories before it; its outputs
-are the last layer's hidden states of each segment, and the memories after it. All else is part of a capture.
+The inputs of a group are its rotary tables, the hidden states of its segments, and the memories before it. Its outputs
+are the last layer's hidden states of each segment, and the memories after it. Everything else is part of a capture.
 
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 Tensors = tuple[torch.Tensor, ...]
 MAX_GROUPS = 8  # captured at a time
-PATIENCE = 64  # groups that run without a captured one before another takes its place
-WAVE_TOKENS = 2048  # a diagonal's cells; from here on a single cell fills a GPU
+PATIENCE = 64  # uncaptured groups that run before a capture is replaced
+WAVE_TOKENS = 2048  # of a diagonal's cells; above this a single cell fills a GPU
 NUM_TABLES = 6
 
 
@@ -56,12 +56,12 @@ class Group:
 
     @cached_property
     def tables(self) -> Tensors:
-        """Those of the first segment, which may be without a memory, of the others, and of all as a memory."""
+        """Tables of the first segment, which may be without a memory, of the other segments, and of all as a memory."""
         first, last = self.segments[0], self.segments[-1]
         return *first.rotary, *last.rotary, *first.memory_rotary
 
     def key(self) -> tuple:
-        """What a capture depends on, beside the layers."""
+        """Everything that a capture depends on, besides the layers."""
         chunk, gradients = self.segments[0].chunk, torch.is_grad_enabled()
         detached = tuple(any(segment.detach_R) for segment in self.segments) if gradients else ()
         shape = len(self.segments), len(chunk.rows), chunk.width, self.has_memory, self.writes_memory
@@ -71,13 +71,13 @@ class Group:
 
     @property
     def has_mixed_rows(self) -> bool:
-        """Whether the memories of only some rows are detached, which the key does not tell."""
+        """Returns whether the memories of only some rows are detached: the key does not contain this."""
         return torch.is_grad_enabled() and any(
             any(segment.detach_R) and not all(segment.detach_R) for segment in self.segments
         )
 
     def run(self, layers: nn.ModuleList, inputs: Tensors) -> Tensors:
-        """The outputs; a segment takes nothing but its shape from the metadata."""
+        """Computes the outputs; a segment uses only the shape of its metadata."""
         tables, rest = inputs[:NUM_TABLES], inputs[NUM_TABLES:]
         embedded, memories = iter(rest[: len(self.segments)]), rest[len(self.segments) :]
         chunk = self.segments[0].chunk
@@ -96,7 +96,7 @@ class Group:
         return *(hidden_RTD for _, hidden_RTD in outputs), *memories_after
 
     def _static(self, tables: Tensors) -> list[AttentionMetadata]:
-        """The segments' metadata with these tables, and masks that are made within the capture."""
+        """Returns the segments' metadata with these tables, and masks that are made within the capture."""
         first, others, as_memory = ((tables[i], tables[i + 1]) for i in range(0, NUM_TABLES, 2))
         masks: dict[tuple[Any, ...], torch.Tensor] = {}
         return [
@@ -116,13 +116,13 @@ def pairs_of(tensors: Sequence[torch.Tensor]) -> list[Memory]:
 
 
 class Flight:
-    """A text between the forward and the backward pass of a stored group; it ends with the graph of autograd."""
+    """A text between the forward and the backward pass of a stored group; it ends with autograd's graph."""
 
     ended = False
 
 
 class CapturedGroup:
-    """A group without gradients, and the buffers of one with gradients."""
+    """A group without gradients; also the buffers of a group with gradients."""
 
     def __init__(self, layers: nn.ModuleList, group: Group, inputs: Tensors, graphs: Graphs, pool: Pool):
         self._layers = ref(layers)  # which hold this
@@ -141,11 +141,11 @@ class CapturedGroup:
         self._forward, self.outputs = self._graph_of(self._compute)
 
     def _graph_of(self, *computations: Any) -> Any:
-        """Replay and outputs of each computation; all run once before the first is captured."""
+        """Returns replay and outputs of each computation; all run once before the first is captured."""
         for compute in computations:
             self.graphs.warm_up(compute, self.device)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the warm-up took, the pool may need
+            torch.cuda.empty_cache()  # the pool may need the warm-up's memory
         found = [self.graphs.capture(compute, self.device, self.pool) for compute in computations]
         return found[0] if len(found) == 1 else found
 
@@ -162,14 +162,14 @@ class CapturedGroup:
         torch._foreach_copy_(buffers, [tensor.detach() for tensor in tensors])
 
     def _copies(self, buffers: Sequence[torch.Tensor]) -> Tensors:
-        """The next replay writes over the buffers."""
+        """Copies the buffers, because the next replay overwrites them."""
         copies = tuple(torch.empty_like(buffer) for buffer in buffers)
         torch._foreach_copy_(copies, [buffer.detach() for buffer in buffers])
         return copies
 
 
 class TrainedGroup(CapturedGroup):
-    """A group with gradients: those of its outputs, and of its inputs."""
+    """A group with gradients: buffers for the gradients of its outputs and of its inputs."""
 
     def __init__(self, *arguments: Any, sums: StaticSums):
         self.sums = sums
@@ -177,7 +177,7 @@ class TrainedGroup(CapturedGroup):
         super().__init__(*arguments)
 
     def _compute_with_gradients(self) -> tuple[Tensors, Tensors, GroupRows]:
-        """Leaves and outputs. Hooks that would move what is saved to the host do not apply within a capture."""
+        """Returns leaves and outputs. Hooks that would move saved tensors to the host do not apply within a capture."""
         tokens = len(self.group.segments[0].chunk.rows) * self.group.segments[0].chunk.width
         without_hooks = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
         with torch.enable_grad(), without_hooks, self.sums.group(len(self.group.segments), tokens) as rows:
@@ -185,7 +185,7 @@ class TrainedGroup(CapturedGroup):
             return leaves, self.group.run(self.layers, (*self.inputs[:NUM_TABLES], *leaves)), rows
 
     def _gradients(self, leaves: Tensors, outputs: Tensors, rows: GroupRows) -> Tensors:
-        """The gradients of the leaves; those of the weights are added to the sums."""
+        """Returns the gradients of the leaves, and adds the gradients of the weights to the sums."""
         pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         self.sums.add_waiting()
@@ -194,7 +194,7 @@ class TrainedGroup(CapturedGroup):
 
 
 class RecomputedGroup(TrainedGroup):
-    """As a checkpoint does: the graph of the backward pass computes the group again."""
+    """Works as a checkpoint does: the graph of the backward pass computes the group again."""
 
     def _capture(self) -> None:
         super()._capture()
@@ -215,7 +215,7 @@ class RecomputedGroup(TrainedGroup):
 
 
 class StoredGroup(TrainedGroup):
-    """Without checkpointing: the activations wait on the memory of the graphs, those of one text at a time."""
+    """Works without checkpointing: the activations of one text at a time wait in the memory of the graphs."""
 
     def __init__(self, *arguments: Any, flights: "Flights", **keywords: Any):
         self.flights = flights
@@ -251,7 +251,7 @@ class StoredGroup(TrainedGroup):
 
 
 class Flights:
-    """Which text has its activations in the pool of stored groups."""
+    """The text whose activations are in the pool of stored groups."""
 
     def __init__(self) -> None:
         self._latest: ref[Flight] | None = None
@@ -266,7 +266,7 @@ class Flights:
         return flight is not None and not flight.ended
 
     def check(self, flight: Flight) -> None:
-        """Raises `ValueError` if the activations are gone: a backward pass writes its gradients over them."""
+        """Raises `ValueError` if a backward pass has overwritten the activations with its gradients."""
         if flight.ended or self._latest is None or self._latest() is not flight:
             raise ValueError(
                 "a second backward pass through a call: a captured CUDA graph has written over its activations. Set "
@@ -275,9 +275,9 @@ class Flights:
 
 
 class CapturedGroups:
-    """The captured groups of a model's layers; they hold while the layers' stack does.
+    """The captured groups of a model's layers; they are valid as long as the layers' stack.
 
-    They belong to the thread that makes them: a graph has one set of buffers. Other threads run without graphs.
+    They belong to the thread that makes them, because a graph has one set of buffers. Other threads run without graphs.
     """
 
     def __init__(self, layers: nn.ModuleList, stack: Stack):
@@ -299,7 +299,7 @@ class CapturedGroups:
         return StaticSums(self.stack)
 
     def count_use(self, group: Group) -> bool:
-        """Counts a use of a group that is about to run; returns whether `find` is to be asked for it."""
+        """Counts a use of a group that is about to run; returns whether to call `find` for it."""
         if threading.get_ident() != self.thread or group.has_mixed_rows:
             return False
         key = self._key(group)
@@ -322,7 +322,7 @@ class CapturedGroups:
         return self._uses[key] > 1
 
     def find(self, group: Group, memories: Sequence[torch.Tensor]) -> CapturedGroup | None:
-        """The captured group; None, and never again for its shape, if there is not enough memory for it."""
+        """Returns the captured group, or None if memory is too small; then it never tries the group's shape again."""
         key = self._key(group)
         if key in self._groups:
             captured, _ = self._groups[key]
@@ -376,13 +376,13 @@ class CapturedGroups:
 
 
 def moves_saved_tensors() -> bool:
-    """Whether hooks would take what autograd saves elsewhere, as `torch.autograd.graph.save_on_cpu` does, or count it,
-    as a checkpoint of the caller's around the model."""
+    """Returns whether hooks would move or count the tensors that autograd saves, as `torch.autograd.graph.save_on_cpu`
+    or a caller's checkpoint around the model does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def captured_groups_of(layers: nn.ModuleList, stack: Stack) -> CapturedGroups:
-    """Returns the layers' captured groups; new ones if the stack is another one than theirs."""
+    """Returns the layers' captured groups, or new groups if they were captured from a different stack."""
     groups = layers.__dict__.get("_captured_groups")  # they live as long as the layers
     if groups is None or groups.stack is not stack:
         groups = layers.__dict__["_captured_groups"] = CapturedGroups(layers, stack)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: groups of chunks that are computed again, each as a whole, in the backward pass.
+"""Gradient checkpointing: the backward pass computes groups of chunks again, each as a whole.
 
 A group stores the memories that its first chunk sees. One group's activations exist at a time, so that larger groups
 store fewer memories and hold more activations.
@@ -28,7 +28,7 @@ CheckpointFunction = Callable[..., Any]  # as torch.utils.checkpoint.checkpoint,
 
 
 class CheckpointedExecutor:
-    """Runs groups of `group_size` consecutive chunks by executors of their own."""
+    """Runs groups of `group_size` consecutive chunks, each with its own executor."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ def _run_group(
     _: None,
     key_values: Sequence[Memory | None],
 ) -> tuple[list[ChunkOutput], Sequence[Memory | None] | None]:
-    """The outputs of the group's chunks, and the memories after them if a later chunk can see them."""
+    """Returns the outputs of the group's chunks, and the memories after them if a later chunk can see them."""
     chunks = [metadata.chunk for metadata in group]
     state = TransientState(chunks[0].batch_size, chunks[0].segment_length, key_values)
     state.rows = chunks[0].rows
@@ -86,11 +86,11 @@ def run_checkpointed(
     hidden_RTD: torch.Tensor | None,
     key_values: Sequence[KeyValueState | None],
 ) -> Any:
-    """`function(hidden_RTD, key_values)`; with `checkpoint` it runs again in the backward pass.
+    """Runs `function(hidden_RTD, key_values)`; with `checkpoint` it runs again in the backward pass.
 
-    Then only the hidden states and the memories are stored. They are passed to `checkpoint` as single tensors, so
-    that hooks on saved tensors see each of them. The rotary tables are passed because torch restores the random state
-    of the devices of its arguments, and a first chunk has no other tensor.
+    Then only the hidden states and the memories are stored. They are passed to `checkpoint` as single tensors, so that
+    hooks on saved tensors see each of them. The rotary tables are also passed: torch restores the random state of its
+    arguments' devices, and a first chunk has no other tensor.
     """
     if checkpoint is None:
         return function(hidden_RTD, key_values)
@@ -108,16 +108,16 @@ def _run_again(function, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensor
 
 
 def non_reentrant(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `torch.utils.checkpoint.checkpoint`, without its reentrant form; says once that it was asked for.
+    """Returns options of `torch.utils.checkpoint.checkpoint`, never reentrant; logs once if the caller asked for that.
 
-    The results are the same. The reentrant form reports a gradient for each use of a weight, here for each segment,
-    which ZeRO and DDP do not expect, and needs inputs with gradients.
+    The results are the same. The reentrant form reports a gradient for each use of a weight, here for each segment.
+    ZeRO and DDP do not expect this. It also needs inputs with gradients.
     """
     if options.get("use_reentrant"):
         _say_non_reentrant()
     if "use_reentrant" in options or function is torch.utils.checkpoint.checkpoint:
         return {**options, "use_reentrant": False}
-    return dict(options)  # a function of the caller's, which has a form of its own
+    return dict(options)  # the caller's own function, which may have another form
 
 
 @functools.cache
@@ -129,13 +129,13 @@ def _say_non_reentrant() -> None:
 
 
 def storage_of(checkpoint: CheckpointFunction | None) -> AbstractContextManager[None]:
-    """Where what is kept of a segment waits for the backward pass: in host memory under `offload_memories`."""
+    """Chooses where a segment's stored data waits for the backward pass: in host memory under `offload_memories`."""
     if getattr(checkpoint, "func", None) is offload_checkpoint:
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
     return nullcontext()
 
 
 def offload_checkpoint(checkpoint: CheckpointFunction, function: Callable, *arguments: Any) -> Any:
-    """As `checkpoint`; the stored hidden states and memories are kept in host memory until the backward pass."""
+    """Works like `checkpoint`, but keeps the stored hidden states and memories in host memory."""
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *arguments)

@@ -1,4 +1,4 @@
-"""How computations of static shape are captured as CUDA graphs: new tokens (`static_decoding`) and groups of segments
+"""Captures computations of static shape as CUDA graphs: new tokens (`static_decoding`) and groups of segments
 (`captured_groups`)."""
 
 import gc
@@ -12,15 +12,15 @@ STATIC_IMPLEMENTATIONS = ("auto", "sdpa", "blocked", "eager")
 
 
 class Pool(NamedTuple):
-    """Where captures take their memory and on which stream they run. What a capture keeps no reference to, a later one
-    of the same pool may write over: its graphs replay one after the other."""
+    """The memory pool and the stream of captures. If a capture keeps no reference to a tensor, a later capture of the
+    same pool may overwrite it, because its graphs replay one after the other."""
 
     handle: Any
     stream: Any
 
 
 class Graphs(NamedTuple):
-    """How a device warms up and captures computations; a capture returns a replay and the tensors of its outputs."""
+    """The warm-up and capture of a device's computations; a capture returns a replay and its output tensors."""
 
     new_pool: Callable[[torch.device], Pool]
     warm_up: Callable[[Callable[[], Any], torch.device], Any]
@@ -33,7 +33,7 @@ def _new_pool_cuda(device: torch.device) -> Pool:
 
 
 def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
-    """On a side stream, as a capture will be."""
+    """Runs on a side stream, as a capture will."""
     with torch.cuda.device(device):
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
@@ -48,14 +48,14 @@ def _warm_up_cuda(compute: Callable[[], Any], device: torch.device) -> Any:
 def _capture_cuda(
     compute: Callable[[], Any], device: torch.device, pool: Pool | None = None
 ) -> tuple[Callable[[], object], Any]:
-    """Computes nothing; the replay does.
+    """Captures without computing; the replay computes.
 
-    Graphs that nothing refers to any more are destroyed before: a collection during the capture would break it off.
+    Unreferenced graphs are destroyed first, because a collection during the capture would abort it.
     """
     gc.collect()
     graph = torch.cuda.CUDAGraph()
-    # A stream of this device: torch's own one for captures is of the first device that captured. Other threads may
-    # allocate meanwhile.
+    # A stream of this device: torch's own stream for captures belongs to the first device that captured. Other threads
+    # may allocate meanwhile.
     handle, aside = pool or (None, torch.cuda.Stream(device))
     capturing = torch.cuda.graph(graph, pool=handle, stream=aside, capture_error_mode="thread_local")
     with torch.cuda.device(device), _without_collections(), capturing:

@@ -1,4 +1,4 @@
-"""The forward pass of a chunk, and the interface of what decides when each chunk runs.
+"""The forward pass of a chunk, and the interface of executors, which decide when each chunk runs.
 
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
@@ -18,18 +18,18 @@ Embed = Callable[[Chunk], torch.Tensor]  # the input [R, T, D] of the first laye
 
 
 class Executor(Protocol):
-    """Runs the chunks of a call through the layers in an order of its own.
+    """Runs the chunks of a call through the layers in its own order.
 
-    An executor is made for one call with the decoder stack, the recurrent state and `embed`. An output that is
-    a view shares memory, which may be large or soon written over: copy it before you keep it.
+    An executor is made for one call with the decoder stack, the recurrent state and `embed`. If an output is a view,
+    copy it before you keep it: its memory may be large or soon overwritten.
     """
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
-        """Takes the next chunk; returns the outputs of the chunks that have left the last layer."""
+        """Accepts the next chunk; returns the outputs of the chunks that have left the last layer."""
         ...
 
     def finish(self) -> list[ChunkOutput]:
-        """Returns the outputs of all other chunks; the state is complete then."""
+        """Returns the outputs of all other chunks; then the state is complete."""
         ...
 
 
@@ -39,7 +39,7 @@ def run_layers(
     key_values: Sequence[KeyValueState | None],
     metadata: AttentionMetadata,
 ) -> tuple[torch.Tensor, list[Memory | None]]:
-    """One chunk through some layers: the output [R, T, D] of the last, and what each adds to the next memory."""
+    """Runs a chunk through some layers; returns the output [R, T, D] and each layer's part of the next memory."""
     memories = []
     for layer, layer_key_values in zip(layers, key_values, strict=True):
         hidden_RTD, memory = layer(hidden_RTD, layer_key_values, metadata)

@@ -1,15 +1,14 @@
-"""Groups of whole segments by CUDA graphs: one launch replaces those of all their layers.
+"""Groups of whole segments as CUDA graphs: one launch replaces the launches of all their layers.
 
     model.config.schedule = "graph"
 
-With gradient checkpointing a group has the segments of a checkpoint: it stores its inputs, and the graph of its
-backward pass computes it again. Without, it has all whole segments in a row, whose activations wait on the graphs' own
-memory for the backward pass. Without gradients it has `SEGMENTS`.
-
+With gradient checkpointing a group consists of the segments of a checkpoint: it stores its inputs, and the graph of its
+backward pass computes it again. Otherwise it consists of all whole segments in a row, and their activations wait for
+the backward pass in the graphs' own memory. Without gradients it has `SEGMENTS` segments.
 A shape is captured at its second use. Parts of segments, shapes that occur once or do not fit into memory, and a text
-that begins while another one waits for its backward pass run as without graphs. Embeddings, the final norm, the head
-and the loss are not part of a graph.
-
+A shape is captured at its second use. Without graphs run: parts of segments, shapes that occur once or do not fit into
+memory, and a text that begins while another text waits for its backward pass. Embeddings, the final norm, the head and
+the loss are not part of a graph.
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
@@ -37,7 +36,7 @@ SEGMENTS = 8  # of a group without gradients
 
 
 class GraphExecutor:
-    """`others` runs what no graph does. `group_segments` is None for all whole segments in a row."""
+    """`others` runs everything outside of graphs. `group_segments` is None for all whole segments in a row."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class GraphExecutor:
         return outputs + [each for metadata in segments for each in self.others.submit(metadata)]
 
     def _memories(self, group: Group) -> list[torch.Tensor]:
-        """Keys and values layer by layer."""
+        """Lists keys and values layer by layer."""
         chunk = group.segments[0].chunk
         memories = [None if item is None else item.memory(chunk) for item in self.state.key_values(chunk)]
         tensors = [tensor for memory in memories if memory is not None for tensor in memory]
@@ -127,7 +126,7 @@ class _Group(torch.autograd.Function):
 
 
 def has_whole_segments(lengths: Sequence[int], positions: SegmentPositions) -> bool:
-    """Whether a call with `lengths[b]` further tokens of each row has a whole segment of all rows."""
+    """Returns whether a call with `lengths[b]` further tokens of each row has a whole segment of all rows."""
     length = positions.segment_length
     if not any(positions.offsets):
         return len({segment > 0 for segment in positions.segments}) == 1 and min(lengths) >= length
@@ -139,7 +138,7 @@ def has_whole_segments(lengths: Sequence[int], positions: SegmentPositions) -> b
 def graph_stack(
     config: CondenseConfig, layers: nn.ModuleList, hidden_dtype: torch.dtype, has_durations: bool, sharded: bool
 ) -> Stack:
-    """Returns the layers' stack, which graphs read. Raises `ValueError` if segments can't be computed by graphs."""
+    """Returns the layers' stack, which graphs read. Raises `ValueError` if graphs can't compute the segments."""
     weight = next(layers.parameters())
     device = weight.device.type
     if device not in GRAPHS:

@@ -36,7 +36,7 @@ from ..shared_weights import SharedWeights
 from .checkpointing import run_checkpointed
 from .executor import run_layers
 
-Memories = list[Memory | None]  # of this rank's layers, in order
+Memories = list[Memory | None]  # for this rank's layers, in order
 
 
 class PipelineStage:
@@ -97,10 +97,10 @@ class PipelineStage:
     def loss(
         self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> CondenseOutput:
-        """`loss`, `segment_losses` [S] and `segment_targets` [S] of the whole model, on every rank.
+        """Returns `loss`, `segment_losses` [S] and `segment_targets` [S] of the whole model, on every rank.
 
-        input_ids, labels and attention_mask [B, N] as for `CondenseForCausalLM.forward`, the same on all ranks.
-        Raises `ValueError`, on all ranks, for inputs that do not fit together.
+        input_ids, labels and attention_mask [B, N] as for `CondenseForCausalLM.forward`, the same on all ranks. Raises
+        `ValueError` on all ranks for inputs that do not fit together.
         """
         batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
         for _ in self._forward(batch):
@@ -115,10 +115,10 @@ class PipelineStage:
         attention_mask: torch.Tensor | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
     ) -> CondenseOutput:
-        """As `loss`, and adds the gradients to those of this rank's parameters: there is no `backward` to call.
+        """Works as `loss`, and adds the gradients to this rank's parameters: do not call `backward`.
 
-        The loss is the mean over all labels, or their sum over `num_items_in_batch`. With the model's gradient
-        checkpointing a segment stores the hidden states and memories that it receives; the rest is computed again.
+        The loss is the mean over all labels, or their sum divided by `num_items_in_batch`. With the model's gradient
+        checkpointing a segment stores only the hidden states and memories that it receives; the rest is computed again.
         """
         batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
         self._backward(batch, list(self._forward(batch)), num_items_in_batch)
@@ -149,7 +149,7 @@ class PipelineStage:
         hidden_RTD,
         memories,
     ):
-        """The output, hidden states [R, T, D] or on the last rank the loss, and the memories of the following chunk."""
+        """Returns the output, hidden states [R, T, D] or on the last rank the loss, and the next chunk's memories."""
         with batch.weights.active():
             return self._compute_chunk(batch, metadata, following, hidden_RTD, memories)
 
@@ -171,7 +171,7 @@ class PipelineStage:
         copied = self.tied_copy.weight if self.tied_copy and self.tied_copy.weight.requires_grad else None
         if copied is not None:
             earlier, copied.grad = copied.grad, None  # the earlier gradient is already the sum over both ranks
-        # The batch's loss is linear in that of each segment; the slope is the batch's loss for a segment's loss of 1.
+        # The batch's loss is linear in each segment's loss; the slope is the batch's loss for a segment's loss of 1.
         slope = batch.targets.mean(batch.like.new_ones((), dtype=batch.loss_dtype), num_items)
         arrivals = self.after.arrivals(batch.shapes[::-1], batch.like) if self.after else iter(())
         from_memories: list[torch.Tensor | None] = []
@@ -245,7 +245,7 @@ class _PipelineBatch:
 class _SegmentGraph:
     """The graph of one segment for the backward pass: the leaves that it begins with, and its ends.
 
-    `received_RTD` is None on the first rank. `memories` are keys and values in turn. `ends`, the output and the new
+    `received_RTD` is None on the first rank. `memories` alternates keys and values. `ends`, the output and the new
     memories, are edges, which keep the graph but not the tensors: None for an end without a gradient.
     """
 
@@ -255,7 +255,7 @@ class _SegmentGraph:
 
 
 class _Border:
-    """The messages between this rank and a neighbour, while both compute."""
+    """The messages between this rank and a neighbour, sent while both compute."""
 
     def __init__(self, neighbour: int, group: dist.ProcessGroup | None):
         self.neighbour, self.group = neighbour, group
@@ -263,7 +263,7 @@ class _Border:
         self.departure: dist.Work | None = None
 
     def send(self, tensor_RTD: torch.Tensor) -> None:
-        """Waits until the message before has been received, so that messages do not accumulate; not for this one."""
+        """Sends a message. First waits until the previous one was received, so that messages do not accumulate."""
         self.finish()
         self.departing = tensor_RTD.contiguous()  # kept until it has been received
         self.departure = dist.isend(self.departing, group=self.group, group_dst=self.neighbour)
@@ -274,7 +274,7 @@ class _Border:
         self.departing = self.departure = None
 
     def arrivals(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The neighbour's tensors in turn; the next one may arrive while the caller works on this one."""
+        """Yields the neighbour's tensors in turn; the next one may arrive while the caller works on this one."""
         expected: deque[tuple[torch.Tensor, dist.Work | None]] = deque()
         for shape in (*shapes, None):
             if shape is not None:
@@ -300,7 +300,7 @@ def _tensors(memories: Memories) -> list[torch.Tensor]:
 
 
 def _of_rows(memory: Memory, chunk: Chunk, following: Chunk) -> Memory:
-    """The memory without the rows whose text has ended."""
+    """Returns the memory without the rows whose text has ended."""
     if chunk.rows == following.rows:
         return memory
     kept = [chunk.rows.index(row) for row in following.rows]

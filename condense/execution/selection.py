@@ -1,8 +1,8 @@
 """The choice of a schedule: a rule whose constants are fitted to measurements (docs/performance.md).
 
-A wave computes the same as S segments through M layers one after the other, as S + M - 1 diagonals and not S M cells.
-It is faster while a single cell is too narrow to keep the device busy. It is slower where the diagonals are not few
-enough, and on a CPU where the tensors of a whole diagonal do not fit into the cache that holds those of one cell.
+A wave computes the same result as S segments through M layers one after the other, in S + M - 1 diagonals instead of S
+M cells. It is faster while a single cell is too narrow to keep the device busy. It is slower if the diagonals are not
+few enough, and on a CPU if a whole diagonal's tensors do not fit into the cache as a cell's tensors do.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from .stacking import REMEDY, Stack, check_stackable, is_stackable
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
 CPU_BAND_BYTES = 16 * 2**20
-# Fitted to one text at a time on an H200: docs/results/gpu. Where the host takes the time there, a diagonal takes up to
-# twice as long as a cell.
+# Fitted to one text at a time on an H200: docs/results/gpu. When the host limits the speed there, a diagonal takes up
+# to twice as long as a cell.
 CUDA_CELLS_PER_DIAGONAL = 2
 # Not measured above 1,024. Diagonal Batching reports gains of 1.8 at 1,024 and 1.1 at 4,096 tokens on an A100.
 CUDA_CELL_TOKENS = 4096
@@ -48,16 +48,16 @@ def schedule_for(
     has_durations: bool,
     hidden_dtype: torch.dtype,
 ) -> Schedule:
-    """The schedule of a call with `lengths[b]` further tokens of each row: the configuration's, or for "auto" a choice.
+    """Returns the schedule of a call with `lengths[b]` further tokens of each row; chooses it for "auto".
 
-    `root` is the model that is called, which has the layers; `hidden_dtype` is that of their input.
-    `checkpoint_segments` are those of a group of gradient checkpointing, None without it.
+    `root` is the called model, which has the layers; `hidden_dtype` is the dtype of their input. `checkpoint_segments`
+    is the group size of gradient checkpointing, None without it.
 
     A cache that records is read sequentially: a wave does not write the tokens that `crop` goes back to.
 
-    Raises `ValueError` for a wave of layers that cannot be stacked, within groups of one segment, and under FSDP on
-    the whole model, which gathers the weights without a hook in the layers, and for segments that can't be computed as
-    a graph.
+    Raises `ValueError` for a wave of layers that can't be stacked, within groups of one segment, or under FSDP on the
+    whole model, which gathers the weights without a hook in the layers. Also raises it for segments that a graph can't
+    compute.
     """
     requested, sharded = root.config.schedule, any(base.__name__ == "FSDPModule" for base in type(root).__mro__)
     if requested == "wavefront" and sharded:
@@ -69,7 +69,7 @@ def schedule_for(
             )
         if checkpoint_segments == 1:
             raise ValueError(
-                "gradient checkpointing computes each segment again alone, and schedule='wavefront' runs several at "
+                "gradient checkpointing recomputes each segment on its own, but schedule='wavefront' runs several at "
                 f"once: pass checkpoint_segments=2 or more with use_reentrant=False, or {REMEDY}."
             )
         check_stackable(layers)  # before a part of the call is in a cache
@@ -114,12 +114,12 @@ def choose_schedule(
     checkpoint_segments: int | None = None,
     stackable: bool = False,
 ) -> str:
-    """`"sequential"` or `"wavefront"`, for `lengths[b]` further tokens of each row. A pure question: changes nothing.
+    """Returns `"sequential"` or `"wavefront"`, for `lengths[b]` further tokens of each row. Changes nothing.
 
-    Sequential if a wave cannot run (rows at different offsets, hooks or adapters in the layers), if it would store too
-    much (of a partly frozen model the activations of frozen layers), and under autocast, which casts the stacked
-    weights again for every diagonal. Under gradient checkpointing a wave is within a group of segments. `stackable`:
-    that the layers can be stacked is known.
+    Sequential if a wave cannot run (rows at different offsets, hooks or adapters in the layers) or would store too much
+    (the activations of frozen layers). Also sequential under autocast, which would cast the stacked weights again for
+    every diagonal. Under gradient checkpointing a wave is within a group of segments. `stackable`: the layers are known
+    to be stackable.
     """
     num_segments, num_rows = longest_wave(lengths, positions)
     weight = next(layers.parameters(), None)
@@ -129,7 +129,7 @@ def choose_schedule(
     num_segments = min(num_segments, checkpoint_segments or num_segments)
     if reason_for_sequential(config, num_segments, num_rows, device, itemsize):
         return "sequential"
-    # Of a partly frozen model the sequential order stores the activations of trained layers only.
+    # If the model is partly frozen, the sequential order stores the activations of trained layers only.
     trains = torch.is_grad_enabled() and not stackable
     if trains and len({parameter.requires_grad for parameter in layers.parameters()}) > 1:
         return "sequential"
@@ -139,7 +139,7 @@ def choose_schedule(
 def reason_for_sequential(
     config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int
 ) -> str | None:
-    """Why "auto" runs no wave of whole segments, None where it does: the part of the choice that needs no model."""
+    """Returns why "auto" does not run a wave of whole segments, or None if it does. This part needs no model."""
     num_layers, cell_tokens = config.num_hidden_layers, num_rows * config.segment_length
     cells, diagonals = num_segments * num_layers, num_segments + num_layers - 1
     too_few = f"{num_segments} segments in {num_layers} layers are too few to gain from a wave"
@@ -159,8 +159,8 @@ def reason_for_sequential(
 
 
 def default_checkpoint_segments(config: LlamaConfig, cell_tokens: int, itemsize: int) -> int:
-    """The segments of a group of gradient checkpointing that is captured: as many as have `GROUP_TOKENS`, unless their
-    activations take more than `GROUP_BYTES`. `cell_tokens` are those of a segment in all rows."""
+    """Returns the number of segments in a captured group of gradient checkpointing: enough for `GROUP_TOKENS`, unless
+    their activations exceed `GROUP_BYTES`. `cell_tokens` is the number of tokens of a segment in all rows."""
     keys = config.num_key_value_heads * config.head_dim
     width = 5 * config.hidden_size + 2 * config.num_attention_heads * config.head_dim
     token_bytes = itemsize * config.num_hidden_layers * (width + 6 * keys + 3 * config.intermediate_size)
@@ -169,7 +169,7 @@ def default_checkpoint_segments(config: LlamaConfig, cell_tokens: int, itemsize:
 
 
 def faster_as_wave(config: CondenseConfig, num_segments: int, num_rows: int, device: str, itemsize: int) -> bool:
-    """The rule alone: whether a wave is faster for this number of whole segments and rows."""
+    """Returns whether a wave is faster for this number of whole segments and rows."""
     return reason_for_sequential(config, num_segments, num_rows, device, itemsize) is None
 
 
@@ -178,7 +178,7 @@ def _casts_weights(device: str) -> bool:
 
 
 def longest_wave(lengths: Sequence[int], positions: SegmentPositions) -> tuple[int, int]:
-    """Whole segments and rows of the longest wave: rows run together until the first of them ends."""
+    """Returns segments and rows of the longest wave: rows run together until the first of them ends."""
     if len(set(positions.offsets)) > 1 or len({segment > 0 for segment in positions.segments}) > 1:
         return 0, 0
     opening = -positions.offsets[0] % positions.segment_length  # the rest of a segment that has begun

@@ -1,6 +1,6 @@
 """The parameters of several layers as stacks that share their memory.
 
-On CUDA, weights that have an input in common lie side by side in each layer, so that one product takes them all.
+On CUDA, weights that have an input in common lie side by side in each layer, so that one product computes them all.
 
 Axes: M layers of a model, m layers of a band, x the axes of a parameter.
 """
@@ -18,7 +18,7 @@ JOINED = (
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
 )
-JOINING_DEVICES = ("cuda",)  # on a CPU fewer products make nothing faster: docs/performance.md
+JOINING_DEVICES = ("cuda",)  # on a CPU fewer products are not faster: docs/performance.md
 
 
 def stacked_parameters(layers: nn.ModuleList) -> dict[str, "StackedParameter"]:
@@ -50,12 +50,12 @@ def _may_be_joined(members: Sequence[Sequence[nn.Parameter]]) -> bool:
 
 
 def _common_memory(members: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor | None:
-    """Returns the parameters as one tensor [M, ...] that shares their memory, those of a member side by side; None if
-    they are apart and can't be moved.
+    """Returns the parameters as one tensor [M, ...] that shares their memory, each member's parameters side by side;
+    None if they are apart and can't be moved.
 
-    A parameter that fills its storage is moved, and gets a storage of its own over its part of the common memory: code
-    that saves or shares parameters by storage sees each of them alone. A parameter in a larger storage (ZeRO), or one
-    that other processes share, is not ours to move.
+    A parameter that fills its storage is moved, and gets its own storage over its part of the common memory, so that
+    code which saves or shares parameters by storage sees each one separately. A parameter in a larger storage (ZeRO),
+    or shared with other processes, must not be moved.
     """
     first = members[0][0]
     rows = sum(len(parameter) for parameter in members[0])
@@ -93,7 +93,7 @@ def _distance(members: Sequence[Sequence[torch.Tensor]]) -> int | None:
 
 
 class StackedParameter:
-    """A parameter of M modules; `tensor_mx` are those of some `members` as a stack, None if they are apart."""
+    """A parameter of M modules; `tensor_mx` holds the parameters of `members` as a stack, None if they are apart."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], tensor_mx: torch.Tensor | None):
         self.all, self.members = list(parameters), slice(0, len(parameters))
@@ -112,8 +112,8 @@ class StackedParameter:
         return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
 
     def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
-        """Returns the members [m, ...], which are not apart. Sums of every pass have all gradients: autograd need not
-        reach the parameters."""
+        """Returns the members [m, ...], which are not apart. Sums of every pass have all gradients, so autograd need
+        not reach the parameters."""
         assert self.tensor_mx is not None
         if not torch.is_grad_enabled():
             return self.tensor_mx
@@ -123,7 +123,7 @@ class StackedParameter:
 
 
 class _SharedStack(torch.autograd.Function):
-    """The stack [m, ...] of parameters that it shares memory with: its gradients are theirs."""
+    """The stack [m, ...] that shares memory with the parameters: its gradients are theirs."""
 
     @staticmethod
     def forward(ctx, stack, *parameters):

@@ -39,7 +39,7 @@ from .stacked_parameters import StackedParameter, stacked_parameters
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
 _stacking = threading.Lock()
-PLAIN = (bool, int, float, str, type(None))  # settings that are compared by value
+PLAIN = (bool, int, float, str, type(None))  # settings to compare by value
 REMEDY = "set schedule='sequential' (or 'auto')"
 
 
@@ -54,7 +54,7 @@ class Stack:
         self._bands: dict[tuple[int, int, bool], nn.Module] = {}
 
     def band(self, first: int, end: int) -> nn.Module:
-        """Layers first ... end - 1 as one; its input [m * R, T, D] holds the rows of one layer after the other."""
+        """Returns layers first ... end - 1 as one; its input [m * R, T, D] holds the rows layer by layer."""
         key = first, end, self.layers[0].training
         with _stacking:
             if key not in self._bands:
@@ -62,7 +62,7 @@ class Stack:
             return self._bands[key]
 
     def _together(self, modules: list[Any], first: int, prefix: str) -> nn.Module:
-        """One module for several that are alike: the code of the first, over stacked weights."""
+        """One module for several similar modules: the code of the first, over stacked weights."""
         if (stacked := STACKED.get(type(modules[0]))) is not None:
             names, members = [name for name, _ in modules[0].named_parameters()], slice(first, first + len(modules))
             return stacked(modules, {name: self.parameters[f"{prefix}{name}"].of(members) for name in names})
@@ -78,9 +78,9 @@ class Stack:
 
 
 def stack_of(layers: nn.ModuleList) -> Stack:
-    """The layers' stack; a new one when modules, their settings, hooks or parameters have changed.
+    """Returns the layers' stack, or a new one if modules, their settings, hooks or parameters have changed.
 
-    Moves parameters that have separate storages into a common one. Raises `ValueError` as `check_stackable`.
+    Moves parameters that have separate storages into a common one. Raises `ValueError` as `check_stackable` does.
     """
     with _stacking:  # threads may share a model, and a new stack moves its parameters
         stack = _current_stack(layers)
@@ -96,7 +96,7 @@ def _current_stack(layers: nn.ModuleList) -> Stack | None:
 
 
 def is_stackable(layers: nn.ModuleList) -> bool:
-    """Whether `stack_of` accepts the layers; changes nothing."""
+    """Returns whether `stack_of` accepts the layers; changes nothing."""
     try:
         check_stackable(layers)
     except ValueError:
@@ -105,7 +105,7 @@ def is_stackable(layers: nn.ModuleList) -> bool:
 
 
 def check_stackable(layers: nn.ModuleList) -> None:
-    """Raises `ValueError` if one call of the layers together might differ from a call of each; changes nothing."""
+    """Raises `ValueError` if calling the layers together might differ from calling each on its own; changes nothing."""
     if _current_stack(layers) is None:
         _check_alike(layers)
 
@@ -118,7 +118,7 @@ def _check_alike(layers: nn.ModuleList) -> None:
     for number, layer in enumerate(layers):
         if [name for name, _ in layer.named_modules()] != [name for name, _ in layers[0].named_modules()]:
             raise ValueError(
-                f"layer {number} has other modules than layer 0, and a wavefront runs them as one: {REMEDY}."
+                f"layer {number} has different modules from layer 0, but a wavefront runs them as one: {REMEDY}."
             )
         for (name, module), (_, first), expected in zip(
             layer.named_modules(), layers[0].named_modules(), alike, strict=True
@@ -127,7 +127,7 @@ def _check_alike(layers: nn.ModuleList) -> None:
             _check_module(module, where)
             if _described(module) != expected:
                 raise ValueError(
-                    f"{where} has other settings than in layer 0, and a wavefront runs them as one: {REMEDY}."
+                    f"{where} has different settings from layer 0, but a wavefront runs them as one: {REMEDY}."
                 )
             _check_parameters(module, first, where)
 
@@ -153,7 +153,7 @@ def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
         if parameter is None and other is None:
             continue
         if type(parameter) is not nn.Parameter or type(other) is not nn.Parameter or parameter.is_inference():
-            raise ValueError(f"{name} of {where} is no plain parameter that can be moved: {REMEDY}.")
+            raise ValueError(f"{name} of {where} is not a plain parameter that can be moved: {REMEDY}.")
         if parameter.numel() == 0:
             raise ValueError(f"{name} of {where} is kept elsewhere (ZeRO-3, FSDP): {REMEDY}.")
         if (parameter.shape, parameter.dtype, parameter.device) != (other.shape, other.dtype, other.device):
@@ -165,7 +165,7 @@ def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
 
 
 def _described(module: nn.Module) -> tuple:
-    """A module's type, its parameters' names and its settings: numbers and names by value, all else by identity."""
+    """A module's type, its parameters' names and its settings: numbers and names by value, others by identity."""
     own = VARYING_SETTINGS.get(type(module), ())
     public = ((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))
     settings = sorted((name, value) for name, value in public if name not in own)
@@ -174,9 +174,9 @@ def _described(module: nn.Module) -> tuple:
 
 
 def _arrangement(layers: nn.ModuleList) -> list[Any]:
-    """Everything that a stack depends on, but not whether it trains.
+    """Everything that a stack depends on, except whether it trains.
 
-    The order is that of `layers.modules()`, ten times as fast: every call of the model asks.
+    The order is the same as in `layers.modules()`, at ten times the speed, because every call of the model uses it.
     """
     found: list[Any] = []
     modules: list[nn.Module] = [layers]
@@ -213,7 +213,7 @@ class StackedLinear(_Stacked):
 
     @staticmethod
     def joint(linears: Sequence["StackedLinear"], input_RTI: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs of several maps of the same layers and input."""
+        """Returns the outputs of several maps of the same layers and input."""
         weights = [linear.stacked_parameters["weight"] for linear in linears]
         if any(weight.tensor_mx is None for weight in weights):
             return [linear.one_by_one(input_RTI) for linear in linears]
@@ -232,7 +232,7 @@ class StackedLinear(_Stacked):
         return [linear.with_bias(output_mnO, input_RTI) for linear, output_mnO in zip(linears, outputs, strict=True)]
 
     def rows(self, like_RTI: torch.Tensor) -> Rows | None:
-        """Where an input of this shape is to be written; None if in a new tensor."""
+        """Returns the memory to write an input of this shape to; None for a new tensor."""
         weight = self.stacked_parameters["weight"]
         sums = None if weight.tensor_mx is None else sums_of(*weight.all)
         return None if sums is None else sums.rows(weight.all, weight.members, like_RTI)
@@ -248,7 +248,7 @@ class StackedLinear(_Stacked):
 
 
 class StackedNorm(_Stacked):
-    """m norms over [m * R, ..., D], as one with a weight [m, 1, ..., D]."""
+    """m norms over [m * R, ..., D], as a single norm with a weight [m, 1, ..., D]."""
 
     def forward(self, hidden_RxD: torch.Tensor) -> torch.Tensor:
         weight_mD = self.stacked_parameters["weight"].stack()
@@ -275,7 +275,7 @@ class StackedNorm(_Stacked):
 
 
 class StackedMemoryShare(_Stacked):
-    """m shares over [m * R, T, D]; layers with the same one are blended together."""
+    """m shares over [m * R, T, D]; layers with equal shares are blended together."""
 
     @property
     def takes_input(self) -> bool:

@@ -63,7 +63,7 @@ class StaticKeyValues(NamedTuple):
         return self.layer.keys, self.layer.values
 
     def memory(self, chunk):
-        raise AssertionError("only chunks of whole segments need the memory alone")
+        raise AssertionError("only chunks of whole segments need the memory on its own")
 
     def at_evaluation(self, number, num_evaluations):
         raise AssertionError("a depth block has no static step")
@@ -76,7 +76,7 @@ def _scatter(buffer_BGKE: torch.Tensor, token_BG1E: torch.Tensor, key_B: torch.T
 def static_step(
     model: PreTrainedModel, layers: Sequence[FoldedCacheLayer], ids_B1: torch.Tensor, positions_2B: torch.Tensor
 ) -> Outputs:
-    """Final hidden states [B, D] and logits [B, 1, V] of one token of each row; the host reads no tensor.
+    """Returns final hidden states [B, D] and logits [B, 1, V] of one token of each row, without reads by the host.
 
     `positions_2B`: each row's offset in its segment, and the length of its memory (0 or L). Both advance in place.
     """
@@ -107,14 +107,14 @@ def static_step(
 
 
 def fixed_decoding_of(model: Any, cache: FoldedCache) -> bool | str:
-    """The setting for calls with this cache: the cache's own, or the model's."""
+    """Returns the setting for calls with this cache: the cache's own, or the model's."""
     return model.fixed_decoding if cache.fixed_decoding is None else cache.fixed_decoding
 
 
 def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch) -> bool:
-    """Whether a call is one new token for every row of a text that has begun, without anything else.
+    """Returns whether a call is one new token for every row of a text that has begun, without anything else.
 
-    Raises `ValueError` if it is and the model's settings do not allow a static step.
+    Raises `ValueError` if it is but the model's settings do not allow a static step.
     """
     if model.training or torch.is_grad_enabled() or batch.num_columns != 1 or batch.mask_BN is not None:
         return False
@@ -127,13 +127,13 @@ def can_decode(model: PreTrainedModel, cache: FoldedCache, batch: UnpaddedBatch)
         if buffer.device != device or buffer.requires_grad or (buffer.is_inference() and not inference):
             return False
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return False  # autocast keeps its casts of weights outside of a graph, and not for long
+        return False  # autocast keeps its casts of weights outside of a graph, and only briefly
     check_static_step(model, "fixed_decoding", "set model.fixed_decoding = False")
     return True
 
 
 def check_static_step(model: Any, asked: str, remedy: str) -> None:
-    """Raises `ValueError` for a model that has no static step; the message names what `asked` for it."""
+    """Raises `ValueError` for a model that doesn't support static steps; the message names the option in `asked`."""
     if model.config.depth is not None:
         raise ValueError(f"{asked} has no step for a depth block: {remedy}.")
     implementation = model.config._attn_implementation
@@ -145,7 +145,7 @@ def check_static_step(model: Any, asked: str, remedy: str) -> None:
 
 
 def decode(model: PreTrainedModel, cache: FoldedCache, input_ids: torch.Tensor) -> torch.Tensor:
-    """Reads one token of every row into a cache; logits [B, 1, V]. For calls that `can_decode` accepts."""
+    """Reads one token of every row into a cache; returns logits [B, 1, V]. Only for calls that `can_decode` accepts."""
     step = cache.static_decoding
     if not isinstance(step, StaticDecoding) or not step.fits(model, cache):
         step = cache.static_decoding = StaticDecoding(model, cache)
@@ -162,7 +162,7 @@ def decode(model: PreTrainedModel, cache: FoldedCache, input_ids: torch.Tensor) 
 class StaticDecoding:
     """The tensors that one cache's static steps share and, on CUDA, the graph that was captured with them.
 
-    The first step warms up, the second is captured; if every step has new buffers, as in beam search, none is captured.
+    The first step warms up, the second is captured. If every step has new buffers, as in beam search, none is captured.
     """
 
     def __init__(self, model: PreTrainedModel, cache: FoldedCache):
@@ -190,7 +190,7 @@ class StaticDecoding:
         return self.replay is None or self.arrangement == _arrangement(model)[0]
 
     def run(self, model: PreTrainedModel, input_ids: torch.Tensor, positions: list[list[int]]) -> Outputs:
-        """`positions` are copied to the device only if other calls have moved the rows."""
+        """Runs a step. `positions` are copied to the device only if other calls have moved the rows."""
         if positions != self.positions_on_device:
             self.positions_2B.copy_(on_device(torch.tensor(positions), self.device))
         self.positions_on_device = None
@@ -225,10 +225,10 @@ def position_lists(positions: SegmentPositions) -> list[list[int]]:
 
 
 def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
-    """The parts of the model that a graph depends on: its modules and the addresses of their tensors; and whether any
-    module has hooks.
+    """Returns the parts of the model that a graph depends on, its modules and the addresses of their tensors, and
+    whether any module has hooks.
 
-    The order is that of `model.modules()`, several times as fast: every token calls this function.
+    The order is the same as in `model.modules()`, several times as fast, because every token calls this function.
     """
     found: list = [model.config._attn_implementation]
     modules: list[torch.nn.Module] = [model]

@@ -4,10 +4,10 @@
     link, ... = _Group.apply(..., link, ...)   for each group; its backward pass adds to the buffers
 
 A product of a segment's few tokens takes as long to write its sum as to compute it. So the gradients of a layer's
-outputs wait, with its inputs, until there are `TOKENS` of them. Those that `rows` are for need no copy then.
+outputs wait, with its inputs, until there are `TOKENS` of them. Outputs with `rows` need no copy then.
 
-The link leads from each group to the weights: autograd runs the node of `Begin` after those of all groups. It hands
-copies on: no buffer becomes the gradient of a weight.
+The link leads from each group to the weights: autograd runs `Begin`'s node after the nodes of all groups. It passes on
+copies, so that a buffer never becomes the gradient of a weight.
 
 Axes: m layers of a band, n tokens of each, O and I output and input widths.
 """
@@ -52,7 +52,7 @@ class StaticSums(SharedWeights):
 
     @contextmanager
     def group(self, num_segments: int, tokens: int) -> Iterator[GroupRows]:
-        """Uses of weights within are those of a group of segments, and add to these sums."""
+        """Makes uses of weights within it part of a group of segments: they add to these sums."""
         self._rows = GroupRows(self._num_layers, num_segments, kept=-(-TOKENS // tokens))
         try:
             with self.active():
@@ -61,7 +61,7 @@ class StaticSums(SharedWeights):
             self._rows = None
 
     def rows(self, weights: Sequence[torch.Tensor], members: slice, input_RTI: torch.Tensor) -> BandRows | None:
-        """Returns None if no rows will wait, and for several texts in a wave, whose rows have no constant distance."""
+        """Returns None if no rows will wait, and for several texts in a wave: their rows aren't equally spaced."""
         num_layers, num_rows = members.stop - members.start, input_RTI.shape[0] * input_RTI.shape[1]
         waits = num_rows // num_layers < TOKENS and num_layers in (1, len(input_RTI))
         return self._rows.of_band(id(weights[0]), members) if waits and self._rows is not None else None
@@ -71,11 +71,11 @@ class StaticSums(SharedWeights):
         return [weight for one in self._sums.values() for weight in one.weights]
 
     def weight_versions(self) -> list[int]:
-        """They change with the weights: in place, by an optimizer's step."""
+        """Returns the versions of the weights, which change when an optimizer changes weights in place."""
         return [weight._version for one in self._sums.values() for weight in one.weights]
 
     def begin(self, weights: Sequence[torch.Tensor], is_stack: bool = False) -> tuple[WeightSum, torch.Tensor]:
-        """A token of its own for each use: autograd remembers the stream of a capture."""
+        """Returns a new token for each use, because autograd remembers the stream of a capture."""
         assert is_stack, "captured layers are bands of a stack"
         return self._sums[id(weights[0])], weights[0].new_empty(()).requires_grad_()
 
@@ -94,20 +94,20 @@ class StaticSums(SharedWeights):
                 self._add_waiting(key)
 
     def add_waiting(self) -> None:
-        """At the end of a captured backward pass."""
+        """Adds the waiting gradients at the end of a captured backward pass."""
         for key in list(self._waiting):
             self._add_waiting(key)
 
     def _add_waiting(self, key: tuple) -> None:
         layer, sums = key
-        found = self._waiting.pop(key)[::-1]  # the backward pass takes the latest segment first
+        found = self._waiting.pop(key)[::-1]  # the backward pass begins with the latest segment
         input_nI = _joined([one for _, one in found])
         for one, *gradients in zip(sums, *[of_layer for of_layer, _ in found], strict=True):
             if gradients[0] is not None:
                 add_product(_known(one.total())[layer], _joined(gradients).t(), input_nI)
 
     def begin_pass(self) -> None:
-        """Before a group's backward pass: another pass may have ended before it reached the weights."""
+        """Prepares a group's backward pass: another pass may have ended before it reached the weights."""
         backward_pass = torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
             if totals := self._totals():  # none are trained
@@ -118,7 +118,7 @@ class StaticSums(SharedWeights):
         self._backward_pass = None
 
     def take(self) -> Sequence[torch.Tensor | None]:
-        """Copies of the gradients of `weights`; None after they have been taken, by another call of the same pass."""
+        """Returns copies of the gradients of `weights`; None if another call of the same pass has taken them."""
         if self._backward_pass != torch._C._current_graph_task_id():
             return [None] * len(self.weights)
         copies = [torch.empty_like(weight) for weight in self.weights]

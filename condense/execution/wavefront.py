@@ -56,7 +56,7 @@ class WavefrontExecutor:
 
 @dataclass(frozen=True)
 class BandMetadata(AttentionMetadata):
-    """The metadata of a band, whose layers work on a segment each; the last of them may be without a memory."""
+    """Returns the metadata of a band, whose layers work on a segment each; the last may be without a memory."""
 
     first_segment_mask: AttentionMask | None = None  # the mask of that layer's rows
 
@@ -69,10 +69,10 @@ class BandMetadata(AttentionMetadata):
 
 
 class _Wave:
-    """Segments in flight, the newest first: they are at consecutive layers, of which the first is `low`.
+    """Segments in flight, the newest first: they are at consecutive layers, beginning with layer `low`.
 
-    `hidden_RTD` is the input of their next layers, `memory` the memory of these layers. `earlier` are the memories
-    from before the wave, `later` those at its end, layer by layer.
+    `hidden_RTD` is the input of their next layers, `memory` the memory of these layers. `earlier` holds the memories
+    from before the wave, `later` the memories at its end, layer by layer.
     """
 
     def __init__(self, stack: Stack, sequential: SequentialExecutor, first: AttentionMetadata):
@@ -133,7 +133,7 @@ class _Wave:
 
 
 def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) -> BandMetadata:
-    """The segments' metadata as one, with rows [segment, row]; the first `num_with_memory` segments have a memory."""
+    """Returns the segments' metadata as one, with rows [segment, row]; the first `num_with_memory` have a memory."""
     segments = list(in_flight)
     without = segments[num_with_memory:]
     assert len(without) <= 1, "only the first segment of a text has no memory"

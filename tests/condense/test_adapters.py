@@ -122,7 +122,7 @@ def test_adapters_that_are_more_than_weights(make, method, tmp_path):
 @pytest.mark.parametrize("layers", [2, 4])
 def test_adapters_of_more_or_fewer_layers(layers, tmp_path):
     save_adapters(tiny_model(torch.float32), lora(), tmp_path)
-    with pytest.raises(ValueError, match="the adapters are those of other layers than the model has"):
+    with pytest.raises(ValueError, match="the adapters belong to layers that the model does not have"):
         merge_adapters(tiny_model(torch.float32, num_hidden_layers=layers), tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_weights_are_finite_after_merging(value, dtype, tmp_path):
     save_adapters(model, lora(), tmp_path)
     weights = load_file(tmp_path / WEIGHTS)
     save_file({name: torch.full_like(tensor, value).float() for name, tensor in weights.items()}, tmp_path / WEIGHTS)
-    assert_refused(r"q_proj.weight holds values that are not finite. Take adapters", merge_adapters, model, tmp_path)
+    assert_refused(r"q_proj.weight holds values that are not finite. Use an", merge_adapters, model, tmp_path)
 
 
 def test_the_merged_model_has_the_dtype_of_the_model(tmp_path):
@@ -183,7 +183,7 @@ DAMAGES = {
     "targets": (lambda folder: change(folder / CONFIG, target_modules=5), "the adapters do not fit the model"),
     "pattern": (lambda folder: change(folder / CONFIG, target_modules="("), "the adapters do not fit the model"),
     "newer": (lambda folder: change(folder / CONFIG, use_magic=True), "has use_magic, which peft"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "it holds no adapter_model.safetensors"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "it has no adapter_model.safetensors"),
     "cut": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]), "is damaged"),
     "empty weights": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "is damaged or incomplete"),
     "pointer": (lambda folder: (folder / WEIGHTS).write_bytes(POINTER), "is a Git LFS pointer"),
@@ -209,7 +209,7 @@ def hostile(tmp_path, monkeypatch):
 def test_a_module_that_adapters_name_is_not_imported(hostile, refused):
     module, ran = hostile
     line = refused(lambda folder: change(folder / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module))
-    assert f"megatron_core={module!r}, by which PEFT imports a module: it could run code" in line
+    assert f"megatron_core={module!r}, so PEFT would import a module: it could run code" in line
     assert module not in sys.modules and not ran.exists()
 
 

@@ -200,7 +200,7 @@ def test_adapters_of_another_model_and_folders_without_them(recipe, finished, tm
     config.num_hidden_layers = 1
     CondenseForCausalLM(config).save_pretrained(other)
     for arguments, words in [
-        (["convert", str(start), "unused", "--merge", str(start)], "it holds no adapter_config.json"),
+        (["convert", str(start), "unused", "--merge", str(start)], "it has no adapter_config.json"),
         (["convert", str(other), "unused", "--merge", str(finished)], "they were trained on"),
         (["convert", str(finished), "unused"], "holds adapters, not a model: merge them with condense convert"),
     ]:

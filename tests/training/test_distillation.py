@@ -195,7 +195,7 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
         (["objective.teacher=GPT"], "is of type 'gpt2': name a model of one of the types llama"),
         (["objective.teacher=OTHER"], "has another tokenizer than the model"),
         (["objective.teacher=DEEP", "objective.hidden_weight=1"], "has 3 layers of width 16 where the model has 2"),
-        (["objective.teacher=SHORT"], "SHORT' reads texts of up to .* max_position_embeddings=16: take shorter texts"),
+        (["objective.teacher=SHORT"], "SHORT' reads texts of up to .* max_position_embeddings=16: use shorter texts"),
         (
             ["model.source=SHORT"],
             "the stock model of the same weights, reads texts of up to .* max_position_embeddings=16",

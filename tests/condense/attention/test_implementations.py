@@ -272,7 +272,7 @@ def test_a_missing_flash_attn_is_named(monkeypatch):
 
 def test_flex_attention_refuses_gradients_on_cpu():
     model = tiny_model(attn_implementation="flex_attention")
-    assert_refused("no backward on CPU", model, random_ids(1, 7), labels=random_ids(1, 7))
+    assert_refused("no backward pass on CPUs", model, random_ids(1, 7), labels=random_ids(1, 7))
 
 
 class OnCuda(torch.Tensor):

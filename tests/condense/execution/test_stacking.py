@@ -120,8 +120,8 @@ CHANGES = {
     "a backward hook": (lambda layer: layer.mlp.register_full_backward_pre_hook(lambda *_: None), "'mlp' has hooks"),
     "a patched forward": (with_patched_forward, "a forward of its own"),
     "an unknown module": (lambda layer: setattr(layer.mlp, "up_proj", nn.Bilinear(2, 2, 2)), "a Bilinear|other set"),
-    "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "other settings than in layer 0"),
-    "an adapter": (with_adapter, "other modules than"),
+    "another activation": (lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()), "different settings from layer 0"),
+    "an adapter": (with_adapter, "different modules from"),
     "a parameter beside a module": (
         lambda layer: setattr(layer.mlp, "extra", nn.Parameter(torch.zeros(3).double())),
         "a MLP, which a wave",
@@ -129,9 +129,9 @@ CHANGES = {
     "a buffer": (lambda layer: layer.mlp.up_proj.register_buffer("extra", torch.zeros(3)), "a Linear, which a wave"),
     "another dtype": (lambda layer: layer.mlp.float(), "float32"),
     "weights elsewhere": (lambda layer: setattr(layer.mlp.up_proj.weight, "data", torch.empty(0)), "kept elsewhere"),
-    "another scale": (with_other_scale, "other settings than in layer 0"),
-    "another epsilon": (lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1), "other settings"),
-    "another mode": (nn.Module.train, "other settings than in layer 0"),
+    "another scale": (with_other_scale, "different settings from layer 0"),
+    "another epsilon": (lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.1), "different settings"),
+    "another mode": (nn.Module.train, "different settings from layer 0"),
 }
 
 

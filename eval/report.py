@@ -35,7 +35,7 @@ ABOUT = {
     "facts": "Facts stand in their order in other text, and a question at the end asks for one word. An answer counts "
     "when the model's own greedy decoding gives exactly its tokens. Lengths are in tokens, answer included. The last "
     "such word is the last place, person or thing of the facts, whichever the question asks for, that it does not "
-    "name. Facts are tracked where the answer is right and neither that word nor a guess among the others says why.",
+    "name. Facts are tracked if the answer is right and neither that word nor a guess among the others says why.",
     "recall": "Keys with values are said in sentences between irrelevant ones, and one key is asked about at the end. "
     "An answer counts when the model's own greedy decoding gives the value, or all of its values in their order. The "
     "capacity is the number of pairs up to which the right answers are at least 90 %, on a line between the numbers "
@@ -56,7 +56,7 @@ ABOUT = {
     "segment.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
     "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
-    "training": "Logged while training; training.csv and training.json beside this page have every logged line. Where "
+    "training": "Logged while training; training.csv and training.json beside this page have every logged line. If "
     "memory helps, later segments have a smaller loss. The speed is that of all ranks, memory that of the first one.",
     "harness": "Scores as lm-evaluation-harness wrote them.",
     "overview": "One figure or a few of each model and task; the sections below have the details. Losses of models "

@@ -83,10 +83,10 @@ for study in (healing, memory, *(laboratory_commands[name] for name in STUDIES))
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder with results; those in folders below it are on the page too.")],
+    folder: Annotated[Path, typer.Argument(help="Folder with results; results in its subfolders are included.")],
     title: str = "condense",
 ) -> None:
-    """One HTML page with the tables and plots of a folder; the page needs no other file."""
+    """Writes one self-contained HTML page with the tables and plots of a folder."""
     check_installed("condense report", "eval")
     from .report import write_report
 
@@ -98,7 +98,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 @evaluations.command(context_settings=PASSED_ON)
 def harness(context: typer.Context) -> None:
-    """The command line of lm-evaluation-harness, with --model condense added."""
+    """Runs the command line of lm-evaluation-harness, with --model condense added."""
     check_installed("condense eval harness", "harness")
     from .harness import main
 

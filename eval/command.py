@@ -1,4 +1,4 @@
-"""How a command is made of its options: flags from a dataclass, checks of the installed extras, tables at the end."""
+"""Builds a command from its options: flags from a dataclass, checks of the installed extras, tables at the end."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ from .options import ATTENTION_HELP, Options, from_command_line, parameters
 
 
 def writable(folder: Path) -> Path:
-    """The folder, after a check that results can be written there."""
+    """Returns the folder if results can be written there."""
     from condense.files import check_output_folder
 
     check_output_folder(folder)
@@ -28,22 +28,22 @@ Output = Annotated[
     typer.Option(help="Folder for the results. A measurement that was stopped resumes there.", callback=writable),
 ]
 Attention = Annotated[str, typer.Option(help=ATTENTION_HELP)]
-SCORING = ("evaluate", "rouge-score", "sentencex")  # the last two score summaries, the first is for other programs
+SCORING = ("evaluate", "rouge-score", "sentencex")  # the last two score summaries; other programs use the first
 
 
 def quiet() -> None:
-    """Hides the notices and progress bars of the libraries, so that those of the command remain."""
+    """Hides the notices and progress bars of the libraries, and leaves the command's own."""
     import torch
     from transformers.utils import logging
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns where it finds that out by itself
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns if it has to find that out itself
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
 
 def show(results: dict[str, Any], shown_by: Any, output: Path) -> None:
-    """Prints the tables of a result, and the names of its files. `shown_by` is the task, or a module with `tables`."""
+    """Prints a result's tables and the names of its files. `shown_by` is the task or a module with `tables`."""
     for table in shown_by.tables(results):
         print(table, end="\n\n")
     kind = results["kind"]
@@ -51,7 +51,7 @@ def show(results: dict[str, Any], shown_by: Any, output: Path) -> None:
     written += [".csv"] if (output / f"{kind}.csv").exists() else []
     written += [".png and .svg"] if (output / f"{kind}.png").exists() else []
     written += [f"{kind}-*.png and .svg"] if any(output.glob(f"{kind}-*.png")) else []
-    print(f"{output}/{', '.join(written)}" + (" alone: nothing was measured" if len(written) == 1 else ""))
+    print(f"{output}/{', '.join(written)}" + (" only: nothing was measured" if len(written) == 1 else ""))
 
 
 def command(
@@ -62,9 +62,9 @@ def command(
     extras: Sequence[str] = (),
     scores: bool = False,
 ) -> Callable[..., None]:
-    """A command that calls `action(options, output, ...)`, with the flags of the options; `arguments` come first.
+    """Returns a command that calls `action(options, output, ...)`, with flags for the options after `arguments`.
 
-    It needs the extra `eval`, without what scores summaries unless it `scores` them, and further `extras`.
+    It needs the extra `eval` (the packages that score summaries only if it `scores` them) and further `extras`.
     """
 
     def run_command(output: Path, **given: Any) -> None:
@@ -89,13 +89,13 @@ def command(
 
 
 def name_argument(meaning: str, kind: Any = str, **options: Any) -> inspect.Parameter:
-    """The argument NAME of a command that runs one of several experiments."""
+    """Returns the argument NAME of a command that runs one of several experiments."""
     annotation = Annotated[kind, typer.Argument(help=meaning, **options)]  # type: ignore[valid-type]
     return inspect.Parameter("name", inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
 
 
 def run_study(path: str, options: Options, output: Path) -> None:
-    """Runs the study whose class is at `path`, which is imported here since that loads torch."""
+    """Runs the study whose class is at `path`, which is imported here because that loads torch."""
     from .runner import run
 
     study = resolve_name(path)
@@ -103,11 +103,10 @@ def run_study(path: str, options: Options, output: Path) -> None:
 
 
 def run_experiments(path: str, title: str, options: Options, output: Path, name: str) -> None:
-    """Runs one experiment of a laboratory, or all of them and writes a page of their results under a title.
+    """Runs one experiment of a laboratory, or all of them with a report under a title.
 
-    `path` leads to the function that runs one, which has others beside it: NAME_all, which runs all, and `shown_by`,
-    which returns what has the tables of a kind of results. In a process that is not the first of several, nothing is
-    shown.
+    `path` leads to the function that runs one. Its module also has NAME_all, which runs all, and `shown_by`, which
+    returns the object with the tables for a kind of results. Only the first of several processes prints.
     """
     module_name, _, function = path.partition(":")
     module = importlib.import_module(module_name)

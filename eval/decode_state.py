@@ -1,6 +1,6 @@
-"""What a causal language model of transformers keeps of a text between two calls, whatever its kind.
+"""The state that any causal language model of transformers keeps between two calls.
 
-Attention keeps keys and values, recurrent models states and the last inputs of their convolutions, hybrids both.
+Attention keeps keys and values. Recurrent models keep states and the last inputs of their convolutions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,14 @@ STATES = ("past_key_values", "cache_params", "state")  # of a call's output; the
 
 
 def state_of(output: Any) -> dict[str, Any]:
-    """The state in a call's output, as the argument of the next call; empty if the model returns none."""
+    """Returns the state in a call's output, as the argument of the next call; empty if the model returns none."""
     return next(({name: output[name]} for name in STATES if output.get(name) is not None), {})
 
 
 def state_bytes(state: Any) -> int:
-    """The bytes of all tensors in a state, such as a cache; tensors of one number are sizes and counters.
+    """Returns the bytes of all tensors in a state, such as a cache. Skips single numbers: sizes and counters.
 
-    What several of its parts share is counted once.
+    Shared storage is counted once.
     """
     held: dict[int, dict[tuple[int, int], int]] = {}  # by storage: views of it
     capacity: dict[int, int] = {}
@@ -31,7 +31,7 @@ def state_bytes(state: Any) -> int:
 
 
 def _tensors(part: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors in an object's fields and items, at any depth; not in models, which a cache may refer to."""
+    """Yields the tensors in an object's fields and items, at any depth, except in models that a cache refers to."""
     if id(part) in seen or isinstance(part, torch.nn.Module | type):
         return
     seen.add(id(part))

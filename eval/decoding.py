@@ -1,9 +1,8 @@
-"""How any causal language model of transformers is read and decoded in a measurement.
+"""Reads and decodes texts with any causal language model of transformers, for measurements.
 
-Models with key-value caches, folded ones among them, read a text in parts, and rows of a batch with padding. Stateful
-ones (`_is_stateful`: Mamba, RWKV, hybrids, ...) may do neither: some of transformers forget their state between two
-calls of several tokens, or mix up the rows of a batch, without an error. So they read a text in one call, and rows
-together only if a trial has shown that this changes nothing.
+Models with key-value caches, such as folded ones, read a text in parts and batches with padding. Stateful models
+(`_is_stateful`: Mamba, RWKV, hybrids, ...) read a text in one call: some of them silently forget their state between
+two calls of several tokens. Some mix up the rows of a batch, so rows are batched only if a trial shows no difference.
 
 Axes: B rows, N tokens of a text, V vocabulary.
 """
@@ -25,10 +24,10 @@ _together: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # what the trials
 
 @contextmanager
 def neutral_decoding(model: Any) -> Iterator[None]:
-    """Replaces the model's `generation_config` by one that holds its special tokens and nothing else.
+    """Replaces the model's `generation_config` by one that holds only its special tokens.
 
-    A measurement says itself how it decodes. transformers fills in from the checkpoint's file what is not passed to
-    `generate`, even if another `GenerationConfig` is passed.
+    A measurement sets its own decoding options. Without this, transformers fills in whatever `generate` isn't given
+    from the checkpoint's file, even if another `GenerationConfig` is passed.
     """
     if not isinstance(model, PreTrainedModel):
         yield
@@ -42,13 +41,13 @@ def neutral_decoding(model: Any) -> Iterator[None]:
 
 
 def reads_in_parts(model: Any) -> bool:
-    """Whether a model continues a text with several tokens in one call, from the state (`past_key_values`) before."""
+    """Whether a model can continue from a state (`past_key_values`) with several tokens in one call."""
     return not getattr(model, "_is_stateful", False)
 
 
 @torch.no_grad()
 def decodes_together(model: Any) -> bool:
-    """Whether `generate` gives the rows of a padded batch what it gives each of them alone."""
+    """Whether `generate` gives the rows of a padded batch the same tokens as each row on its own."""
     if reads_in_parts(model):
         return True
     if model not in _together:
@@ -77,7 +76,7 @@ def _try_together(model: Any) -> bool:
 
 
 def _trial_ids(model: Any) -> torch.Tensor:
-    """Random tokens [N], fewer than a model has positions for."""
+    """Returns random tokens [N], fewer than the model's positions."""
     generator = torch.Generator().manual_seed(0)
     most = min(TRIAL_TOKENS, (max_positions(model.config) or TRIAL_TOKENS) - NEW)
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -85,14 +84,14 @@ def _trial_ids(model: Any) -> torch.Tensor:
 
 
 def _are_close(found_NV: torch.Tensor, expected_NV: torch.Tensor, bound: float) -> bool:
-    """Whether logits differ by at most a share `bound` of their own spread."""
+    """Whether logits differ by at most `bound` times their spread."""
     found_NV, expected_NV = found_NV.double(), expected_NV.double()
     spread = (expected_NV - expected_NV.mean(-1, keepdim=True)).norm()
     return bool((found_NV - expected_NV).norm() <= bound * spread)
 
 
 def max_positions(config: Any) -> int | None:
-    """The tokens that a config says its model has positions for; None if it names no number, as for Mamba."""
+    """Returns the number of positions in a config; None if it has none, as for Mamba."""
     if config is None:
         return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -100,9 +99,9 @@ def max_positions(config: Any) -> int | None:
 
 
 def state_bytes(cache: Any) -> int:
-    """The bytes of the state that a model has after a text.
+    """Returns the bytes of the state that a model has after a text.
 
-    They are those of all tensors that a cache holds, however it is built, except single numbers, which count tokens.
+    Counts all tensors of a cache, however it is built, except single numbers, which count tokens.
     """
     if isinstance(cache, FoldedCache):
         return cache.num_bytes
@@ -112,7 +111,7 @@ def state_bytes(cache: Any) -> int:
 
 
 def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    """Adds the tensors within a value by their identity."""
+    """Adds the tensors within a value, keyed by identity."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -130,7 +129,7 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None
 
 
 def held_by_modules(model: Any) -> dict[tuple[str, str], torch.Tensor]:
-    """The tensors that modules hold beside their weights and buffers, as RecurrentGemma does with its state."""
+    """Returns tensors of modules that are neither weights nor buffers, such as RecurrentGemma's state."""
     if reads_in_parts(model):
         return {}
     return {
@@ -142,5 +141,5 @@ def held_by_modules(model: Any) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def bytes_since(before: dict[tuple[str, str], torch.Tensor], model: Any) -> int:
-    """The bytes of those of `held_by_modules` that are others than before."""
+    """Returns the bytes of the tensors of `held_by_modules` that have changed."""
     return sum(value.nbytes for key, value in held_by_modules(model).items() if before.get(key) is not value)

@@ -1,14 +1,13 @@
-"""Folded models in lm-evaluation-harness, as its model `condense`; stock models are its own `hf`, or `stock`.
+"""Folded models in lm-evaluation-harness, as its model `condense`; for stock models use its `hf`, or `stock`.
 
     condense eval harness --model condense --model_args pretrained=FOLDER --tasks ruler
 
-is the harness's own command line with two more models. Tokens, prompts and stopping are those of `hf`; how tokens are
-chosen is what the task says, while `hf` obeys the checkpoint's `generation_config.json` too. `stock` takes any causal
-model of transformers and differs from `hf` in this, and in rows and lengths of models without positions.
+This is the harness's own command line with two more models. They tokenize, prompt and stop like `hf`. Unlike `hf`, they
+decode as the task says and ignore the checkpoint's `generation_config.json`. `stock` runs any causal language model of
+transformers; it also differs from `hf` in batches and text lengths of models without positions.
 
-A folded model reads each context once, chunk by chunk, and scores all continuations of the context from the state
-that results; it reads a document of any length as one text. Logits are computed for scored tokens alone, and for the
-tokens of one call at a time.
+A folded model reads each context once, chunk by chunk, and scores all continuations from the resulting state. It reads
+a document of any length as one text. Logits are computed only for scored tokens, one call at a time.
 
 Axes: B rows, N columns of an input, n scored tokens, V vocabulary.
 """
@@ -47,10 +46,10 @@ from condense.progress import ProgressBar
 
 from .decoding import decodes_together, max_positions, neutral_decoding
 
-# The harness cuts texts to the longest text of its model. A folded model has no longest text; max_position_embeddings
-# in its config belongs to the Llama that was folded. No text is as long as this, and nothing is allocated by it.
+# The harness cuts texts to the model's longest text. A folded model has none: max_position_embeddings in its config
+# belongs to the Llama that was folded. No text is as long as this, and it allocates nothing.
 ANY_LENGTH = 2**40
-SCORED_PER_CALL = 1024  # tokens; with 128 K token types their logits take half a GiB in float32
+SCORED_PER_CALL = 1024  # tokens; their logits take half a GiB in float32 with a vocabulary of 128 K
 
 Tokens = Sequence[int]
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts (none in a rolling window), context, continuation
@@ -58,9 +57,9 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts (none in 
 
 @register_model("stock")
 class StockLM(HFLM):
-    """The harness's `hf` without the wishes of the checkpoint; its texts are as long as the model has positions.
+    """The harness's `hf` without the checkpoint's generation settings, and with texts as long as the model's positions.
 
-    Takes the arguments of `hf`. `device` is the GPU if there is one.
+    Accepts the arguments of `hf`. `device` defaults to the GPU if there is one.
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
@@ -95,14 +94,12 @@ class StockLM(HFLM):
 
 @register_model("condense")
 class CondenseLM(StockLM):
-    """Takes the arguments of the harness's `hf`, and a `CondenseForCausalLM` or its folder as `pretrained`.
+    """Accepts the arguments of the harness's `hf`, and a `CondenseForCausalLM` or its folder as `pretrained`.
 
-    `max_length` cuts texts to their last `max_length` tokens, for comparison with
-    models that have a longest text; by default no text is cut. Log-softmaxes are taken in float32 (or `softmax_dtype`)
-    also where the model is in half precision.
+    `max_length` keeps only the last `max_length` tokens of a text, to compare with models that have a longest text. By
+    default no text is cut. Log-softmaxes are computed in float32 (or `softmax_dtype`), even for half-precision models.
 
-    Raises `ValueError` for a stock model, for a tokenizer that does not fit, and for adapters (`peft`) that could run
-    code.
+    Raises `ValueError` for a stock model, a tokenizer that does not fit, or an adapter (`peft`) that could run code.
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
@@ -112,7 +109,7 @@ class CondenseLM(StockLM):
             check_adapter_config(Path(adapters))
         super().__init__(pretrained, device, **options)
         check_tokenizer(self.model.config, self.tokenizer)
-        self.tokenizer.model_max_length = ANY_LENGTH  # that of the Llama would make `truncation` cut questions
+        self.tokenizer.model_max_length = ANY_LENGTH  # with the Llama's length, `truncation` would cut questions
 
     def _get_backend(self, config: Any, backend: str = "default", trust_remote_code: bool | None = False) -> None:
         if config.model_type != CondenseConfig.model_type:
@@ -127,7 +124,7 @@ class CondenseLM(StockLM):
         return self._max_length or ANY_LENGTH
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """The largest batch, up to `max_batch_size`, that fits; texts of over three segments need no more memory."""
+        """Returns the largest batch that fits, up to `max_batch_size`. Memory stops growing at three segments."""
         length = self.model.config.segment_length
         context, continuation = [0] * (2 * length + 1), [0] * length
 
@@ -143,7 +140,7 @@ class CondenseLM(StockLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Per request the log-likelihood of its continuation, and whether greedy decoding gives it."""
+        """Returns the log-likelihood of each request's continuation, and whether greedy decoding gives it."""
         by_context = defaultdict[tuple[int, ...], list[int]](list)
         for index, (_, context, continuation) in enumerate(requests):
             by_context[self._within_max_length(context, continuation)].append(index)
@@ -184,7 +181,7 @@ class CondenseLM(StockLM):
         return tuple(context[-room:])
 
     def _prefill(self, contexts: Sequence[Tokens], bar: ProgressBar) -> FoldedCache:
-        """The state before the last token of each context."""
+        """Yields the state before the last token of each context."""
         state = FoldedCache(self.model.config).start(len(contexts))
         ids_BN, is_real_BN = _padded([context[:-1] for context in contexts], 0)
         num_columns = columns_per_call(self.model, TOKENS_PER_CALL, len(contexts))
@@ -200,7 +197,7 @@ class CondenseLM(StockLM):
         continuations: Sequence[Tokens],
         bar: ProgressBar,
     ) -> list[tuple[float, bool]]:
-        """The answers for B continuations; `rows` are those of their contexts in the state, which stays unchanged."""
+        """Returns the answers for B continuations; `rows` index their contexts in the state, which stays unchanged."""
         state = copy.deepcopy(state)
         state.batch_select_indices(torch.tensor(rows))
         pairs = zip(contexts, continuations, strict=True)
@@ -226,20 +223,20 @@ class CondenseLM(StockLM):
 
     @torch.no_grad()
     def _forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
-        """The forward pass of the model, in the harness's mixed precision."""
+        """Runs the model's forward pass in the harness's mixed precision."""
         mixed = self.mixed_precision_dtype
         with torch.autocast(self.device.type, mixed, enabled=mixed is not None):
             return self.model(input_ids.to(self.device), **options)
 
 
 def _padded(rows: Sequence[Tokens], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, N] with `fill` after shorter rows, so that segments begin in the same columns; and where tokens are real."""
+    """Pads rows on the right with `fill` to [B, N], so that segments line up; also returns the mask of real tokens."""
     ids_BN = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, fill)
     return ids_BN, torch.arange(ids_BN.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The harness's own command line, which knows `--model condense` once this module is imported."""
+    """Runs the harness's own command line, which knows `--model condense` once this module is imported."""
     sys.argv = ["lm_eval", *(sys.argv[1:] if arguments is None else arguments)]
     cli_evaluate()
 

@@ -1,7 +1,7 @@
-"""The benchmarks of long text in lm-evaluation-harness: their tasks, the lengths of their texts, and their samples.
+"""The long-text benchmarks of lm-evaluation-harness: their tasks, text lengths and samples.
 
-RULER makes 500 samples of each task for one tokenizer and one length, again at each start. Here they are made once and
-kept; the texts of the other benchmarks are kept by `datasets`.
+RULER generates 500 samples per task, tokenizer and length at every start. They are generated once here and kept on
+disk. `datasets` keeps the texts of the other benchmarks.
 """
 
 import contextlib
@@ -22,21 +22,21 @@ import numpy as np
 from filelock import FileLock
 from huggingface_hub.constants import HF_HOME
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml  # the harness has no other way to a task's configuration
+from lm_eval.tasks._yaml_loader import load_yaml  # the harness offers no other access to a task's configuration
 
-ENDLESS = ("ruler_vt", "ruler_cwe")  # their generators try again for ever where an example does not fit
+ENDLESS = ("ruler_vt", "ruler_cwe")  # their generators retry forever if an example does not fit
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-MOST_TOKENS = 2  # a word of NOISE; the tokenizer of Llama 3 has 1.3
-FILLED = 2 / 3  # of a length: a task whose longest sample is shorter than this is not made at that length
+MOST_TOKENS = 2  # per word of NOISE; the tokenizer of Llama 3 has 1.3
+FILLED = 2 / 3  # a task is left out at a length if its longest sample is shorter than this share of it
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """A group of tasks of the harness.
 
-    `metric` is the one in tables; None where its name is the length. `source` is where the texts come from. `lengths`
-    are those that its texts are made at: None for texts with lengths of their own, empty for any length from
-    `shortest`.
+    `metric` is the one in tables, or None if the metric is named after the length. `source` says where the texts come
+    from. `lengths` are the lengths at which texts are generated: None if texts have lengths of their own, empty for any
+    length from `shortest`.
     """
 
     group: str
@@ -68,7 +68,7 @@ BENCHMARKS = {
 
 
 class Request(NamedTuple):
-    """A text that a model is asked to continue or to score: the tokens that it must have room for."""
+    """A text to continue or to score, and the tokens that the model must have room for."""
 
     document: int
     prompt_tokens: int
@@ -77,16 +77,16 @@ class Request(NamedTuple):
 
 @cache
 def _manager(**metadata: Hashable) -> TaskManager:
-    """Kept, since it reads some hundred files."""
+    """Returns the harness's index of tasks, cached because it reads hundreds of files."""
     folder = Path(lm_eval.tasks.__file__).parent
     names = ("ruler", "babilong", "longbench2", "infinitebench", "graphwalks")  # their folders: the others take seconds
     return TaskManager(include_path=[folder / name for name in names], include_defaults=False, metadata=metadata)
 
 
 def tasks_of(names: Sequence[str]) -> dict[str, str]:
-    """The benchmark of each task that `names` ask for; a name is a benchmark's or a task's.
+    """Returns the tasks that `names` ask for, each with its benchmark; a name is a benchmark's or a task's.
 
-    Raises `ValueError` for a name of neither.
+    Raises `ValueError` for any other name.
     """
     index, found = _manager().task_index, dict[str, str]()
     members = {name: list(dict.fromkeys(_leaves(index, one.group))) for name, one in BENCHMARKS.items()}
@@ -112,15 +112,15 @@ def _leaves(index: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def load_task(benchmark: str, task: str, length: int, source: str, tokenizer: Any, seed: int, folder: Path) -> Any:
-    """A task of the harness with its texts; `source` is the folder or hub id of the tokenizer.
+    """Returns a task of the harness with its texts; `source` is the folder or hub id of the tokenizer.
 
-    RULER's samples are read from `folder`, and made there if there are none for this tokenizer, length and seed.
-    Raises `ValueError` where the texts cannot be made or downloaded.
+    RULER's samples are read from `folder`. They are generated first if missing for this tokenizer, length and seed.
+    Raises `ValueError` if the texts cannot be generated or downloaded.
     """
     if task in ENDLESS and (tokens := len(tokenizer(NOISE).input_ids)) > MOST_TOKENS * len(NOISE.split()):
         raise ValueError(
             f"{task} cannot be made for the tokenizer of {source}, which has {tokens} tokens for {len(NOISE.split())} "
-            "words: the harness looks without an end for a sample that is short enough. Leave the task out."
+            "words: the harness would search forever for a sample that is short enough. Leave the task out."
         )
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # generators print what they try
@@ -132,10 +132,10 @@ def load_task(benchmark: str, task: str, length: int, source: str, tokenizer: An
                 loaded = manager.load([config | kept])
             else:
                 loaded = _manager(max_seq_lengths=f"{length // 1024}k").load([task])
-    except Exception as error:  # of the harness, of `datasets` or of a server
+    except Exception as error:  # from the harness, `datasets` or a server
         raise ValueError(
-            f"the texts of {task} cannot be had ({type(error).__name__}: {' '.join(str(error).split())[:300]}). They "
-            f"come from {BENCHMARKS[benchmark].source}. Start once where there is a network, or leave the task out of "
+            f"the texts of {task} can't be loaded ({type(error).__name__}: {' '.join(str(error).split())[:300]}). They "
+            f"come from {BENCHMARKS[benchmark].source}. Start once with a network connection, or leave the task out of "
             "--benchmarks."
         ) from error
     loaded["tasks"][task].set_fewshot_seed(seed=seed)
@@ -147,7 +147,7 @@ def default_folder() -> Path:
 
 
 def _ruler_samples(task: str, length: int, source: str, tokenizer: Any, seed: int, folder: Path) -> Path:
-    """The folder of the samples, which are made by one process while the others wait."""
+    """Returns the folder of the samples; one process generates them while the others wait."""
     path = folder / f"{task}-{length}-{_fingerprint(tokenizer)}-seed{seed}-lm_eval{version('lm-eval')}"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
@@ -169,12 +169,12 @@ def _fingerprint(tokenizer: Any) -> str:
 
 
 def longest_sample(task: Any) -> int:
-    """Tokens of the longest of RULER's samples, answer included."""
+    """Returns the tokens of the longest RULER sample, answer included."""
     return max(task.eval_docs["length"])
 
 
 def requests_of(task: Any, tokenizer: Any, documents: Sequence[int], default_answer: int) -> list[Request]:
-    """The requests of these documents, in tokens; `default_answer` where a task says nothing of the answer's length."""
+    """Yields these documents' requests, in tokens; `default_answer` is for tasks that don't limit the answer."""
     task.build_all_requests(samples=list(documents), rank=0, world_size=1)
     sizes, found = dict[str, int](), []
     for instance in task.instances:

@@ -1,18 +1,18 @@
-"""The memory that tensors free on a CPU, kept for the next ones."""
+"""Keeps the memory that tensors free on a CPU for the next ones."""
 
 import ctypes
 import platform
 
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
 
 
 def reuse_freed_memory() -> None:
-    """From now on, this process keeps the memory that it frees, so that it stays as large as at its peak.
+    """Makes this process keep the memory that it frees, so that it stays as large as at its peak.
 
-    By default, glibc maps large blocks one by one and returns each when it is freed, and the kernel clears every page
-    again at its first use: a large part of a training step whose logits take 100 MB. Other C libraries are left alone.
+    By default, glibc maps each large block separately and unmaps it when freed, so the kernel clears every page again.
+    With logits of 100 MB that is a large part of a training step. Other C libraries are not changed.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt

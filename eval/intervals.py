@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Scale(NamedTuple):
-    """A scale on which means and t intervals are computed, for values between two bounds, themselves left out."""
+    """A scale for means and t intervals of values strictly between two bounds."""
 
     to: Callable[[float], float]
     back: Callable[[float], float]
@@ -16,18 +16,18 @@ class Scale(NamedTuple):
 
 
 LINEAR = Scale(float, float, -math.inf, math.inf)
-LOG = Scale(math.log, math.exp, 0.0, math.inf)  # of ratios and errors: the geometric mean, and no interval below 0
+LOG = Scale(math.log, math.exp, 0.0, math.inf)  # for ratios and errors: geometric mean, interval above 0
 LOGIT = Scale(
     lambda share: math.log(share / (1 - share)), lambda odds: 1 / (1 + math.exp(-odds)), 0.0, 1.0
-)  # of shares
-FISHER = Scale(math.atanh, math.tanh, -1.0, 1.0)  # of correlations: no interval beyond 1
+)  # for shares
+FISHER = Scale(math.atanh, math.tanh, -1.0, 1.0)  # for correlations: interval within -1 and 1
 
 
 def interval(values: Sequence[float], scale: Scale = LINEAR) -> tuple[float, float | None, float | None]:
-    """The mean and the 95 % t interval, low and high, on a scale.
+    """Returns the mean and the low and high end of the 95 % t interval, on a scale.
 
-    The interval is None for a single value, and where a value lies at a bound of the scale, which then can't be used:
-    the mean is then the arithmetic one.
+    The interval is None for a single value. If a value lies at a bound, the scale can't be used: the interval is None
+    and the mean arithmetic.
     """
     from scipy.stats import t
 
@@ -42,8 +42,8 @@ def interval(values: Sequence[float], scale: Scale = LINEAR) -> tuple[float, flo
 def shown(
     values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR, form: str = "f", unit: float = 1
 ) -> str:
-    """The mean over the seeds that have a value, and its interval, as text; a dash where there are no values. A `unit`
-    of 100 shows shares in percent. See also `written`, which gives no mean where a run has none."""
+    """Returns the mean over the seeds that have a value, and its interval, as text; a dash if none has. A `unit` of 100
+    shows shares in percent. Unlike `written`, it gives a mean even if some run has no value."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"
@@ -51,7 +51,7 @@ def shown(
 
 
 def bracketed(found: Iterable[float | None], form: str, unit: float = 1) -> str:
-    """A mean, and the ends of its interval if it has one."""
+    """Formats a mean, and the ends of its interval if it has one."""
     mean, *bounds = (f"{unit * number:{form}}" for number in found if number is not None)
     return f"{mean} [{', '.join(bounds)}]" if bounds else mean
 
@@ -59,8 +59,8 @@ def bracketed(found: Iterable[float | None], form: str, unit: float = 1) -> str:
 def mean_and_interval(
     values: Sequence[float | None], least: float = -math.inf, most: float = math.inf
 ) -> dict[str, Any]:
-    """Of several runs: the `values`, their `mean`, and `low` and `high` of the 95 % t interval, which is cut at the
-    least and the most that a value can be. Where a run has no value there is no mean."""
+    """Returns `values`, `mean`, and `low` and `high` of the 95 % t interval, clipped to [least, most]. There is no mean
+    if a run has no value."""
     known = [value for value in values if value is not None]
     mean, low, high = interval(known) if known and len(known) == len(values) else (None, None, None)
     if low is not None and high is not None:
@@ -69,7 +69,7 @@ def mean_and_interval(
 
 
 def written(found: Mapping[str, Any] | None) -> str:
-    """What `mean_and_interval` returns as text; a dash where no run has a value."""
+    """Formats the result of `mean_and_interval`; a dash if no run has a value."""
     if found is None or not any(value is not None for value in found["values"]):
         return "-"
     if found["mean"] is None:
@@ -89,7 +89,7 @@ def band(
     scale: Scale = LINEAR,
     **style: Any,
 ) -> None:
-    """Draws the mean of the curves of several seeds, and its interval at each `x` where it has one."""
+    """Draws the mean curve of several seeds, and its interval at each `x` that has one."""
     found = [interval(values, scale) for values in zip(*curves, strict=True)]
     panel.plot(x, [mean for mean, _, _ in found], **{"label": label, "color": color, "linewidth": 1.2} | style)
     if len(curves) > 1:

@@ -22,7 +22,7 @@ from .decoding import bytes_since, decodes_together, held_by_modules, neutral_de
 
 laboratories.register_models()
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
-PREFILL_TOKENS = 8192  # columns of a prompt in one call: the memory beside the state does not grow with the prompt
+PREFILL_TOKENS = 8192  # columns of a prompt in one call, so that memory beside the state does not grow with the prompt
 
 
 class EvaluatedModel:
@@ -42,7 +42,7 @@ class EvaluatedModel:
         return getattr(self.config, "segment_length", None)
 
     def describe(self) -> dict[str, Any]:
-        """The fields that identify a model in the settings of a measurement."""
+        """Returns the fields that identify a model in the settings of a measurement."""
         if not self._description:
             model = self.model
             self._description = {
@@ -61,7 +61,7 @@ class EvaluatedModel:
 
 
 class InMemory:
-    """The one model that is in memory, of several that are evaluated in turn."""
+    """Keeps one model in memory, of several that are evaluated in turn."""
 
     def __init__(self) -> None:
         self._owner: Any = None
@@ -70,8 +70,8 @@ class InMemory:
     def model_of(self, owner: Any, load: Callable[[], Any]) -> Any:
         if self._owner is not owner:
             former = [] if self._model is None else [weakref.ref(one) for one in self._model.parameters()]
-            self._owner = self._model = None  # the former one goes before the next one comes
-            if any(parameter() is not None for parameter in former):  # references in a cycle hold it
+            self._owner = self._model = None  # frees the former model before the next is loaded
+            if any(parameter() is not None for parameter in former):  # reference cycles hold it
                 gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -81,7 +81,7 @@ class InMemory:
 
 
 class StoredModel(EvaluatedModel):
-    """A checkpoint, whose weights are loaded when `model` is asked for: see `InMemory`."""
+    """A checkpoint that loads its weights when `model` is accessed: see `InMemory`."""
 
     def __init__(self, named: str, in_memory: InMemory, load_model: Callable[[str], Any]):
         self.name, self.source = split_name(named)
@@ -95,13 +95,13 @@ class StoredModel(EvaluatedModel):
 
 
 def _share(config: Any) -> dict[str, Any]:
-    """The memory's share of a layer's output, where it is not all of it."""
+    """Returns the memory's share of a layer's output, unless the memory is all of it."""
     share = getattr(config, "memory_share", 1)
     return {} if share == 1 else {"memory_share": share}
 
 
 def _fingerprint(model: Any) -> str:
-    """The hash of the weights: a model that was trained further in the same folder is another one."""
+    """Returns the hash of the weights, which tells a model from one that was trained further in the same folder."""
     digest, tied = hashlib.sha256(), getattr(model, "all_tied_weights_keys", {})
     for prefix, module in model.named_modules():
         with _weights_of(module):
@@ -112,7 +112,7 @@ def _fingerprint(model: Any) -> str:
 
 
 def _weights_of(module: Any) -> Any:
-    """A context in which the weights of a module can be read, also where a device map keeps them elsewhere."""
+    """Returns a context in which a module's weights can be read, even if a device map keeps them elsewhere."""
     if not hasattr(module, "_hf_hook"):
         return nullcontext()
     from accelerate.utils import align_module_device
@@ -121,7 +121,7 @@ def _weights_of(module: Any) -> Any:
 
 
 def split_name(named: str) -> tuple[str, str]:
-    """Name and source of `NAME=SOURCE` or SOURCE, whose name is its last part. A path that exists is a source."""
+    """Splits `NAME=SOURCE`, or SOURCE, named after its last part. An existing path is always a source."""
     name, equals, source = named.partition("=")
     if not equals or not name or "/" in name or Path(named).exists():
         return Path(named).name, named
@@ -131,10 +131,10 @@ def split_name(named: str) -> tuple[str, str]:
 def load_evaluated(
     named: str, dtype: str = "auto", attention: str = "auto", device_map: str | None = None
 ) -> EvaluatedModel:
-    """`NAME=SOURCE` or SOURCE, a folder or hub id, whose weights are loaded on the GPU if there is one.
+    """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
 
-    With `device_map="auto"` they are divided over all GPUs. Raises `ValueError` for a source without a model of a known
-    kind, for a damaged one, and for a tokenizer that does not fit.
+    `device_map="auto"` divides the weights over all GPUs. Raises `ValueError` if a model is missing, of an unknown kind
+    or damaged, or its tokenizer does not fit.
     """
     (found,) = load_models([named], dtype, attention, device_map)
     return found
@@ -143,9 +143,9 @@ def load_evaluated(
 def load_models(
     named: Sequence[str], dtype: str = "auto", attention: str = "auto", device_map: str | None = None
 ) -> list[EvaluatedModel]:
-    """Several models as `load_evaluated` loads them, of which one at a time is in memory.
+    """Loads several models like `load_evaluated`, one at a time in memory.
 
-    Raises `ValueError` where two have the same name.
+    Raises `ValueError` if two have the same name.
     """
     check_dtype(dtype)
     check_attention(attention)
@@ -174,10 +174,10 @@ def load_models(
 def generate(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, int]:
-    """The tokens [B, N + new] of the model's own `generate`, and the bytes of the state of all rows at the end.
+    """Returns the tokens [B, N + new] of the model's own `generate`, and the bytes of the state of all rows at the end.
 
-    Nothing but `options` says how tokens are chosen: see `neutral_decoding`. Long prompts are read in chunks. Rows that
-    have ended are filled up with the padding token.
+    Only `options` control decoding: see `neutral_decoding`. Long prompts are read in chunks. Rows that have ended are
+    filled up with the padding token.
     """
     with neutral_decoding(model):
         if len(input_ids) == 1 or decodes_together(model):
@@ -209,6 +209,6 @@ def _generate(
 
 
 def rows_per_batch(evaluated: EvaluatedModel, num_tokens: int) -> int:
-    """Rows of prompts of this length: a stock model keeps whole prompts, a folded one the columns of one call."""
+    """Returns the batch size for this length: a stock model keeps whole prompts, a folded one one call's columns."""
     columns = num_tokens if evaluated.segment_length is None else min(num_tokens, PREFILL_TOKENS)
     return max(1, TOKENS_PER_BATCH // columns)

@@ -1,7 +1,7 @@
 """Options of a task, each written once: a field of a frozen dataclass, with its type, default, help and range.
 
-From the fields come the parameters of the command line (`parameters`, `from_command_line`), those of Python (the
-constructor of the dataclass, which checks the ranges), and the settings that a measurement is stored under (`stored`).
+Each field gives a command line parameter (`parameters`, `from_command_line`) and a constructor parameter with checked
+range. Measurements are stored under the fields' values (`stored`).
 """
 
 import inspect
@@ -15,7 +15,7 @@ import typer
 
 
 class Spelling(NamedTuple):
-    """How the command line writes a value of several parts: `parse` reads the text, `write` is its inverse."""
+    """The command line's notation for a value of several parts: `parse` reads it, `write` is the inverse."""
 
     parse: Callable[[str], Any]
     write: Callable[[Any], str]
@@ -23,11 +23,10 @@ class Spelling(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """What the annotation of a field says beside its type.
+    """The part of a field's annotation that is not its type.
 
-    `flags` are the names on the command line where they differ from the field's name. `may_change`: a measurement that
-    was stopped may resume with another value. `choices`: the values that a list may hold. `check` raises `ValueError`
-    for a wrong value.
+    `flags` are the names on the command line if they differ from the field's. `may_change`: a stopped measurement may
+    resume with another value. `choices`: the allowed values of a list. `check` raises `ValueError` for a wrong value.
     """
 
     help: str = ""
@@ -54,7 +53,7 @@ class Options:
 
 
 def _check_list(name: str, values: list[Any], option: Option, spelling: Spelling) -> None:
-    """Raises `ValueError` for a value that is no choice, and for one that would be measured or counted twice."""
+    """Raises `ValueError` for an unknown choice, or one that would be measured or counted twice."""
     if unknown := [value for value in values if option.choices and value not in option.choices]:
         raise ValueError(f"{name} {unknown} are not known: choose from {', '.join(option.choices)}.")
     if twice := [value for value in values if values.count(value) > 1]:
@@ -76,13 +75,13 @@ def check_attention(name: str) -> None:
 
 
 def check_rate(value: float) -> None:
-    """Raises `ValueError` for what is no learning rate."""
+    """Raises `ValueError` unless the value is a learning rate."""
     if not 0 < value < math.inf:
         raise ValueError(f"a learning rate of {value}: pass a number above 0.")
 
 
 def check_share(value: float) -> None:
-    """Raises `ValueError` for what is no share of a whole."""
+    """Raises `ValueError` unless the value is a share of a whole."""
     if not 0 <= value <= 1:
         raise ValueError(f"a share of {value}: pass 0 to 1.")
 
@@ -91,7 +90,7 @@ Chosen = TypeVar("Chosen", bound=Options)
 
 
 class Field(NamedTuple):
-    """`default` is `dataclasses.MISSING` where the option is required."""
+    """`default` is `dataclasses.MISSING` if the option is required."""
 
     type: Any
     option: Option
@@ -99,7 +98,7 @@ class Field(NamedTuple):
 
 
 def described(options: type[Options]) -> dict[str, Field]:
-    """The fields by name."""
+    """Returns the fields by name."""
     hints, found = get_type_hints(options, include_extras=True), {}
     for field in fields(options):  # type: ignore[arg-type]  # each subclass is a dataclass
         hint, option = hints[field.name], Option()
@@ -110,14 +109,14 @@ def described(options: type[Options]) -> dict[str, Field]:
 
 
 def stored(options: Options) -> dict[str, Any]:
-    """The options by name, without those that may change when a measurement resumes."""
+    """Returns the options by name, except options that may change when a measurement resumes."""
     every = described(type(options)).items()
     found = {name: getattr(options, name) for name, field in every if not field.option.may_change}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def parameters(options: type[Options]) -> list[inspect.Parameter]:
-    """The fields as keyword parameters, of which typer makes flags."""
+    """Returns the fields as keyword parameters, which typer turns into flags."""
     return [_parameter(name, field) for name, field in described(options).items()]
 
 
@@ -135,7 +134,7 @@ def _parameter(name: str, field: Field) -> inspect.Parameter:
 
 
 def _flag_type(name: str, field: Field) -> Any:
-    """The type of a flag, in a form that typer knows."""
+    """Returns the type of a flag, in a form that typer knows."""
     origin, arguments = get_origin(field.type), get_args(field.type)
     if field.option.spelling is not None:
         return str
@@ -148,7 +147,7 @@ def _flag_type(name: str, field: Field) -> Any:
 
 
 def from_command_line(options: type[Chosen], given: Mapping[str, Any]) -> Chosen:
-    """The options of a command. Raises `ValueError` for text that cannot be parsed."""
+    """Returns the options of a command. Raises `ValueError` for text that cannot be parsed."""
     return options(**{name: _value(given[name], field) for name, field in described(options).items()})
 
 
@@ -161,19 +160,19 @@ def _value(given: Any, field: Field) -> Any:
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of `2048,4096` or `2k,4k,1m`. Raises `ValueError` for other text."""
+    """Parses numbers such as `2048,4096` or `2k,4k,1m`. Raises `ValueError` for other text."""
     factors = {"k": 2**10, "m": 2**20}
     found = []
     for part in text.lower().split(","):
         number, factor = (part[:-1], factors[part[-1]]) if part[-1:] in factors else (part, 1)
         if not number.strip().isdecimal() or int(number) == 0:
-            raise ValueError(f"{text!r}: {part!r} is no positive whole number; write 2048,4096 or 2k,4k,1m.")
+            raise ValueError(f"{text!r}: {part!r} is not a positive whole number; write 2048,4096 or 2k,4k,1m.")
         found.append(int(number) * factor)
     return found
 
 
 def percentages(text: str) -> list[float]:
-    """Shares from 0 to 1, of `0,25,100`. Raises `ValueError` for other text."""
+    """Parses percentages such as `0,25,100` to shares from 0 to 1. Raises `ValueError` for other text."""
     found = []
     for part in text.split(","):
         try:
@@ -181,19 +180,19 @@ def percentages(text: str) -> list[float]:
         except ValueError:
             found.append(-1.0)
         if not 0 <= found[-1] <= 100:
-            raise ValueError(f"{text!r}: {part!r} is no percentage; write 0,25,100.")
+            raise ValueError(f"{text!r}: {part!r} is not a percentage; write 0,25,100.")
     return [value / 100 for value in found]
 
 
 def indices(text: str) -> list[int]:
-    """The whole numbers of `0,2,5`. Raises `ValueError` for other text."""
+    """Parses whole numbers such as `0,2,5`. Raises `ValueError` for other text."""
     if wrong := [part for part in text.split(",") if not part.strip().isdecimal()]:
-        raise ValueError(f"{text!r}: {wrong[0]!r} is no whole number; write 0,2,5.")
+        raise ValueError(f"{text!r}: {wrong[0]!r} is not a whole number; write 0,2,5.")
     return [int(part) for part in text.split(",")]
 
 
 def number_or_all(text: str) -> int | None:
-    """A number as `numbers` reads it, or None for `all`."""
+    """Parses a number like `numbers`, or None for `all`."""
     return None if text == "all" else numbers(text)[0]
 
 
@@ -205,7 +204,7 @@ def _short(number: int) -> str:
 
 
 def _joined(write: Callable[[Any], str]) -> Callable[[Sequence[Any] | None], str]:
-    """Writes the values with commas between them; nothing for None, which stands for a choice by the task."""
+    """Joins the values with commas; returns nothing for None, which lets the task choose."""
     return lambda values: ",".join(map(write, values or ()))
 
 
@@ -239,5 +238,5 @@ Ranks = Annotated[
 ]
 DeviceMap = Annotated[
     Literal["auto"] | None,
-    Option("auto divides a model that does not fit one GPU over all of them.", may_change=True),
+    Option("auto splits a model that does not fit on one GPU over all of them.", may_change=True),
 ]

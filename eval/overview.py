@@ -1,7 +1,7 @@
-"""The models of all results in a folder against their tasks: what stands first in a report.
+"""The table of models and tasks that a report begins with, from all results in a folder.
 
-A task gives one figure or a few of each model (`Task.overview`); results of lm-evaluation-harness, and of evaluations
-of the user's own, are read here. What has no figure by model is named.
+A task gives one or a few figures per model (`Task.overview`). Results of lm-evaluation-harness and of custom
+evaluations are read here. Results without such figures are listed.
 """
 
 import csv
@@ -23,9 +23,9 @@ NO_FIGURE = "has no figure by model"
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a model. Numbers with one `measure`, which says its unit, are compared with each other.
+    """One number of a model. Numbers with the same `measure`, which names its unit, are compared with each other.
 
-    `low` and `high` are the bounds of its 95 % interval, `digits` those after the point; `sign` stands before a bound.
+    `low` and `high` bound its 95 % interval; `digits` is the number of decimals; `sign` stands before a bound.
     """
 
     model: str
@@ -52,12 +52,12 @@ class Figure:
 
 
 def lengths_of(lengths: Sequence[int]) -> str:
-    """The lengths of texts that are measured together."""
+    """Formats the lengths of texts that are measured together."""
     return f"{min(lengths):,} to {max(lengths):,} tokens" if len(set(lengths)) > 1 else f"{lengths[0]:,} tokens"
 
 
 def remark_of(name: str, results: dict[str, Any]) -> str:
-    """What is said of a model beside its figures."""
+    """Returns the remarks beside a model's figures."""
     found = ["in a chat"] if name in results.get("chat", ()) else []
     if (positions := results.get("positions_exceeded", {}).get(name)) is not None:
         found.append(f"past its {positions:,} positions")
@@ -66,7 +66,7 @@ def remark_of(name: str, results: dict[str, Any]) -> str:
 
 @dataclass
 class Overview:
-    """The figures of all results that are added, and the results without one."""
+    """Collects the figures of results, and the results without one."""
 
     figures: list[tuple[Figure, str]] = field(default_factory=list)  # with the result, a path in the folder
     weights: dict[tuple[str, str], str] = field(default_factory=dict)  # by model and result
@@ -74,9 +74,9 @@ class Overview:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def add(self, result: str, figures: Sequence[Figure], models: Iterable[dict[str, Any]] = ()) -> None:
-        """Adds the figures of a result, whose `models` have names and maybe the hash of their weights.
+        """Adds the figures of a result. Its `models` have names, and some the hash of their weights.
 
-        Raises `ValueError` for a figure that can't be shown, before any is added.
+        Raises `ValueError` for a figure that can't be shown, and then adds none.
         """
         for figure in figures:
             figure.check()
@@ -90,10 +90,10 @@ class Overview:
             self.left_out[result] = NO_FIGURE
 
     def rows(self) -> dict[str, dict[str, Figure]]:
-        """By model and measure.
+        """Returns the figures by model and measure.
 
-        Models of one name and different weights have rows with the name of the first result of each of them, and so has
-        a second figure of a model.
+        Models with the same name but different weights get a row each, marked with the first result that has them. A
+        second figure of a model also gets its own row.
         """
         found, first = dict[str, dict[str, Figure]](), dict[str, dict[str, str]]()
         for (name, result), weights in self.weights.items():
@@ -119,7 +119,7 @@ class Overview:
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """A line for each figure."""
+        """Yields a record for each figure."""
         return [
             {"model": name, "measure": measure, **asdict(figure) | {"model": name}}
             for name, found in self.rows().items()
@@ -128,7 +128,7 @@ class Overview:
 
 
 def own_results(records: Iterable[Path], known: Iterable[str]) -> list[Path]:
-    """The results of evaluations of the user's own: KIND.json beside the KIND.records.jsonl that the runner writes."""
+    """Finds results of custom evaluations: each KIND.json beside the KIND.records.jsonl that the runner writes."""
     kinds = {path: path.name.removesuffix(".records.jsonl") for path in records}
     return [
         found
@@ -139,7 +139,7 @@ def own_results(records: Iterable[Path], known: Iterable[str]) -> list[Path]:
 
 
 def own_tables(path: Path) -> list[Table]:
-    """The lines of KIND.csv."""
+    """Returns the lines of KIND.csv."""
     beside = path.with_suffix(".csv")
     if not beside.is_file():
         return []
@@ -148,16 +148,16 @@ def own_tables(path: Path) -> list[Table]:
 
 
 def own_figures(results: dict[str, Any]) -> list[Figure]:
-    """Returns those that the runner has stored."""
+    """Returns the figures that the runner has stored."""
     return [Figure(**one) for one in results.get("overview", [])]
 
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """A run of lm-evaluation-harness: its tasks with their metrics, each with its standard error where there is one.
+    """A run of lm-evaluation-harness: its tasks with their metrics and standard errors, if any.
 
-    A metric can be infinite or NaN: the table shows it, and no figure is made of it. `source` is the
-    folder or hub id of the model.
+    A metric can be infinite or NaN: the table shows it, and the overview leaves it out. `source` is the model's folder
+    or hub id.
     """
 
     source: str
@@ -165,7 +165,7 @@ class HarnessRun:
     grouped: set[str]  # tasks that are part of a group with a score of its own
 
     def figures(self, model: str) -> list[Figure]:
-        """Those of its groups, and of the tasks that belong to none."""
+        """Returns the figures of its groups, and of tasks outside any group."""
         return [
             Figure(
                 model,
@@ -179,7 +179,7 @@ class HarnessRun:
         ]
 
     def not_finite(self) -> list[str]:
-        """Returns the metrics without a figure because they are infinite or NaN."""
+        """Returns the metrics that have no figure because they are infinite or NaN."""
         return [
             f"{task}, {metric}"
             for task, metric, value, _ in self.scores
@@ -195,10 +195,10 @@ class HarnessRun:
 
 
 def read_harness(path: Path) -> HarnessRun:
-    """Raises `ValueError` for a file that lm-evaluation-harness has not written."""
+    """Raises `ValueError` unless lm-evaluation-harness has written the file."""
     found = json.loads(read_text(path))
     if not isinstance(found, dict) or not {"results", "configs", "config"} <= found.keys():
-        raise ValueError("no result of lm-evaluation-harness")
+        raise ValueError("not a result of lm-evaluation-harness")
     given = found["config"].get("model_args") or {}
     if isinstance(given, str):
         given = dict(part.partition("=")[::2] for part in given.split(","))
@@ -207,7 +207,7 @@ def read_harness(path: Path) -> HarnessRun:
     for task, metrics in found["results"].items():
         for name, value in metrics.items():
             metric, _, kind = name.partition(",")
-            # RULER's groups say -1 of lengths that were not measured.
+            # RULER's groups give -1 for lengths that were not measured.
             if not isinstance(value, int | float) or metric.endswith("_stderr") or (metric.isdigit() and value < 0):
                 continue
             if not kind:  # sample_len and other counts

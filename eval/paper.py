@@ -1,7 +1,7 @@
-"""The figures that the paper of the fold reports, for tables that show them beside ours.
+"""The figures that the paper of the fold reports, shown in tables beside ours.
 
-They were measured on one H100 and on models of 1 and 3 billion parameters. Figure 8 is a picture: it gives 100 % at the
-lengths of the finetuning, and no numbers where the accuracy falls.
+They were measured on one H100, on models of 1 and 3 billion parameters. Figure 8 is only a picture: it shows 100 % at
+the finetuned lengths, and gives no numbers for lower accuracies.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ RATIOS = (  # figures 5 to 7
     Ratio(4096, 1, "sdpa", "seconds", 1.68),
 )
 
-# Figure 8: % of keys by tokens. The last two were never trained.
+# Figure 8: % of keys by tokens. The last two lengths were not in training.
 PASSKEY = {2048: "100", 4096: "100", 8192: "100", 16384: "100", 32768: "below 100", 65536: "below 100"}
 PASSKEY_SETTINGS = {"num_keys": 1, "num_digits": 4}
 

@@ -1,6 +1,6 @@
-"""Texts with more tokens than a model has positions for: they are measured, and marked wherever their figures stand.
+"""Marks measurements of texts that have more tokens than a model has positions for.
 
-A folded model needs positions for two segments at most. Of a model without positions nothing is marked.
+A folded model needs positions for only two segments. Models without positions are never marked.
 """
 
 import sys
@@ -14,14 +14,14 @@ from .decoding import max_positions
 
 
 def positions_exceeded(config: Any, num_tokens: int) -> int | None:
-    """The positions that a model has, if a text has more tokens than it has positions for; else None."""
+    """Returns the model's number of positions if a text is longer; else None."""
     known, segment_length = max_positions(config), getattr(config, "segment_length", None)
     needed = num_tokens if segment_length is None else min(num_tokens, 2 * segment_length)
     return known if known is not None and needed > known else None
 
 
 def has_position_table(model: Any) -> bool:
-    """Whether positions are looked up in a table, as GPT-2's and OPT's: there are none beyond its end."""
+    """Whether positions come from a table, as in GPT-2 and OPT, and so end with it."""
     known = max_positions(model.config)
     if known is None or not isinstance(model, PreTrainedModel):
         return False
@@ -31,9 +31,9 @@ def has_position_table(model: Any) -> bool:
 
 
 def exceeded(task: Any) -> dict[str, int]:
-    """The positions of each model that reads longer texts in a task, by its name in the tables.
+    """Returns the number of positions of each model that reads longer texts in a task, by its name in the tables.
 
-    Raises `ValueError` for a model whose table of positions ends within a text.
+    Raises `ValueError` if a model's table of positions ends within a text.
     """
     found, longest = dict[str, int](), dict[str, int]()
     for item in task.items():
@@ -42,7 +42,7 @@ def exceeded(task: Any) -> dict[str, int]:
             if has_position_table(model.model):
                 raise ValueError(
                     f"{model.name} has a table of {positions:,} positions and can't read texts of {num_tokens:,} "
-                    "tokens: measure it up to there, in an --output of its own; a report shows both."
+                    "tokens: measure it only up to there, with a separate --output; a report shows both."
                 )
             name = task.shown_as(item)
             found[name], longest[name] = positions, max(num_tokens, longest.get(name, 0))
@@ -54,11 +54,11 @@ def exceeded(task: Any) -> dict[str, int]:
 def warning(name: str, positions: int, longest: int) -> str:
     return (
         f"note: {name} reads texts of up to {longest:,} tokens here, and has max_position_embeddings={positions:,} in "
-        "its config.json: what is measured beyond is marked."
+        "its config.json: figures beyond that are marked."
     )
 
 
 def mark(name: str, exceeded: dict[str, int], other: Iterable[str] = ()) -> str:
-    """A name as tables and pictures show it, with other remarks and the positions that its texts exceed."""
+    """Returns the name for tables and pictures, with other remarks and the positions that its texts exceed."""
     remarks = [*other, *([f"past its {exceeded[name]:,} positions"] if name in exceeded else [])]
     return f"{name} ({', '.join(remarks)})" if remarks else name

@@ -1,8 +1,8 @@
-"""Several processes that share one measurement, each with a GPU of its own.
+"""Divides one measurement among several processes, each with its own GPU.
 
-All of them claim items from one counter and send their records to the first process, which writes them, through the
-key-value store by which torch's launchers connect the processes they start. So the records do not depend on the
-number of processes, and only the first one needs the output folder.
+The processes claim items from one counter and send their records to the first process, which writes them. They talk
+through the key-value store that torch's launchers set up. So records do not depend on the number of processes, and
+only the first one needs the output folder.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ WITHOUT_LIMIT = timedelta(days=365)
 INTERVAL_S = 0.1
 LAUNCHED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by a launcher besides WORLD_SIZE
 
-_measurements = count()  # of this process: each has keys of its own in the launcher's store
+_measurements = count()  # in this process: each has its own keys in the launcher's store
 
 
 class Ranks:
-    """The processes of a measurement as one of them sees them: its own number `rank`, and their number `size`."""
+    """The processes of a measurement, seen from process number `rank` of `size`."""
 
     def __init__(self, store: Any, rank: int, size: int):
         self.store, self.rank, self.size = store, rank, size
@@ -43,18 +43,18 @@ class Ranks:
         return self.rank == 0
 
     def publish(self, settings: dict[str, Any], pending: Sequence[int]) -> None:
-        """The first process accepts the measurement, and names the items to measure by their numbers."""
+        """Accepts the measurement as the first process, and publishes the numbers of the items to measure."""
         self.store.set("accepted", json.dumps({"settings": _digest(settings), "pending": list(pending)}))
 
     def accepted(self) -> dict[str, Any]:
-        """What the first process has published. Waits for it; ends this process if the first one has ended."""
+        """Waits for what the first process publishes, and returns it; exits if the first process has ended."""
         try:
             return json.loads(self.store.get("accepted"))
         except RuntimeError:  # the first process has printed the reason
             sys.exit(1)
 
     def pending(self, settings: dict[str, Any]) -> list[int]:
-        """The items to measure. Raises `ValueError` where this process has other models or data than the first one."""
+        """Returns the items to measure. Raises `ValueError` if models or data differ from the first process's."""
         accepted = self.accepted()
         if accepted["settings"] != _digest(settings):
             raise ValueError(
@@ -64,16 +64,16 @@ class Ranks:
         return accepted["pending"]
 
     def claims(self, pending: Sequence[int]) -> Iterator[int]:
-        """The items that this process measures: each time the next one that no process has claimed."""
+        """Yields the items that this process measures, always the next unclaimed one."""
         while (claimed := self.store.add("claimed", 1)) <= len(pending):
             yield pending[claimed - 1]
 
     def leave(self) -> None:
-        """Tells the first process that this one asks for nothing more."""
+        """Tells the first process that this one has finished."""
         self.store.add("left", 1)
 
     def wait_for_others(self) -> None:
-        """Waits until all others have left: the store ends with the first process."""
+        """Waits until all others have left: the store ends with this process."""
         while self.store.add("left", 0) < self.size - 1:
             time.sleep(INTERVAL_S)
 
@@ -82,7 +82,7 @@ class Ranks:
         self.store.queue_push("records", record)
 
     def received(self, number: int) -> Iterator[str]:
-        """The records of all processes, as soon as each is there. For a thread: the connection is one of its own."""
+        """Yields the records of all processes as they arrive. Can run in a thread: it opens its own connection."""
         connection = self.store.clone()
         for _ in range(number):
             yield connection.queue_pop("records").decode()
@@ -93,12 +93,12 @@ def _digest(settings: dict[str, Any]) -> str:
 
 
 def started_ranks() -> int:
-    """The number of processes that a launcher has started together with this one, itself included."""
+    """Returns the number of processes that a launcher has started, including this one."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def join() -> Ranks | None:
-    """Joins the processes that a launcher has started, and takes this process's GPU; None for a process alone."""
+    """Joins the processes that a launcher has started, and selects this process's GPU; None for a single process."""
     if started_ranks() == 1:
         return None
     if torch.cuda.is_available():
@@ -109,12 +109,12 @@ def join() -> Ranks | None:
 
 @cache
 def _rendezvous() -> tuple[Any, int, int]:
-    """The store, this process's number, and the number of processes: one store for all measurements of a process."""
+    """Returns the store for all measurements of this process, its number, and the number of processes."""
     return next(iter(rendezvous("env://", timeout=WITHOUT_LIMIT)))
 
 
 def check_alone(name: str) -> None:
-    """Raises `ValueError` where a launcher has started several processes of a command that is not divided."""
+    """Raises `ValueError` if a launcher has started several processes of a command that runs in one."""
     if started_ranks() > 1:
         raise ValueError(f"condense {name} is one process: start it without the launcher of {started_ranks()} of them.")
 
@@ -133,19 +133,19 @@ def check_ranks(ranks: int, device_map: str | None) -> None:
         )
     num_gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     if num_gpus and started_ranks() > 1 and local >= num_gpus:
-        raise ValueError(f"LOCAL_RANK={local}: this machine has {num_gpus} GPUs, start no more processes on it.")
+        raise ValueError(f"LOCAL_RANK={local}: this machine has {num_gpus} GPUs: start at most that many on it.")
     if num_gpus and ranks > num_gpus:
         raise ValueError(f"--ranks {ranks}: this machine has {num_gpus} GPUs, and each process needs one of its own.")
 
 
 def call_on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Calls a function of a module in `ranks` processes of this machine, which end with this one.
+    """Calls a function of a module in `ranks` processes on this machine, which end with this one.
 
     Exits with the code of the first process that fails, after the others have ended.
     """
     environment = child_environment() | {"MASTER_ADDR": "localhost", "WORLD_SIZE": str(ranks)}
     environment["MASTER_PORT"] = str(_free_port())
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a first process that ends takes the store with it
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store ends with the first process
     if not torch.cuda.is_available():
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     numbers: list[dict[str, str]] = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
@@ -170,7 +170,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    """One of the processes of `call_on_ranks`."""
+    """Runs one of the processes of `call_on_ranks`."""
     from transformers.utils import logging
 
     end_with_parents()

@@ -1,8 +1,8 @@
 """One HTML page with the tables and plots of all results in a folder.
 
 It finds the results of the other commands (`passkey.json`, `profile.json`, `probe_NAME.json`, `depth_NAME.json`,
-`ablation_NAME.json`, ...) and the logs of training runs, in the folder and below it, and writes FOLDER/report.html,
-which needs no other file.
+`ablation_NAME.json`, ...) and the logs of training runs, in the folder and its subfolders. It writes
+FOLDER/report.html, which needs no other file.
 """
 
 import base64
@@ -35,7 +35,7 @@ ABOUT = {
     "facts": "Facts stand in their order in other text, and a question at the end asks for one word. An answer counts "
     "when the model's own greedy decoding gives exactly its tokens. Lengths are in tokens, answer included. The last "
     "such word is the last place, person or thing of the facts, whichever the question asks for, that it does not "
-    "name. Facts are tracked where the answer is right and neither that word nor a guess among the others says why.",
+    "name. Facts are tracked if the answer is right and neither that word nor a guess among the others says why.",
     "recall": "Keys with values are said in sentences between irrelevant ones, and one key is asked about at the end. "
     "An answer counts when the model's own greedy decoding gives the value, or all of its values in their order. The "
     "capacity is the number of pairs up to which the right answers are at least 90 %, on a line between the numbers "
@@ -56,7 +56,7 @@ ABOUT = {
     "segment.",
     "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
     "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
-    "training": "Logged while training; training.csv and training.json beside this page have every logged line. Where "
+    "training": "Logged while training; training.csv and training.json beside this page have every logged line. If "
     "memory helps, later segments have a smaller loss. The speed is that of all ranks, memory that of the first one.",
     "harness": "Scores as lm-evaluation-harness wrote them.",
     "overview": "One figure or a few of each model and task; the sections below have the details. Losses of models "
@@ -70,14 +70,14 @@ class Section:
     about: str
     tables: list[Table]
     pictures: list[str]  # PNG as base64
-    origin: dict[str, Any]  # command, hardware, versions and date, where known
+    origin: dict[str, Any]  # command, hardware, versions and date, if known
 
 
 def write_report(folder: Path, title: str = "condense") -> Path:
     """Writes the page and returns its path.
 
-    Raises `ValueError` for a folder that holds no results, and where a file that it writes is a link; and after the
-    page is written, for files that are damaged, links or of another program, which the page names and leaves out.
+    Raises `ValueError` if a folder holds no results or an output file is a link. Input files that are damaged, links or
+    from another program are left out and named on the page; it then raises `ValueError` after the page is written.
     """
     import jinja2
 
@@ -94,7 +94,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     ):
         try:
             sections.append(_measured(found, folder, overview, skipped))
-        except Exception as error:  # a file of another program can be wrong in any way
+        except Exception as error:  # another program's file can fail in any way
             skipped[str(found.relative_to(folder))] = _why(error)
     sections += _others(folder, overview, skipped)
     sections += _training(folder, skipped)
@@ -120,7 +120,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
 
 
 def _files(folder: Path, name: str, skipped: dict[str, str]) -> list[Path]:
-    """The files of a name in a folder and below it; links, which may lead out of the folder, are skipped."""
+    """Finds files in a folder and its subfolders; skips links, which may lead out of the folder."""
     found = sorted(folder.rglob(name))
     linked = [path for path in found if _is_linked(path, folder)]
     skipped |= {str(path.relative_to(folder)): "a link" for path in linked}
@@ -134,19 +134,19 @@ def _is_linked(path: Path, folder: Path) -> bool:
 
 
 def _why(error: Exception) -> str:
-    """The exception in one line."""
+    """Formats an exception in one line."""
     said = " ".join(str(error).split())
     return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
 def _measured(path: Path, folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
-    """The section of a result of this package."""
+    """Returns the section of one of this package's results."""
     kind = path.stem
     results = json.loads(read_text(path))
     if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys() or results["kind"] != kind:
-        raise ValueError("no result of a condense command")
+        raise ValueError("not a result of a condense command")
     if not isinstance(results["versions"], dict):
-        raise ValueError("versions are no object")
+        raise ValueError("versions are not an object")
     family = kind.partition("_")[0]
     if family in laboratories.SHOWN_BY:
         shown_by = resolve_name(laboratories.SHOWN_BY[family])(kind)
@@ -162,7 +162,7 @@ def _measured(path: Path, folder: Path, overview: Overview, skipped: dict[str, s
 
 
 def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[Section]:
-    """The sections of evaluations of the user's own, and of results of lm-evaluation-harness."""
+    """Returns the sections of custom evaluations and of results of lm-evaluation-harness."""
     sections = []
     for path in own_results(_files(folder, "*.records.jsonl", skipped), SHOWN_BY):
         result = str(path.relative_to(folder))
@@ -171,7 +171,7 @@ def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[S
                 raise ValueError(f"{linked[0].name} is a link")
             results = json.loads(read_text(path))
             if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys():
-                raise ValueError("no result of a condense command")
+                raise ValueError("not a result of a condense command")
             figures, tables = own_figures(results), own_tables(path)
             pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
             about = results.get("about") or "An evaluation of your own."
@@ -199,7 +199,7 @@ def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[S
 
 
 def _overview(folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
-    """The first section; its figures are in overview.json and overview.csv too."""
+    """Returns the first section, and writes its figures to overview.json and overview.csv."""
     overview.left_out |= skipped
     results = {"kind": "overview", "figures": overview.records(), "left_out": overview.left_out}
     write_results(folder / "overview", results, overview.records())
@@ -207,7 +207,7 @@ def _overview(folder: Path, overview: Overview, skipped: dict[str, str]) -> Sect
 
 
 def _pictures(path: Path, folder: Path, skipped: dict[str, str]) -> list[Path]:
-    """The pictures of a result: those whose names begin with its name, and with no longer name of another result."""
+    """Returns a result's pictures: files that begin with its name, unless a longer result name fits as well."""
     names = [other.stem for other in path.parent.glob("*.json")]
     linked = [found for found in path.parent.glob(f"{path.stem}*.png") if found.is_symlink()]
     skipped |= {str(found.relative_to(folder)): "a link" for found in linked}

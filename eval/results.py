@@ -1,7 +1,7 @@
 """The files of a measurement: JSON, CSV and pictures, and the metadata of the run that wrote them.
 
-NAME.json holds everything; NAME.csv holds the records, one a line, for spreadsheets; NAME.png and NAME.svg hold the
-picture. Tables are for people: the terminal and the report show the same ones. No file is written through a link.
+NAME.json holds everything. NAME.csv holds the records, one per line, for spreadsheets. NAME.png and NAME.svg hold the
+picture. The terminal and the report show the same tables. No file is written through a link.
 """
 
 import csv
@@ -24,8 +24,8 @@ from typing import Any
 from condense.files import check_not_linked
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
-DPI = 150  # of pictures
-COLORS = 256  # of a PNG
+DPI = 150  # in pictures
+COLORS = 256  # in a PNG
 FORMULA = (
     "=",
     "+",
@@ -34,12 +34,12 @@ FORMULA = (
     "\t",
     "\r",
     "\n",
-)  # a spreadsheet takes a cell that begins with one of these for a formula
+)  # spreadsheets read a cell that begins with one of these as a formula
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns carry their units in their names; cells are text or numbers in the form that is shown."""
+    """A table whose column names include the units, and whose cells are formatted for display."""
 
     title: str
     columns: list[str]
@@ -53,12 +53,12 @@ class Table:
 
 
 def some_table(title: str, columns: list[str], rows: list[list[Any]]) -> list[Table]:
-    """The table, if it has rows."""
+    """Returns the table in a list, or nothing if it has no rows."""
     return [Table(title, columns, rows)] if rows else []
 
 
 def groups_of(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """The records that agree in these fields, by the values of the fields."""
+    """Groups records by the values of these fields."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault(tuple(record[name] for name in names), []).append(record)
@@ -66,7 +66,7 @@ def groups_of(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any,
 
 
 def run_metadata() -> dict[str, Any]:
-    """The command, the hardware, the versions and the date of a run."""
+    """Returns the command, hardware, versions and date of a run."""
     program = Path(sys.argv[0])
     is_front_door = program.name == "condense" or program.parts[-2:] == ("condense", "__main__.py")
     shown = "condense" if is_front_door else f"python {program.name}"
@@ -91,7 +91,7 @@ def hardware() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-@cache  # of what this process has imported
+@cache  # for the code that this process has imported
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -103,7 +103,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict[str, str]:
-    """The commit of the checkout that the package runs from; nothing where it is installed, also in another project."""
+    """Returns the commit of the checkout that the package runs from; nothing if it is installed."""
     checkout = Path(__file__).resolve().parents[1]
     if _git(checkout, "rev-parse", "--show-toplevel") != str(checkout):
         return {}
@@ -113,7 +113,7 @@ def commit() -> dict[str, str]:
 
 @cache
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or is missing."""
+    """Returns the output of git; None if it fails or is missing."""
     try:
         found = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
     except FileNotFoundError:
@@ -122,9 +122,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
-    """Writes `path`.json, a line per field, and `path`.csv, without the values that are dictionaries.
+    """Writes `path`.json, one field per line, and `path`.csv, without dictionary values.
 
-    Without records there is no `path`.csv.
+    Without records, `path`.csv is not written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     table = path.with_suffix(".csv")
@@ -139,7 +139,7 @@ def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[st
 
 
 def write_csv(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Writes a line for each record under the names of all fields; text that would be a formula begins with a quote."""
+    """Writes a header of all fields and a line per record; a quote is put before text that would be a formula."""
     names = list(dict.fromkeys(name for record in records for name in record))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -148,7 +148,7 @@ def write_csv(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """The value of a cell: text that a spreadsheet would compute is quoted, unless it is a number."""
+    """Returns a cell's value, with a quote before text that a spreadsheet would compute, unless it is a number."""
     if not isinstance(value, str) or not value.startswith(FORMULA):
         return value
     try:
@@ -160,7 +160,7 @@ def _cell(value: Any) -> Any:
 
 @contextmanager
 def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """A figure's axes, saved as `path`.png and `path`.svg. A dollar in a name stays a dollar and begins no formula."""
+    """Yields a figure's axes and saves `path`.png and `path`.svg. Dollars in names do not start formulas."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -172,7 +172,7 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         for text in _texts(figure):
             text.set_parse_math(False)
         figure.get_layout_engine().execute(figure)  # once for both files
-        figure.set_layout_engine("none")  # not the one of the user's settings
+        figure.set_layout_engine("none")  # not the one from the user's settings
         path.parent.mkdir(parents=True, exist_ok=True)
         check_not_linked(path.with_suffix(".png"), path.with_suffix(".svg"))
         _save_png(figure, path.with_suffix(".png"))
@@ -183,7 +183,7 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
 
 
 def _save_png(figure: Any, path: Path) -> None:
-    """Saves a palette instead of all colors, which takes a third of the bytes and looks the same."""
+    """Saves a PNG with a palette: it looks the same in a third of the bytes."""
     from PIL import Image
 
     with io.BytesIO() as buffer:
@@ -209,7 +209,7 @@ def set_log_scale(axes: Any, name: str) -> None:
 
 
 def _texts(artist: Any) -> Iterator[Any]:
-    """The texts of a figure but those at its axes: matplotlib writes the powers at the ticks as formulas."""
+    """Yields a figure's texts except at its axes, because matplotlib writes powers at the ticks as formulas."""
     from matplotlib.axis import Axis
     from matplotlib.text import Text
 

@@ -1,8 +1,7 @@
-"""The records of a measurement, written as they are measured: a measurement that was stopped resumes after them.
+"""The records of a measurement, written as they are measured, so that a stopped measurement can resume.
 
-A file of JSON lines. The first line holds the settings; a start with other settings is refused, so that no result
-mixes two measurements. Models may be added, since each has records of its own. A line that a kill has cut off is
-dropped.
+The first of the JSON lines holds the settings. A start with other settings is refused, so that no result mixes two
+measurements. Models may be added because each has its own records. A line cut off by a kill is dropped.
 """
 
 import json
@@ -20,10 +19,10 @@ Record = dict[str, Any]
 
 @contextmanager
 def open_results_store(path: Path, settings: dict[str, Any]) -> Iterator["ResultsStore"]:
-    """The store in a file, locked against other processes.
+    """Opens the store in a file and locks it against other processes.
 
-    Raises `ValueError` where another process holds the lock, where the file was written under other settings, and where
-    a file of the measurement is a link.
+    Raises `ValueError` if another process holds the lock, the file has other settings, or a file of the measurement is
+    a link.
     """
     check_output_folder(path.parent)
     kind = path.name.removesuffix(".records.jsonl")
@@ -33,13 +32,13 @@ def open_results_store(path: Path, settings: dict[str, Any]) -> Iterator["Result
 
 
 class ResultsStore:
-    """Records by key: see `open_results_store`. Without a path they are kept in memory alone."""
+    """Records by key: see `open_results_store`. Without a path, they are kept only in memory."""
 
     def __init__(self, path: Path | None, settings: dict[str, Any]):
-        self.path, self.done, self.num_found = path, dict[str, Record](), 0  # the last: those that the file had
+        self.path, self.done, self.num_found = path, dict[str, Record](), 0  # num_found: in the file
         if path is None:
             return
-        settings = json.loads(json.dumps(settings))  # in the form in which the file gives them back
+        settings = json.loads(json.dumps(settings))  # as they will be read back
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = _complete_lines(path)
         if lines:
@@ -51,7 +50,7 @@ class ResultsStore:
         self._write()
 
     def _write(self) -> None:
-        """Writes the whole file anew."""
+        """Rewrites the whole file."""
         assert self.path is not None
         records = ({"key": json.loads(name), "record": record} for name, record in self.done.items())
         lines = [{"settings": self.settings}, *records]
@@ -60,7 +59,7 @@ class ResultsStore:
         partial.replace(self.path)
 
     def sort(self, keys: Sequence[Key]) -> None:
-        """Puts the records into the order of these keys; those of other keys come first, in the order they have."""
+        """Sorts the records in the order of these keys, after all other records in their present order."""
         names = [_name(key) for key in keys]
         others = [name for name in self.done if name not in set(names)]
         ordered = {name: self.done[name] for name in [*others, *names]}
@@ -76,7 +75,7 @@ class ResultsStore:
         return self.done[_name(key)]
 
     def get(self, key: Key, measure: Callable[[], Record]) -> Record:
-        """The stored record of a key; where there is none, the result of `measure`, which is stored."""
+        """Returns the stored record of a key; if there is none, stores and returns the result of `measure`."""
         if key not in self:
             self.add(encode(key, measure()))
         return self[key]
@@ -91,24 +90,24 @@ class ResultsStore:
 
 
 def encode(key: Key, record: Record) -> str:
-    """The line of a record. Raises `ValueError` for a number that is not finite."""
+    """Returns the line of a record. Raises `ValueError` for a number that is not finite."""
     try:
         return json.dumps({"key": dict(sorted(key.items())), "record": record}, allow_nan=False)
     except ValueError as error:
         raise ValueError(
-            f"the measurement of {_name(key)} gave a value that is not finite: look at the model's weights, or take "
+            f"the measurement of {_name(key)} gave a value that is not finite: check the model's weights, or use "
             "another dtype."
         ) from error
 
 
 def stored_settings(path: Path) -> dict[str, Any]:
-    """The settings of the records in a file; nothing where there is no file. Raises `ValueError` for a damaged one."""
+    """Returns the settings stored in a file, if it exists. Raises `ValueError` if it is damaged."""
     lines = _complete_lines(path)
     return lines[0]["settings"] if lines else {}
 
 
 def without_added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The settings without what belongs to models that are added to those before: what is compared."""
+    """Returns the settings to compare, without models that were added."""
     known, given = ([model["name"] for model in found.get("models", ())] for found in (before, now))
     added = set(given) - set(known)
     if not added or not set(known) <= set(given):
@@ -142,7 +141,7 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
         isinstance(line, dict) and all(isinstance(line.get(field), dict) for field in wanted)
         for line, wanted in zip(found, fields, strict=False)
     ):
-        raise ValueError(f"{path} is damaged, its lines are no records: delete it, or pass another --output.")
+        raise ValueError(f"{path} is damaged, its lines are not records: delete it, or pass another --output.")
     return found
 
 
@@ -154,7 +153,7 @@ def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None
 
 
 def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """The fields that differ, also within objects and lists of objects: `models.0.dtype was ... and is ...`."""
+    """Yields the fields that differ, at any depth: `models.0.dtype was ... and is ...`."""
     if _holds_objects(before) and _holds_objects(now):
         if len(before) != len(now):
             yield f"the length of {name} was {len(before)} and is {len(now)}"

@@ -1,7 +1,7 @@
-"""The driver of every measurement: configuration, resume, measure, write, draw.
+"""Drives every measurement: configure, resume, measure, write, draw.
 
-A `Task` says what is measured, item by item; `run` measures the items that an earlier start has not measured, writes
-each record when it is there, and in the end the results and their pictures.
+A `Task` says what is measured, item by item. `run` measures the missing items, writes each record at once, and writes
+the results and pictures at the end.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ Results = dict[str, Any]
 
 
 class Task(ABC, Generic[Item]):
-    """One kind of measurement, configured. Its items are independent of each other and are measured in their order.
+    """A configured measurement. Its items are independent of each other and are measured in order.
 
     `kind` names the files: KIND.records.jsonl, KIND.json, KIND.csv. The progress bar counts in `unit`s.
     """
@@ -36,57 +36,57 @@ class Task(ABC, Generic[Item]):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """All that the records depend on: a measurement under other settings is another one."""
+        """Returns everything that the records depend on. Other settings make another measurement."""
 
     @abstractmethod
     def items(self) -> Sequence[Item]: ...
 
     @abstractmethod
     def key(self, item: Item) -> Key:
-        """The name of an item's record: values of JSON, different for each item."""
+        """Returns the unique name of an item's record, as JSON values."""
 
     def num_tokens(self, item: Item) -> int | None:
-        """The tokens of the longest text that a model reads for an item; None if positions don't matter."""
+        """Returns the tokens of an item's longest text; None if positions don't matter."""
         return None
 
     def model_of(self, item: Any) -> Any:
-        """The `EvaluatedModel` that reads them."""
+        """Returns the `EvaluatedModel` that reads the texts."""
         return item.model
 
     def shown_as(self, item: Any) -> str:
-        """The name under which tables and pictures have what is measured of it."""
+        """Returns the model's name in tables and pictures."""
         return self.model_of(item).name
 
     def positions_exceeded(self, item: Item) -> int | None:
-        """The positions of the model, if its longest text has more tokens."""
+        """Returns the model's number of positions if its longest text has more tokens."""
         num_tokens = self.num_tokens(item)
         return None if num_tokens is None else positions_exceeded(self.model_of(item).config, num_tokens)
 
     @abstractmethod
     def measure(self, item: Item) -> Record:
-        """The record: a value of JSON without numbers that are not finite. May run in a process of its own."""
+        """Returns the record: a JSON value with only finite numbers. May run in a separate process."""
 
     @abstractmethod
     def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
-        """The fields of the results that the records give."""
+        """Returns the fields of the results that come from the records."""
 
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
-        """The fields of KIND.json beside the kind and the metadata of the run."""
+        """Returns the fields of KIND.json beside the kind and the metadata of the run."""
         return settings | self.summarise(measured)
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """The figures of each model in the table of models and tasks that a report begins with."""
+        """Returns each model's figures for the table of models and tasks at the top of a report."""
         return []
 
     @abstractmethod
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
-        """The lines of KIND.csv."""
+        """Returns the lines of KIND.csv."""
 
     @classmethod
     @abstractmethod
     def tables(cls, results: Results) -> list[Table]:
-        """The tables for the terminal and the report, of results as KIND.json holds them."""
+        """Returns the tables for terminal and report, from results as in KIND.json."""
 
     @classmethod
     @abstractmethod
@@ -95,11 +95,11 @@ class Task(ABC, Generic[Item]):
 
 
 def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
-    """Measures a task, writes the files of its kind into `output`, and returns what KIND.json holds.
+    """Measures a task, writes the files of its kind into `output`, and returns the contents of KIND.json.
 
-    A start with the same settings resumes after the records that are there. With `ranks`, this process is the first,
-    and the others call `measure_share`. Raises `ValueError` where the records were written under other settings, and
-    where another process measures the same kind in this folder.
+    A start with the same settings resumes after the stored records. With `ranks`, this process is the first, and the
+    others call `measure_share`. Raises `ValueError` if the stored records have other settings, or another process
+    measures the same kind in this folder.
     """
     path, settings = output / task.kind, task.settings()
     marked = exceeded(task)
@@ -118,7 +118,7 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
 
 @contextmanager
 def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
-    """Turns what goes wrong with records of a file into one sentence: somebody may have edited them."""
+    """Turns any error from a file's records into one sentence, because they may have been edited."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -126,13 +126,13 @@ def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
             raise
         why = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{store.path} holds records of another form ({' '.join(why.split())}): delete it to measure anew, or pass "
+            f"{store.path} holds records of another form ({' '.join(why.split())}): delete it to start over, or pass "
             "another --output."
         ) from error
 
 
 def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[Item, Record]]:
-    """The items of a task with their records: those of the store, and else measured now."""
+    """Yields the items of a task with their records, measured now if the store has none."""
     store, items = store or ResultsStore(None, {}), task.items()
     measured = []
     with ProgressBar(items, desc=task.kind, unit=task.unit) as bar:
@@ -145,7 +145,7 @@ def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[I
 
 
 def _record(task: Task[Item], item: Item) -> Record:
-    """The record of an item, with the positions of its model if a text is longer."""
+    """Returns the record of an item, with the positions of its model if a text is longer."""
     positions = task.positions_exceeded(item)
     return task.measure(item) | ({} if positions is None else {"positions_exceeded": positions})
 
@@ -153,7 +153,7 @@ def _record(task: Task[Item], item: Item) -> Record:
 def _measure_on_ranks(
     task: Task[Item], store: ResultsStore, settings: dict[str, Any], ranks: Ranks
 ) -> list[tuple[Item, Record]]:
-    """As `measure`, in the first of several processes: a thread stores the records that all of them send."""
+    """Like `measure`, in the first of several processes: a thread stores the records that all of them send."""
     items = task.items()
     keys = [task.key(item) for item in items]
     pending = [number for number, key in enumerate(keys) if key not in store]
@@ -171,7 +171,7 @@ def _measure_on_ranks(
             failures.append(error)
 
     ranks.publish(settings, pending)
-    receiver = Thread(target=receive, daemon=True)  # ends with the process, also while it waits for a record
+    receiver = Thread(target=receive, daemon=True)  # ends with the process, even while waiting for a record
     receiver.start()
     measure_share(task, ranks, pending, lambda: bool(failures))
     receiver.join()
@@ -183,7 +183,7 @@ def _measure_on_ranks(
 
 
 def measure_share(task: Task, ranks: Ranks, pending: Sequence[int], failed: Callable[[], bool] = lambda: False) -> None:
-    """Measures the items that this process claims, and sends their records; stops where the first process failed."""
+    """Measures the items that this process claims, and sends their records; stops if the first process has failed."""
     items = task.items()
     for number in ranks.claims(pending):
         item = items[number]

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-RESAMPLED_AT_ONCE = 2**16  # values, which a cache holds
+RESAMPLED_AT_ONCE = 2**16  # values, which fit in a cache
 
 
 def wilson(correct: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a share: also valid at 0 % and 100 %, where the normal interval has no width."""
+    """Returns Wilson's 95 % score interval of a share. At 0 % and 100 % it is still valid, unlike the normal one."""
     if total < 1 or not 0 <= correct <= total:
         raise ValueError(f"{correct} correct of {total}: a share needs 0 <= correct <= total and total >= 1.")
     found = stats.binomtest(correct, total).proportion_ci(method="wilson")
@@ -17,9 +17,9 @@ def wilson(correct: int, total: int) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float], samples: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean, over resamples of the values."""
+    """Returns the 95 % bootstrap percentile interval of the mean."""
     if not len(values):
-        raise ValueError("there are no values to take the mean of.")
+        raise ValueError("there are no values to average.")
     if len(values) == 1:
         return float(values[0]), float(values[0])
     found = stats.bootstrap(

@@ -13,7 +13,7 @@ HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 
 
 def check_apart(text: Iterable[str], held_out: Iterable[str]) -> None:
-    """Raises `ValueError` for a file that two lists of files or glob patterns have in common, or that is not there."""
+    """Raises `ValueError` if two lists of files or glob patterns share a file, or a file is missing."""
     files, others = (
         {path.resolve(): path for pattern in patterns for path in source_files(Source(files=pattern))}
         for patterns in (text, held_out)
@@ -25,7 +25,7 @@ def check_apart(text: Iterable[str], held_out: Iterable[str]) -> None:
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` tokens."""
+    """Trains a byte-level BPE of at most `vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -37,7 +37,7 @@ def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def hub_text(split: str, otherwise: str) -> str:
-    """A split of WikiText-2. Raises `ValueError` where the hub can't be reached: `otherwise` says what to do then."""
+    """Loads a split of WikiText-2. Raises `ValueError`, with the remedy `otherwise`, if the hub can't be reached."""
     from datasets import load_dataset
 
     try:

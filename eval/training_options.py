@@ -9,7 +9,7 @@ from .options import Option, Options
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(Options):
-    """Texts, seeds and size. Raises `ValueError` for texts that do not go together."""
+    """Texts, seeds and size. Raises `ValueError` for an invalid combination of texts."""
 
     # Results are stored under the texts, not under the names of the files.
     text: Annotated[

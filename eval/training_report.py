@@ -1,4 +1,4 @@
-"""Training runs in a report: their curves, and everything that they have logged.
+"""Training runs in a report: their curves and everything they logged.
 
 `training.json` and `training.csv` hold every logged line; the pictures beside them begin with `training`.
 """
@@ -20,7 +20,7 @@ MEMORY = {
     "peak_cuda_bytes": "GPU memory in tensors",
     "reserved_cuda_bytes": "GPU memory held by the allocator",
     "peak_resident_bytes": "resident memory of the process (CPU)",
-}  # the most so far, of the first rank
+}  # the peak so far, on the first rank
 COLUMNS = {
     "name": "run",
     "steps": "steps",
@@ -38,7 +38,7 @@ Run = dict[str, Any]
 
 
 def read_run(path: Path, folder: Path) -> Run | None:
-    """The cells of a run for the table, and its logged lines; None where nothing was logged yet."""
+    """Returns a run's table cells and logged lines; None if nothing has been logged yet."""
     lines = [json.loads(line) for line in read_text(path).splitlines(keepends=True) if line.endswith("\n")]
     losses = [line for line in lines if "loss" in line]
     if not losses:
@@ -66,7 +66,7 @@ def read_run(path: Path, folder: Path) -> Run | None:
 
 
 def _reference_loss(recipe: Path) -> str:
-    """The validation loss that a run's recipe names to compare with; empty where it names none."""
+    """Returns the validation loss that a run's recipe gives for comparison; empty if it gives none."""
     if recipe.is_symlink():
         raise ValueError(f"{recipe.name} beside it is a link")
     if not recipe.exists():
@@ -88,7 +88,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def write_training(runs: Sequence[Run], path: Path) -> list[Path]:
-    """Writes `path`.json, `path`.csv and the pictures, whose paths it returns."""
+    """Writes `path`.json, `path`.csv and the pictures, and returns their paths."""
     records = [
         {"run": run["name"], **{name: _finite(value) for name, value in line.items()}}
         for run in runs
@@ -106,7 +106,7 @@ def write_training(runs: Sequence[Run], path: Path) -> list[Path]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity, and DeepSpeed logs one as the norm of a gradient whose step it has skipped."""
+    """Replaces infinity, which JSON lacks: DeepSpeed logs it as the gradient norm of a skipped step."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -127,7 +127,7 @@ def _draw_losses(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _draw_validation(runs: Sequence[Run], path: Path) -> Path:
-    """The losses, of each source and further ones too, and beside them the accuracies where there are any."""
+    """Draws all losses, also by source, and the accuracies if there are any."""
     names = list(dict.fromkeys(name for run in runs for line in run["validations"] for name in line))
     losses = [name for name in names if name.startswith("eval_loss") and SEGMENT not in name]
     accuracies = [name for name in names if name.endswith("_accuracy")]
@@ -148,7 +148,7 @@ def _segments(lines: Sequence[Line], prefix: str = "") -> list[str]:
 
 
 def _draw_segments(runs: Sequence[Run], path: Path) -> Path:
-    """A row for each run: by segment in training and, where it was validated, in validation."""
+    """Draws a row for each run: losses by segment in training and, if available, in validation."""
     with picture(path, rows=len(runs), columns=2, figsize=(10, 3.2 * len(runs)), squeeze=False) as axes:
         for run, row in zip(runs, axes, strict=True):
             both = (("lines", "", "training"), ("validations", "eval_", "validation"))
@@ -178,7 +178,7 @@ def _draw_speed(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _plot(axes: Any, lines: Sequence[Line], name: str, label: str, scale: Callable = float, **style: Any) -> None:
-    """One curve over the steps, of the lines that have a value of this name."""
+    """Draws a curve over the steps, from the lines that have a value of this name."""
     points = [(line["step"], scale(line[name])) for line in lines if isinstance(line.get(name), int | float)]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **{"linewidth": 1} | style)

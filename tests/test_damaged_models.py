@@ -381,8 +381,8 @@ def test_converted_weights_can_be_read_by_others(to, models, tmp_path, run):
     ("arguments", "word"),
     [
         (["eval", "passkey", "--depths", "50,50,50,50"], "names 50 twice"),
-        (["eval", "passkey", "--depths", "0,101"], "'101' is no percentage"),
-        (["eval", "passkey", "--depths", "half"], "'half' is no percentage"),
+        (["eval", "passkey", "--depths", "0,101"], "'101' is not a percentage"),
+        (["eval", "passkey", "--depths", "half"], "'half' is not a percentage"),
         (["eval", "passkey", "--lengths", "120,2k,120"], "names 120 twice"),
         (["eval", "passkey", "--dtype", "flaot32"], "dtype='flaot32'"),
         (["eval", "passkey", "--attention", "sdpq"], "attn_implementation='sdpq'"),
@@ -486,8 +486,8 @@ def results(measured, tmp_path) -> Path:
     [
         ("passkey.json", "", "Expecting value"),
         ("passkey.json", '{"kind": "pass', "Unterminated"),
-        ("passkey.json", "[1]", "no result of a condense command"),
-        ("profile.json", '{"name": "of another program"}', "no result of a condense command"),
+        ("passkey.json", "[1]", "not a result of a condense command"),
+        ("profile.json", '{"name": "of another program"}', "not a result of a condense command"),
         ("perplexity.json", '{"kind": "perplexity", "command": "", "hardware": "", "versions": {}, "date": ""}', "Key"),
         ("log.jsonl", "not json\n", "Expecting value"),
         ("log.jsonl", '{"loss": 1.0}\n', "step"),
@@ -496,7 +496,7 @@ def results(measured, tmp_path) -> Path:
         (
             "passkey.json",
             '{"kind": "passkey", "command": "", "hardware": "", "versions": ["a"], "date": ""}',
-            "versions are no object",
+            "versions are not an object",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Memory and speed of folded models beside stock ones.
 
-- `condense profile`: a grid of cases, each in a process of its own (`profile`), the memory of a
-  training step by module (`modules`), and the schedules and attentions of a folded model in turn (`schedules`).
-- `cases`, `models`, `workloads`, `memory` and `timing` serve the GPU benchmark of a checkout (scripts/benchmarks) too,
-  and need torch and transformers only.
+- `condense profile`: a grid of cases, each in its own process (`profile`), the memory of a training step by module
+  (`modules`), and a folded model's schedules and attentions in turn (`schedules`).
+- `cases`, `models`, `workloads`, `memory` and `timing` also serve the GPU benchmark of a checkout
+  (scripts/benchmarks), and need only torch and transformers.
 """

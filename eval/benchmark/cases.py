@@ -6,7 +6,7 @@ import torch
 
 WITHOUT_SEGMENTS = ("stock", "stock_chunked_loss")  # kinds of models
 MODES = ("training", "prefill", "decoding")
-SCHEDULES = ("sequential", "wavefront")  # on every device; on CUDA there is "graph", too
+SCHEDULES = ("sequential", "wavefront")  # on every device; CUDA also has "graph"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +14,8 @@ class ModelVariant:
     """How a model is run.
 
     `kind` is one of `models.MODEL_KINDS`. `segment_length` is None for stock models, and half the window for a
-    sliding-window model. `schedule` is None where the model chooses or has no schedules. With `checkpointing`, a folded
-    model computes `checkpoint_segments` again at once.
+    sliding-window model. `schedule` is None if the model chooses or has no schedules. With `checkpointing`, a folded
+    model recomputes `checkpoint_segments` at a time.
     """
 
     kind: str
@@ -29,10 +29,10 @@ class ModelVariant:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkCase(ModelVariant):
-    """`mode` is one of `MODES`; `length` counts tokens of each of `batch` texts.
+    """A variant with a workload. `mode` is one of `MODES`; `length` counts tokens of each of `batch` texts.
 
-    With `optimizer`, a training step ends with AdamW's, whose states stay in memory. `model` is the name of one of the
-    models of a profile.
+    With `optimizer`, a training step ends with AdamW's step, and its states stay in memory. `model` is the name of one
+    of a profile's models.
     """
 
     model: str | None = None
@@ -43,7 +43,7 @@ class BenchmarkCase(ModelVariant):
 
 
 def device_and_dtype(dtype: str) -> tuple[str, str]:
-    """The device of this machine, and the number format there."""
+    """Returns the device of this machine, and the number format for it."""
     on_cuda = torch.cuda.is_available()
     chosen = {"auto": "bfloat16" if on_cuda else "float32"}.get(dtype, dtype)
     return "cuda" if on_cuda else "cpu", chosen

@@ -1,4 +1,4 @@
-"""A grid of cases, each measured in a process of its own."""
+"""A grid of cases, each measured in its own process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,21 +26,21 @@ DEFAULTS: dict[str, Sequence[Any]] = {
     "attentions": ("auto",),
     "optimizer": (False,),
 }
-# The grid of the paper: without and with FlashAttention, of which sdpa holds a kernel.
+# The paper's grid: without and with FlashAttention, which sdpa includes.
 TABLE_1 = DEFAULTS | {
     "modes": ("training",),
     "lengths": (1024, 2048, 4096, 8192, 16384),
     "batches": (1, 4),
     "segments": (256, 512),
     "attentions": ("eager", "auto"),
-    "optimizer": (False, True),  # the paper trained; gpu_bench and earlier results are without
+    "optimizer": (False, True),  # the paper trained with one; gpu_bench and earlier results have none
 }
-WORKLOAD = attrgetter("mode", "length", "batch", "attention", "checkpointing", "optimizer")  # of a case, for any model
-KEY = ("kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing")  # of a case, in its record
+WORKLOAD = attrgetter("mode", "length", "batch", "attention", "checkpointing", "optimizer")  # a case, for any model
+KEY = ("kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing")  # a case, in its record
 
 
 def axes(options: ProfileOptions, defaults: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """The axes of the grid: the options, or the defaults of those that are None."""
+    """Returns the axes of the grid: the options, or defaults for options that are None."""
     given = {name: getattr(options, name) for name in defaults}
     return {name: default if given[name] is None else given[name] for name, default in defaults.items()}
 
@@ -55,10 +55,10 @@ def grid(
     checkpointing: Sequence[bool],
     optimizer: Sequence[bool] = (False,),
 ) -> Iterator[BenchmarkCase]:
-    """Every combination. Kinds follow each other, so that models are compared at about the same time.
+    """Returns every combination. Kinds follow each other, so that models are compared at about the same time.
 
-    A stock model has no segments, and only training has gradient checkpointing and an optimizer: cases that are equal
-    are measured once.
+    A stock model has no segments, and only training has gradient checkpointing and an optimizer. Cases that become
+    equal are measured once.
     """
     seen = set()
     for mode, length, batch, attention, enabled, steps, segment, kind in product(
@@ -80,7 +80,7 @@ def grid(
 
 
 def cases_of(models: Sequence[ProfiledModel], options: ProfileOptions, chosen: dict[str, Sequence[Any]]) -> list[Any]:
-    """The grid of every model. The models follow each other in each workload, to be measured at about the same time."""
+    """Returns every model's grid. In each workload the models follow each other, to be measured close in time."""
     cases: list[BenchmarkCase] = []
     for model in models:
         own = chosen | {"segments": model.segments(chosen["segments"])}
@@ -92,7 +92,7 @@ def cases_of(models: Sequence[ProfiledModel], options: ProfileOptions, chosen: d
 
 @dataclass(frozen=True)
 class Environment:
-    """What all cases of a profile share.
+    """The settings that all cases of a profile share.
 
     `snapshots` is a folder. `dtype` "auto" is bfloat16 on CUDA, and float32 on a CPU.
     """
@@ -112,7 +112,7 @@ def key_of(case: BenchmarkCase) -> dict[str, Any]:
 
 
 class GridTask(Task[BenchmarkCase]):
-    """Cases, each measured in a process of its own, under shared settings; `shown_by` has their tables and picture."""
+    """Measures cases under shared settings, each in its own process; `shown_by` has the tables and the picture."""
 
     unit = "case"
     shown_by: ClassVar[Any]
@@ -123,7 +123,7 @@ class GridTask(Task[BenchmarkCase]):
         self.cases, self.environment, self.processes, self.more = cases, environment, processes, more
 
     def settings(self) -> dict[str, Any]:
-        """Without the models, which are in the keys: a later start may add some."""
+        """Returns the settings without the models, which are in the keys, so that a later start may add some."""
         of_all = {name: getattr(self.environment, name) for name in ("dtype", "repeats", "snapshots")}
         return {**of_all, "hardware": hardware(), "torch": versions()["torch"], **self.more}
 
@@ -134,7 +134,7 @@ class GridTask(Task[BenchmarkCase]):
         return key_of(item) | {"config": self.environment.model_of(item).fingerprint}
 
     def measure(self, item: BenchmarkCase) -> dict[str, Any]:
-        """The figures of a case. A process that the system kills is out of memory, which is a result."""
+        """Returns the figures of a case. If the system kills the process, the result is out of memory."""
         try:
             return self.processes.call(item, self.environment)
         except ProcessKilledError:
@@ -147,7 +147,7 @@ class GridTask(Task[BenchmarkCase]):
         }
 
     def _label(self, case: BenchmarkCase) -> str:
-        """The name of a case's model in tables and pictures: its own, or its kind if all are of one shape."""
+        """Returns the name of a case's model in tables and pictures: its own, or its kind if all have one shape."""
         model, as_kind = self.environment.model_of(case), label(key_of(case))
         if model.is_llama_shape:
             return f"{model.name} {as_kind}" if len(self.environment.models) > 1 else as_kind
@@ -179,8 +179,8 @@ def run_grid(
 
 
 def prepare(case: BenchmarkCase, environment: Environment) -> tuple[Any, PeakMemory, str, str]:
-    """The model of a case on the CPU, the memory, and the device and number format that it is measured with."""
+    """Returns a case's model on the CPU, the memory, and the device and number format to measure with."""
     device, dtype = device_and_dtype(environment.dtype)
-    memory = memory_of(device)  # on a CPU it limits the memory of this process
+    memory = memory_of(device)  # on a CPU this limits the process's memory
     torch.manual_seed(0)
     return build(environment.model_of(case), case, dtype), memory, device, dtype

@@ -1,4 +1,4 @@
-"""Peak memory: of the CUDA allocator on a GPU, and of the process (resident memory) on a CPU."""
+"""Peak memory of the CUDA allocator on a GPU, and of the process (resident memory) on a CPU."""
 
 import resource
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from condense.training.allocator import cuda_memory
 
 
 class PeakMemory(Protocol):
-    """Bytes that are in use now, and the most since the last `restart`."""
+    """Measures the bytes in use now, and the peak since the last `restart`."""
 
     description: str
 
@@ -22,7 +22,7 @@ class PeakMemory(Protocol):
     def peak(self) -> int: ...
 
     def allocator(self) -> dict[str, int]:
-        """The most bytes that the allocator has reserved, and how often these ran out; empty without one."""
+        """Returns the most bytes that the allocator has reserved, and how often they ran out; empty without one."""
 
 
 class CudaMemory:
@@ -44,7 +44,7 @@ class CudaMemory:
 
 
 class ResidentMemory:
-    """The accounting of Linux, where a process can restart its peak. Raises `OSError` on other systems."""
+    """Uses Linux's accounting, in which a process can reset its peak. Raises `OSError` on other systems."""
 
     description = "peak resident memory of the process"
 
@@ -77,14 +77,14 @@ def memory_of(device: str) -> PeakMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """The CPU's allocator raises an ordinary `RuntimeError`."""
+    """Whether an error means out of memory; the CPU's allocator raises an ordinary `RuntimeError`."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 
 def or_out_of_memory(figures: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures with those of a measurement, or with `out_of_memory` where it does not fit."""
+    """Returns the figures with a measurement's added, or with `out_of_memory` if it does not fit."""
     try:
         return figures | measure()
     except (RuntimeError, MemoryError) as error:

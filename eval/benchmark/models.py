@@ -1,11 +1,11 @@
-"""The models that are compared: one shape, equally many parameters, random weights.
+"""The models that are compared: the same shape and number of parameters, with random weights.
 
-- `folded`: this package's.
+- `folded`: this package's model.
 - `stock`: transformers' Llama, which computes the logits of all tokens at once.
 - `stock_chunked_loss`: the same Llama with this package's loss, for a bounded number of logits at a time.
-- `sliding_window`: transformers' Mistral, the nearest maintained peer: its state is bounded too, and its layers are the
-  Llama's, weight for weight. It has no memory: a token sees the last 2 segments, which is the most that a token of a
-  folded model sees directly, and earlier tokens only through the layers below.
+- `sliding_window`: transformers' Mistral, the nearest maintained peer. Its state is also bounded, and its layers have a
+  Llama's weights. It has no memory: a token sees the last 2 segments, and earlier tokens only through the layers below.
+  A token of a folded model directly sees at most as much.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ SHAPE_FIELDS = (
 
 
 class ChunkedLossLlama(LlamaForCausalLM):
-    """A stock Llama whose loss is a folded model's: of labels [B, N] it returns the loss and no logits."""
+    """A stock Llama with a folded model's loss: for labels [B, N] it returns the loss without logits."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **arguments: Any) -> Any:
         if labels is None:
@@ -40,7 +40,7 @@ class ChunkedLossLlama(LlamaForCausalLM):
         return CausalLMOutput(loss=self.loss_in_blocks(hidden_BND[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
 
     def loss_in_blocks(self, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of hidden states."""
+        """Returns the mean cross-entropy of hidden states."""
         gradients = head_gradients(self.lm_head) if torch.is_grad_enabled() else None
         tokens = max_tokens(self.config.vocab_size)
         if gradients is None:
@@ -51,7 +51,7 @@ class ChunkedLossLlama(LlamaForCausalLM):
 
 
 def table_1() -> dict[str, Any]:
-    """The paper's configuration for memory and speed: Llama 3.2 with 4 layers of width 512, 126 million parameters."""
+    """Returns the paper's configuration for memory and speed: Llama 3.2, 4 layers of width 512, 126 million weights."""
     config = LlamaConfig(
         vocab_size=128_256,
         hidden_size=512,
@@ -68,7 +68,7 @@ def table_1() -> dict[str, Any]:
 
 
 def build_model(kind: str, shape: dict[str, Any], segment_length: int | None, attention: str) -> Any:
-    """A model with random weights; `kind` is one of `MODEL_KINDS`."""
+    """Returns a model with random weights; `kind` is one of `MODEL_KINDS`."""
     options = {"attn_implementation": None if attention == "auto" else attention}
     if kind == "folded":
         return CondenseForCausalLM(CondenseConfig(**shape, **options, segment_length=segment_length))
@@ -81,7 +81,7 @@ def build_model(kind: str, shape: dict[str, Any], segment_length: int | None, at
 
 
 def configure(model: Any, variant: ModelVariant) -> None:
-    """Prepares a model for a variant of its kind: the model reads these settings in every forward pass."""
+    """Prepares a model for a variant of its kind; it reads these settings in every forward pass."""
     model.set_attn_implementation(variant.attention)
     if variant.kind == "folded":
         model.config.segment_length = variant.segment_length
@@ -91,7 +91,7 @@ def configure(model: Any, variant: ModelVariant) -> None:
 
 
 def set_checkpointing(model: Any, enabled: bool, segments: int = 1) -> None:
-    """Gradient checkpointing: by layer in stock models, by groups of segments in a folded one."""
+    """Sets gradient checkpointing: by layer in stock models, by groups of segments in a folded one."""
     if enabled:
         groups = {"checkpoint_segments": segments} if hasattr(model.config, "segment_length") else {}
         model.gradient_checkpointing_enable({"use_reentrant": False, **groups})
@@ -100,7 +100,7 @@ def set_checkpointing(model: Any, enabled: bool, segments: int = 1) -> None:
 
 
 def folded_variants(segments: Sequence[int], attention: str = "sdpa") -> list[ModelVariant]:
-    """A folded model with each segment length and each schedule."""
+    """Yields a folded model with each segment length and each schedule."""
     return [
         ModelVariant(kind="folded", attention=attention, segment_length=segment, schedule=schedule)
         for segment in segments
@@ -109,12 +109,12 @@ def folded_variants(segments: Sequence[int], attention: str = "sdpa") -> list[Mo
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
-    """The model with its parameters cast, as by `from_pretrained`; `model.to(dtype)` also rounds rotary frequencies."""
+    """Casts parameters like `from_pretrained`; `model.to(dtype)` would also round rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def parameter_bytes(model: Any) -> int:
-    """Bytes of parameters and buffers."""
+    """Returns the bytes of parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -8,10 +8,10 @@ from typing import Any
 from ..results import Table, picture
 from .tables import group_by, label, model_table, workload
 
-SHARED = ("batch", "attention", "checkpointing", "optimizer")  # by all points of a table
+SHARED = ("batch", "attention", "checkpointing", "optimizer")  # all points of a table share them
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
 LAYER = r"\w+\.(layers|layer|h|blocks)\.\d+"
-ROLES = {  # the modules of a line, by the names that models of transformers give them
+ROLES = {  # the modules of each line, by their names in transformers' models
     "whole model": r"",
     "embedding": r"\w+\.(embed_tokens|embed_in|embeddings|wte)",
     "layers": LAYER,
@@ -24,7 +24,7 @@ ROLES = {  # the modules of a line, by the names that models of transformers giv
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """The models, and for each group the bytes by kind of tensor, and by module."""
+    """Returns tables of the models, and for each group of the bytes by kind of tensor, and by module."""
     made = model_table(results)
     for shared, points in group_by(results["points"], *SHARED):
         columns = ["tokens", "model", *(f"{kind} [MiB]" for kind in KINDS)]
@@ -51,7 +51,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def _lines(modules: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """A line for each role: sums over its modules, and the highest peaks."""
+    """Yields a line for each role: sums over its modules, and the highest peaks."""
     lines = []
     for role, pattern in ROLES.items():
         mine = [module for module in modules if re.fullmatch(pattern, module["module"])]
@@ -68,7 +68,7 @@ def _mib(size: int) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """A bar for each point, divided by kind of tensor."""
+    """Draws a bar for each point, divided by kind of tensor."""
     points = [point for point in results["points"] if not point["out_of_memory"]]
     with picture(path, figsize=(9, 1 + 0.4 * len(points))) as axes:
         names = [f"{label(point)}, {point['length']:,} tokens\n{workload(point)}" for point in points]

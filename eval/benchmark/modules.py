@@ -1,7 +1,7 @@
-"""The memory of a training step by kind of tensor and by module, as torch's MemTracker counts tensors.
+"""The memory of a training step by kind of tensor and by module, as counted by torch's MemTracker.
 
-It counts what tensors hold, on any device: neither the allocator's reserve nor what a kernel needs while it runs.
-Folded models run segment by segment here: in a wave, layers run as one stack, and no module of a layer is called.
+It counts the bytes of tensors on any device, without the allocator's reserve or a kernel's temporary memory. Folded
+models run segment by segment here: a wavefront runs layers as one stack and calls none of their modules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +29,13 @@ from .sources import read_models
 from .workloads import adamw, random_ids, training_step
 
 HEAD = "lm_head"
-COLUMNS = {  # of a module's figures
+COLUMNS = {  # for a module's figures
     "parameters": "module_weight_bytes",
     "kept": "module_kept_bytes",
     "forward_peak": "module_forward_peak_bytes",
     "backward_peak": "module_backward_peak_bytes",
 }
-KINDS = {  # of tensors, by the names of MemTracker
+KINDS = {  # of tensors, by MemTracker's names
     "PARAM": "parameters",
     "GRAD": "gradients",
     "OPT": "optimizer",
@@ -51,7 +51,7 @@ class Modules(GridTask):
     shown_by = module_tables
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
-        """For each case a line for each module. The line of the whole model also has the bytes by kind at the peak."""
+        """Returns a record per case and module. The whole model's record also has the bytes by kind at the peak."""
         found = []
         for point in results["points"]:
             key = {name: value for name, value in point.items() if not isinstance(value, dict | list)}
@@ -65,12 +65,12 @@ class Modules(GridTask):
 def modules(output: Path, options: ProfileOptions) -> dict[str, Any]:
     """Measures a training step of every combination and writes output/modules.*.
 
-    A measurement that was stopped resumes when it is called again with the same options. Raises `ValueError` for
-    options that cannot be measured.
+    Call it again with the same options to resume a stopped measurement. Raises `ValueError` for options that cannot be
+    measured.
     """
     chosen = axes(options, (TABLE_1 if options.preset else DEFAULTS) | {"modes": ("training",)})
     if wrong := [mode for mode in chosen["modes"] if mode != "training"]:
-        raise ValueError(f"modes={wrong}: a table by module is of a training step; leave --modes out.")
+        raise ValueError(f"modes={wrong}: a table by module shows a training step; leave --modes out.")
     models = read_models(options)
     check(options, chosen, models)
     environment = Environment(tuple(models), options.dtype, 1)
@@ -78,12 +78,12 @@ def modules(output: Path, options: ProfileOptions) -> dict[str, Any]:
 
 
 def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
-    """Bytes of the second step, in this process; a case that does not fit into memory has `out_of_memory`.
+    """Returns the bytes of the second step, in this process; `out_of_memory` if a case does not fit.
 
-    `peak` and `after` hold the bytes by kind at the step's worst moment and at its end. `modules` holds for each module
-    its `parameters`; `kept`, what its forward calls leave in memory, its outputs included; and `forward_peak` and
-    `backward_peak`, the most that is in memory in all while the module runs. A head whose loss is computed in blocks is
-    counted together with that loss, whose gradients may be computed in the forward pass.
+    `peak` and `after` hold the bytes by kind at the step's peak and at its end. `modules` holds for each module its
+    `parameters` and `kept`, the bytes that its forward calls leave in memory, outputs included. `forward_peak` and
+    `backward_peak` are the peaks of all memory while the module runs. If the loss is computed in blocks, the head
+    includes it, because the loss may compute the head's gradients in the forward pass.
     """
     model, _, device, dtype = prepare(case, environment)
     if case.kind == "folded":
@@ -103,23 +103,23 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 def track(model: Any, ids_BN: torch.Tensor, with_optimizer: bool) -> dict[str, Any]:
     optimizer = adamw(model) if with_optimizer else None
     step = training_step(model, ids_BN, optimizer)
-    step()  # makes the states of the optimizer
+    step()  # creates the optimizer's states
     model.zero_grad(set_to_none=True)
     tracker = MemTracker()
     tracker.track_external(model, ids_BN, *([optimizer] if optimizer else []))
-    head = HeadWithLoss(model.get_output_embeddings())  # held here: the tracker forgets modules that are gone
+    head = HeadWithLoss(model.get_output_embeddings())  # kept alive here: the tracker forgets deleted modules
     with tracker, head.counted():
         step()
     device = ids_BN.device
     return {
         "peak": _by_kind(tracker.get_tracker_snapshot("peak")[device]),
         "after": _by_kind(tracker.get_tracker_snapshot()[device]),
-        "modules": [_figures(stats, device) for stats in tracker.memory_tracking.values()],  # as they are called
+        "modules": [_figures(stats, device) for stats in tracker.memory_tracking.values()],  # in the order of calls
     }
 
 
 class HeadWithLoss(nn.Module):
-    """The tracker sees modules only: the loss in blocks uses the weights of the head and does not call it."""
+    """Shows the loss in blocks to the tracker, which sees only modules: it uses the head's weights uncalled."""
 
     def __init__(self, head: nn.Module):
         super().__init__()
@@ -130,7 +130,7 @@ class HeadWithLoss(nn.Module):
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Within it, losses that are computed in blocks are calls of this module."""
+        """Turns losses that are computed in blocks into calls of this module."""
         with ExitStack() as patches:
             for owner, name in ((LossAccumulator, "take_block"), (ChunkedLossLlama, "loss_in_blocks")):
                 call = partialmethod(_called, self, getattr(owner, name))

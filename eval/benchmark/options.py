@@ -23,30 +23,30 @@ ON_OFF = Spelling(_switches, lambda values: ",".join("on" if value else "off" fo
 class ProfileOptions(Options):
     """Memory and speed against length, folded against stock, each case in its own process (table I, figures 5-7).
 
-    With --schedules: a folded model's schedules against each other, and which of them "auto" takes. With --modules: the
-    memory of a training step by module.
+    With --schedules: compares a folded model's schedules, and shows which one "auto" picks. With --modules: the memory
+    of a training step by module.
     """
 
     configs: Annotated[
         Sequence[str],
         Option(
-            "Folder or hub id, or NAME=FOLDER, of any causal language model, whose shape is profiled with random "
+            "Folder or hub id, or NAME=FOLDER, of any causal language model, to profile its shape with random "
             "weights; repeat it for several.",
             flags=("--config",),
         ),
     ] = ()
     models: Annotated[
         Sequence[str],
-        Option("A checkpoint that is profiled as it is, beside the others; repeat it for several.", flags=("--model",)),
+        Option("A checkpoint to profile with its weights, beside others; repeat it for several.", flags=("--model",)),
     ] = ()
     preset: Annotated[
-        Literal["table1"] | None, Option("table1: the paper's shape, and its grid where no axis is given.")
+        Literal["table1"] | None, Option("table1: the paper's shape, and its grid for every axis not given.")
     ] = None
     kinds: Annotated[
         Sequence[str] | None,
         Option(
-            "Of a Llama's shape: folded, stock, stock_chunked_loss, sliding_window; with commas. Default: the first "
-            "two. Other models are stock.",
+            "For a Llama's shape: folded, stock, stock_chunked_loss, sliding_window, separated by commas. Default: the "
+            "first two. Other models are always stock.",
             spelling=NAMES,
         ),
     ] = None
@@ -80,15 +80,15 @@ class ProfileOptions(Options):
     repeats: Annotated[int, Option("Measurements of each case.", min=1)] = 3
     snapshots: Annotated[bool, Option("Keep a torch.cuda.memory snapshot of each case.")] = False
     schedules: Annotated[
-        bool, Option("Instead: the two schedules of a folded model in turn, and whether auto is right.")
+        bool, Option("Compare only a folded model's two schedules, and whether auto picks the faster one.")
     ] = False
 
-    modules: Annotated[bool, Option("Instead: the memory of a training step by module and by kind of tensor.")] = False
+    modules: Annotated[bool, Option("Measure only a training step's memory, by module and kind of tensor.")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.modules and (self.schedules or self.snapshots):
-            raise ValueError("--modules is a measurement of its own: leave out --schedules and --snapshots.")
+            raise ValueError("--modules is a separate measurement: leave out --schedules and --snapshots.")
         named = [*self.configs, *self.models]
         if (self.preset is None) == (not named):
             raise ValueError(

@@ -1,11 +1,11 @@
-"""Calls in processes of their own, forked from one that has imported the libraries.
+"""Calls functions in separate processes, forked from one that has imported the libraries.
 
-So neither memory that an earlier call has left nor a kernel that it has warmed up affects a measurement, and the
-seconds that imports take are spent once. The server only imports: it has one thread and no CUDA context.
+So memory left or kernels warmed up by an earlier call do not affect a measurement, and imports run only once. The
+server only imports: it has one thread and no CUDA context.
 
-A forked process inherits the server's memory but not its mapping of file pages (the code of the libraries), which Linux
-enters again at the first access. `_map_pages` does so at once: the resident memory before a measurement is then that of
-a process that has imported the libraries itself.
+A forked process inherits the server's memory but not its mapping of file pages (the libraries' code). Linux maps them
+again at the first access. `_map_pages` does so at once, so the resident memory before a measurement is that of a
+process that has imported the libraries itself.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ from typing import Any
 from condense.training.subprocesses import PARENT, child_environment, end_with_parents
 
 PAGE_BYTES = mmap.PAGESIZE
-PRESENT, FILE_PAGE = 1 << 63, 1 << 61  # of an entry of /proc/PID/pagemap
+PRESENT, FILE_PAGE = 1 << 63, 1 << 61  # in an entry of /proc/PID/pagemap
 
 
 class ProcessKilledError(RuntimeError):
-    """The system has killed the process of a call, which is its last resort when memory runs out."""
+    """Raised if the system has killed a call's process, its last resort when memory runs out."""
 
 
 class ForkServer:
@@ -46,14 +46,14 @@ class ForkServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends the server. A call that is running, after an exception, ends as it watches its parent."""
+        """Ends the server. A call that still runs after an exception ends with its parent."""
         if self._server is not None:
             self._server.kill()
             self._server.communicate()
         self._errors.close()
 
     def call(self, *arguments: Any) -> Any:
-        """The function's result. Raises `ProcessKilledError` for SIGKILL, and `RuntimeError` for other failures."""
+        """Returns the function's result. Raises `ProcessKilledError` for SIGKILL, `RuntimeError` for other failures."""
         server = self._server = self._server or self._start()
         assert server.stdin is not None
         assert server.stdout is not None
@@ -62,7 +62,7 @@ class ForkServer:
             pickle.dump(arguments, server.stdin)
             server.stdin.flush()
             exit_code, result = pickle.load(server.stdout)
-        except (EOFError, BrokenPipeError):  # the server itself has ended: the next call starts another
+        except (EOFError, BrokenPipeError):  # the server itself has ended: the next call starts a new one
             self._server, result = None, None
             server.communicate()
             exit_code = server.returncode
@@ -85,7 +85,7 @@ class ForkServer:
 
 
 def serve(name: str) -> None:
-    """The server: reads arguments from the standard input, and writes exit code and result to the standard output."""
+    """Runs the server: reads arguments from standard input, writes exit code and result to standard output."""
     import torch
 
     module, function_name = name.split(":")
@@ -105,7 +105,7 @@ def serve(name: str) -> None:
 
 
 def _in_a_fork(function: Callable[..., Any], arguments: Sequence[Any], pages: Sequence[int]) -> tuple[int, Any]:
-    """Exit code and result."""
+    """Returns exit code and result."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_run, args=(function, arguments, pages, sender))
@@ -127,7 +127,7 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], pages: Sequence
 
 
 def _file_pages() -> Sequence[int]:
-    """Addresses of the file pages that this process has mapped. Empty where the system has no /proc."""
+    """Returns the addresses of the file pages that this process has mapped; empty on systems without /proc."""
     pages = array("Q")
     if not Path("/proc/self/pagemap").exists():
         return pages
@@ -146,7 +146,7 @@ def _file_pages() -> Sequence[int]:
 
 def _map_pages(pages: Sequence[int]) -> None:
     for address in pages:
-        ctypes.string_at(address, 1)  # reading a byte enters the page
+        ctypes.string_at(address, 1)  # reading a byte maps the page
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from .workloads import adamw, decoding_step, prefill, random_ids, read_context, 
 
 NEW_TOKENS = 32
 WARM_UP_TOKENS = 4
-TOKENS_PER_CALL = 2048  # of a context that is read before decoding
+TOKENS_PER_CALL = 2048  # to read a context before decoding
 
 
 class Profile(GridTask):
@@ -39,8 +39,8 @@ class Profile(GridTask):
 def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:
     """Measures every combination and writes output/profile.*.
 
-    A profile that was stopped resumes when it is called again with the same options. Raises `ValueError` for options
-    that cannot be measured.
+    Call it again with the same options to resume a stopped profile. Raises `ValueError` for options that cannot be
+    measured.
     """
     chosen = axes(options, TABLE_1 if options.preset else DEFAULTS)
     models = read_models(options)
@@ -65,16 +65,16 @@ def check(options: ProfileOptions, chosen: dict[str, Sequence[Any]], models: Seq
         if name in OWN_ATTENTION and name != "auto" and kinds - {"folded"}:
             raise ValueError(f"attentions={[name]}: only kind folded has it; leave it out, or the other kinds.")
     if options.snapshots and not torch.cuda.is_available():
-        raise ValueError("snapshots are the CUDA allocator's, and there is no GPU: leave them out.")
+        raise ValueError("snapshots come from the CUDA allocator, and there is no GPU: leave them out.")
     check_models(models, chosen["attentions"])
 
 
 def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
-    """Seconds (median, lowest and highest of the repeats; per token in decoding) and bytes, in this process.
+    """Returns seconds (median, lowest and highest of the repeats; per token in decoding) and bytes, in this process.
 
     `peak_bytes` is the peak of the whole measurement, warm-up included. `before_bytes` is the memory of the process or
-    of the allocator with the model loaded and before its first forward pass. A case that does not fit into memory has
-    `out_of_memory`. On a GPU there are also `reserved_bytes` and `allocation_retries`, and for training `mfu`.
+    the allocator with the model loaded, before its first forward pass. A case that does not fit has `out_of_memory`. A
+    GPU adds `reserved_bytes` and `allocation_retries`, and training there `mfu`.
     """
     model, memory, device, dtype = prepare(case, environment)
     figures: dict[str, Any] = {"memory_is": memory.description, "dtype": dtype, "out_of_memory": False}
@@ -109,11 +109,11 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 
 
 class NoStateError(Exception):
-    """The model returns no state, so there are no later tokens to measure."""
+    """Raised if the model returns no state, so that later tokens can't be measured."""
 
 
 def utilization(case: BenchmarkCase, shape: dict[str, Any], dtype: str, seconds: float) -> dict[str, float]:
-    """`mfu`: the share of the GPU's peak that a training step's own operations reach. Empty where that is not known."""
+    """Returns `mfu`, the share of the GPU's peak operations that a training step reaches; empty if unknown."""
     peak = peak_flops(hardware())
     if peak is None or dtype != "bfloat16" or case.mode != "training" or case.kind == "sliding_window":
         return {}
@@ -137,7 +137,7 @@ def _prefill(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
 
 
 def _decoding(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
-    """New tokens after a context of `length` tokens, one at a time: each token is a repeat."""
+    """Measures new tokens after a context of `length` tokens, one at a time; each token is a repeat."""
     context_BN = random_ids(model, case.batch, case.length)
     state, next_B1 = read_context(model, context_BN, TOKENS_PER_CALL)
     step = decoding_step(model, _checked(state), next_B1)

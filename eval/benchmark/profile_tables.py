@@ -11,19 +11,19 @@ from .models import TABLE_1_PARAMETERS
 from .tables import failure, group_by, label, model_table, token_axis, workload
 
 MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}
-SHARED = ("mode", "batch", "attention", "checkpointing", "optimizer")  # by all points of a table
-MORE: dict[str, tuple[str, float]] = {  # of points on a GPU: the column, and its unit
+SHARED = ("mode", "batch", "attention", "checkpointing", "optimizer")  # all points of a table share them
+MORE: dict[str, tuple[str, float]] = {  # for points on a GPU: the column, and its unit
     "reserved_bytes": ("reserved [MiB]", 2**-20),
     "allocation_retries": ("retries", 1),
     "mfu": ("MFU [%]", 100),
 }
-LOG_FROM = 50  # the ratio of the highest value of a panel to its lowest from which its axis is logarithmic
-Figure = Callable[[dict[str, Any]], float]  # of a point
+LOG_FROM = 50  # an axis is logarithmic if its panel's highest value is this many times its lowest
+Figure = Callable[[dict[str, Any]], float]  # for a point
 COLORS = {"folded": "tab:red", "stock": "tab:blue", "sliding_window": "tab:green", "stock_chunked_loss": "tab:cyan"}
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """The models; a table per group: every point, and the first stock model's figures over it; the paper's ratios."""
+    """Returns tables of the models, of each group's points with the stock model's ratios, and of the paper's."""
     made = model_table(results)
     for shared, points in group_by(results["points"], *SHARED):
         state = shared["mode"] != "training"
@@ -50,7 +50,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def _tokens(point: dict[str, Any]) -> str:
-    """The length; with a star if it is past what a stock model's config.json promises."""
+    """Formats the length, with a star if it exceeds the positions in a stock model's config.json."""
     return f"{point['length']:,}" + "*" * point.get("past_positions", False)
 
 
@@ -75,10 +75,10 @@ def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[
 
 
 def _paper_table(results: dict[str, Any]) -> list[Table]:
-    """The ratios that the paper states, for points that were measured here too, on the paper's shape.
+    """Returns the paper's ratios, for points on the paper's shape that were also measured here.
 
-    The paper trained, with an optimizer whose states are equally large on both sides; it does not say whether its
-    figures count them.
+    The paper trained with an optimizer, whose states are equally large on both sides. It does not say whether its
+    figures include them.
     """
     if not any(point.get("parameters") == TABLE_1_PARAMETERS for point in results["points"]):
         return []
@@ -95,7 +95,7 @@ def _paper_table(results: dict[str, Any]) -> list[Table]:
 
 
 def _by_segment(results: dict[str, Any], ratio: Ratio) -> dict[int, dict[bool, str]]:
-    """Our ratios, by segment length and by whether the step has an optimizer."""
+    """Returns our ratios, by segment length and by whether the step has an optimizer."""
     found: dict[int, dict[bool, str]] = {}
     here = [point for point in results["points"] if _is_of(point, ratio)]
     for folded, stock in product(here, here):
@@ -114,7 +114,7 @@ def _is_of(point: dict[str, Any], ratio: Ratio) -> bool:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """A row of panels per group, against length: time, peak memory and, without training, the state."""
+    """Draws a row of panels per group, against length: time, peak memory and, except for training, the state."""
     rows = group_by(results["points"], *SHARED)
     looks = _looks(results["points"])
     columns = 3 if any(shared["mode"] != "training" for shared, _ in rows) else 2
@@ -139,7 +139,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def _looks(points: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Color, line and marker by label: a color for each kind of one shape, or for each of several models."""
+    """Returns color, line and marker by label: a color for each kind of one shape, or each of several models."""
     models = list(dict.fromkeys(point.get("model") for point in points))
     looks: dict[str, dict[str, Any]] = {}
     lines: dict[str, int] = {}
@@ -156,7 +156,7 @@ def _looks(points: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _curves(
     axes: Any, points: list[dict[str, Any]], figure: Figure, looks: dict[str, dict[str, Any]], interval: str
 ) -> None:
-    """A line per model; with `interval`, the name of a figure in seconds, from its lowest to its highest repeat too."""
+    """Draws a line per model; with `interval`, the name of a figure in seconds, also its lowest to highest repeat."""
     every = [figure(point) for point in points if not failure(point)]
     for text, look in looks.items():
         mine = sorted((point for point in points if label(point) == text), key=lambda point: point["length"])

@@ -8,26 +8,26 @@ from ..results import Table, picture
 from .cases import SCHEDULES
 from .tables import group_by, token_axis
 
-TOLERANCE = 1.05  # how much longer than the fastest choice the choice of "auto" may take
+TOLERANCE = 1.05  # how many times the fastest choice's time "auto" may take
 
 
 def ratio(point: dict[str, Any]) -> float:
-    """How many times as fast as the sequential schedule the wavefront is."""
+    """Returns how many times as fast the wavefront is as the sequential schedule."""
     return point["sequential_seconds"] / point["wavefront_seconds"]
 
 
 def excess(point: dict[str, Any], names: Sequence[str] = SCHEDULES, chosen: str = "auto") -> float:
-    """The time of the choice of "auto" over the fastest one's: 1 where the choice is right."""
+    """Returns the time of auto's choice over the fastest choice's: 1 if auto is right."""
     return point[f"{point[chosen]}_seconds"] / min(point[f"{name}_seconds"] for name in names)
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """Schedules under each implementation of attention, then these. Titles count the right choices of "auto"."""
+    """Returns tables of schedules under each attention, then of attentions. Titles count auto's right choices."""
     made = []
     for shared, points in group_by(results["points"], "attention"):
         ratios = "sequential / wavefront", ratio
         made.append(_table(f"schedules, attention {shared['attention']}", points, SCHEDULES, "auto", ratios))
-    first = results["points"][0]["attention"]  # implementations are compared whatever the option names
+    first = results["points"][0]["attention"]  # implementations are compared regardless of the option
     everywhere = [p for p in results["points"] if "auto_attention" in p and p["attention"] == first]
     if everywhere and len(names := _attentions_in(everywhere[0])) > 1:
         ratios = f"{names[0]} / {names[1]}", lambda point: point[f"{names[0]}_seconds"] / point[f"{names[1]}_seconds"]
@@ -69,7 +69,7 @@ def _milliseconds(point: dict[str, Any], name: str) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """A panel per mode, attention and batch: sequential / wavefront against length."""
+    """Draws a panel per mode, attention and batch: sequential / wavefront against length."""
     rows = group_by(results["points"], "mode", "attention")
     batches = sorted({point["batch"] for point in results["points"]})
     segments = sorted({point["segment_length"] for point in results["points"]})

@@ -1,7 +1,7 @@
-"""The schedules and attentions of a folded model in turn, and whether "auto" takes the faster ones.
+"""Compares the schedules and attentions of a folded model, and shows whether "auto" picks the faster ones.
 
-Each case is measured in a process of its own, in which the schedules take turns, repeat by repeat: a drift of the
-machine affects both. Then the implementations of attention take turns, under the schedule that "auto" takes.
+Each case runs in its own process. There the schedules take turns, repeat by repeat, so that a drift of the machine
+affects both. Then the implementations of attention take turns, under the schedule that "auto" picks.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,13 @@ class Schedules(GridTask):
 def schedules(output: Path, options: ProfileOptions) -> dict[str, Any]:
     """Measures every combination and writes output/schedules.*.
 
-    Without gradient checkpointing, under which "auto" is sequential at any size, to save memory. A measurement that was
-    stopped resumes when it is called again with the same options. Raises `ValueError` for options that cannot be
-    measured.
+    Runs without gradient checkpointing: with it, "auto" is always sequential to save memory. Call it again with the
+    same options to resume a stopped measurement. Raises `ValueError` for options that cannot be measured.
     """
     chosen = axes(options, DEFAULTS | {"modes": tuple(WHOLE_TEXT_WORKLOADS)})
     if wrong := [mode for mode in chosen["modes"] if mode not in WHOLE_TEXT_WORKLOADS]:
         raise ValueError(
-            f"modes={wrong}: schedules differ where one call reads several segments, so choose from "
+            f"modes={wrong}: schedules differ only if one call reads several segments: choose from "
             f"{', '.join(WHOLE_TEXT_WORKLOADS)}."
         )
     check_dtype(options.dtype)
@@ -57,7 +56,7 @@ def schedules(output: Path, options: ProfileOptions) -> dict[str, Any]:
 
 
 def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
-    """Seconds of each schedule and attention, and the choices of "auto", in this process.
+    """Returns the seconds of each schedule and attention, and the choices of "auto", in this process.
 
     A case that does not fit into memory has `out_of_memory`.
     """
@@ -68,7 +67,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 
 
 def compare(model: Any, case: BenchmarkCase, repeats: int, memory: PeakMemory) -> dict[str, Any]:
-    """After a warm-up of each; `times` holds the seconds of every repeat."""
+    """Returns figures after a warm-up of each; `times` holds the seconds of every repeat."""
     call = WHOLE_TEXT_WORKLOADS[case.mode](model, random_ids(model, case.batch, case.length))
     schedule, attention = choices_of_auto(model, case)
     set_schedule = partial(setattr, model.config, "schedule")
@@ -91,14 +90,14 @@ def compare(model: Any, case: BenchmarkCase, repeats: int, memory: PeakMemory) -
 
 
 def attentions_of(model: Any) -> list[str]:
-    """The implementations that "auto" chooses from."""
+    """Returns the implementations that "auto" chooses from."""
     if model.device.type == "cpu":
         return ["sdpa"] if model.training and model.config.attention_dropout else ["sdpa", "blocked"]
     return ["sdpa", "flash_attention_2"] if is_flash_attn_2_available() else ["sdpa"]
 
 
 def choices_of_auto(model: Any, case: BenchmarkCase) -> tuple[str, str]:
-    """Schedule and attention: the model's own choices, for whole texts of one length and their second segment."""
+    """Returns the model's choice of schedule, for texts of one length, and of attention, for their second segment."""
     lengths, config = [case.length] * case.batch, model.config
     positions = SegmentPositions(case.batch, config.segment_length)
     schedule = choose_schedule(config, model.model.layers, lengths, positions)

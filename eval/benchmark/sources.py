@@ -1,6 +1,6 @@
-"""The models that a profile names: shapes with random weights, and checkpoints. Any causal LM of transformers is one.
+"""The models that a profile names: shapes with random weights, and checkpoints, of any causal LM of transformers.
 
-A Llama's shape is measured in several kinds (`models.MODEL_KINDS`); every other model as it is.
+A Llama's shape is measured in several kinds (`models.MODEL_KINDS`), every other model only as stock.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ NOT_A_SHAPE = ("transformers_version", "architectures", "dtype", "_name_or_path"
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """`config` holds the fields of its config.json. The weights are those of a `checkpoint`, or random for None."""
+    """A model to profile. `config` holds its config.json; weights come from `checkpoint`, or are random if None."""
 
     name: str
     config: dict[str, Any]
@@ -48,7 +48,7 @@ class ProfiledModel:
         return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()[:12]
 
     def kinds(self, chosen: Sequence[str] | None) -> list[str]:
-        """The kinds that it is measured in. Raises `ValueError` if it has none of the chosen ones."""
+        """Returns the kinds to measure it in. Raises `ValueError` if none of the chosen ones applies."""
         if self.checkpoint is not None:
             return ["folded" if self.model_type == FOLDED else STOCK]
         known: Sequence[str] = DEFAULT_KINDS if self.model_type in FAMILIES else (STOCK,)
@@ -75,7 +75,7 @@ class ProfiledModel:
 
 
 def read_models(options: ProfileOptions) -> list[ProfiledModel]:
-    """The models of a profile, in their order. Raises `ValueError` for two of one name, and for unreadable ones."""
+    """Returns a profile's models in order. Raises `ValueError` for two of one name or an unreadable one."""
     if options.preset is not None:
         given = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
         return [ProfiledModel(options.preset, {"model_type": LLAMA, **table_1(), **given})]
@@ -88,7 +88,7 @@ def read_models(options: ProfileOptions) -> list[ProfiledModel]:
 
 
 def _with_vocabulary(config: Any, vocab_size: int) -> Any:
-    """The configuration, whose special tokens outside of the vocabulary are left out."""
+    """Returns the configuration, without special tokens outside the vocabulary."""
     for part in (config, config.get_text_config()):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(part, name, None)
@@ -106,7 +106,7 @@ def _from_config(name: str, source: str, vocab_size: int | None) -> ProfiledMode
 
 
 def _stock_config(name: str, config: CondenseConfig) -> Any:
-    """The Llama whose fold a configuration describes; the segments are those of the options."""
+    """Returns the Llama that a folded configuration came from; segments come from the options."""
     if config.depth is not None or config.family != LLAMA:
         raise ValueError(
             f"{name!r} is a folded {config.family}{' with a depth block' if config.depth else ''}: pass the checkpoint "
@@ -126,7 +126,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def build(profiled: ProfiledModel, variant: ModelVariant, dtype: str) -> Any:
-    """The model on the CPU: a checkpoint in `dtype`, and random weights in float32."""
+    """Returns the model on the CPU: a checkpoint in `dtype`, and random weights in float32."""
     options = {"attn_implementation": None if variant.attention == "auto" else variant.attention}
     if profiled.checkpoint is not None:
         model_class = CondenseForCausalLM if variant.kind == "folded" else AutoModelForCausalLM
@@ -144,15 +144,15 @@ def build(profiled: ProfiledModel, variant: ModelVariant, dtype: str) -> Any:
 
 
 def check_models(models: Sequence[ProfiledModel], attentions: Sequence[str]) -> None:
-    """Raises `ValueError` for models that transformers can't build, or not with these implementations of attention."""
+    """Raises `ValueError` for models that transformers can't build, at all or with one of these attentions."""
     for profiled in models:
         if profiled.checkpoint is not None or profiled.is_llama_shape:
-            continue  # its files are checked when it is loaded; a Llama has every implementation
+            continue  # files are checked when loaded; a Llama has every implementation
         for attention in attentions:
             try:
                 with torch.device("meta"):
                     build(profiled, ModelVariant(kind=STOCK, attention=attention), "float32")
-            except Exception as error:  # each class of transformers has checks of its own
+            except Exception as error:  # each class of transformers has its own checks
                 said = " ".join(str(error).split())
                 with_it = "" if attention == "auto" else f" with --attention {attention}"
                 raise ValueError(
@@ -162,7 +162,7 @@ def check_models(models: Sequence[ProfiledModel], attentions: Sequence[str]) -> 
 
 
 def fixed_positions(config: Any) -> int | None:
-    """The most tokens that a model can read as it has an embedding for each position; None if it has no such table."""
+    """Returns the most tokens that a model with a table of positions can read; None without such a table."""
     if getattr(config, "rope_parameters", None) is not None:
         return None
     return getattr(config, "max_position_embeddings", None)

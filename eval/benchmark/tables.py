@@ -1,4 +1,4 @@
-"""Parts that the tables and pictures of both grids share."""
+"""Shared parts of the tables and pictures of both grids."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SHAPE = {  # fields of a config.json, by the names of their columns
 
 
 def label(point: dict[str, Any]) -> str:
-    """The name of a point's model in tables and pictures; points of earlier versions are all of one shape."""
+    """Returns the name of a point's model in tables and pictures; points of earlier versions all have one shape."""
     if "label" in point:
         return point["label"]
     name = point["kind"].replace("_", " ")
@@ -29,7 +29,7 @@ def label(point: dict[str, Any]) -> str:
 
 
 def model_table(results: dict[str, Any]) -> list[Table]:
-    """What a reader must know of the models: their shapes, parameters and dtype."""
+    """Returns a table of the models: their shapes, parameters and dtype."""
     models = results.get("models") or [{"name": "Llama", "model_type": "llama", "shape": results.get("shape", {})}]
     columns = ["model", "type", "weights", "parameters", *SHAPE, "dtype", "weights [MiB]"]
     rows = []
@@ -48,19 +48,19 @@ def _whole(number: int | None) -> str:
 
 
 def failure(point: dict[str, Any]) -> str | None:
-    """Why a point has no figures; None if it has."""
+    """Returns the reason if a point has no figures; else None."""
     return "OOM" if point["out_of_memory"] else point.get("not_measured")
 
 
 def workload(shared: dict[str, Any], name: str = "training step") -> str:
-    """What all points of a table have in common."""
+    """Describes the settings that all points of a table share."""
     checkpoints = ", gradient checkpointing" if shared["checkpointing"] else ""
     step = " with AdamW" if shared["optimizer"] else ""
     return f"{name}{step}, batch {shared['batch']}, attention {shared['attention']}{checkpoints}"
 
 
 def group_by(points: Sequence[dict[str, Any]], *names: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Points that agree in these fields, with the fields they share; None for those that earlier versions lack."""
+    """Groups points that agree in these fields, with the fields; fields missing in earlier versions are None."""
     found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for point in points:
         shared = {name: point.get(name) for name in names}
@@ -69,7 +69,7 @@ def group_by(points: Sequence[dict[str, Any]], *names: str) -> list[tuple[dict[s
 
 
 def token_axis(axes: Any, points: Sequence[dict[str, Any]]) -> None:
-    """A horizontal axis of tokens in powers of two, with the lengths of the points as its ticks."""
+    """Makes the horizontal axis logarithmic in tokens, with the lengths of the points as its ticks."""
     ticks = sorted({point["length"] for point in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick // 1024} K" if tick % 1024 == 0 else f"{tick:,}" for tick in ticks], fontsize=8)

@@ -1,4 +1,4 @@
-"""Seconds and peak memory of calls: of one, and of several in turn."""
+"""Seconds and peak memory of one call, or of several in turn."""
 
 import gc
 import statistics
@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 def seconds_of(call: Call) -> float:
-    """The time of a call, until the device has finished."""
+    """Times a call until the device has finished."""
     synchronize()
     start = time.perf_counter()
     call()
@@ -25,7 +25,7 @@ def seconds_of(call: Call) -> float:
 
 
 def attempt(call: Call) -> float | None:
-    """As `seconds_of`, or None for a call that does not fit into memory."""
+    """Like `seconds_of`, but returns None for a call that does not fit into memory."""
     try:
         return seconds_of(call)
     except (RuntimeError, MemoryError) as error:
@@ -35,7 +35,7 @@ def attempt(call: Call) -> float | None:
 
 
 def summarize(seconds: Sequence[float]) -> dict[str, Any]:
-    """Median, lowest and highest."""
+    """Returns median, lowest and highest."""
     return {
         "seconds": statistics.median(seconds),
         "seconds_low": min(seconds),
@@ -46,9 +46,9 @@ def summarize(seconds: Sequence[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Contender:
-    """One of several calls that are measured in turn.
+    """A call that is measured in turn with others.
 
-    `prepare` runs before each call and is not timed: contenders that share a model choose their variant there.
+    `prepare` runs before each call and is not timed: contenders that share a model select their variant there.
     """
 
     model: Any
@@ -68,10 +68,10 @@ def measure_in_turn(
     warm_ups: int = 1,
     has_time: Callable[[float], bool] = lambda seconds: True,
 ) -> list[list[Sample]]:
-    """Samples of each contender. They take turns in every repeat, so that a drift of the machine affects all of them.
+    """Returns each contender's samples. They take turns in every repeat, so that a drift of the machine affects all.
 
-    A contender that does not fit into memory in its warm-up has no samples. `has_time` is asked before each further
-    repeat with the seconds of the last one.
+    A contender that does not fit into memory in its warm-up has no samples. Before each further repeat, `has_time` is
+    called with the seconds of the last one.
     """
     fits = [all(sample(contender, memory) is not None for _ in range(warm_ups)) for contender in contenders]
     taken: list[list[Sample]] = [[] for _ in contenders]
@@ -86,7 +86,7 @@ def measure_in_turn(
 
 
 def sample(contender: Contender, memory: PeakMemory) -> Sample | None:
-    """Seconds and peak, on CUDA without the bytes that other contenders hold. None where the call does not fit."""
+    """Returns seconds and peak, on CUDA without other contenders' bytes. None if the call does not fit."""
     contender.prepare()
     on_cuda = contender.model.device.type == "cuda"
     of_others = memory.now() - parameter_bytes(contender.model) if on_cuda else 0

@@ -1,4 +1,4 @@
-"""The work that is timed: a training step, a prefill, a new token. Each function prepares it and returns the call.
+"""The timed work: a training step, a prefill, a new token. Each function prepares one and returns the call.
 
 Axes: B rows, N tokens of an input.
 """
@@ -13,20 +13,20 @@ from ..decode_state import state_of
 
 
 def random_ids(model: Any, batch: int, length: int) -> torch.Tensor:
-    """The same tokens [B, N] at every call."""
+    """Returns the same tokens [B, N] at every call."""
     torch.manual_seed(0)
     return torch.randint(model.config.vocab_size, (batch, length), device=model.device)
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    """The optimizer of a run: torch's fused one, as Trainer's default."""
+    """Returns the optimizer of a run: torch's fused one, Trainer's default."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
 def training_step(
     model: Any, ids_BN: torch.Tensor, optimizer: torch.optim.Optimizer | None = None
 ) -> Callable[[], None]:
-    """A forward and a backward pass, and the step of the optimizer if there is one."""
+    """Prepares a forward and a backward pass, and the optimizer's step if there is one."""
     model.train()
 
     def step() -> None:
@@ -39,13 +39,13 @@ def training_step(
 
 
 def reading_arguments(model: Any) -> dict[str, Any]:
-    """The arguments of a call that reads a text: it returns a state and, if the model can, the last logits only."""
+    """Returns the arguments of a call for the state of a text and, if the model can, only the last logits."""
     can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
     return {"use_cache": True} | ({"logits_to_keep": 1} if can_choose else {})
 
 
 def prefill(model: Any, ids_BN: torch.Tensor) -> Callable[[], dict[str, Any]]:
-    """A prompt in one call, up to the logits of the next token. The call returns the state."""
+    """Prepares a prompt in one call, up to the logits of the next token. The call returns the state."""
     model.eval()
     arguments = reading_arguments(model)
 
@@ -60,10 +60,10 @@ def prefill(model: Any, ids_BN: torch.Tensor) -> Callable[[], dict[str, Any]]:
 def read_context(
     model: Any, ids_BN: torch.Tensor, tokens_per_call: int, progress: Callable[[], object] = lambda: None
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """The state after a context, and the likeliest next token [B, 1]. `progress` is called after every call.
+    """Returns the state after a context, and the likeliest next token [B, 1]. `progress` is called after every call.
 
-    A recurrent model reads the context at once: in transformers some of them continue a state by single tokens only,
-    and compute several tokens as if these began the text.
+    A recurrent model reads the context in one call. Some of them in transformers continue a state only by single
+    tokens, and treat several tokens as the start of a text.
     """
     model.eval()
     state: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def read_context(
 
 
 def decoding_step(model: Any, state: dict[str, Any], next_B1: torch.Tensor) -> Callable[[], None]:
-    """Each call computes one new token of every row, the likeliest one, from the token before it; `state` follows."""
+    """Each call computes the likeliest next token of every row from the token before, and updates `state`."""
     model.eval()
 
     @torch.no_grad()

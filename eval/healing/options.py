@@ -8,9 +8,9 @@ from condense.memory_share import parse_share
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
-TEACHER = "teacher"  # the stock model as it is, which is measured in any case
+TEACHER = "teacher"  # the untrained stock model, which is always measured
 UNTRAINED = "transformer_xl"  # the stock model's weights, with memories of each layer's input
-# What is trained, and on what.
+# The trained model and its objective.
 METHODS = {
     "stock": "stock model, next tokens",
     "full": "folded model, next tokens",
@@ -41,7 +41,7 @@ class HealingOptions(Options):
     methods: Annotated[
         Sequence[str],
         Option(
-            f"Of {', '.join(METHODS)}; full trains stock too, its control.",
+            f"Any of {', '.join(METHODS)}; full also trains stock, its control.",
             spelling=NAMES,
             choices=tuple(METHODS),
             may_change=True,
@@ -50,18 +50,18 @@ class HealingOptions(Options):
     shares: Annotated[
         Sequence[str],
         Option(
-            "Shares of a layer's output in its memory, of models that are trained: 1 is the fold, 0 Transformer-XL's "
-            "memory, 1:0:0:0:0 has one for each layer.",
+            "Shares of a layer's output in its memory, for trained models: 1 is the fold, 0 Transformer-XL's memory, "
+            "1:0:0:0:0 has one for each layer.",
             spelling=NAMES,
             may_change=True,
         ),
     ] = ("1",)
-    total_length: Annotated[int, Option("Tokens of a text.", flags=("--length",), min=2)] = 512
-    batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
+    total_length: Annotated[int, Option("Tokens per text.", flags=("--length",), min=2)] = 512
+    batch: Annotated[int, Option("Texts per optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 256
-    learning_rate: Annotated[float, Option("Where all weights are trained.", check=check_rate)] = 1e-3
-    lora_learning_rate: Annotated[float, Option("Where adapters are trained.", check=check_rate)] = 3e-3
-    rank: Annotated[int, Option("Of the adapters.", min=1)] = 16
+    learning_rate: Annotated[float, Option("For training all weights.", check=check_rate)] = 1e-3
+    lora_learning_rate: Annotated[float, Option("For training adapters.", check=check_rate)] = 3e-3
+    rank: Annotated[int, Option("Rank of the adapters.", min=1)] = 16
     sequences: Annotated[int, Option("Held-out texts.", min=2)] = 64
     seeds: Annotated[int, Option("Runs of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
 
@@ -76,9 +76,9 @@ class HealingOptions(Options):
         if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):
             raise ValueError(f"shares={list(self.shares)}: name each once.")
         if "1" not in self.shares:
-            raise ValueError(f"shares={list(self.shares)}: name 1 too, the fold whose cost is to be won back.")
+            raise ValueError(f"shares={list(self.shares)}: add 1, the fold whose cost is to be won back.")
         if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:
             raise ValueError(
                 f"segments of {longest[0]} tokens: texts of {self.total_length} tokens have fewer than four of them, "
-                "and the memory of more than one segment can't be seen; take longer texts or shorter segments."
+                "so memory beyond one segment can't be seen; use longer texts or shorter segments."
             )

@@ -1,10 +1,10 @@
-"""Loss against tokens while a folded model learns to use its memory, and what its memory is worth afterwards.
+"""Loss against tokens while a folded model learns to use its memory, and the worth of its memory afterwards.
 
-Every run starts from the same stock checkpoint. What folding costs is the held-out loss of the folded model before any
-training, less that of the stock model with full attention over the whole text; a run wins back a part of it. The stock
-model trained on the same texts is the control of learning next tokens: new text makes any model better.
-Transformer-XL's memory, which holds a layer's input as the checkpoint's keys and values expect it, is the other one: it
-sees a segment as the fold does, and is not trained.
+Every run starts from the same stock checkpoint. The cost of folding is the held-out loss of the untrained folded model,
+less that of the stock model with full attention over the whole text. A run wins back a part of it. There are two
+controls. The stock model, trained on the same texts, controls for learning next tokens, because new text improves any
+model. An untrained model with Transformer-XL's memory sees a segment as the fold does; it holds a layer's input, as the
+checkpoint's keys and values expect.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ from .options import METHODS, TEACHER, UNTRAINED, HealingOptions
 
 ARMS = {TEACHER: "stock model, not trained", **METHODS}
 DISTILLED = ("distill", "lora")
-VALIDATIONS = 16  # of a run, after the one before its first step
-BAR = 0.8  # of the cost: the tokens until so much is won back are in the table
+VALIDATIONS = 16  # in a run, after the one before its first step
+BAR = 0.8  # of the cost; the table shows the tokens until this much is won back
 COLORS = {
     TEACHER: "black", "stock": "0.4", "full": "tab:blue", "distill": "tab:orange", "lora": "tab:green",
     UNTRAINED: "tab:red",
@@ -51,7 +51,7 @@ COLORS = {
 
 
 class Run(NamedTuple):
-    """`segment_length` is 0 for the stock model; `share` is written as `parse_share` reads it."""
+    """A run of the study. `segment_length` is 0 for the stock model; `share` is in the notation of `parse_share`."""
 
     method: str
     segment_length: int
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
 
 class Healing(Study[Run]):
-    """A record: `curve`, the held-out losses by step; of a folded model `memory`, see `memory_worth`."""
+    """A record has `curve`, the held-out losses by step, and for folded models `memory`, see `memory_worth`."""
 
     kind = "healing"
     unit = "run"
@@ -81,7 +81,7 @@ class Healing(Study[Run]):
         super().__init__(options, output)
         if options.text is not None and options.held_out is not None:
             check_apart([options.text], [options.held_out])
-        for item in self.items():  # what can't be trained is refused before anything is
+        for item in self.items():  # refuses untrainable models before anything is trained
             if item.seed == 0 and item.is_trained:
                 check_run(self.recipe(item), 1, None)
         config = self.recipe(Run(TEACHER, 0, 0)).model.load_config()
@@ -98,16 +98,16 @@ class Healing(Study[Run]):
     def items(self) -> list[Run]:
         found = []
         for seed in range(self.options.seeds):
-            found.append(Run(self._stock, 0, seed))  # its loss before training is what others are compared with
+            found.append(Run(self._stock, 0, seed))  # others are compared with its loss before training
             methods = [method for method in self.options.methods if method != "stock"]
             for length, method in product(self.options.segment_lengths, methods):
                 shares = ["1"] if method == UNTRAINED else self.options.shares
                 found += [Run(method, length, seed, share) for share in shares]
-        return [run for run in found if run.is_trained or run.seed == 0]  # not trained, it is the same with all seeds
+        return [run for run in found if run.is_trained or run.seed == 0]  # untrained, it is the same with all seeds
 
     @property
     def _stock(self) -> str:
-        """The method of the stock model: trained where others learn next tokens, which it controls."""
+        """Returns the stock model's method: trained, as their control, if others learn next tokens."""
         return "stock" if {"stock", "full"} & set(self.options.methods) else TEACHER
 
     def key(self, item: Run) -> Key:
@@ -115,7 +115,7 @@ class Healing(Study[Run]):
         return key if item.share == "1" else key | {"share": item.share}
 
     def recipe(self, item: Run) -> Recipe:
-        """The recipe of a run, which `condense train` could run too."""
+        """Returns the recipe of a run, which `condense train` could also run."""
         options, steps = self.options, self.options.steps
         is_stock, is_lora = item.method in ("stock", TEACHER), item.method == "lora"
         model: dict[str, Any] = {"kind": "stock"}
@@ -170,7 +170,7 @@ class Healing(Study[Run]):
 
     @cached_property
     def held_out(self) -> list[torch.Tensor]:
-        """The token ids [N] of the texts that losses are taken of."""
+        """Returns the token ids [N] of the texts to measure losses on."""
         recipe = self.recipe(Run(TEACHER, 0, 0))
         _, examples = make_examples(recipe, recipe.model.load_tokenizer(recipe.model.load_config()))
         assert examples is not None
@@ -178,12 +178,12 @@ class Healing(Study[Run]):
         return [torch.as_tensor(examples.sequence(number, length)[0].input_ids) for number in numbers]
 
     def summarise(self, measured: Sequence[tuple[Run, Record]]) -> dict[str, Any]:
-        """`runs`, each with its losses by validation, and how much of the fold's cost it has `won_back` at each: None
-        where folding costs nothing. With a share below 1 something is won back before any training.
+        """Returns `runs`, each with its losses by validation and the share `won_back` of the fold's cost: None if
+        folding costs nothing. With a memory share below 1, something is won back before any training.
 
-        What is left of the cost is the loss above that of the stock model: of what learns next tokens, above the stock
-        model that was trained with as many tokens or not at all, whichever is lower, since what any model learns of a
-        new text is not won back; of what is distilled, above the stock model that it learns from.
+        The rest of the cost is the loss above a reference. For distillation this is the stock model as teacher. For
+        learning next tokens it is the stock model untrained or trained with as many tokens, whichever is lower, because
+        learning from new text that any model would do does not count as won back.
         """
         by_run = dict(measured)
         stock = by_run[Run(self._stock, 0, 0)]["curve"][0]["loss"]
@@ -194,7 +194,7 @@ class Healing(Study[Run]):
             if run.method == UNTRAINED:
                 found |= record["memory"]
             elif run.segment_length:
-                trained = [stock] * len(losses)  # what the distilled ones learn from
+                trained = [stock] * len(losses)  # the teacher of distilled models
                 if run.method not in DISTILLED:
                     trained = [point["loss"] for point in by_run[Run("stock", 0, run.seed)]["curve"]]
                 left = [loss - min(stock, known) for loss, known in zip(losses, trained, strict=True)]
@@ -211,7 +211,7 @@ class Healing(Study[Run]):
         return [int(point["step"]) * self.options.batch * self.options.total_length for point in record["curve"]]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
-        """A line for each validation of each run."""
+        """Returns a line for each validation of each run."""
         lines = []
         for run in results["runs"]:
             for number, loss in enumerate(run["losses"]):
@@ -227,7 +227,7 @@ class Healing(Study[Run]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Loss against tokens, and below it the loss at the end by segments before; a column a length."""
+        """Draws the loss against tokens, and below it the final loss by segments before; a column per length."""
         lengths = _lengths(results)
         with picture(path, 2, len(lengths), figsize=(4 * len(lengths), 7), squeeze=False) as panels:
             for upper, lower, length in zip(*panels, lengths, strict=True):
@@ -238,15 +238,15 @@ class Healing(Study[Run]):
 
 
 def mean_loss(model: Any, texts: Sequence[torch.Tensor]) -> float:
-    """Over all tokens of texts [N] that can be predicted, in the precision in which the trainer validates."""
+    """Returns the loss over all predictable tokens of texts [N], in the precision of the trainer's validation."""
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=DTYPE == "bfloat16"):
         losses = [model(text[None].to(model.device), labels=text[None].to(model.device)).loss.item() for text in texts]
     return float(np.average(losses, weights=[len(text) - 1 for text in texts]))
 
 
 def memory_worth(model: Any, texts: Sequence[torch.Tensor], segment_length: int) -> dict[str, Any]:
-    """The loss of the same segments with 0, 1, 2 ... segments before them (`by_before`), and what all but the last of
-    these are worth together: `further`, paired by segment, with a 95 % interval (bootstrap over texts)."""
+    """Returns the loss of the same segments with 0, 1, 2 ... segments before them (`by_before`). `further` is the worth
+    of all but the last of these, paired by segment, with a 95 % interval (bootstrap over texts)."""
     sizes = [(len(text) - 1) // segment_length for text in texts]
     num_segments = max(3, (min(sizes) + 1) // 2)
     loss_nSL, text_n = paired_losses(model, texts, num_segments, segment_length)
@@ -264,7 +264,7 @@ def memory_worth(model: Any, texts: Sequence[torch.Tensor], segment_length: int)
 
 
 def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | None:
-    """The tokens after which `BAR` of the cost is won back, interpolated between two validations; None where never."""
+    """Returns the tokens until `BAR` of the cost is won back, interpolated between validations; None if never."""
     if won_back[0] >= BAR:
         return tokens[0]
     for (start, before), (end, after) in zip(
@@ -280,7 +280,7 @@ def _lengths(results: Results) -> list[int]:
 
 
 class Arm(NamedTuple):
-    """Runs that differ in their seeds only."""
+    """Runs that differ only in their seeds."""
 
     name: str
     method: str
@@ -289,7 +289,7 @@ class Arm(NamedTuple):
 
 
 def _arms(results: Results, length: int) -> list[Arm]:
-    """By method, and then by share in the order of the runs."""
+    """Returns the arms by method, then by share in the order of the runs."""
     of_length = select(results["runs"], segment_length=length)
     keys = dict.fromkeys((run["method"], run.get("share", "1")) for run in of_length)
     has_shares = len({share for _, share in keys}) > 1
@@ -312,7 +312,7 @@ def _costs(results: Results) -> Table:
     for length in (0, *_lengths(results)):
         for arm in _arms(results, length):
             runs = arm.runs
-            # Before training all seeds are the same model.
+            # Before training, all seeds are the same model.
             before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
             cost = f"{runs[0]['cost']:.4f}" if length else "-"
             row = [length or "-", arm.name, before, after if len(runs[0]["losses"]) > 1 else "-", cost]
@@ -346,7 +346,7 @@ def _memories(results: Results) -> Table:
 
 def _draw_losses(results: Results, length: int, panel: Any) -> None:
     for arm in (*_arms(results, 0), *_arms(results, length)):
-        if len(arm.runs[0]["losses"]) == 1:  # not trained
+        if len(arm.runs[0]["losses"]) == 1:  # untrained
             loss, style = arm.runs[0]["losses"][0], "--" if arm.method == TEACHER else ":"
             panel.axhline(loss, color=arm.color, linestyle=style, linewidth=0.8, label=arm.name)
         else:

@@ -1,1 +1,1 @@
-"""Which ingredient of a small transformer makes it read durations as it does: twins that differ in one thing."""
+"""Compares twins that differ in one ingredient, to see which one decides how a small transformer reads durations."""

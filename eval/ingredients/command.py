@@ -1,4 +1,4 @@
-"""`condense study ingredients`: models that differ from a twin in one thing, asked by the continuity experiments."""
+"""`condense study ingredients`: models that differ from a twin in one thing, tested by the continuity experiments."""
 
 from functools import partial
 

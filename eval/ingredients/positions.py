@@ -1,4 +1,4 @@
-"""A Llama without rotary embeddings: with a table of learned positions, or with no positions at all.
+"""A Llama without rotary embeddings: with a table of learned positions, or without positions.
 
 Axes: B rows, N tokens, D hidden size, H width of a head.
 """
@@ -23,7 +23,7 @@ class PositionsConfig(LlamaConfig):
 
 
 class NoRotation(nn.Module):
-    """Cosines of 1 and sines of 0 [B, N, H], with which a Llama's layers do not rotate queries and keys."""
+    """Returns cosines of 1 and sines of 0 [B, N, H], so that a Llama's layers do not rotate queries and keys."""
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -41,7 +41,7 @@ class PositionsModel(LlamaModel):
         super().__init__(config)
         self.rotary_emb = NoRotation(config.head_dim)
         if config.learned_positions:
-            self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)  # the name that GPT-2 gives it
+            self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)  # GPT-2's name for it
         self.post_init()
 
     def forward(
@@ -74,7 +74,7 @@ class PositionsForCausalLM(LlamaForCausalLM):
 
 @MODELS.register
 class PositionsKind(ModelKind):
-    """A `PositionsForCausalLM`; `source` holds one."""
+    """Loads a `PositionsForCausalLM` from `source`."""
 
     kind: Literal["positions"] = "positions"
 
@@ -93,7 +93,7 @@ class PositionsKind(ModelKind):
 
 
 def without_rotary(llama: LlamaForCausalLM, num_positions: int | None) -> PositionsForCausalLM:
-    """A model with the weights of a Llama, and a table of `num_positions` random ones; None: without positions."""
+    """Gives a model a Llama's weights and a table of `num_positions` random positions; None: no positions."""
     fields = llama.config.to_dict() | {"learned_positions": num_positions is not None}
     if num_positions is not None:
         fields["max_position_embeddings"] = num_positions

@@ -36,17 +36,17 @@ from ..study.training import DTYPE, annealed, fingerprint, inputs_folder, make_o
 from .options import INGREDIENTS, TOTAL_LENGTH, IngredientOptions
 from .positions import PositionsForCausalLM, without_rotary
 
-# By the kind of a recipe's model.
+# By the model's kind in a recipe.
 CLASSES: dict[str, Any] = {
     "stock": LlamaForCausalLM,
     "condense": CondenseForCausalLM,
     "positions": PositionsForCausalLM,
 }
 NO_MODELS = ProbeOptions(models=[])
-TEMPLATES = ("sentence", "listed")  # of questions to count
-# The figures of the tables: the probe that gives them, and their names in its summary. At whole tokens:
+TEMPLATES = ("sentence", "listed")  # for questions to count
+# Figures in the tables, with the probe that gives them and their names in its summary. At whole tokens:
 WHOLE = {"whole words counted right": ("counting", "right_at_1"), "first digit of sums right": ("sums", "right")}
-# With fractions of tokens, of models that answer:
+# With fractions of tokens, for models that answer:
 FRACTIONS = {
     "expected peaks over counterfactual": ("counting", "ratio_expected"),
     "distance of counts from repetitions x duration": ("counting", "proportion_error"),
@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 
 
 class Ingredients(Study[Trained]):
-    """A record: `curve`, the validation loss in training; the `parameters`; the summaries of both probes."""
+    """A record has `curve`, the validation loss in training, the `parameters`, and the summaries of both probes."""
 
     kind = "ingredients"
     unit = "model"
@@ -96,30 +96,30 @@ class Ingredients(Study[Trained]):
 
     def measure_trained(self, item: Trained, recipe: Recipe) -> Record:
         model = self.load(item)
-        # One anchor for all: with tables, too, since the first token lasts one unit and none has a position below 0.
+        # One anchor for all, even with tables: the first token lasts one unit, so no position is below 0.
         reader = Reader(ContinuousLM(model, "end"), AutoTokenizer.from_pretrained(recipe.output))
         probed = {probe.name(): self.probed(probe, reader) for probe in (Counting, Sums)}
         return {"parameters": model.num_parameters(), **probed}
 
     def asked(self, probe: type[Probe]) -> list[Item]:
-        """The first records of a probe's data set."""
+        """Returns the first records of a probe's data set."""
         items = probe.prompts(replace(NO_MODELS, limit=self.options.records))
         return [item for item in items if item.group == SET]
 
     def probed(self, probe: type[Probe], reader: Reader) -> dict[str, Any]:
-        """The summary of a probe."""
+        """Returns the summary of a probe."""
         summary = probe.summary([reader.record(item) for item in self.asked(probe)])
         if probe is Sums:
             summary["right"] = summary["valid"] / summary["records"]
         return summary
 
     def load(self, item: Trained) -> Any:
-        """A trained model."""
+        """Loads a trained model."""
         return placed(CLASSES[INGREDIENTS[item.ingredient].model].from_pretrained(self.recipe(item).output))
 
     @cached_property
     def inputs(self) -> Path:
-        """The folder of the tokenizer, the questions and the models that training starts from."""
+        """Returns the folder of the tokenizer, the questions and the models that training starts from."""
         made_with = {name: value for name, value in self.settings().items() if name not in ("records", "asked")}
         folder = inputs_folder(self.output, made_with)
 
@@ -132,7 +132,7 @@ class Ingredients(Study[Trained]):
         return folder
 
     def questions(self, seed: int) -> Path:
-        """A file of questions, to count words and to add by turns: those of a seed are the same for all models."""
+        """Writes a file of questions that alternately count words and add. With one seed, all models get the same."""
 
         def write(folder: Path) -> None:
             counting, adding = CountingQuestions(random.Random(seed)), Adding(random.Random(seed))
@@ -144,7 +144,7 @@ class Ingredients(Study[Trained]):
         return make_once(self.inputs / f"questions-{seed}", write) / "train.jsonl"
 
     def start(self, item: Trained) -> Path:
-        """A checkpoint with random weights: those of a seed are the same in all models of equal depth."""
+        """Writes a checkpoint with random weights. With one seed, all models of equal depth get the same."""
         ingredient = INGREDIENTS[item.ingredient]
         has_rotary = ingredient.model != "positions"
 
@@ -160,7 +160,7 @@ class Ingredients(Study[Trained]):
         return make_once(self.inputs / f"start-{name}-{item.seed}", write)
 
     def recipe(self, item: Trained) -> Recipe:
-        """The recipe of a model, which `condense train` could run too, but for the models without rotary positions."""
+        """Returns a model's recipe. `condense train` could also run it, except without rotary positions."""
         options, ingredient = self.options, INGREDIENTS[item.ingredient]
         steps = round(options.steps * ingredient.steps)
         model: dict[str, Any] = {"source": str(self.start(item)), "kind": ingredient.model}
@@ -183,8 +183,8 @@ class Ingredients(Study[Trained]):
         )
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
-        """`models`, each with the figures of both probes and `more`: how much they exceed those of the twin of its
-        seed. A figure is None for a model that does not answer, and of sums where no sum is right."""
+        """Returns `models`, each with the figures of both probes, and `more`, the differences to the twin of its seed.
+        A figure is None for a model that does not answer; figures of sums are None if no sum is right."""
         figures = {item: _figures(record) for item, record in measured}
         models = []
         for item, record in measured:
@@ -214,7 +214,7 @@ class Ingredients(Study[Trained]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """A line an ingredient: the figures of its models, and how much they exceed those of their twins."""
+        """Returns tables by ingredient: the figures of its models, and their differences to the twins."""
         rows, differences = [], []
         for ingredient in results["ingredients"]:
             models, (name, twin, *_) = select(results["models"], ingredient=ingredient), INGREDIENTS[ingredient]
@@ -233,7 +233,7 @@ class Ingredients(Study[Trained]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Each figure of each model; its mean and interval over seeds."""
+        """Draws each figure of each model, with its mean and interval over seeds."""
         names = [INGREDIENTS[ingredient].title for ingredient in results["ingredients"]]
         with picture(path, columns=len(FRACTIONS), figsize=(16, 4), sharey=True) as panels:
             for panel, figure in zip(panels, FRACTIONS, strict=True):
@@ -253,7 +253,7 @@ class Ingredients(Study[Trained]):
 
 
 def shown_by(kind: str) -> type[Ingredients]:
-    """What has the tables of a result."""
+    """Returns the object with the tables of a result."""
     return Ingredients
 
 
@@ -265,7 +265,7 @@ def _figures(record: Record) -> dict[str, float | None]:
 
 
 def bounds(figure: str) -> tuple[float, float]:
-    """The least and the most that a figure can be: all but two are shares."""
+    """Returns the bounds of a figure: all but two are shares."""
     return 0, math.inf if figure in ABOVE_ONE else 1
 
 

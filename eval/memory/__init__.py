@@ -1,1 +1,1 @@
-"""What the memory is worth: models that differ in their memory alone, trained alike from scratch."""
+"""Measures the worth of the memory: models that differ only in their memory, trained alike from scratch."""

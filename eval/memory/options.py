@@ -8,7 +8,7 @@ from condense.memory_share import parse_share
 
 from ..options import NAMES, Option, Options, check_rate
 
-# What a token sees of the text before its own segment.
+# What a token sees of the text before its segment.
 MEMORIES = {
     "folded": "folded: the layer's output, all segments",
     "folded_1": "folded, gradients within a segment",
@@ -21,7 +21,7 @@ MEMORIES = {
 }
 
 
-SHARE = "share "  # begins the name of a memory with shares of the layers' outputs
+SHARE = "share "  # prefix of a memory's name with shares of the layers' outputs
 
 
 def label(memory: str) -> str:
@@ -30,11 +30,11 @@ def label(memory: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions(Options):
-    """Models of equal size that differ in their memory alone, trained alike: loss by text before.
+    """Models of equal size that differ only in their memory, trained alike: loss by text before.
 
-    They begin with the same random weights or, with --first-steps, as the same model trained without memory.
+    They begin with the same random weights or, with --first-steps, with one model trained without memory.
 
-    The loss of the same segments of the held-out text with 0, 1, 2 ... segments before them.
+    Measures the loss of the same segments of the held-out text with 0, 1, 2 ... segments before them.
     """
 
     # Results are stored under the texts, not under the names of the files.
@@ -44,19 +44,18 @@ class MemoryOptions(Options):
     held_out: Annotated[Sequence[str], Option("Files or glob patterns to evaluate on.", may_change=True)]
     memories: Annotated[
         Sequence[str],
-        Option(f"Of {', '.join(MEMORIES)}.", spelling=NAMES, choices=tuple(MEMORIES), may_change=True),
+        Option(f"Any of {', '.join(MEMORIES)}.", spelling=NAMES, choices=tuple(MEMORIES), may_change=True),
     ] = tuple(MEMORIES)
     shares: Annotated[
         Sequence[str],
         Option(
-            "Folded models beside these, by the shares of a layer's output in its memory: 0.2, or 1:0:0:0 for each "
-            "layer.",
+            "Further folded models, by the share of a layer's output in its memory: 0.2, or 1:0:0:0 for each layer.",
             spelling=NAMES,
             may_change=True,
         ),
     ] = ()
     segment_length: Annotated[int, Option("Tokens of a segment.", min=2)] = 64
-    total_length: Annotated[int, Option("Tokens of a text in training.", flags=("--length",), min=4)] = 1024
+    total_length: Annotated[int, Option("Tokens per text in training.", flags=("--length",), min=4)] = 1024
     segments_before: Annotated[int, Option("Segments before a segment in the evaluation, at most.", min=2)] = 63
     segments_held_out: Annotated[int, Option("Segments of held-out text, these included.", min=4)] = 512
     width: Annotated[int, Option("Hidden size.", min=8)] = 128
@@ -64,12 +63,12 @@ class MemoryOptions(Options):
     vocab_size: Annotated[
         int, Option("Tokens of a BPE that is trained on the text.", flags=("--vocabulary",), min=260)
     ] = 2048
-    batch: Annotated[int, Option("Texts of an optimizer step.", min=1)] = 16
+    batch: Annotated[int, Option("Texts per optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 400
     first_steps: Annotated[
-        int, Option("Optimizer steps of a stock model on single segments, which all models begin with.", min=0)
+        int, Option("Optimizer steps of a stock model on single segments, from which all models start.", min=0)
     ] = 0
-    learning_rate: Annotated[float, Option("At its highest.", check=check_rate)] = 3e-3
+    learning_rate: Annotated[float, Option("Highest learning rate.", check=check_rate)] = 3e-3
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
 
     def __post_init__(self) -> None:
@@ -78,29 +77,29 @@ class MemoryOptions(Options):
             found = parse_share(share)
             if isinstance(found, list) and len(found) != self.layers:
                 raise ValueError(
-                    f"the memory share {share!r} has {len(found)} values for {self.layers} layers: pass one a layer."
+                    f"the memory share {share!r} has {len(found)} values for {self.layers} layers: pass one per layer."
                 )
         if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):
             raise ValueError(f"shares={list(self.shares)}: name each once.")
         if self.segments_held_out <= self.segments_before:
             raise ValueError(
                 f"segments_held_out={self.segments_held_out}: no segment has segments_before={self.segments_before} "
-                "before it; take more of the held-out text."
+                "before it; use more of the held-out text."
             )
         if self.total_length % self.segment_length or self.segments < 2:
             raise ValueError(
                 f"total_length={self.total_length}: pass a multiple of segment_length={self.segment_length}, at least "
-                "two of them."
+                "twice as much."
             )
         if self.width % 32:
-            raise ValueError(f"width={self.width}: heads are 32 wide; take a multiple of 32.")
+            raise ValueError(f"width={self.width}: heads are 32 wide; use a multiple of 32.")
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """The names of all memories."""
+        """Returns the names of all memories."""
         return (*self.memories, *(f"{SHARE}{share}" for share in self.shares))
 
     @property
     def segments(self) -> int:
-        """Of a text in training."""
+        """Returns the number of segments of a text in training."""
         return self.total_length // self.segment_length

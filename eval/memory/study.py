@@ -1,8 +1,8 @@
-"""Models that differ in their memory alone, and what it is worth to them: loss by the segments before, on novels.
+"""Models that differ only in their memory, and its worth to them: loss by the segments before, on novels.
 
-All have the same parameters and, with the same seed, the same first weights and the same batches; but the model without
-memory trains on as many tokens with every segment as a text of its own. With `first_steps` all begin as one stock model
-that was trained that way.
+All have the same parameters and, with the same seed, the same first weights and batches. The model without memory
+trains on as many tokens, with every segment as a separate text. With `first_steps` all start from one stock model that
+was trained in that way.
 """
 
 import hashlib
@@ -70,9 +70,9 @@ class Trained(NamedTuple):
 
 
 class Memory(Study[Trained]):
-    """A record: `curve`, the held-out loss in training; `loss_by_segments_before` [S], the mean over the
-    `segments_measured` of the held-out text in nats a token, with 0 to S - 1 segments before them; `by_position` [L],
-    with S - 1 before. A model without memory has S = 1."""
+    """A record has `curve`, the held-out loss in training. `loss_by_segments_before` [S] is the mean over the
+    `segments_measured` of the held-out text, in nats a token, with 0 to S - 1 segments before them. `by_position` [L]
+    has S - 1 before. A model without memory has S = 1."""
 
     kind = "memory"
     unit = "model"
@@ -84,7 +84,7 @@ class Memory(Study[Trained]):
 
     @cached_property
     def texts(self) -> tuple[list[str], list[str]]:
-        """To train on and to evaluate with. Raises `ValueError` for files that can't be read."""
+        """Returns texts to train on and to evaluate with. Raises `ValueError` for files that can't be read."""
         return _documents(self.options.text), _documents(self.options.held_out)
 
     def settings(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Memory(Study[Trained]):
         return {"memory": item.memory, "seed": item.seed}
 
     def measure(self, item: Trained) -> Record:
-        _ = self.held_out  # too short a text is refused before anything is trained
+        _ = self.held_out  # refuses a text that is too short before training
         return super().measure(item)
 
     def measure_trained(self, item: Trained, recipe: Recipe) -> Record:
@@ -112,7 +112,7 @@ class Memory(Study[Trained]):
         }
 
     def losses(self, model: Any, num_segments: int) -> np.ndarray:
-        """[n, S, L] of the held-out segments that have `segments_before` others before them."""
+        """Returns losses [n, S, L] of the held-out segments that have `segments_before` others before them."""
         options, length = self.options, self.options.segment_length
         first = options.segments_before + 1 - num_segments  # the same segments are predicted by every model
         losses_nSL, _ = paired_losses(model, [self.held_out[first * length :]], num_segments, length)
@@ -120,11 +120,11 @@ class Memory(Study[Trained]):
 
     @cached_property
     def validation_texts(self) -> int:
-        """The held-out texts that validate a training, each as long as those to train on. Raises `ValueError` where
-        no document to train on or to evaluate on is so long."""
+        """Returns the number of held-out texts for validation, as long as those in training. Raises `ValueError` if no
+        document to train on or to evaluate on is that long."""
         tokenizer, length = AutoTokenizer.from_pretrained(self.inputs / "tokenizer"), self.options.total_length
         for name, texts in zip(("--text", "--held-out"), self.texts, strict=True):
-            lengths = [len(ids) + 1 for ids in tokenizer(texts)["input_ids"]]  # a document ends with a token of its own
+            lengths = [len(ids) + 1 for ids in tokenizer(texts)["input_ids"]]  # each document has an end token
             if max(lengths) < length:
                 raise ValueError(
                     f"the longest document of {name} has {max(lengths):,} tokens, and a text in training has "
@@ -134,7 +134,7 @@ class Memory(Study[Trained]):
 
     @cached_property
     def held_out(self) -> torch.Tensor:
-        """The token ids [N] of the held-out text: whole segments and one token."""
+        """Returns the token ids [N] of the held-out text: whole segments and one token."""
         most = self.options.segments_held_out * self.options.segment_length + 1
         tokenizer = AutoTokenizer.from_pretrained(self.inputs / "tokenizer")
         ids = torch.cat(read_texts(tokenizer, self.options.held_out, most))
@@ -147,7 +147,7 @@ class Memory(Study[Trained]):
 
     @cached_property
     def inputs(self) -> Path:
-        """The folder of the tokenizer and of the models that training starts from: one for each choice of settings."""
+        """Returns the folder of the tokenizer and the models that training starts from, one per set of settings."""
         folder = inputs_folder(self.output, self.settings())
         make_once(folder / "tokenizer", self._write_tokenizer)
         return folder
@@ -157,7 +157,7 @@ class Memory(Study[Trained]):
         (folder / "settings.json").write_text(json.dumps(self.settings(), sort_keys=True), encoding="utf-8")
 
     def first(self, seed: int) -> Path:
-        """The checkpoint that all models of a seed begin with: random weights, or trained on single segments."""
+        """Returns the checkpoint from which all models of a seed start: random, or trained on single segments."""
         random = make_once(self.inputs / f"random-{seed}", partial(self._write_random, seed))
         if not self.options.first_steps:
             return random
@@ -179,7 +179,7 @@ class Memory(Study[Trained]):
         tokenizer.save_pretrained(folder)
 
     def start(self, item: Trained) -> Path:
-        """The checkpoint that a model begins with: the weights of a seed are the same in all models."""
+        """Returns the checkpoint from which a model starts; with one seed, all models have the same weights."""
         first = self.first(item.seed)
         if item.memory not in ("transformer_xl", "sliding_window"):
             return first
@@ -212,7 +212,7 @@ class Memory(Study[Trained]):
         }  # fmt: skip
 
     def recipe(self, item: Trained) -> Recipe:
-        """The recipe of a model, which `condense train` could run too."""
+        """Returns the recipe of a model, which `condense train` could also run."""
         memory = item.memory
         model: dict[str, Any] = {"kind": "condense", "segment_length": self.options.segment_length}
         if memory in ("sliding_window", "full_attention"):
@@ -221,13 +221,13 @@ class Memory(Study[Trained]):
             model["bptt_segments"] = int(memory.removeprefix("folded_"))
         elif memory.startswith(SHARE):
             model["memory_share"] = parse_share(memory.removeprefix(SHARE))
-        # Without memory, the segments of a text are texts of their own.
+        # Without memory, each segment is a separate text.
         texts = self.options.segments if memory == "no_memory" else 1
         model["source"] = str(self.start(item))
         return self._recipe(item.folder, model, texts, self.options.steps, item.seed)
 
     def _recipe(self, name: str, model: dict[str, Any], texts: int, steps: int, seed: int) -> Recipe:
-        """A training of `steps` steps, of texts that are divided into `texts` texts of their own."""
+        """Returns a training of `steps` steps, with each text divided into `texts` separate ones."""
         options = self.options
         length, batch = options.total_length // texts, options.batch * texts
         return study_recipe(
@@ -248,8 +248,8 @@ class Memory(Study[Trained]):
         )  # fmt: skip
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
-        """`models`, each with its mean loss by segments before, and `against_folded`: how much more it loses than the
-        folded one of its seed on the same segments, each with as much text before as in training, and with the most."""
+        """Returns `models`, each with its mean loss by segments before. `against_folded` is its loss above the folded
+        one of its seed on the same segments, with as much text before as in training, and with the most."""
         losses = {item: record["loss_by_segments_before"] for item, record in measured}
         models = []
         for item, record in measured:
@@ -268,7 +268,7 @@ class Memory(Study[Trained]):
         return {"models": models, "seeds": self.options.seeds, "memories": list(self.options.compared)}
 
     def _against(self, losses_S: list[float], folded_S: list[float]) -> list[float]:
-        """The same segments are measured of all models, so that this is the mean of paired differences."""
+        """Returns the mean of paired differences, because all models are measured on the same segments."""
         trained = min(self.options.segments - 1, len(folded_S) - 1)
         return [losses_S[min(before, len(losses_S) - 1)] - folded_S[before] for before in (trained, len(folded_S) - 1)]
 
@@ -281,10 +281,10 @@ class Memory(Study[Trained]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """A line a memory, with the numbers of segments before that are powers of two."""
+        """Returns a table with a line per memory, for numbers of segments before that are powers of two."""
         most = results["segments_before"]
         shown_at = [0, *(2**n for n in range(most.bit_length()) if 2**n < most), most]
-        # As much text before as the models were trained with.
+        # As much text before as in training.
         trained = min(results["total_length"] // results["segment_length"] - 1, most)
         columns = ["memory", "parameters", *(f"{before} before" for before in shown_at)]
         columns += [f"more than folded, {before} before" for before in (trained, most)]
@@ -301,7 +301,7 @@ class Memory(Study[Trained]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Loss by segments before; by position in the segment; validation loss in training."""
+        """Draws the loss by segments before, the loss by position in the segment, and the validation loss."""
         with picture(path, columns=3, figsize=(15, 4.5)) as (before, position, training):
             for memory in results["memories"]:
                 models, look = select(results["models"], memory=memory), (label(memory), _color(memory, results))

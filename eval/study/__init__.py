@@ -1,1 +1,1 @@
-"""What studies share: models that are trained alike to answer a question, and measured."""
+"""Shared parts of studies, which train models alike to answer a question, and measure them."""

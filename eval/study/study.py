@@ -1,4 +1,4 @@
-"""A study: models that are trained by recipes, one for each item, and measured."""
+"""A study: trains a model by a recipe for each item, and measures it."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class Study(Task[Item]):
-    """A record has the `curve` of a training, its losses by validation, and what is measured of the trained model."""
+    """A record has the `curve` of a training, its losses by validation, and the trained model's measurements."""
 
     def __init__(self, options: Any, output: Path):
         check_one_gpu()
@@ -26,16 +26,16 @@ class Study(Task[Item]):
 
     @abstractmethod
     def measure_trained(self, item: Item, recipe: Recipe) -> Record:
-        """What is measured of the model that a recipe has trained."""
+        """Returns the measurements of the model that a recipe has trained."""
 
     def measure(self, item: Item) -> Record:
         recipe = self.recipe(item)
         train_alone(recipe)
         record = {"curve": read_curve(recipe.output), **self.measure_trained(item, recipe)}
-        remove_checkpoints(recipe.output)  # a run that is stopped until here resumes
+        remove_checkpoints(recipe.output)  # a run that was stopped before this line can resume
         return record
 
 
 def select(models: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-    """The results with these values."""
+    """Returns the results with these values."""
     return [model for model in models if all(model[name] == value for name, value in fields.items())]

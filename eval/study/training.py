@@ -23,11 +23,11 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_one_gpu() -> None:
-    """Raises `ValueError` for several GPUs: an experiment trains its models in one process."""
+    """Raises `ValueError` for several GPUs: experiments train in one process."""
     if (number := torch.cuda.device_count()) > 1:
         raise ValueError(
-            f"this process sees {number} GPUs, and the models are trained on one: set CUDA_VISIBLE_DEVICES=0, or the "
-            "number of another."
+            f"this process sees {number} GPUs, and models are trained on one: set CUDA_VISIBLE_DEVICES=0, or "
+            "another number."
         )
 
 
@@ -45,9 +45,9 @@ def study_recipe(
     dtype: str = DTYPE,
     **fields: Any,
 ) -> Recipe:
-    """The recipe of one of a study's models, which `condense train` could run too.
+    """Returns the recipe of one of a study's models, which `condense train` could also run.
 
-    `stage` has the tokens of a text and the number of steps, after each of whose `parts` a checkpoint is written.
+    `stage` has the tokens of a text and the number of steps. A checkpoint is written after each of its `parts`.
     """
     length, steps = stage
     every = max(1, steps // parts)
@@ -60,26 +60,26 @@ def study_recipe(
 
 
 def annealed(learning_rate: float, steps: int, **more: Any) -> dict[str, Any]:
-    """The optimizer of a recipe whose learning rate rises over a sixteenth of its steps and falls to a hundredth."""
+    """Returns a recipe's optimizer; the learning rate rises over 1/16 of the steps and falls to 1/100."""
     schedule = {"final_learning_rate": learning_rate / 100, "warmup_steps": max(1, steps // 16)}
     return {"learning_rate": learning_rate, **schedule, **more}
 
 
 def placed(model: Any) -> Any:
-    """The model to be measured, on the device."""
+    """Returns the model to be measured, on the device."""
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def train_alone(recipe: Recipe) -> None:
-    """Trains in this process, also where it is one of several that share a measurement, and prints nothing.
+    """Trains in this process, even if it is one of several that share a measurement, and prints nothing.
 
-    Raises `ValueError` for several GPUs, and where the loss or the gradient is not finite.
+    Raises `ValueError` for several GPUs, or if the loss or the gradient is not finite.
     """
     check_one_gpu()
     taken = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
     try:
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of names that transformers changes
+            warnings.simplefilter("ignore", FutureWarning)  # about names that transformers changes
             train(recipe)
     except FloatingPointError as error:
         raise ValueError(f"{recipe.output}: {error} A lower learning rate may help.") from error
@@ -88,9 +88,9 @@ def train_alone(recipe: Recipe) -> None:
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """The folder `path`, which `write` fills where there is none; another process that wants it waits.
+    """Returns the folder `path`, which `write` fills if it is missing; other processes that want it wait.
 
-    What a killed process left of the folder is removed.
+    Removes what a killed process left of the folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
@@ -103,23 +103,23 @@ def make_once(path: Path, write: Callable[[Path], None]) -> Path:
 
 
 def inputs_folder(output: Path, settings: dict[str, Any]) -> Path:
-    """Where what models are trained from lies: a folder for each choice of settings."""
+    """Returns the folder of the inputs to training, one for each set of settings."""
     return output / "inputs" / fingerprint(settings)
 
 
 def fingerprint(value: Any) -> str:
-    """The first digits of the SHA-256 of a value of JSON."""
+    """Returns the first digits of the SHA-256 of a value of JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def remove_checkpoints(output: Path) -> None:
-    """The states of optimizers take several times the space of the trained model."""
+    """Removes checkpoints, because optimizer states take several times the space of the trained model."""
     for folder in output.glob("checkpoint-*"):
         shutil.rmtree(folder)
 
 
 def read_curve(output: Path) -> list[dict[str, float]]:
-    """The validation losses by step, as training has logged them."""
+    """Returns the validation losses by step, as training has logged them."""
     lines = map(json.loads, (output / "log.jsonl").read_text(encoding="utf-8").splitlines())
     found = {
         line["step"]: {

@@ -1,4 +1,4 @@
-"""The evaluations by name. A name leads to its class without importing it, since that loads torch."""
+"""The evaluations by name. Classes are imported only when used, because that loads torch."""
 
 import json
 from dataclasses import replace
@@ -21,29 +21,29 @@ TASKS = {
 
 
 def find_task(kind: str) -> Any:
-    """The class of a task. Raises `ValueError` for an unknown name."""
+    """Returns the class of a task. Raises `ValueError` for an unknown name."""
     if kind not in TASKS:
         raise ValueError(f"there is no evaluation {kind!r}: choose from {', '.join(TASKS)}.")
     return resolve_name(TASKS[kind])
 
 
 def evaluate(kind: str, output: str | Path, **options: Any) -> dict[str, Any]:
-    """Runs one evaluation and returns what KIND.json holds; the options are the fields in `eval/tasks/options.py`."""
+    """Runs one evaluation and returns the contents of KIND.json; `eval/tasks/options.py` has the options."""
     results = run_task(kind, find_task(kind).Options(**options), Path(output))
     assert results is not None, "processes of a launcher call run_task"
     return results
 
 
 def with_former_models(options: Any, records: Path) -> Any:
-    """The options with the models whose records are there already: those stay, and only new ones are measured.
+    """Adds the models with existing records to the options: they stay, and only new ones are measured.
 
-    Raises `ValueError` where such a model is no longer in its folder.
+    Raises `ValueError` if such a model is no longer in its folder.
     """
     from ..models import split_name
 
     settings, given = stored_settings(records), {split_name(named)[0]: named for named in options.models}
     if len(given) < len(options.models):
-        return options  # two of one name, which is refused when they are loaded
+        return options  # two models of one name are refused when they are loaded
     sources = {model["name"]: model["source"] for model in settings.get("models", ())}
     for name, source in sources.items():
         if name not in given and Path(source).is_absolute() and not Path(source).is_dir():
@@ -59,9 +59,9 @@ def with_former_models(options: Any, records: Path) -> Any:
 
 
 def run_task(kind: str, options: Any, output: Path) -> dict[str, Any] | None:
-    """Runs one evaluation on `options.ranks` processes, or as one of those that a launcher has started.
+    """Runs one evaluation on `options.ranks` processes, or as one of a launcher's processes.
 
-    Returns what KIND.json holds; None in a process of a launcher that is not the first.
+    Returns the contents of KIND.json; None in any process of a launcher except the first.
     """
     from ..ranks import call_on_ranks, check_ranks, join
     from ..runner import measure_share, run
@@ -78,7 +78,7 @@ def run_task(kind: str, options: Any, output: Path) -> dict[str, Any] | None:
         task = task_class.load(options)
         settings = task.settings()
     except (ValueError, OSError):
-        ranks.accepted()  # ends here where the first process refuses the same, so that one of them prints it
+        ranks.accepted()  # exits if the first process refuses too, so that only one prints the error
         raise
     measure_share(task, ranks, ranks.pending(settings))
     return None

@@ -1,7 +1,6 @@
-"""Answers to the user's own prompts, by the model's own decoding: the lines of a file with prompts and right answers.
+"""Answers to the user's own prompts, by the model's own decoding, from files with prompts and right answers.
 
-An answer is read without regard to case and to the kind of white space. What is looked for stands by itself in it, not
-within a longer word or number.
+Case and kind of white space are ignored. The expected answer must stand by itself, not within a longer word or number.
 """
 
 import hashlib
@@ -31,13 +30,13 @@ from .evaluation import Evaluation, answer, figure_of, in_percent, kibibytes, le
 from .grids import pooled
 from .options import AnswersOptions
 
-# Scripts without spaces between words. Both kana use the marks of length and voicing, which are of neither script.
+# Scripts without spaces between words. Both kana use the marks of length and voicing, which belong to neither script.
 WITHOUT_SPACES = (
     r"[\p{Script=Thai}\p{Script=Lao}\p{Script=Myanmar}\p{Script=Khmer}\p{Script=Han}"
     r"\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]"
 )
-WORD = rf"(?!{WITHOUT_SPACES})[\pL\pN_]"  # a character of the other scripts
-PATTERNS = {  # [\pL\pN_]: the \w of `regex` has combining marks as well
+WORD = rf"(?!{WITHOUT_SPACES})[\pL\pN_]"  # a character of any other script
+PATTERNS = {  # [\pL\pN_]: the \w of `regex` includes combining marks
     "exact": r"[^\pL\pN_.+-]*{before}{text}{after}[^\pL\pN_]*",
     "begins": r"{text}{after}.*",
     "contains": r".*?{before}{text}{after}.*",
@@ -47,7 +46,7 @@ SAID_OF = {"exact": "is", "begins": "begins with", "contains": "contains"}
 
 
 class Question(NamedTuple):
-    """`where` names file and line; any of `answers` is right."""
+    """A prompt with its right `answers`; `where` names its file and line."""
 
     where: str
     prompt: str
@@ -55,7 +54,7 @@ class Question(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The questions from number `first` on, for one model."""
+    """A batch of questions for one model, starting at number `first`."""
 
     model: EvaluatedModel
     first: int
@@ -63,7 +62,7 @@ class Batch(NamedTuple):
 
 
 class Answers(Evaluation[Batch]):
-    """A record holds of each of its `prompts` the answer, whether it is right, and the tokens of the prompt."""
+    """A record holds for each of its `prompts` the answer, whether it is right, and the prompt's tokens."""
 
     kind = "answers"
     unit = "batch"
@@ -119,7 +118,7 @@ class Answers(Evaluation[Batch]):
         return {"prompts": found, "state_bytes": num_bytes // len(prompts)}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """`cells` by model: the share of right answers, `accuracy`, with its bounds `low` and `high` (Wilson, 95 %)."""
+        """Returns `cells` by model: the share of right answers, `accuracy`, with 95 % bounds `low`, `high` (Wilson)."""
         cells, prompts = [], []
         for name in (model.name for model in self.models):
             records = [record for item, record in measured if item.model.name == name]
@@ -141,7 +140,7 @@ class Answers(Evaluation[Batch]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """A line per model; then the prompts that were left out, if there are any."""
+        """Returns a table with a line per model, then the prompts left out, if any."""
         columns = ["model", "% right", "95 % interval", "prompts", "longest prompt [tokens]", "state [KiB]"]
         rows = []
         for cell in results["cells"]:
@@ -152,7 +151,7 @@ class Answers(Evaluation[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Bars of the right answers, with their intervals."""
+        """Draws bars of the right answers, with their intervals."""
         cells = results["cells"]
         with picture(path, figsize=(7, 1 + 0.45 * len(cells))) as axes:
             names = [shown_name(cell["model"], results) for cell in cells]
@@ -169,28 +168,28 @@ def _files(results: Results) -> str:
 
 
 def is_right(answer: str, expected: Sequence[str], match: str) -> bool:
-    """Whether an answer matches one of those expected."""
+    """Whether an answer matches one of the expected ones."""
     text = _plain(answer)
     return any(regex.fullmatch(_pattern(_plain(one), match), text) for one in expected)
 
 
 def _written(number: int | float) -> str:
-    """Columns with gaps hold whole numbers as floats."""
+    """Formats a number as text; columns with gaps hold whole numbers as floats."""
     return json.dumps(int(number) if isinstance(number, float) and number.is_integer() else number)
 
 
 def _pattern(expected: str, match: str) -> str:
-    """A regular expression for the whole answer.
+    """Returns a regular expression for the whole answer.
 
-    Letters and digits end a word, except in scripts without spaces between words. Signs, and separators
-    between digits, belong to a number.
+    Letters and digits end a word, except in scripts without spaces between words. Signs and separators between digits
+    belong to a number.
     """
     before = after = ""
     if regex.match(WORD, expected[0]):
         before = rf"(?<!{WORD})"
     if regex.match(WORD, expected[-1]):
         after = rf"(?!{WORD})"
-    if expected[0].isdigit():  # not within 3.14, 1,000 or 1/2, nor after a sign, which follows no letter or digit
+    if expected[0].isdigit():  # not within 3.14, 1,000 or 1/2, nor after a sign without a letter or digit before it
         before += rf"(?<!\d[.,/])(?<!(?<!{WORD})[-+.])"
     elif regex.match(r"[-+.]+\d", expected):  # its sign is not a minus or point between digits
         before = rf"(?<!{WORD})"
@@ -205,7 +204,7 @@ def _plain(text: str) -> str:
 
 
 def read_questions(options: AnswersOptions) -> Iterator[Question | Problem]:
-    """The questions of all files, and the lines that hold none. Raises `ValueError` where there is no file."""
+    """Yields the questions of all files, and lines without one as problems. Raises `ValueError` without files."""
     for files in options.data:
         for shard in open_shards(Source(files=files)):
             for records, _ in shard.chunks():
@@ -219,8 +218,8 @@ def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Pr
     found = []
     for name in (options.prompt_field, options.answer_field):
         value = find_field(fields, name)
-        if value is MISSING or value is None or value != value:  # NaN is the gap of a column of numbers
-            remedy = "name the right ones with --prompt-field and --answer-field, also within objects as a.b"
+        if value is MISSING or value is None or value != value:  # NaN is a gap in a column of numbers
+            remedy = "name the right fields with --prompt-field and --answer-field; a.b is a field within an object"
             return Problem(where, "missing field", f"{name!r}; there are {field_names(fields)}: {remedy}")
         found.append(value)
     prompt, answers = found[0], found[1] if isinstance(found[1], list) else [found[1]]

@@ -1,8 +1,8 @@
 """Attention maps: scores before softmax over [segment before ; current], and the share that falls on the former.
 
-For a folded model the segment before is its memory, the only earlier text that it sees; a stock Llama sees all earlier
-text, whose share is reported as well. Layers and segments count from 0, so segment s has s segments before it. The
-paper counts from 1: layers 1, 8 and 16 of its figure 10 are 0, 7 and 15 here, and segments 2-3 are segment 2.
+For a folded model the segment before is its memory, the only earlier text that it sees. A stock Llama sees all earlier
+text, whose share is also reported. Layers and segments count from 0, so segment s has s segments before it. The paper
+counts from 1: layers 1, 8 and 16 of its figure 10 are 0, 7 and 15 here. Its segments 2-3 are segment 2.
 
 Axes: H query heads, T queries (the tokens of a segment), K keys, N tokens.
 """
@@ -32,10 +32,10 @@ from .windows import by_position, read_texts
 
 
 class AttentionMaps(Evaluation[EvaluatedModel]):
-    """A model is measured at once. `texts` are documents, token ids [N], by the name of the model.
+    """Measures a whole model per item. `texts` are documents, token ids [N], by the name of the model.
 
-    Raises `ValueError` for layers, heads and segments that a model does not have, for segment 0, which has no memory,
-    and where no text is long enough.
+    Raises `ValueError` for layers, heads or segments that a model does not have, for segment 0, which has no memory, or
+    if no text is long enough.
     """
 
     kind = "attention"
@@ -53,7 +53,7 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
     @classmethod
     def load(cls, options: AttentionOptions) -> "AttentionMaps":
         models = cls.load_models(options)
-        for model in models:  # before a text is read
+        for model in models:  # before any text is read
             _check(model, options)
         return cls(options, models, {model.name: _read(model, options) for model in models})
 
@@ -74,13 +74,13 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
         return {"model": item.name}
 
     def measure(self, item: EvaluatedModel) -> Record:
-        """`masses` of every layer and segment, and `maps` of the chosen layers and segments.
+        """Returns `masses` of every layer and segment, and `maps` of the chosen layers and segments.
 
-        A mass is the share of the softmax's weight that falls on the segment before (`on_previous`) and on all earlier
-        ones (`on_earlier`), averaged over heads and queries; `by_head` [H] and `by_position` [T] split the former, and
-        `uniform` [T] is its value if all visible keys weighed the same. The `scores` [T, 2T] of a map are those of one
-        head, or averaged over all (`head` None), scaled to 0 ... 1 over the visible keys; hidden ones are None. In
-        segments longer than 128 tokens, scores are averaged in blocks of `block` x `block` tokens.
+        A mass is the softmax weight on the segment before (`on_previous`) or on all earlier ones (`on_earlier`),
+        averaged over heads and queries. `by_head` [H] and `by_position` [T] split the former. `uniform` [T] is its
+        value if all visible keys weighed the same. A map's `scores` [T, 2T] are from one head, or the mean of all
+        (`head` None). They are scaled to 0 ... 1 over the visible keys; hidden ones are None. In segments of over 128
+        tokens, scores are averaged in blocks of `block` x `block` tokens.
         """
         num_layers, length = item.config.num_hidden_layers, self.lengths[item.name]
         last = num_layers - 1
@@ -111,7 +111,7 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """The mass on the segment before; for stock models also on all earlier ones. A line per layer."""
+        """Returns tables by layer of the mass on the segment before and, for stock models, on all earlier ones."""
         found = []
         for model in results["models"]:
             length = results["segment_lengths"][model["name"]]
@@ -137,13 +137,13 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """The maps, and in a second picture the masses."""
+        """Draws the maps and, in a second picture, the masses."""
         draw_maps(results, path)
         draw_mass(results, path.with_name(f"{path.name}_mass"))
 
 
 def _read(model: EvaluatedModel, options: AttentionOptions) -> list[torch.Tensor]:
-    """The texts, or the prompts for their summaries up to the first that is long enough."""
+    """Returns the texts, or summary prompts for them up to the first that is long enough."""
     if not options.summarize:
         return read_texts(model.tokenizer, [options.text], text_field=options.text_field)
     source = find_source(options.text, None if options.text in NAMES else options.text_field)
@@ -159,12 +159,12 @@ def _read(model: EvaluatedModel, options: AttentionOptions) -> list[torch.Tensor
 
 
 def _long_enough(texts: Sequence[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """The first `num_tokens` tokens of the first text that has as many."""
+    """Returns the first `num_tokens` tokens of the first text that is long enough."""
     for ids_N in texts:
         if len(ids_N) >= num_tokens:
             return ids_N[:num_tokens]
     raise ValueError(
-        f"the longest of {len(texts)} texts has {max(map(len, texts))} tokens, and the last of the segments ends at "
+        f"the longest of {len(texts)} texts has {max(map(len, texts))} tokens, and the last segment ends at "
         f"{num_tokens}: pass a longer text, or earlier or shorter segments."
     )
 
@@ -173,7 +173,7 @@ def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
     config, segments = model.config, options.segments
     if config.model_type not in (CondenseConfig.model_type, *FAMILIES):
         known = ", ".join(FAMILIES)
-        raise ValueError(f"{model.name} is a {config.model_type!r}: maps are made of folded models and of {known}.")
+        raise ValueError(f"{model.name} is a {config.model_type!r}: maps can be made for folded models and {known}.")
     layers, heads = (options.layers or [], config.num_hidden_layers), (options.heads, config.num_attention_heads)
     for what, (chosen, count) in {"layer": layers, "head": heads}.items():
         if wrong := [number for number in chosen if not 0 <= number < count]:
@@ -183,7 +183,7 @@ def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
 
 
 def draw_maps(results: Results, path: Path) -> None:
-    """The maps: a row per model and segment, a column per layer and head; a line separates the two segments."""
+    """Draws maps: a row per model and segment, a column per layer and head. A line separates the two segments."""
     rows = [(model, segment) for model in results["models"] for segment in results["segments"]]
     columns = list(dict.fromkeys((one["layer"], one["head"]) for one in results["maps"]))
     by_panel = {(one["model"], one["segment"], one["layer"], one["head"]): one for one in results["maps"]}
@@ -216,7 +216,7 @@ def _draw_map(axes: Any, one: dict[str, Any], length: int) -> Any:
 
 
 def draw_mass(results: Results, path: Path) -> None:
-    """The mass on the segment before, by layer and by position of the query; a row of panels per model."""
+    """Draws the mass on the segment before, by layer and query position; a row of panels per model."""
     models = results["models"]
     with picture(path, rows=len(models), columns=2, figsize=(11, 3.8 * len(models)), squeeze=False) as panels:
         for (left, right), model in zip(panels, models, strict=True):
@@ -245,7 +245,7 @@ def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequen
             earlier = [100 * one["on_earlier"] for one in chosen]
             axes.plot(layers, earlier, linestyle=":", color=color, label=f"segment {segment}: on all earlier ones")
     evenly = {100 * np.mean(one["uniform"]) for one in masses}
-    if len(evenly) == 1:  # those of a stock model differ by segment
+    if len(evenly) == 1:  # a stock model's values differ by segment
         axes.axhline(evenly.pop(), color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
     axes.set_xlabel("layer")
     axes.set_xticks(layers if len(layers) <= 16 else layers[:: len(layers) // 8])

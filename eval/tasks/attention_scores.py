@@ -1,7 +1,7 @@
-"""The scores of a layer's attention before softmax, without a change to the model.
+"""Attention scores of a layer before softmax, without changing the model.
 
-Queries and keys are computed again from the input of a layer's attention, with its own projections and rotary tables,
-in forward hooks, while the model reads a text as usual.
+Forward hooks recompute queries and keys from the input of a layer's attention, with its own projections and rotary
+tables, while the model reads a text as usual.
 
 Axes: H query heads, G key/value heads, T queries (the tokens of a segment), K keys, k the last 2T of them,
 E head dimension, D hidden size, N tokens.
@@ -18,16 +18,16 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from condense import CondenseForCausalLM
 from condense.kernels.rotary import rotate
 
-CELLS = 128  # of a map, along a segment: longer ones are averaged in blocks
+CELLS = 128  # of a map, along a segment; longer segments are averaged in blocks
 
 
 @torch.no_grad()
 def queries_and_keys(
     model: Any, ids_N: torch.Tensor, segment_length: int, layers: Sequence[int], segments: Sequence[int]
 ) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-    """By (layer, segment): the segment's queries [H, T, E] and all keys [G, K, E] that the last one sees.
+    """Holds by (layer, segment) the segment's queries [H, T, E] and all keys [G, K, E] that its last query sees.
 
-    Both are rotated. The last 2T keys are those of the segment before and of the segment itself.
+    Both are rotated. The last 2T keys belong to the segment before and the segment itself.
     """
     folded, found = isinstance(model, CondenseForCausalLM), {}
 
@@ -59,30 +59,30 @@ def queries_and_keys(
 
 
 def _project(module: Any, hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries [1, H, T, E] and keys [1, G, T, E], not rotated."""
+    """Returns queries [1, H, T, E] and keys [1, G, T, E], not rotated."""
 
     def project(name: str) -> torch.Tensor:
         heads_1TxE = getattr(module, f"{name}_proj")(hidden_1TD).unflatten(-1, (-1, module.head_dim))
-        norm = getattr(module, f"{name}_norm", None)  # of some families
+        norm = getattr(module, f"{name}_norm", None)  # in some families
         return (heads_1TxE if norm is None else norm(heads_1TxE)).transpose(1, 2)
 
     return project("q"), project("k")
 
 
 def scores(query_HTE: torch.Tensor, key_GKE: torch.Tensor) -> torch.Tensor:
-    """q.k / sqrt(E) before the mask and the softmax: [H, T, K], at least in float32."""
+    """Returns q.k / sqrt(E) before the mask and the softmax: [H, T, K], at least in float32."""
     accurate = torch.promote_types(query_HTE.dtype, torch.float32)
     key_HKE = key_GKE.repeat_interleave(len(query_HTE) // len(key_GKE), dim=0)
     return query_HTE.to(accurate) @ key_HKE.to(accurate).mT * query_HTE.shape[-1] ** -0.5
 
 
 def visible(num_queries: int, num_keys: int) -> torch.Tensor:
-    """[T, K]: each query sees all keys before its own, and its own."""
+    """Returns the mask [T, K]: each query sees its own key and all keys before it."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
 
 
 def mass(score_HTK: torch.Tensor) -> dict[str, Any]:
-    """The shares of attention on the segment before and on earlier ones: see `AttentionMaps.measure`."""
+    """Returns the shares of attention on the segment before and on earlier ones: see `AttentionMaps.measure`."""
     length, num_keys = score_HTK.shape[1:]
     visible_TK, first = visible(length, num_keys).to(score_HTK.device), num_keys - 2 * length
     weight_HTK = score_HTK.masked_fill(~visible_TK, float("-inf")).softmax(-1)
@@ -97,14 +97,14 @@ def mass(score_HTK: torch.Tensor) -> dict[str, Any]:
 
 
 def scaled_map(score_Tk: torch.Tensor) -> dict[str, Any]:
-    """Scores [T, 2T] scaled to 0 ... 1 over the visible keys and averaged in blocks; hidden ones are None."""
+    """Scales scores [T, 2T] to 0 ... 1 over visible keys and averages them in blocks; hidden ones are None."""
     length, nan = len(score_Tk), float("nan")
     visible_Tk = visible(length, 2 * length).to(score_Tk.device)
     low, high = score_Tk[visible_Tk].aminmax()
     spread = (high - low).clamp(min=torch.finfo(score_Tk.dtype).tiny)
     scaled_T2T = ((score_Tk - low) / spread).masked_fill(~visible_Tk, nan).unflatten(1, (2, length))
     block = -(-length // CELLS)
-    rest = -length % block  # each half by itself, so that no block crosses the border
+    rest = -length % block  # pads each half separately, so that no block crosses the border
     padded = F.pad(scaled_T2T, (0, rest, 0, 0, 0, rest), value=nan)
     cells = padded.unflatten(2, (-1, block)).unflatten(0, (-1, block)).nanmean((1, 4)).flatten(1).tolist()
     return {"block": block, "scores": [[None if value != value else round(value, 4) for value in row] for row in cells]}

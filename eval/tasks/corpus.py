@@ -28,11 +28,11 @@ NAMES = (*DATA_SETS, "scitldr")
 
 
 class Corpus(NamedTuple):
-    """The shortest document comes first; `num_tokens` counts the document without the prompt's frame."""
+    """Documents, shortest first; `num_tokens` counts a document without the prompt's frame."""
 
     documents: list[Document]
     num_tokens: list[int]
-    left_out: dict[str, int]  # by reason
+    left_out: dict[str, int]  # counts by reason
 
     @property
     def fingerprint(self) -> str:
@@ -41,9 +41,9 @@ class Corpus(NamedTuple):
 
 
 def find_source(data: str, text_field: str | None = None, summary_field: str | None = None) -> Source:
-    """The test split of a known data set, or local files by name or glob pattern (.jsonl, .parquet).
+    """Returns the test split of a known data set, or local files by name or glob pattern (.jsonl, .parquet).
 
-    Raises `ValueError` where `data` is neither, and for fields of a known data set, which has its own.
+    Raises `ValueError` if `data` is neither, or if fields are given for a known data set, which has its own.
     """
     if data not in NAMES:
         source = Source(files=data, text=text_field or "text", summary=summary_field or "summary")
@@ -59,7 +59,7 @@ def find_source(data: str, text_field: str | None = None, summary_field: str | N
         )
     if data in DATA_SETS:
         return DATA_SETS[data]
-    # The hub holds SciTLDR as a script, which `datasets` no longer runs, and as a Parquet copy.
+    # SciTLDR is on the hub as a script, which `datasets` no longer runs, and as a Parquet copy.
     from huggingface_hub import hf_hub_download
 
     file = hf_hub_download(
@@ -75,9 +75,9 @@ def read_corpus(
     longest: int | None = None,
     bad_documents: BadDocuments = "refuse",
 ) -> Corpus:
-    """The first `num_documents` readable ones (None: all), without those whose prompt has over `longest` tokens.
+    """Reads the first `num_documents` readable documents (None: all), except prompts of over `longest` tokens.
 
-    Raises `ValueError` for the first broken document unless they are to be skipped, and where none is left.
+    Raises `ValueError` for the first broken document, unless they are to be skipped, or if none is left.
     """
     num_frame, left_out = sum(map(len, prompt_frame(tokenizer))), Counter[str]()
     found = list[tuple[int, Document]]()
@@ -99,7 +99,7 @@ def read_corpus(
 
 
 def _with_words(documents: Iterable[Document | Problem]) -> Iterator[Document | Problem]:
-    """The documents; one whose summary has no words for ROUGE is a problem."""
+    """Yields the documents; a summary without words for ROUGE becomes a problem."""
     rouge = Rouge()
     for document in documents:
         if isinstance(document, Document) and not rouge.has_words(document.summary):

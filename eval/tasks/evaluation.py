@@ -1,4 +1,4 @@
-"""What the evaluations share: the models that options name, what they write after a prompt, shares of right answers.
+"""The common part of the evaluations: models named by options, continuations of prompts, shares of right answers.
 
 Axes: B rows, N columns of the prompts.
 """
@@ -34,7 +34,7 @@ class Evaluation(Task[Item]):
 
     @classmethod
     def load(cls, options: Any) -> Any:
-        """The measurement of the models that the options name. Raises `ValueError` for what can't be measured."""
+        """Loads the models named in the options. Raises `ValueError` if something can't be measured."""
         return cls(options, cls.load_models(options))
 
     @staticmethod
@@ -49,7 +49,7 @@ class Evaluation(Task[Item]):
 def complete(
     evaluated: EvaluatedModel, prompt_ids_BN: torch.Tensor, new_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, int]:
-    """The likeliest tokens [B, new] after prompts of one length, and the bytes of the state of one of them."""
+    """Returns the likeliest tokens [B, new] after prompts of one length, and the state's bytes of one prompt."""
     found_BN, num_bytes = generate(
         evaluated.model,
         prompt_ids_BN,
@@ -65,7 +65,7 @@ def complete(
 def answer(
     evaluated: EvaluatedModel, prompts: Sequence[list[int]], ends: Collection[int], **options: Any
 ) -> tuple[list[list[int]], int]:
-    """The tokens after each prompt, without those from an end on, and the bytes of the state of all prompts."""
+    """Returns the tokens after each prompt, up to the first end token, and the bytes of all prompts' state."""
     padding = evaluated.tokenizer.pad_token_id
     pad, num_columns = min(ends, default=0) if padding is None else padding, max(map(len, prompts))
     sequences, num_bytes = generate(
@@ -81,7 +81,7 @@ def answer(
 
 
 def in_percent(share: dict[str, Any]) -> tuple[str, str]:
-    """The share of right answers and its 95 % interval."""
+    """Formats the share of right answers and its 95 % interval."""
     accuracy, low, high = (100 * share[field] for field in ("accuracy", "low", "high"))
     return f"{accuracy:.1f}", f"{low:.1f} to {high:.1f}"
 
@@ -96,19 +96,19 @@ def figure_of(model: str, measure: str, share: dict[str, Any], results: Results)
 
 
 def kibibytes(cells: Sequence[dict[str, Any]]) -> str:
-    """The largest state of a text."""
+    """Formats the largest state of a text."""
     return f"{max(cell['state_bytes'] for cell in cells) / 1024:,.1f}"
 
 
 def left_out_table(title: str, what: str, results: Results) -> list[Table]:
-    """The reasons why something was left out, if it was."""
+    """Returns a table of the reasons why something was left out, if anything was."""
     return some_table(title, ["reason", what], [[why, f"{count:,}"] for why, count in results["left_out"].items()])
 
 
 def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
-    """Raises `ValueError` for names in `chat` that no model has, and for tokenizers without a chat template.
+    """Raises `ValueError` for a name in `chat` that no model has, or a tokenizer without a chat template.
 
-    Reads tokenizers alone, so that it can be called before a model is loaded.
+    Loads only tokenizers, so it can be called before a model is loaded.
     """
     sources = dict(map(split_name, models))
     for name in chat:
@@ -118,6 +118,6 @@ def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
 
 
 def shown_name(name: str, results: dict[str, Any]) -> str:
-    """The name of a model in tables and pictures of results."""
+    """Returns the name of a model in tables and pictures of results."""
     remarks = ["chat"] if name in results.get("chat", ()) else []
     return mark(name, results.get("positions_exceeded", {}), remarks)

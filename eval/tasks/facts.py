@@ -26,18 +26,18 @@ from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
 GUESSED = "unguessed_correct", "unguessed_total", "others_said", "others_total"  # of a record, see `Facts`
-SEED = 2**41  # added to the seed of the prompts: other texts than those of training and its validation
+SEED = 2**41  # added to the seed of the prompts: so the texts differ from training and its validation
 
 
 class Facts(Grid):
     """The answer must be exactly the tokens of the right word.
 
-    A record also counts the `unguessed_correct` of the `unguessed_total` prompts in which `guess`, the last word of the
-    right sort that the facts say and the question does not name, is not the answer; and of the `others_total` other
-    prompts that have another such word those in which the model says one, `others_said`.
+    `guess` is the last word of the right sort in the facts that the question does not name. A record counts the
+    prompts with another answer, `unguessed_total`, and the right answers to them, `unguessed_correct`. Of the other
+    prompts, `others_total` have another such word, and the model says one in `others_said`.
 
-    Raises `ValueError` for lengths that do not hold the facts, for a tokenizer that does not know their words, and for
-    data without text.
+    Raises `ValueError` for lengths too short for the facts, a tokenizer that does not know their words, or data without
+    text.
     """
 
     kind = "facts"
@@ -53,7 +53,7 @@ class Facts(Grid):
         self.tasks = {
             model.name: FactsTask(model.tokenizer, options.kinds, options.num_facts, sentences) for model in models
         }
-        for task in self.tasks.values():  # too short a length is refused before anything is measured
+        for task in self.tasks.values():  # refuses lengths that are too short before anything is measured
             task.check_fits(min(options.lengths))
 
     @staticmethod
@@ -61,7 +61,7 @@ class Facts(Grid):
         return row.replace("_", " ")
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"text": self.text, "unguessed": True}  # older records have no such counts
+        return super().settings() | {"text": self.text, "unguessed": True}  # older records lack these counts
 
     def measure(self, item: Batch) -> Record:
         task, row = self.tasks[item.model.name], list(KINDS).index(item.row)
@@ -83,9 +83,9 @@ class Facts(Grid):
         return {"correct": sum(is_right), "total": item.size, **dict(counts), "state_bytes": state}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """The cells, and `tracked`: of each its share of texts in which the model knows who did what, as `accuracy`,
-        with bounds (see `tracked`). `guesses` and `others` are the accuracies by kind of readers who track nothing: of
-        `guess`, and where it is wrong, of another such word at random."""
+        """Returns the cells, and `tracked`: per cell the share of texts whose facts the model knows, `accuracy`, with
+        bounds (see `tracked`). `guesses` and `others` are accuracies by kind without tracking: of `guess`, and of a
+        random other such word if `guess` is wrong."""
         accuracies = {kind: guess_accuracies(kind, self.options.num_facts) for kind in self.options.kinds}
         others = {kind: other for kind, (_, other) in accuracies.items()}
         counts = defaultdict[tuple[Any, ...], Counter[str]](Counter)
@@ -107,9 +107,9 @@ class Facts(Grid):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """Of each model the accuracy by kind and length, of all kinds together, and the bytes of the state, beside the
-        accuracy of `guess`; and the share of texts whose facts are tracked, unless `guess` is always right, or older
-        results do not have it."""
+        """Returns each model's accuracy by kind and length, over all kinds, and the bytes of the state, beside the
+        accuracy of `guess`. Adds the share of texts whose facts are tracked, unless `guess` is always right or the
+        results are too old."""
         lengths, kinds, tables = results["lengths"], results["kinds"], []
         columns = [f"{length:,} tokens" for length in lengths]
         guesses = [results["guesses"][kind] for kind in kinds]
@@ -133,7 +133,7 @@ class Facts(Grid):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Those of every grid; and heat maps of the shares that are tracked in PATH-tracked."""
+        """Draws the pictures of every grid, and heat maps of the tracked shares in PATH-tracked."""
         super().draw(results, path)
         if results.get("tracked"):
             shares = results | {"cells": results["tracked"]}
@@ -143,13 +143,12 @@ class Facts(Grid):
 def tracked(
     *, others_said: int, others_total: int, unguessed_correct: int, unguessed_total: int, other: float
 ) -> tuple[float, float, float]:
-    """The share of texts in which a model knows who did what, with a 95 % interval.
+    """Returns the share of texts in which a model knows who did what, with a 95 % interval.
 
-    A model that knows it in a share t of the texts, and in a share c says a word other than `guess` at random, which is
-    right in a share `other` of the texts where `guess` is wrong, is right in u = t + c other of these texts, and wrong
-    by another word in c of those where `guess` is right: t = u - c other. That is 0 for a reader who knows nothing and
-    says the others at random; one who prefers some of them may have up to about 0.15 c more. The distances to the
-    bounds are those of Wilson's bounds of c and u, added as squares.
+    Suppose a model knows it in a share t of the texts and says a random word except `guess` in a share c. If `guess` is
+    wrong, that word is right in a share `other`, so u = t + c other of the answers are right. If `guess` is right, c of
+    the answers are another word. So t = u - c other. This is 0 for random answers without knowledge, and up to about
+    0.15 c more if the model prefers some words. Distances to the bounds combine those of c and u (Wilson) as squares.
     """
     said, right = others_said / others_total, unguessed_correct / unguessed_total
     (said_low, said_high), (low, high) = wilson(others_said, others_total), wilson(unguessed_correct, unguessed_total)
@@ -162,5 +161,5 @@ def tracked(
 
 
 def _by_place(cells: Sequence[dict[str, Any]], model: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Those of a model, by kind and length."""
+    """Returns the cells of a model, by kind and length."""
     return {(cell["kind"], cell["length"]): cell for cell in cells if cell["model"] == model}

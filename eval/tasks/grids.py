@@ -17,12 +17,12 @@ from ..runner import Results
 from ..statistics import wilson
 from .evaluation import Evaluation, figure_of, shown_name
 
-LINE_STYLES = ("-", "--", "-.")  # in turn: lines that cover each other remain visible
-PROMPT_TOKENS = 2**25  # of all prompts of a batch, as integers in memory
+LINE_STYLES = ("-", "--", "-.")  # in turn, so that overlapping lines remain visible
+PROMPT_TOKENS = 2**25  # in all prompts of a batch, as integers in memory
 
 
 class Batch(NamedTuple):
-    """Prompts of one cell of the grid of a model; they depend on the seed, the length and the row alone."""
+    """A batch of prompts of one cell of a model's grid. Prompts depend only on the seed, the length and the row."""
 
     model: EvaluatedModel
     length: int  # tokens, answer included
@@ -33,10 +33,10 @@ class Batch(NamedTuple):
 
 
 class Grid(Evaluation[Batch]):
-    """A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end.
+    """Evaluates on a grid. A record counts the `correct` ones of `total` answers; `state_bytes` is for one prompt.
 
-    `row` names what the rows of the grid are, and the options hold their values under its plural. `options` has
-    `lengths`, `num_prompts`, `cell_tokens` and `longest_trained` too.
+    `row` names the grid's rows, and the options hold their values under its plural. `options` also has `lengths`,
+    `num_prompts`, `cell_tokens` and `longest_trained`.
     """
 
     unit = "batch"
@@ -51,11 +51,11 @@ class Grid(Evaluation[Batch]):
     @staticmethod
     @abstractmethod
     def label(row: Any) -> str:
-        """The name of a row in a picture."""
+        """Returns the name of a row in a picture."""
 
     def settings(self) -> dict[str, Any]:
         found = super().settings()
-        if found.get("cell_tokens") is None:  # as in measurements that were begun before there was this option
+        if found.get("cell_tokens") is None:  # for measurements that are older than this option
             found.pop("cell_tokens", None)
         return found
 
@@ -71,12 +71,12 @@ class Grid(Evaluation[Batch]):
         ]
 
     def _num_prompts(self, length: int) -> int:
-        """Of a cell."""
+        """Returns the settings of a cell."""
         most, allowed = self.options.num_prompts, self.options.cell_tokens
         return most if allowed is None else min(most, max(1, allowed // length))
 
     def _of_cell(self, record: Record) -> dict[str, Any]:
-        """Further fields of a cell, from any of its records."""
+        """Returns further fields of a cell, from any of its records."""
         return {}
 
     def num_tokens(self, item: Batch) -> int:
@@ -89,7 +89,7 @@ class Grid(Evaluation[Batch]):
         return {"model": item.model.name, "length": item.length, self.row: item.row}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %)."""
+        """Returns `cells`, each with its `accuracy` and the bounds `low` and `high` (Wilson, 95 %)."""
         return {
             "lengths": list(self.options.lengths),
             "longest_trained": self.longest_trained,
@@ -98,7 +98,7 @@ class Grid(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """Of all cells together."""
+        """Returns the figures over all cells."""
         measure = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]"
         by_model = groups_of(results["cells"], "model")
         return [figure_of(name, measure, pooled(cells), results) for (name,), cells in by_model.items()]
@@ -108,7 +108,7 @@ class Grid(Evaluation[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """A heat map per model; and for several lengths, in PATH-length, all rows together and the state by length."""
+        """Draws a heat map per model; for several lengths also all rows together and the state, in PATH-length."""
         if len(results["lengths"]) > 1:
             with picture(path.with_name(f"{path.name}-length"), columns=2, figsize=(10, 3.6)) as (accuracy, state):
                 cls._lines(accuracy, state, results)
@@ -116,7 +116,7 @@ class Grid(Evaluation[Batch]):
 
     @classmethod
     def _heat_maps(cls, results: Results, path: Path, title: str | None = None) -> None:
-        """One per model, of accuracies or, under a `title`, of other shares."""
+        """Draws one per model, of accuracies or, under a `title`, of other shares."""
         models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
         label = max(len(cls.label(row)) for row in rows)
         size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows)) * len(models))
@@ -128,7 +128,7 @@ class Grid(Evaluation[Batch]):
 
     @classmethod
     def _lines(cls, accuracy: Any, state: Any, results: Results) -> None:
-        """Accuracy with its 95 % interval, and the state of a text at its end, by length."""
+        """Draws by length the accuracy with its 95 % interval, and the state at the end of a text."""
         lengths = results["lengths"]
         for number, name in enumerate(model["name"] for model in results["models"]):
             cells = [cell for cell in results["cells"] if cell["model"] == name]
@@ -187,12 +187,12 @@ class Grid(Evaluation[Batch]):
 
 
 def prompts_per_batch(model: EvaluatedModel, num_tokens: int) -> int:
-    """Prompts of this length that are in memory at one time."""
+    """Returns the number of prompts of this length to hold in memory at a time."""
     return min(rows_per_batch(model, num_tokens), max(1, PROMPT_TOKENS // num_tokens))
 
 
 def pooled(records: Sequence[Record]) -> dict[str, Any]:
-    """The answers of several records or cells together: `correct`, `total`, `accuracy`, and its bounds."""
+    """Adds up the answers of several records or cells: `correct`, `total`, `accuracy`, and its bounds."""
     correct, total = (sum(record[field] for record in records) for field in ("correct", "total"))
     low, high = wilson(correct, total)
     return {"correct": correct, "total": total, "accuracy": correct / total, "low": low, "high": high}
@@ -201,10 +201,10 @@ def pooled(records: Sequence[Record]) -> dict[str, Any]:
 def count_cells(
     measured: Iterable[tuple[Any, Record]], cell_of: Callable[[Any, Record], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The cells of batches of prompts, those of a cell one after another; a record counts the `correct` of `total`.
+    """Returns cells from the records of batches; a cell's batches follow each other and count `correct` of `total`.
 
-    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %), the `state_bytes` of a prompt, and the
-    positions of a model whose text has more tokens.
+    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %) and the `state_bytes` of a prompt. It has
+    the model's number of positions if its text is longer.
     """
     cells = []
     for cell, batches in groupby(measured, lambda pair: cell_of(*pair)):
@@ -215,7 +215,7 @@ def count_cells(
 
 
 def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence[str], unit: str = "% correct") -> None:
-    """Percentages [rows, columns], written into their cells; one that is not a number is left empty."""
+    """Draws percentages [rows, columns] with their numbers; cells that are NaN stay empty."""
     image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
     for (row, column), value in np.ndenumerate(grid):
         if not np.isnan(value):
@@ -227,9 +227,9 @@ def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence
 
 
 def trained_length(source: str) -> int | None:
-    """The longest text of the recipe beside the model; None if there is no recipe.
+    """Returns the longest text of the recipe beside the model; None if there is no recipe.
 
-    Raises `ValueError` for a damaged one.
+    Raises `ValueError` for a damaged recipe.
     """
     recipe, curriculum = Path(source) / "recipe.json", Path(source) / "curriculum.json"
     found = next((path for path in (curriculum, recipe) if path.is_file()), None)
@@ -243,6 +243,6 @@ def trained_length(source: str) -> int | None:
         return int(fields["milestones"][-1][1]) * int(config["segment_length"])
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{found} is damaged, the longest text in training can't be read from it ({type(error).__name__}: {error}):"
+            f"{found} is damaged, can't read the longest text in training from it ({type(error).__name__}: {error}):"
             " copy it again, or delete it and pass --longest-trained."
         ) from error

@@ -32,11 +32,11 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 SUITE_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131_072)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CURVES = ("folded", "layer_input", "full_attention")
-SEGMENTS = (2, 4, 6)  # those of figure 10
+SEGMENTS = (2, 4, 6)  # as in figure 10
 
 
 def _lengths_or_0(text: str) -> list[int]:
-    """As `numbers`, with 0 for no length."""
+    """Parses as `numbers` does, with 0 for no length."""
     return [0 if part.strip() == "0" else numbers(part)[0] for part in text.split(",")]
 
 
@@ -51,7 +51,7 @@ CellTokens = Annotated[
     Option("Tokens of all prompts of a cell, at most; cells of longer texts have fewer prompts, at least one.", min=1),
 ]
 PromptSeed = Annotated[int, Option("Seed of the prompts.", min=0)]
-# Answers do not depend on the implementation of attention, but for rounding: a resumed grid may have another.
+# Implementations of attention differ only in rounding, so a resumed grid may use another.
 AnyAttention = Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)]
 BadDocuments = Literal["refuse", "skip"]
 LongestTrained = Annotated[
@@ -95,7 +95,7 @@ class RecallOptions(Options):
     lengths: Annotated[
         Sequence[int],
         Option(
-            "Tokens, answer included; k and m are 1,024 and 1,048,576; 0: pairs alone, without text between them.",
+            "Tokens, answer included; k and m are 1,024 and 1,048,576; 0: only pairs, without text between them.",
             spelling=LENGTHS_OR_0,
             may_change=True,
         ),
@@ -103,8 +103,8 @@ class RecallOptions(Options):
     forms: Annotated[
         Sequence[str],
         Option(
-            "single: one value a key; multi_value: all values of the key are asked for; overwritten: its last value "
-            "is; with commas between them.",
+            "single: one value a key; multi_value: asks for all values of the key; overwritten: asks for its last "
+            "value; separated by commas.",
             flags=("--form",),
             spelling=NAMES,
             may_change=True,
@@ -123,10 +123,10 @@ class RecallOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from condense.training.data.recall import FORMS  # loads torch, which a command without work does not need
+        from condense.training.data.recall import FORMS  # loads torch, which a command may not need
 
         if unknown := [form for form in self.forms if form not in FORMS]:
-            raise ValueError(f"there is no form {unknown[0]!r}: choose from {', '.join(FORMS)}.")
+            raise ValueError(f"unknown form {unknown[0]!r}: choose from {', '.join(FORMS)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class FactsOptions(Options):
     models: Models
     lengths: Lengths = (1024, 8192, 65536)
     kinds: Annotated[
-        Sequence[str], Option("Kinds of questions, with commas between them.", spelling=NAMES, may_change=True)
+        Sequence[str], Option("Kinds of questions, separated by commas.", spelling=NAMES, may_change=True)
     ] = tuple(KINDS)
     data: Annotated[
         Sequence[str],
@@ -160,7 +160,7 @@ class FactsOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityOptions(Options):
-    """Loss by the number of segments before and by position in the segment: what the memory gains, and how far back."""
+    """Loss by the number of segments before and by position in the segment: the memory's gain, and its reach."""
 
     models: Models
     data: Annotated[Sequence[str], Option("Texts: a file or glob pattern, .txt, .jsonl or .parquet.")]
@@ -181,7 +181,7 @@ class PerplexityOptions(Options):
     curves: Annotated[
         Sequence[str],
         Option(
-            "Curves, with commas between them; a stock model has the last one.",
+            "Curves, separated by commas; a stock model has only the last one.",
             spelling=NAMES,
             choices=CURVES,
             may_change=True,
@@ -209,7 +209,7 @@ class SummarizationOptions(Options):
     ] = None
     num_documents: Annotated[
         int | None,
-        Option("Take this many documents from the start; default all.", flags=("--documents",), min=1, may_change=True),
+        Option("Use this many documents from the start; default all.", flags=("--documents",), min=1, may_change=True),
     ] = None
     longest: Annotated[
         int | None, Option("Tokens; documents with a longer prompt are left out and counted.", min=1, may_change=True)
@@ -218,7 +218,7 @@ class SummarizationOptions(Options):
         BadDocuments,
         Option("Broken lines and missing fields: end with an error, or skip and count them.", may_change=True),
     ] = "refuse"
-    temperature: Annotated[float, Option("0 takes the likeliest token.", min=0)] = 0.3
+    temperature: Annotated[float, Option("0 always picks the likeliest token.", min=0)] = 0.3
     new_tokens: Annotated[int, Option("Tokens of a summary, at most.", min=1)] = 256
     batch_size: Annotated[int, Option("Documents in a batch.", flags=("--batch",), min=1)] = 8
     seed: Annotated[int, Option("Seed of the sampling.", min=0)] = 0
@@ -239,10 +239,10 @@ class AnswersOptions(Options):
     answer_field: Annotated[str, Option("Field of the right answer, or of a list of right ones.")] = "answer"
     match: Annotated[
         Literal["contains", "begins", "exact"],
-        Option("What an answer must do with the right one: contain it, begin with it, or be it; case does not matter."),
+        Option("How an answer must match the right one: contain it, begin with it, or be it; case is ignored."),
     ] = "contains"
     num_prompts: Annotated[
-        int | None, Option("Take this many prompts from the start; default all.", flags=("--prompts",), min=1)
+        int | None, Option("Use this many prompts from the start; default all.", flags=("--prompts",), min=1)
     ] = None
     bad_documents: Annotated[
         BadDocuments, Option("Broken lines and missing fields: end with an error, or skip and count them.")
@@ -262,7 +262,7 @@ class SuiteOptions(Options):
     models: Models
     benchmarks: Annotated[
         Sequence[str],
-        Option("Benchmarks, or single tasks of them, with commas between them.", spelling=NAMES, may_change=True),
+        Option("Benchmarks, or single tasks of them, separated by commas.", spelling=NAMES, may_change=True),
     ] = ("ruler", "babilong", "longbench2", "infinitebench", "graphwalks")
     lengths: Annotated[
         Sequence[int],
@@ -273,7 +273,7 @@ class SuiteOptions(Options):
         Option("Prompts of a task at a length, at most; or all.", flags=("--prompts",), spelling=NUMBER_OR_ALL),
     ] = 100
     batch_size: Annotated[int, Option("Prompts in a batch.", flags=("--batch",), min=1, may_change=True)] = 1
-    seed: Annotated[int, Option("Seed of the samples that RULER makes.", min=0)] = 0
+    seed: Annotated[int, Option("Seed of the samples that RULER generates.", min=0)] = 0
     samples: Annotated[
         str | None,
         Option("Folder where RULER's samples are kept; default condense/ruler in HF_HOME.", may_change=True),
@@ -297,21 +297,21 @@ class AttentionOptions(Options):
             flags=("--prompt-file", "--data"),
         ),
     ]
-    summarize: Annotated[bool, Option("The text in the prompt for a summary, which is the input of figure 10.")] = False
+    summarize: Annotated[bool, Option("Put the text into the prompt for a summary, as in figure 10.")] = False
     layers: Annotated[
         Sequence[int] | None,
         Option(
-            "Layers from 0, with commas between them; default the first, the middle and the last: of 16 layers 0,7,15, "
-            "which the paper calls 1, 8 and 16.",
+            "Layers from 0, separated by commas; default the first, middle and last. The paper counts from 1: of 16 "
+            "layers, 0,7,15 are its 1, 8 and 16.",
             spelling=INDICES,
         ),
     ] = None
     segments: Annotated[
         Sequence[int],
-        Option("Segments of the queries, counted from 0, of which the first has no memory.", spelling=INDICES),
+        Option("Segments of the queries, counted from 0; segment 0 has no memory.", spelling=INDICES),
     ] = SEGMENTS
     heads: Annotated[
-        Sequence[int], Option("Heads from 0 that get maps of their own beside the average of all.", spelling=INDICES)
+        Sequence[int], Option("Heads from 0 that get their own maps beside the average of all.", spelling=INDICES)
     ] = ()
     segment_length: SegmentLength = 512
     text_field: TextField = "text"

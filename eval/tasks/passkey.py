@@ -18,14 +18,14 @@ from .evaluation import complete, in_percent, kibibytes, shown_name
 from .grids import Batch, Grid, pooled
 from .options import PasskeyOptions
 
-CHAT_TOKENS = 32  # of an answer in a chat, which is a sentence
+CHAT_TOKENS = 32  # for an answer in a chat, which is a sentence
 
 
 class Passkey(Grid):
     """The number in the decoded answer must be the key, digit by digit.
 
-    It begins the answer, which is a completion; in a chat it is the first number of the answer. Raises `ValueError` for
-    lengths below the frame of the prompt.
+    A completion must begin with it; in a chat it must be the first number. Raises `ValueError` for lengths below the
+    frame of the prompt.
     """
 
     kind = "passkey"
@@ -39,7 +39,7 @@ class Passkey(Grid):
         for model in models:
             frame = chat_frame(model.tokenizer) if model.name in options.chat else None
             self.prompts[model.name] = PasskeyTask(model.tokenizer, options.num_keys, options.num_digits, frame)
-        for prompts in self.prompts.values():  # too short a length is refused before anything is measured
+        for prompts in self.prompts.values():  # refuses lengths that are too short before anything is measured
             prompts.batch(1, min(options.lengths), np.random.default_rng(0))
 
     @staticmethod
@@ -57,7 +57,7 @@ class Passkey(Grid):
             first_number,
             passkeys.answer_ids_BA.shape[1],
         )
-        ending: dict[str, Any] = {}  # what follows the key is not asked for
+        ending: dict[str, Any] = {}  # the text after the key is not asked for
         if chat:
             find_number, new_tokens = stated_number, CHAT_TOKENS
             ending = {"eos_token_id": sorted(end_tokens(model, tokenizer, chat)) or None}
@@ -71,9 +71,9 @@ class Passkey(Grid):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """By length, all depths together; one column of accuracies and one of state bytes per model.
+        """Returns a table by length, over all depths: a column of accuracies and one of state bytes per model.
 
-        The last column is the paper's, where the keys are of its kind and a length is one of its own.
+        The last column is the paper's, if the keys are of its kind and it has one of the lengths.
         """
         names = [model["name"] for model in results["models"]]
         columns = ["tokens"]
@@ -95,7 +95,7 @@ class Passkey(Grid):
 
 
 def first_number(answer: str) -> str:
-    """The digits at the start of an answer; tokenizers may put spaces between them."""
+    """Returns the digits at the start of an answer; tokenizers may put spaces between them."""
     digits = ""
     for character in "".join(answer.split()):
         if not character.isdigit():
@@ -105,6 +105,6 @@ def first_number(answer: str) -> str:
 
 
 def stated_number(answer: str) -> str:
-    """The first number in a sentence; tokenizers may put spaces between its digits."""
+    """Returns the first number in a sentence; tokenizers may put spaces between its digits."""
     found = re.search(r"\d.*", answer, re.DOTALL)
     return first_number(found[0]) if found else ""

@@ -1,14 +1,13 @@
-"""The gain of the memory, and how far back it reaches: the same segments, predicted with more and more text before.
+"""How much the memory helps and how far back: the same segments, predicted with more and more text before.
 
-A window of S segments begins at every segment of a text. So each segment from the S-th on is predicted with
-0, 1, ... S - 1 segments before it, each time the same tokens, and differences are taken segment by segment.
-With none before it, a segment is read without any memory: the curve `cut_off`, at which all other curves begin.
+A window of S segments begins at every segment of a text. So each segment from the S-th on is predicted with 0, 1, ...
+S - 1 segments before it. The tokens are always the same, and differences are taken segment by segment. All curves
+begin at `cut_off`, which reads a segment without any memory.
 
-A folded model gives three more curves: `folded` (a layer's output is remembered), `layer_input`
-(Transformer-XL's memory) and `full_attention` (the stock Llama). All use the same weights and the same code.
-Only the curve that the weights were trained for is a model in its own right; the others are ablations, and say
-nothing of a model that is trained in their way. Any other model gives `full_attention`, which stands for the state of
-one that is stateful.
+A folded model gives three more curves: `folded` (a layer's output is remembered), `layer_input` (Transformer-XL's
+memory) and `full_attention` (the stock Llama). All use the same weights and code. Only the curve that the weights were
+trained for is a real model. The others are ablations and don't show what training for them would give. Any other model
+gives `full_attention`, which for stateful models means their own state.
 
 Axes: W windows, S segments of a window, L tokens of a segment, n segments that are predicted with every number before.
 """
@@ -41,13 +40,13 @@ LABELS = {
     "layer_input": "Transformer-XL: the layer's input",
     "full_attention": "full attention",
 }
-STATEFUL = "the model's own state"  # of a model without attention, or not with it alone
+STATEFUL = "the model's own state"  # of a model that has more than attention, or none
 COLORS = {"cut_off": "0.35", "folded": "tab:blue", "layer_input": "tab:orange", "full_attention": "tab:green"}
 OWN_CURVES = {"layer_output": "folded", "layer_input": "layer_input"}  # by memory_source
 
 
 class Batch(NamedTuple):
-    """A batch of windows of one curve; `first` is the number of its first window."""
+    """A batch of windows for one curve; `first` is the number of its first window."""
 
     name: str
     curve: str
@@ -56,9 +55,9 @@ class Batch(NamedTuple):
 
 
 class Perplexity(Evaluation[Batch]):
-    """A curve per model and variant: the loss by the number of segments before, and by position in the segment.
+    """Measures per model and variant the loss by the number of segments before, and by position in the segment.
 
-    `texts` are token ids [N] by the name of the model. Raises `ValueError` where no text fills a window, and for curves
+    `texts` are token ids [N] by the name of the model. Raises `ValueError` if no text fills a window, or for curves
     that a model does not have.
     """
 
@@ -74,12 +73,12 @@ class Perplexity(Evaluation[Batch]):
             name: plan_windows(texts[name], options.num_segments, length) for name, length in self.lengths.items()
         }
         self.curves = check_curves(models, options)
-        self._variants = dict[str, dict[str, Any]]()  # of one model: the others are not in memory
+        self._variants = dict[str, dict[str, Any]]()  # of the only model in memory
 
     @classmethod
     def load(cls, options: PerplexityOptions) -> "Perplexity":
         models = cls.load_models(options)
-        check_curves(models, options)  # before a text is read
+        check_curves(models, options)  # before any text is read
         source = (options.data, options.max_tokens, options.text_field)
         return cls(options, models, {model.name: read_texts(model.tokenizer, *source) for model in models})
 
@@ -115,9 +114,9 @@ class Perplexity(Evaluation[Batch]):
         return {"model": item.name, "curve": item.curve, "first_window": item.first}
 
     def measure(self, item: Batch) -> Record:
-        """`losses` [W][S] of the segments, and `sums` [S][L] over the segments that every column counts.
+        """Returns the segments' `losses` [W][S], and `sums` [S][L] over the segments that every column counts.
 
-        `stateful` is there if the model reads a text in one call, as Mamba does.
+        `stateful` is set if the model reads a text in one call, like Mamba.
         """
         num_segments, length = self.options.num_segments, self.lengths[item.name]
         if item.name not in self._variants:
@@ -126,16 +125,16 @@ class Perplexity(Evaluation[Batch]):
         model = self._variants[item.name][item.curve]
         loss_WSL = window_losses(model, self.texts[item.name], item.windows, num_segments, length)
         if not np.isfinite(loss_WSL).all():
-            raise ValueError(f"{item.name}: losses are not finite; take another dtype or checkpoint.")
+            raise ValueError(f"{item.name}: losses are not finite; use another dtype or checkpoint.")
         counted_WS1 = paired(item.windows, num_segments)[:, :, None]
         stateful = {} if reads_in_parts(model) else {"stateful": True}
         return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist(), **stateful}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """`curves`, each with its `points` and its mean `loss` [S][L] by segments before and position in the segment.
+        """Returns `curves`, each with `points` and its mean `loss` [S][L] by segments before and position in a segment.
 
-        A point holds, for one number of `segments_before`, the mean cross-entropy in nats per token, the gain from the
-        segments before against none (`gained`), and 95 % intervals of both (bootstrap over segments).
+        For each number of `segments_before`, a point holds the mean cross-entropy in nats per token. It also holds the
+        gain over no segments before (`gained`), and 95 % intervals of both (bootstrap over segments).
         """
         curves = list[dict[str, Any]]()
         for name, of_model in self.curves.items():
@@ -160,7 +159,7 @@ class Perplexity(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """The loss of each model itself, without ablations of its memory, with the most text before."""
+        """Returns each model's loss with the most text before, without ablations of its memory."""
         own = {model["name"]: OWN_CURVES.get(model["memory_source"], "full_attention") for model in results["models"]}
         found = []
         for curve in results["curves"]:
@@ -182,7 +181,7 @@ class Perplexity(Evaluation[Batch]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """A line per model, curve and number of segments before: 1, 2, 4, 8 ... and the largest."""
+        """Returns a table by model, curve and number of segments before: 1, 2, 4, 8 ... and the largest."""
         columns = ["model", "curve", "segment [tokens]", "segments before", "loss [nats/token]", "95 % interval"]
         columns += ["perplexity", "gained by memory [nats/token]", "95 % interval of the gain"]
         last, rows = results["num_segments"] - 1, []
@@ -203,7 +202,7 @@ class Perplexity(Evaluation[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Loss by number of segments before, and by position in the segment; a row of panels per model."""
+        """Draws the loss by segments before and by position in the segment; a row of panels per model."""
         names = [model["name"] for model in results["models"]]
         with picture(path, rows=len(names), columns=2, figsize=(11, 4.2 * len(names)), squeeze=False) as panels:
             for (left, right), name in zip(panels, names, strict=True):
@@ -219,29 +218,29 @@ def _describe(texts: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def check_curves(models: Sequence[EvaluatedModel], options: PerplexityOptions) -> dict[str, list[str]]:
-    """The curves of each model. Raises `ValueError` for those that it does not have, or not with a device map."""
+    """Returns each model's curves. Raises `ValueError` for unavailable ones, also because of a device map."""
     curves = {model.name: curve_names(model, options.curves) for model in models}
     for model in models:
         own = OWN_CURVES.get(getattr(model.config, "memory_source", ""), "full_attention")
         if options.device_map is not None and curves[model.name] != [own]:
             raise ValueError(
-                f"--device-map {options.device_map} places the layers of the checkpoint, not those of ablations: pass "
+                f"--device-map {options.device_map} places the layers of the checkpoint, not of ablations: pass "
                 f"--curves {own} for {model.name}."
             )
     return curves
 
 
 def curve_names(evaluated: EvaluatedModel, curves: Sequence[str]) -> list[str]:
-    """The curves that a model has, in the order of `CURVES`. Raises `ValueError` where it has none of those given."""
+    """Returns the given curves that a model has, in the order of `CURVES`. Raises `ValueError` if it has none."""
     possible = CURVES if evaluated.config.model_type == CondenseConfig.model_type else ("full_attention",)
     chosen = [curve for curve in possible if curve in curves]
     if not chosen:
-        raise ValueError(f"{evaluated.name} has none of the curves {list(curves)}, but {', '.join(possible)}.")
+        raise ValueError(f"{evaluated.name} has none of the curves {list(curves)}, only {', '.join(possible)}.")
     return chosen
 
 
 def curve_models(evaluated: EvaluatedModel, curves: Sequence[str]) -> dict[str, Any]:
-    """The model of each curve that the evaluated one has; all share its weights."""
+    """Returns the model for each curve of the evaluated one; all share its weights."""
     model = evaluated.model
     folded = isinstance(model, CondenseForCausalLM)
     return {curve: _variant(model, curve) if folded else model for curve in curve_names(evaluated, curves)}
@@ -275,7 +274,7 @@ def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:
 
 
 def _label_of(curve: dict[str, Any], results: Results, before: int | None = None) -> str:
-    """The name of a curve, with the positions of a model that reads longer texts; `before` is that of one point."""
+    """Returns a curve's label, with the positions that the model's texts exceed; `before` is for one point."""
     label = LABELS[curve["curve"]]
     positions = results.get("positions_exceeded", {}).get(f"{curve['model']}, {label}")
     if curve.get("stateful") and curve["curve"] == "full_attention":
@@ -295,7 +294,7 @@ def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> Non
         return
     before = [point["segments_before"] for point in points]
     left.plot(before, [point["loss"] for point in points], marker="o", markersize=4, **style)
-    # The band is that of the paired difference, without the differences among the segments.
+    # The band shows the paired difference, without the variation among segments.
     low, high = ([points[0]["loss"] - point[bound] for point in points] for bound in ("gained_low", "gained_high"))
     left.fill_between(before, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
 

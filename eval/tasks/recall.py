@@ -28,7 +28,7 @@ BOUNDS = {">=": "at least", "<": "less than"}
 
 
 class Batch(NamedTuple):
-    """Prompts of one cell of a model; they depend on the seed, the form, the length and the pairs alone."""
+    """A batch of prompts of one cell. Prompts depend only on the seed, the form, the length and the pairs."""
 
     model: EvaluatedModel
     form: str
@@ -40,11 +40,11 @@ class Batch(NamedTuple):
 
 
 class Recall(Evaluation[Batch]):
-    """The decoded answer must begin with the value of the key asked for, or with all its values in their order.
+    """The decoded answer must begin with the value of the key asked for, or with all its values in order.
 
-    A record counts the `correct` ones of `total` answers; `state_bytes` is the state of one prompt at the end. Of a
-    folded model, `by_segments` counts them by the segments from the pair to the answer: lines of their number,
-    `correct` and `total`. Raises `ValueError` for pairs that do not fit a length, before anything is measured.
+    A record counts the `correct` ones of `total` answers; `state_bytes` is the state at the end of one prompt. For a
+    folded model, `by_segments` has lines with a number of segments from the pair to the answer, and `correct` and
+    `total` for it. Raises `ValueError` for pairs that do not fit a length, before anything is measured.
     """
 
     kind = "recall"
@@ -62,7 +62,7 @@ class Recall(Evaluation[Batch]):
                 prompts.check_length(length)
 
     def settings(self) -> dict[str, Any]:
-        return super().settings() | {"by_segments": True}  # older records have no such counts
+        return super().settings() | {"by_segments": True}  # older records lack these counts
 
     def items(self) -> list[Batch]:
         options = self.options
@@ -84,11 +84,11 @@ class Recall(Evaluation[Batch]):
         prompts = self.prompts[item.model.name, item.form, item.pairs]
         cell = [self.options.seed, FORMS.index(item.form), item.length, item.pairs]
         drawn = [
-            prompts.batch(1, item.num_tokens, np.random.default_rng([*cell, number]))  # however they are batched
+            prompts.batch(1, item.num_tokens, np.random.default_rng([*cell, number]))  # the same in any batching
             for number in range(item.first, item.first + item.size)
         ]
         prompt_ids_BN = torch.cat([questions.prompt_ids_BN for questions in drawn])
-        found_BN, state = complete(item.model, prompt_ids_BN, prompts.answer_length)  # what follows is not asked for
+        found_BN, state = complete(item.model, prompt_ids_BN, prompts.answer_length)  # the rest isn't asked for
         answers = item.model.tokenizer.batch_decode(found_BN)
         is_right = [
             re.findall(r"\w+", answer)[: len(words)] == words
@@ -103,10 +103,9 @@ class Recall(Evaluation[Batch]):
         return record
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """`cells`: of each its `accuracy` with the bounds `low` and `high` (Wilson, 95 %); `by_segments`: the same,
-        divided by the number of segments from the pair to the answer, which is from `nearest` to `farthest`;
-        `capacities` by model, form and length; `memories`: segment length, width and layers of each model, None of a
-        stock one."""
+        """Returns `cells`, each with its `accuracy` and the bounds `low` and `high` (Wilson, 95 %). `by_segments` has
+        them by number of segments from the pair to the answer, from `nearest` to `farthest`. `capacities` are by model,
+        form and length. `memories` has each model's segment length, width and layers, None for a stock one."""
         cells = count_cells(measured, lambda item, record: {**_cell(item), "num_tokens": item.num_tokens})
         options, capacities = self.options, []
         for key, curve in groups_of(cells, "model", "form", "length").items():
@@ -123,7 +122,7 @@ class Recall(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """The capacities."""
+        """Returns the capacities."""
         return [
             Figure(
                 line["model"],
@@ -140,8 +139,8 @@ class Recall(Evaluation[Batch]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """The capacities; then a table per model and form, a line per number of pairs, a column per length; of a folded
-        model also one with a column per number of segments from the pair to the answer."""
+        """Returns the capacities, then a table by pairs and length for each model and form. Folded models also get one
+        by number of segments from the pair to the answer."""
         columns = ["model", "form", "tokens", "pairs", "state [KiB]", "memory [segment x width x layers]"]
         rows = []
         for line in results["capacities"]:
@@ -165,8 +164,8 @@ class Recall(Evaluation[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """A heat map per model and form, of pairs x length; for memories of several sizes, their capacities in
-        PATH-capacity."""
+        """Draws a heat map of pairs x length per model and form. For memories of several sizes, draws their capacities
+        in PATH-capacity."""
         models, forms, pairs, lengths = (results[name] for name in ("models", "forms", "pairs", "lengths"))
         if len(sizes := _sizes(results)) > 1:
             beside, width = path.with_name(f"{path.name}-capacity"), 2.6 + 1.1 * len(sizes)
@@ -190,10 +189,10 @@ def _cell(item: Batch) -> dict[str, Any]:
 
 
 def capacity(accuracy: Mapping[int, float]) -> tuple[str, float]:
-    """The largest number of pairs that is recalled, from the accuracy by number, and the sign of a bound before it.
+    """Returns the largest number of pairs that is recalled, from the accuracy by number, after the sign of a bound.
 
-    The accuracy between two numbers is on a line. What more pairs than the first that are not recalled give does not
-    count. `>=`: all numbers are recalled; `<`: none.
+    Accuracy is interpolated between numbers. Numbers beyond the first that is not recalled don't count. `>=`: all
+    numbers are recalled; `<`: none.
     """
     (least, first), *_ = curve = sorted(accuracy.items())
     if first < RECALLED:
@@ -205,14 +204,14 @@ def capacity(accuracy: Mapping[int, float]) -> tuple[str, float]:
 
 
 def _sizes(results: Results) -> list[list[int]]:
-    """The segment length, width and layers of all memories, by their product."""
+    """Returns segment length, width and layers of all memories, by their product."""
     memories = {tuple(memory) for memory in results["memories"].values() if memory is not None}
     return sorted(map(list, memories), key=lambda memory: (math.prod(memory), memory))
 
 
 def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[int]]) -> None:
-    """The capacities of folded models by size, a line per length and kind of memory through the means of each size. A
-    bound is a triangle, and takes no part in a line; those of several lengths are nested."""
+    """Draws the capacities of folded models by size: a line through the means of each size, per length and kind of
+    memory. Bounds are triangles outside the lines; for several lengths they are nested."""
     sources = {model["name"]: model["memory_source"] for model in results["models"] if model["segment_length"]}
     kinds = sorted(set(sources.values()))
     for (number, length), (style, kind) in product(enumerate(results["lengths"]), enumerate(kinds)):
@@ -241,20 +240,20 @@ def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[in
 
 
 def _memory(model: EvaluatedModel) -> list[int] | None:
-    """Segment length, width and layers, whose product are the numbers in the memory; None for a stock model."""
+    """Returns segment length, width and layers, whose product is the size of the memory; None for a stock model."""
     if model.segment_length is None:
         return None
     return [model.segment_length, model.config.hidden_size, model.config.num_hidden_layers]
 
 
 def _counted(back: Sequence[int], is_right: Sequence[bool]) -> list[list[int]]:
-    """Lines of a number of segments, the right answers there, and all."""
+    """Returns lines of a number of segments, its right answers and all its answers."""
     right, total = Counter(segments for segments, right in zip(back, is_right, strict=True) if right), Counter(back)
     return [[segments, right[segments], total[segments]] for segments in sorted(total)]
 
 
 def _range_of(segments: int) -> tuple[int, int]:
-    """The nearest and farthest that are counted together: 0, 1, 2, 3 to 4, 5 to 8, ..."""
+    """Returns the range of segments that are counted together: 0, 1, 2, 3 to 4, 5 to 8, ..."""
     farthest = 2 ** (segments - 1).bit_length() if segments else 0
     return farthest // 2 + 1 if segments > 1 else segments, farthest
 
@@ -282,7 +281,7 @@ def _segments_table(results: Results, model: str, form: str) -> Table:
 
 
 def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """The cells of a model and form by pairs and length."""
+    """Returns the cells of a model and form by pairs and length."""
     cells = [cell for cell in results["cells"] if (cell["model"], cell["form"]) == (model, form)]
     return {(cell["pairs"], cell["length"]): cell for cell in cells}
 

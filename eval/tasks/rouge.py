@@ -1,10 +1,10 @@
-"""ROUGE F1 of a summary, by the `rouge-score` package on texts that `sentencex` splits into sentences.
+"""ROUGE F1 of a summary, using the `rouge-score` package on texts that `sentencex` splits into sentences.
 
-Words are runs of a-z and 0-9 in lower case. Every score is there twice: with words of more than three characters
-without their endings (Porter's stemmer, as in ROUGE-1.5.5 -m), and `_unstemmed` with the words as they are. ROUGE-1 and
-ROUGE-2 count shared words and pairs of words. ROUGE-L is the longest common subsequence of both texts as a whole.
-ROUGE-Lsum compares sentence by sentence: a sentence ends where an English one ends, and at a line break, as in the
-highlights of CNN/DailyMail. So a summary does not need line breaks to be compared in this way.
+Words are runs of a-z and 0-9 in lower case. Every score comes in two versions. The first drops the endings of words of
+over three characters (Porter's stemmer, as in ROUGE-1.5.5 -m); `_unstemmed` keeps them. ROUGE-1 and ROUGE-2 count
+shared words and pairs of words. ROUGE-L is the longest common subsequence of both whole texts. ROUGE-Lsum compares
+sentence by sentence. A sentence ends where an English one ends or at a line break, as in the highlights of
+CNN/DailyMail. So summaries do not need line breaks for it.
 """
 
 METRICS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
@@ -13,7 +13,7 @@ SCORES = METRICS | UNSTEMMED
 
 
 class Rouge:
-    """Raises `ValueError` where a package is missing, so that no score is zero for that reason."""
+    """Raises `ValueError` if a package is missing, rather than scoring zero."""
 
     def __init__(self) -> None:
         try:
@@ -29,7 +29,7 @@ class Rouge:
         self._tokenize, self._segment = tokenize, segment
 
     def has_words(self, text: str) -> bool:
-        """False for text without words for ROUGE, such as text in other scripts, on which any summary scores zero."""
+        """Whether text has words for ROUGE. Without any, as in other scripts, every summary scores zero."""
         return bool(self._tokenize(text, None))
 
     def sentences(self, text: str) -> list[str]:
@@ -37,8 +37,8 @@ class Rouge:
         return [sentence for sentence in found if sentence]
 
     def f1(self, reference: str, prediction: str) -> dict[str, float]:
-        """By the names of `SCORES`, from 0 to 1."""
-        # A line break is a space to all metrics but ROUGE-Lsum, for which a line is a sentence.
+        """Returns the scores from 0 to 1, by the names of `SCORES`."""
+        # A line break is a space for all metrics except ROUGE-Lsum, which treats a line as a sentence.
         lines = ["\n".join(self.sentences(text)) for text in (reference, prediction)]
         stemmed, unstemmed = self._stemmed.score(*lines), self._unstemmed.score(*lines)
         scores = {name: float(stemmed[name].fmeasure) for name in METRICS}

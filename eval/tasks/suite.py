@@ -1,6 +1,6 @@
-"""The benchmarks of long text in lm-evaluation-harness, by task and length: RULER, BABILong, LongBench v2, ...
+"""The long-text benchmarks of lm-evaluation-harness, by task and length: RULER, BABILong, LongBench v2, ...
 
-A cell is a task at a length. Where a benchmark makes its texts, it makes them at that length; else the cell holds the
+A cell is a task at a length. Benchmarks that generate their texts do so at that length. For others, the cell holds the
 texts of more than half of the length and at most the length, in tokens of the model.
 """
 
@@ -23,7 +23,7 @@ from ..statistics import bootstrap
 from .evaluation import Evaluation
 from .options import SuiteOptions
 
-MOST_ANSWER_TOKENS = 2**14  # of a task of these benchmarks: GraphWalks
+MOST_ANSWER_TOKENS = 2**14  # in any of these benchmarks, for GraphWalks
 
 
 class Cell(NamedTuple):
@@ -34,11 +34,11 @@ class Cell(NamedTuple):
 
 
 class Suite(Evaluation[Cell]):
-    """A record: `samples`, each with its score, its answer and the tokens of its prompt; `left_out` is the reason where
-    there are none, and `documents` the number of texts that the task has. Where these have lengths of their own,
-    `of_this_length` is the number of those in the cell, and `shortest` and `longest` are tokens of all of them.
+    """A record has `samples`, each with its score, its answer and its prompt's tokens. `left_out` is the reason if
+    there are none, and `documents` the task's number of texts. If texts have their own lengths, `of_this_length` counts
+    the cell's texts; `shortest` and `longest` are tokens over all texts.
 
-    Raises `ValueError` for unknown benchmarks, for texts that cannot be had, and where a model would cut prompts.
+    Raises `ValueError` for unknown benchmarks, texts that cannot be loaded, or prompts that a model would cut.
     """
 
     kind = "suite"
@@ -50,18 +50,18 @@ class Suite(Evaluation[Cell]):
         super().__init__(options, models)
         self.tasks = tasks_of(options.benchmarks)
         self.folder = Path(options.samples) if options.samples else default_folder()
-        self._reader: tuple[str, Any] = ("", None)  # of one model: the others are not in memory
+        self._reader: tuple[str, Any] = ("", None)  # of the only model in memory
         self._last: tuple[tuple[Any, ...], Any] = ((), None)
         self._sizes: dict[tuple[str, str], list[int]] = {}
         for model in models:
             if (longest := max(options.lengths)) > (max_length := self.reader_of(model).max_length):
                 raise ValueError(
                     f"{model.name} reads {max_length:,} tokens at most, and prompts of {longest:,} would be cut: give "
-                    "it --lengths within that, in an --output of its own; a report shows both."
+                    "it --lengths within that, with a separate --output; a report shows both."
                 )
         by_length = sorted(self.items(), key=lambda cell: -cell.length)
         shortest = {(cell.model.name, cell.task): cell for cell in by_length}
-        for cell in shortest.values():  # what cannot be had is refused before anything is measured
+        for cell in shortest.values():  # refuses missing texts before anything is measured
             self._load(cell)
         self._check_longest()
 
@@ -113,14 +113,14 @@ class Suite(Evaluation[Cell]):
         return record
 
     def _check_longest(self) -> None:
-        """Refuses prompts that a model would cut, before anything is measured. Looks at those near its limit."""
+        """Refuses prompts that a model would cut, before anything is measured. Checks lengths near its limit."""
         for cell in self.items():
             if cell.length + MOST_ANSWER_TOKENS > self.reader_of(cell.model).max_length:
                 task = self._load(cell)
                 self._check_room(cell, task, self._documents(cell, task)[0])
 
     def reader_of(self, evaluated: EvaluatedModel) -> Any:
-        """The model as the harness knows it."""
+        """Returns the harness's wrapper of the model."""
         if evaluated.name != self._reader[0]:
             self._reader = ("", None)  # before the next model is loaded
             reader = StockLM if evaluated.segment_length is None else CondenseLM
@@ -129,7 +129,7 @@ class Suite(Evaluation[Cell]):
         return self._reader[1]
 
     def _load(self, cell: Cell) -> Any:
-        """The task with its texts; that of the cell before is kept."""
+        """Returns the task with its texts; the previous cell's task is cached."""
         made = BENCHMARKS[cell.benchmark].lengths is not None
         key = (cell.model.name, cell.task, cell.length if made else None)
         if key != self._last[0]:
@@ -140,7 +140,7 @@ class Suite(Evaluation[Cell]):
         return self._last[1]
 
     def _documents(self, cell: Cell, task: Any) -> tuple[list[int], Record]:
-        """The documents of a cell, and its record without samples."""
+        """Returns the documents of a cell, and its record without samples."""
         documents, left_out = list(range(len(task.eval_docs))), ""
         record: Record = {"documents": len(documents), "samples": []}
         if cell.benchmark == "ruler" and (reached := longest_sample(task)) < FILLED * cell.length:
@@ -153,7 +153,7 @@ class Suite(Evaluation[Cell]):
         return documents[: self.options.num_prompts], record | {"left_out": left_out}
 
     def _sizes_of(self, cell: Cell, task: Any) -> list[int]:
-        """The tokens of the prompt of each document, counted once for a model and a task."""
+        """Returns the tokens of each document's prompt, counted once for a model and a task."""
         key, documents = (cell.model.name, cell.task), range(len(task.eval_docs))
         if key not in self._sizes:
             sizes = dict.fromkeys(documents, 0)
@@ -163,7 +163,7 @@ class Suite(Evaluation[Cell]):
         return self._sizes[key]
 
     def _check_room(self, cell: Cell, task: Any, documents: Sequence[int]) -> dict[int, int]:
-        """The tokens of the prompt of each document. Raises `ValueError` where the harness would cut one."""
+        """Returns the tokens of each document's prompt. Raises `ValueError` if the harness would cut one."""
         reader, tokens = self.reader_of(cell.model), dict[int, int]()
         for request in requests_of(task, cell.model.tokenizer, documents, reader.max_gen_toks):
             tokens[request.document] = request.prompt_tokens
@@ -176,7 +176,7 @@ class Suite(Evaluation[Cell]):
         return tokens
 
     def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
-        """`cells` with their scores, `means` by benchmark over the samples of its tasks, and what was `left_out`."""
+        """Returns scored `cells`, `means` by benchmark over its tasks' samples, and what was `left_out`."""
         cells = [{"benchmark": cell.benchmark, **self.key(cell), **record} for cell, record in measured]
         for cell in cells:
             cell |= _score(cell["samples"])
@@ -209,7 +209,7 @@ class Suite(Evaluation[Cell]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """Of each benchmark the mean of its lengths."""
+        """Returns the mean over lengths for each benchmark."""
         found = []
         for (model, name), means in groups_of(results["means"], "model", "benchmark").items():
             value = 100 * sum(mean["score"] for mean in means) / len(means)
@@ -222,7 +222,7 @@ class Suite(Evaluation[Cell]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """Benchmarks by length, the tasks of each of them, and what was left out."""
+        """Returns tables of benchmarks by length, of each one's tasks, and of what was left out."""
         made = [_table("means of the tasks", "benchmark", results["means"], results["lengths"])]
         for (name,), cells in groups_of(results["cells"], "benchmark").items():
             made.append(_table(name, "task", cells, results["lengths"]))
@@ -234,7 +234,7 @@ class Suite(Evaluation[Cell]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """A panel for each benchmark: the mean score against length."""
+        """Draws a panel for each benchmark: the mean score against length."""
         names = [name for (name,) in groups_of(results["means"], "benchmark")] or ["nothing measured"]
         with picture(path, columns=len(names), figsize=(4 * len(names), 3.2), squeeze=False) as panels:
             for axes, name in zip(panels[0], names, strict=True):
@@ -252,7 +252,7 @@ class Suite(Evaluation[Cell]):
 
 
 def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and 95 % interval (bootstrap over samples); None without samples."""
+    """Returns mean and 95 % interval (bootstrap over samples); None without samples."""
     scores = [sample["score"] for sample in samples]
     low, high = bootstrap(scores) if scores else (None, None)
     return {
@@ -265,7 +265,7 @@ def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _table(title: str, name: str, cells: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
-    """A line for each model and `name`, a column for each length: the score and the number of prompts."""
+    """Returns a table by model and `name`, and by length: the score and the number of prompts."""
     rows = []
     for (model, one), own in groups_of(cells, "model", name).items():
         by_length = {cell["length"]: cell for cell in own if cell["prompts"]}

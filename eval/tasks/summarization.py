@@ -1,13 +1,13 @@
 """Summaries by the model's own decoding, scored with ROUGE by length of the document (table II, figures 9, 11, 12).
 
-The prompt is that of training (appendix D), in a chat as the message of a user. A summary ends at an end-of-sequence
-token, in a chat also at the end of the turn, or after the most tokens that are allowed. It is sampled at a low
-temperature from the whole vocabulary, one token after another: top-k, top-p, beams and penalties of a checkpoint's own
-generation_config are not used, so that all models decode alike.
+The prompt is the one from training (appendix D), in a chat as a user's message. A summary ends at an end-of-sequence
+token, at the end of the turn in a chat, or at the token limit. It is sampled token by token at a low temperature from
+the whole vocabulary. The top-k, top-p, beams and penalties of a checkpoint's generation_config are not used, so all
+models decode alike.
 
-`corpus` reads the documents and `rouge` is the metric. All models get the same documents in the same batches. The
-bucket of a document depends on its own tokens, without the frame of the prompt, as the tokenizer of the first model
-makes them: so the rows of a table compare the same documents. A bucket holds low <= tokens < high.
+`corpus` reads the documents and `rouge` is the metric. All models get the same documents in the same batches. Buckets
+(low <= tokens < high) go by a document's own tokens, without the prompt's frame. The first model's tokenizer counts
+them, so that the rows of a table compare the same documents.
 
 Axes: B rows, N columns of the prompts.
 """
@@ -42,7 +42,7 @@ BUCKETS = {"0-512": (0, 512), "512-1024": (512, 1024), "1024+": (1024, np.inf), 
 
 
 class Batch(NamedTuple):
-    """A batch of documents for one model. Its random numbers depend on the seed and its own number."""
+    """A batch of documents for one model. Its random numbers depend on the seed and `number`."""
 
     model: EvaluatedModel
     number: int
@@ -51,9 +51,9 @@ class Batch(NamedTuple):
 
 
 class Summarization(Evaluation[Batch]):
-    """The documents of a batch are measured at once and kept as one record. Sets the global seed of torch.
+    """Measures a batch of documents at once and stores it as one record. Sets torch's global seed.
 
-    At temperature 0 a summary is that of the likeliest tokens; above 0 the sampled tokens depend on the batch.
+    Temperature 0 picks the likeliest tokens; above 0 the sampled tokens depend on the batch.
     """
 
     kind = "summarization"
@@ -66,7 +66,7 @@ class Summarization(Evaluation[Batch]):
 
     @classmethod
     def load(cls, options: SummarizationOptions) -> "Summarization":
-        Rouge()  # a missing package is an error before anything is loaded
+        Rouge()  # fails for a missing package before anything is loaded
         source = find_source(options.data, options.text_field, options.summary_field)
         models, chosen = cls.load_models(options), (options.num_documents, options.longest, options.bad_documents)
         return cls(options, models, read_corpus(source, models[0].tokenizer, *chosen))
@@ -94,7 +94,7 @@ class Summarization(Evaluation[Batch]):
         return {"model": item.model.name, "batch": item.number}
 
     def measure(self, item: Batch) -> Record:
-        """`documents`: of each its length, the reference, the prediction and their ROUGE F1."""
+        """Returns `documents`, each with its length, the reference, the prediction and their ROUGE F1."""
         answers = summarize(item.model, [document.text for document in item.documents], self.options, item.number)
         scored, chat = zip(item.documents, item.num_tokens, answers, strict=True), item.model.name in self.options.chat
         return {"documents": [{"chat": chat, **_score(self.rouge, *one)} for one in scored]}
@@ -108,7 +108,7 @@ class Summarization(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """ROUGE of all documents together."""
+        """Returns the ROUGE over all documents."""
         return [
             Figure(
                 cell["model"],
@@ -127,9 +127,9 @@ class Summarization(Evaluation[Batch]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """Table II, models and buckets below each other; then the documents that were left out, if there are any.
+        """Returns table II, by model and bucket, then the documents that were left out, if any.
 
-        The paper's rows follow where documents, temperature and length of the summaries are its own.
+        The paper's rows follow if documents, temperature and summary length match the paper's.
         """
         first = results["models"][0]["name"]
         rows = []
@@ -151,7 +151,7 @@ class Summarization(Evaluation[Batch]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """A panel per metric: bars of all models side by side in each bucket, with their intervals."""
+        """Draws a panel per metric: bars of all models side by side in each bucket, with their intervals."""
         names = [model["name"] for model in results["models"]]
         cells = {(cell["model"], cell["bucket"]): cell for cell in results["cells"]}
         counts = [cells[names[0], bucket]["documents"] for bucket in BUCKETS]
@@ -184,14 +184,14 @@ def _score(rouge: Rouge, document: Document, num_tokens: int, answer: tuple[str,
 def summarize(
     evaluated: EvaluatedModel, texts: Sequence[str], options: SummarizationOptions, number: int = 0
 ) -> list[tuple[str, int]]:
-    """The summaries of batch `number`, each with the number of its tokens, the end not counted.
+    """Returns the summaries of batch `number`, each with its number of tokens, not counting the end.
 
-    Raises `ValueError` where neither model nor tokenizer has a token that ends a text.
+    Raises `ValueError` if neither model nor tokenizer has an end-of-text token.
     """
     tokenizer, chat = evaluated.tokenizer, evaluated.name in options.chat
     ends = end_tokens(evaluated.model, tokenizer, chat)
     if not ends:
-        raise ValueError(f"{evaluated.source} has no token that ends a text: set its tokenizer's eos token.")
+        raise ValueError(f"{evaluated.source} has no end-of-text token: set its tokenizer's eos token.")
     prompts = [prompt_of(tokenizer, text, chat) for text in texts]
     torch.manual_seed(int(np.random.SeedSequence([options.seed, number]).generate_state(1)[0]))
     sampling: dict[str, Any] = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}
@@ -200,7 +200,7 @@ def summarize(
 
 
 def prompt_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """The tokens of the prompt for a summary of a text."""
+    """Returns the tokens of the summary prompt for a text."""
     return chat_ids(tokenizer, prompt_text(text)) if chat else prompt_ids(tokenizer, text)
 
 
@@ -209,9 +209,9 @@ def bucket_of(num_tokens: int) -> str:
 
 
 def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By model and bucket: means over documents, with `_low` and `_high` of the 95 % bootstrap interval.
+    """Returns means over documents by model and bucket, with `_low` and `_high` of the 95 % bootstrap interval.
 
-    The values are None where a bucket is empty; one document has a mean and no interval.
+    Values are None if a bucket is empty; a single document has a mean without an interval.
     """
     cells = []
     for (name, chat), own in groups_of(documents, "model", "chat").items():
@@ -230,7 +230,7 @@ def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _figure(cell: dict[str, Any], metric: str, with_interval: bool = True) -> str:
     mean, low, high = (cell.get(f"{metric}{suffix}") for suffix in ("", "_low", "_high"))
-    if mean is None:  # an empty bucket, or results of a version without this metric
+    if mean is None:  # an empty bucket, or results from before this metric
         return ""
     return f"{mean:.4f} ({low:.3f} to {high:.3f})" if with_interval and low is not None else f"{mean:.4f}"
 

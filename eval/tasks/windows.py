@@ -17,13 +17,13 @@ from condense.training.recipe import Source
 
 from ..decoding import reads_in_parts
 
-TOKENS_AT_ONCE = 2**16  # of the windows that are read together
-TOKENS_IN_FLOAT32 = 1024  # whose logits are copied at once
-BINS = 32  # of the position in the segment, in pictures
+TOKENS_AT_ONCE = 2**16  # in the windows that are read together
+TOKENS_IN_FLOAT32 = 1024  # logits copied at once
+BINS = 32  # for the position in the segment, in pictures
 
 
 class Window(NamedTuple):
-    """`size` segments of a text from `first` on: S of them, or fewer at the text's end."""
+    """A window of `size` segments of a text from `first` on: S of them, or fewer at the text's end."""
 
     text: int
     first: int
@@ -33,9 +33,9 @@ class Window(NamedTuple):
 def read_texts(
     tokenizer: Any, data: Sequence[str], max_tokens: int | None = None, text_field: str = "text"
 ) -> list[torch.Tensor]:
-    """The token ids [N] of each document in files or glob patterns (.txt, .jsonl, .parquet), up to `max_tokens`.
+    """Returns the token ids [N] of each document in files or globs (.txt, .jsonl, .parquet), up to `max_tokens`.
 
-    Raises `ValueError` for a broken document, and where there is none.
+    Raises `ValueError` for a broken document, or if there is none.
     """
     reader = read_documents([Source(files=files, text=text_field) for files in data], with_summaries=False)
     texts, num_tokens = list[torch.Tensor](), 0
@@ -51,7 +51,7 @@ def read_texts(
 
 
 def plan_windows(texts: Sequence[torch.Tensor], num_segments: int, segment_length: int) -> list[Window]:
-    """A window at every segment of texts [N]. Raises `ValueError` where no text has S segments and one more token."""
+    """Returns windows at every segment of texts [N]. Raises `ValueError` if no text has S segments and a token."""
     sizes = [(len(text) - 1) // segment_length for text in texts]
     windows = [
         Window(text, first, min(num_segments, size - first))
@@ -69,9 +69,9 @@ def plan_windows(texts: Sequence[torch.Tensor], num_segments: int, segment_lengt
 
 
 def paired(windows: Sequence[Window], num_segments: int) -> np.ndarray:
-    """[W, S], true for segments that have windows with every number of segments before them.
+    """Returns [W, S], true for segments that have windows with every number of segments before them.
 
-    In each column the order of the windows is that of the segments, so the true entries of two columns are pairs.
+    Windows are in the order of the segments in each column, so the true entries of two columns are pairs.
     """
     first_W1 = np.array([window.first for window in windows])[:, None]
     size_W1 = np.array([window.size for window in windows])[:, None]
@@ -82,15 +82,15 @@ def paired(windows: Sequence[Window], num_segments: int) -> np.ndarray:
 def paired_losses(
     model: Any, texts: Sequence[torch.Tensor], num_segments: int, segment_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of the n segments that have windows with every number of segments before them, the losses [n, S, L] with 0 to
-    S - 1 segments before, and the text [n] that each belongs to."""
+    """Returns losses [n, S, L] with 0 to S - 1 segments before, and each segment's text [n], for the n segments that
+    have windows with every number of segments before them."""
     windows = plan_windows(texts, num_segments, segment_length)
     at_once = max(1, TOKENS_AT_ONCE // (num_segments * segment_length))
     batches = [windows[first : first + at_once] for first in range(0, len(windows), at_once)]
     loss_WSL = np.concatenate([window_losses(model, texts, one, num_segments, segment_length) for one in batches])
     counted_WS = paired(windows, num_segments)
     loss_nSL = np.stack([loss_WSL[counted_WS[:, column], column] for column in range(num_segments)], axis=1)
-    # The windows of the first column begin at the segments that are predicted.
+    # The windows of the first column begin at the predicted segments.
     text_W = np.array([window.text for window in windows])
     return loss_nSL, text_W[counted_WS[:, 0]]
 
@@ -98,7 +98,7 @@ def paired_losses(
 def window_losses(
     model: Any, texts: Sequence[torch.Tensor], windows: Sequence[Window], num_segments: int, segment_length: int
 ) -> np.ndarray:
-    """The losses [W, S, L] of a batch of windows; 0 where a window has fewer segments."""
+    """Returns the losses [W, S, L] of a batch of windows; 0 beyond the segments of a shorter window."""
     longest = max(window.size for window in windows)
     ids_WN = torch.zeros(len(windows), longest * segment_length + 1, dtype=torch.long)
     for row_N, (text, first, size) in zip(ids_WN, windows, strict=True):
@@ -112,10 +112,10 @@ def window_losses(
 
 @torch.no_grad()
 def segment_losses(model: Any, ids_WN: torch.Tensor, segment_length: int) -> np.ndarray:
-    """Cross-entropies [W, S, L] in nats of tokens 1 to S * L of texts [W, S * L + 1].
+    """Returns cross-entropies [W, S, L] in nats of tokens 1 to S * L of texts [W, S * L + 1].
 
-    The model reads the texts segment by segment, so that the logits of one segment are in memory at once. One that
-    does not read in parts reads each text in one call.
+    The model reads texts segment by segment, so that only one segment's logits are in memory. Models that can't read in
+    parts read each text in one call.
     """
     if not reads_in_parts(model):
         loss_WN = np.stack([_text_losses(model, ids_N.to(model.device)) for ids_N in ids_WN])
@@ -135,7 +135,7 @@ def _read_segment(model: Any, part_WL1: torch.Tensor, cache: Any) -> tuple[torch
 
 
 def _text_losses(model: Any, ids_N: torch.Tensor) -> np.ndarray:
-    """The losses [N - 1] of one text."""
+    """Returns the losses [N - 1] of one text."""
     logits_NV = model(ids_N[None, :-1], use_cache=False).logits[0]
     losses = zip(logits_NV.split(TOKENS_IN_FLOAT32), ids_N[1:].split(TOKENS_IN_FLOAT32), strict=True)
     return torch.cat([_losses(logits_LV, target_L) for logits_LV, target_L in losses]).cpu().numpy()
@@ -147,7 +147,7 @@ def _losses(logits_LV: torch.Tensor, target_L: torch.Tensor) -> torch.Tensor:
 
 
 def by_position(values_L: np.ndarray) -> tuple[np.ndarray, list[float]]:
-    """For a picture: the middles of at most `BINS` parts of a segment, and the means over each."""
+    """Returns the middles of at most `BINS` parts of a segment and the means over each, for a picture."""
     length, size = len(values_L), -(-len(values_L) // BINS)
     starts = np.arange(0, length, size)
     middles = starts + (np.minimum(starts + size, length) - starts - 1) / 2

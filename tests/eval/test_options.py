@@ -157,8 +157,8 @@ def test_spellings_are_read_and_written_alike(spelling, value, text):
     assert spelling.write(value) == text and spelling.parse(text) == value
 
 
-WRONG = [(percentages, "is no percentage", text) for text in ("half", "0,101", "-1")]
-WRONG += [(numbers, "is no positive whole number", text) for text in ("", "1k,,2k", "0", "-3", "2.5k", "many")]
+WRONG = [(percentages, "is not a percentage", text) for text in ("half", "0,101", "-1")]
+WRONG += [(numbers, "is not a positive whole number", text) for text in ("", "1k,,2k", "0", "-3", "2.5k", "many")]
 
 
 @pytest.mark.parametrize(("parse", "message", "text"), WRONG)

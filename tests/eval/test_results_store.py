@@ -89,5 +89,5 @@ def test_lines_that_are_no_records_are_named(tmp_path, line):
     ResultsStore(tmp_path / "x.jsonl", SETTINGS)
     with (tmp_path / "x.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(ValueError, match=r"x\.jsonl is damaged, its lines are no records: delete it, or pass"):
+    with pytest.raises(ValueError, match=r"x\.jsonl is damaged, its lines are not records: delete it, or pass"):
         ResultsStore(tmp_path / "x.jsonl", SETTINGS)

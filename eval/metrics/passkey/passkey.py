@@ -1,4 +1,4 @@
-"""The share of answers that give the passkey, as `condense eval passkey` counts them."""
+"""The share of answers with the right passkey, counted as in `condense eval passkey`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from condense.eval.tasks.passkey import first_number
 
 
 class PasskeyAccuracy(evaluate.Metric):
-    """`compute` returns `accuracy` from 0 to 1: an answer counts if it begins with the key, digit by digit."""
+    """`compute` returns `accuracy` from 0 to 1: an answer counts if it begins with exactly the key's digits."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(

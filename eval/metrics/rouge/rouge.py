@@ -1,4 +1,4 @@
-"""Mean ROUGE F1 over summaries, as `condense eval summarization` scores them."""
+"""Mean ROUGE F1 over summaries, scored as in `condense eval summarization`."""
 
 from statistics import fmean
 from typing import Any

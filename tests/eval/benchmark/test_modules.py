@@ -91,7 +91,7 @@ def test_files(output):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"modes": ["prefill"]}, "a table by module is of a training step"),
+        ({"modes": ["prefill"]}, "a table by module shows a training step"),
         ({"kinds": ["mamba"]}, r"kinds=\['mamba'\]"),
         ({"schedules": True}, "leave out --schedules"),
     ],

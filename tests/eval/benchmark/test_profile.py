@@ -148,7 +148,7 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
             r"kinds=\['mamba'\]: choose from folded, stock, stock_chunked_loss, sliding_w",
         ),
         ({"modes": ["sleeping"]}, r"modes=\['sleeping'\]"),
-        ({"snapshots": True}, "snapshots are the CUDA allocator's"),
+        ({"snapshots": True}, "snapshots come from the CUDA allocator"),
     ],
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):

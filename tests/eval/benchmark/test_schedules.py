@@ -177,7 +177,7 @@ def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
         (["--kinds", "folded"], "--schedules compares a folded model with itself: leave out --kinds"),
         (["--checkpointing", "on", "--snapshots"], "leave out --checkpointing, --snapshots"),
         (["--modes", "prefill,decoding"], r"modes=\['decoding'\]: .* choose from training, prefill"),
-        (["--segment-length", "0"], "'0' is no positive whole number"),
+        (["--segment-length", "0"], "'0' is not a positive whole number"),
     ],
 )
 def test_mistakes_are_named(llama, tmp_path, options, words):

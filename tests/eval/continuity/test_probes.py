@@ -293,7 +293,7 @@ def test_own_data(folder, tmp_path, undrawn):
 def test_files_that_are_not_written_are_not_named(folder, tmp_path):
     """The model does not know the words: no record is valid, so there is nothing to list and to draw."""
     _, shown = probed(tmp_path, "counting", folder / "stories", options=["--limit", 1])
-    assert shown.endswith(f"{tmp_path}/probe_counting.json alone: nothing was measured\n")
+    assert shown.endswith(f"{tmp_path}/probe_counting.json only: nothing was measured\n")
     written = {path.name for path in tmp_path.glob("probe_*")}
     assert written == {"probe_counting.json", "probe_counting.records.jsonl"}
 

@@ -134,7 +134,7 @@ def test_shares_of_the_output_in_the_memory(start, tmp_path):
     [
         (("1", "2"), "from 0 to 1"),
         (("1", "half"), "'half': pass a number"),
-        (("0.2",), "name 1 too"),
+        (("0.2",), "add 1, the fold"),
         (("1", "1.0"), "name each once"),
     ],
 )

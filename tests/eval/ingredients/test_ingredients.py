@@ -169,7 +169,7 @@ def test_questions(compared):
     [
         ({"ingredients": ("rotary", "magic")}, r"\['magic'\] are not known: choose from rotary"),
         ({"ingredients": ("folded", "folded")}, "names folded twice"),
-        ({"ingredients": ("rotary", "jitter")}, "jitter is compared with its twin folded: name folded, too"),
+        ({"ingredients": ("rotary", "jitter")}, "jitter is compared with its twin folded: add folded"),
         ({"steps": 10}, "steps=10: one model has a quarter of them; pass a multiple of four"),
         ({"segment_length": 21}, "segment_length=21: a text has up to 40 tokens.*pass 20 or less"),
         ({"learning_rate": 0}, "a learning rate of 0"),

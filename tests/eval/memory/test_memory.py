@@ -144,7 +144,7 @@ def test_the_fold_is_loaded_with_its_segments(compared):
         ({"segments_held_out": 5, "segments_before": 5}, "no segment has segments_before=5 before it"),
         ({"width": 40}, "width=40: heads are 32 wide"),
         ({"memories": ("folded", "folded")}, "names folded twice"),
-        ({"total_length": 20}, "total_length=20: pass a multiple of segment_length=8, at least two of them"),
+        ({"total_length": 20}, "total_length=20: pass a multiple of segment_length=8, at least twice as much"),
         ({"learning_rate": 0}, "a learning rate of 0"),
     ],
 )

@@ -85,7 +85,7 @@ def test_what_is_right():
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('{"prompt": "a cat"}', r"mine\.jsonl:2: missing field \('answer'; there are 'prompt': name the right ones"),
+        ('{"prompt": "a cat"}', r"mine\.jsonl:2: missing field \('answer'; there are 'prompt': name the right fields"),
         ('{"prompt": 3, "answer": "a"}', "wrong type .*'prompt' is int, not text"),
         ('{"prompt": "a", "answer": {"a": 1}}', "wrong type .*'answer' is neither text, nor a number"),
         ('{"prompt": "a", "answer": []}', "empty prompt or answer"),

@@ -264,8 +264,8 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
     ("changed", "words"),
     [
         ({"--segments": "0"}, "segment 0 is the first and has no memory"),
-        ({"--segments": "2,14"}, "the longest of 2 texts has 113 tokens, and the last of the segments ends at 120"),
-        ({"--segments": "1;2"}, "'1;2' is no whole number"),
+        ({"--segments": "2,14"}, "the longest of 2 texts has 113 tokens, and the last segment ends at 120"),
+        ({"--segments": "1;2"}, "'1;2' is not a whole number"),
         ({"--layers": "0,3"}, "folded has no layer 3: it has 3, counted from 0"),
         ({"--heads": "4"}, "folded has no head 4"),
         ({"--prompt-file": "nowhere.txt"}, "nowhere.txt"),
@@ -282,7 +282,7 @@ def test_models_of_another_kind_are_refused():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(ValueError, match="gpt is a 'gpt2': maps are made of folded models and of llama, mistral"):
+    with pytest.raises(ValueError, match="gpt is a 'gpt2': maps can be made for folded models and llama, mistral"):
         record_of(model, random_ids(1, 99)[0], "gpt", segment_length=8)
 
 

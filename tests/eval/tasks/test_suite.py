@@ -203,7 +203,7 @@ def test_a_generator_that_would_not_end_is_refused(root):
 
 
 def test_texts_that_cannot_be_had(root):
-    with pytest.raises(ValueError, match=r"the texts of graphwalks_1M cannot be had .* openai/graphwalks"):
+    with pytest.raises(ValueError, match=r"the texts of graphwalks_1M can.t be loaded .* openai/graphwalks"):
         Suite.load(options(root, benchmarks=["graphwalks_1M"]))
 
 

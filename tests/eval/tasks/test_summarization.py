@@ -297,7 +297,7 @@ def test_chats_that_cannot_be_are_refused_before_a_model_is_loaded(folded, chat,
 def test_a_model_without_an_end_is_refused(stock):
     evaluated = load_evaluated(str(stock))
     evaluated.model.generation_config.eos_token_id = evaluated.tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"no token that ends a text"):
+    with pytest.raises(ValueError, match=r"no end-of-text token"):
         summarization.summarize(evaluated, ["a cat"], GREEDY)
 
 

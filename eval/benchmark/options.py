@@ -46,7 +46,7 @@ class ProfileOptions(Options):
         Sequence[str] | None,
         Option(
             "For a Llama's shape: folded, stock, stock_chunked_loss, sliding_window, separated by commas. Default: the "
-            "first two. Other models are always stock.",
+            "first two. Other models are stock.",
             spelling=NAMES,
         ),
     ] = None

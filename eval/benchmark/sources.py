@@ -1,6 +1,6 @@
 """The models that a profile names: shapes with random weights, and checkpoints, of any causal LM of transformers.
 
-A Llama's shape is measured in several kinds (`models.MODEL_KINDS`), every other model only as stock.
+A Llama's shape is measured in several kinds (`models.MODEL_KINDS`); see `ProfiledModel.kinds` for other models.
 """
 
 import hashlib

@@ -2,18 +2,17 @@
 
 Segments are divided into blocks of `block_length` tokens. There are two streams with the same weights:
 
-- The clean stream is the folded Llama: causal within the segment. Its keys and values are what blocks see of the text
-  before them, and its outputs are the memory of the next segment.
-- The noisy stream has the tokens of each block, some of them replaced by a mask. A noisy token sees the memory, the
-  clean tokens of the segment's earlier blocks, and all noisy tokens of its own block.
+- The clean stream is the folded Llama: causal within the segment. Blocks see its keys and values as the text before
+  them. Its outputs become the memory of the next segment.
+- The noisy stream reads the tokens of each block, some of them masked. A noisy token sees the memory, the clean tokens
+  of the segment's earlier blocks, and all noisy tokens of its own block.
 
-As in the Llama that the weights come from, a token's output predicts the token after it. So a block predicts the
-tokens after each of its own; the first of its own is always known, and the last that it predicts is no input of it.
-With blocks of one token nothing is masked, and the model is the autoregressive one.
+As in the original Llama, a token's output predicts the next token. So a block's first token is always known, and its
+last target isn't one of its inputs. With one-token blocks nothing is masked, and the model is autoregressive.
 
-The objective is the bound of absorbing diffusion on the log likelihood of a block of n tokens (MDLM), with its time
-integrated out: k of the n targets, k uniform in 1..n, are masked, and each masked target has the weight n / k. Since
-the last token of a block is no input of it, the bound is looser than with all of the block's tokens as inputs.
+The objective is the absorbing-diffusion bound on a block's log likelihood (MDLM), with time integrated out. Of n
+targets, k are masked, k uniform in 1..n, and each masked target has the weight n / k. The last predicted token isn't an
+input, so the bound is looser than with all tokens as inputs.
 
 Axes: B rows of a batch, N columns of an input, T tokens of a chunk, K keys, D hidden size, V vocabulary.
 """
@@ -36,13 +35,13 @@ from ..segmentation import Chunk, UnpaddedBatch, on_device
 from .block_generation import generate_blocks
 from .wrapper import cross_entropies
 
-ATTENTION = ("eager", "sdpa")  # those that take any mask
+ATTENTION = ("eager", "sdpa")  # these accept any mask
 
 
 class BlockDiffusionConfig(CondenseConfig):
-    """A `CondenseConfig` with `block_length`, the number of tokens that are written at a time.
+    """A `CondenseConfig` with `block_length`, the number of tokens written at a time.
 
-    Raises `ValueError` for a block that does not divide the segment, and for a model with a depth block.
+    Raises `ValueError` if the block does not divide the segment, or the model has a depth block.
     """
 
     model_type = "condense_block_diffusion"
@@ -57,11 +56,11 @@ class BlockDiffusionConfig(CondenseConfig):
                 "divisor of it."
             )
         if self.depth is not None:
-            raise ValueError("a model with a depth block has no block diffusion: convert the model with all layers.")
+            raise ValueError("a model with a depth block can't use block diffusion: convert the model with all layers.")
 
 
 class Corruption(NamedTuple):
-    """Which inputs of the noisy stream are masked, and the weight of each token's target in the bound."""
+    """The masked inputs of the noisy stream, and the weight of each token's target in the bound."""
 
     masked_BN: torch.Tensor
     weight_BN: torch.Tensor
@@ -70,10 +69,10 @@ class Corruption(NamedTuple):
     def draw(
         cls, target_BN: torch.Tensor, segment_length: int, block_length: int, generator: torch.Generator | None = None
     ) -> "Corruption":
-        """One draw for each block: of its n targets, k are masked, k uniform in 1..n; others have the weight 0.
+        """Draws once per block: of its n targets, k are masked, k uniform in 1..n; the others have weight 0.
 
-        `target_BN` is the token after each one, `IGNORE_INDEX` where there is none or where it is given, as in a
-        prompt: such a token is never masked. Draws are made on the host.
+        `target_BN` is the token after each one, or `IGNORE_INDEX` if it is missing or given, as in a prompt. Such a
+        token is never masked. Draws are made on the host.
         """
         batch_size, num_columns = target_BN.shape
         block_N = block_of(torch.arange(num_columns), segment_length, block_length)
@@ -81,7 +80,7 @@ class Corruption(NamedTuple):
         is_target_BN = (target_BN != IGNORE_INDEX).cpu()
         count_BJ = torch.zeros(batch_size, num_blocks).index_add_(1, block_N, is_target_BN.float())
         number_BJ = (torch.rand(batch_size, num_blocks, generator=generator) * count_BJ).floor() + 1
-        # The place of each target in a random order of its block, from 0; other tokens come after the targets.
+        # Each target's place in a random order of its block, from 0; other tokens come after the targets.
         order_BN = torch.rand(batch_size, num_columns, generator=generator, dtype=torch.float64) / 2
         order_BN = block_N + order_BN.masked_fill(~is_target_BN, 0.75)
         place_BN = order_BN.argsort(dim=1).argsort(dim=1) - torch.searchsorted(block_N, block_N)
@@ -94,14 +93,14 @@ class Corruption(NamedTuple):
 
 
 def block_of(index_N: torch.Tensor, segment_length: int, block_length: int) -> torch.Tensor:
-    """The number of the block that each token of a text belongs to."""
+    """Returns the number of the block that each token of a text belongs to."""
     per_segment = segment_length // block_length
     return index_N // segment_length * per_segment + index_N % segment_length // block_length
 
 
 @dataclass(frozen=True)
 class VisibleKeys(AttentionMask):
-    """A mask that is given: [T, K], true where a query sees a key."""
+    """A given mask [T, K], true if a query sees a key."""
 
     visible_TK: torch.Tensor | None = None
 
@@ -130,8 +129,8 @@ class RecordedKeyValues:
 class BlockDiffusionForCausalLM(CondenseForCausalLM):
     """`model(ids)` is the clean stream, a folded Llama; `model(ids, masked=...)` is the noisy one.
 
-    Made by `to_block_diffusion`. `generate` writes block by block. Training with longer blocks than one token does not
-    train the clean stream to predict: it is what blocks see.
+    Create it with `to_block_diffusion`. `generate` writes block by block. Training with blocks longer than one token
+    does not train the clean stream to predict; blocks only see it.
     """
 
     config: BlockDiffusionConfig
@@ -147,24 +146,24 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
 
     @classmethod
     def from_pretrained(cls, source, *model_args, **options):
-        """As `CondenseForCausalLM.from_pretrained`, of a model that was saved. Raises `ValueError` for a Llama."""
+        """Like `CondenseForCausalLM.from_pretrained`, for a saved model. Raises `ValueError` for a Llama."""
         try:
             return super().from_pretrained(source, *model_args, **options)
         except ValueError as error:
             if "mask_embedding" not in str(error):
                 raise
             raise ValueError(
-                f"{source} has no embedding of a mask: load it with CondenseForCausalLM.from_pretrained, convert it "
+                f"{source} has no mask embedding: load it with CondenseForCausalLM.from_pretrained, convert it "
                 "with to_block_diffusion, and train it."
             ) from error
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The implementation to use; raises `ValueError` for one that takes no masks but its own."""
+        """Returns the implementation to use; raises `ValueError` if it accepts only its own masks."""
         if requested_attention in (None, "auto"):
             return "sdpa"
         if requested_attention not in ATTENTION:
             raise ValueError(
-                f"attn_implementation={requested_attention!r} has no mask for blocks: choose one of "
+                f"attn_implementation={requested_attention!r} does not support block masks: choose one of "
                 f"{', '.join(ATTENTION)}."
             )
         return requested_attention
@@ -172,12 +171,13 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
     def forward(
         self, input_ids=None, masked: torch.Tensor | None = None, targets: torch.Tensor | None = None, **arguments: Any
     ) -> CondenseOutput:
-        """As `CondenseForCausalLM.forward`. With `masked` [B, N], boolean, the noisy stream over whole texts without
-        padding: `logits` [B, N, V] of the token after each one, where the inputs at `masked` are replaced by a mask.
-        With `targets` [B, N] too, no logits and the `loss` [n] of each target other than -100, in the order of
-        `targets[targets != -100]`, for a bounded number of logits at a time.
+        """Works like `CondenseForCausalLM.forward`. With `masked` [B, N], boolean, runs the noisy stream over whole
+        texts without padding, with the inputs at `masked` replaced by a mask. It returns `logits` [B, N, V] of the
+        token after each one. With `targets` [B, N] too, it returns no logits but the `loss` [n] of each
+        `targets[targets != -100]`, and holds a bounded number of logits at a time.
 
-        Raises `ValueError` for a mask at the first token of a block, and for arguments that the noisy stream has not.
+        Raises `ValueError` for a mask at a block's first token, and for arguments that the noisy stream does not
+        accept.
         """
         if masked is None:
             return super().forward(input_ids, **arguments)
@@ -187,7 +187,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         ]
         if given or (mask is not None and not bool(mask.all())):
             raise ValueError(
-                f"{', '.join(given) or 'padding'}: the noisy stream takes input_ids of texts of one length, and masked."
+                f"{', '.join(given) or 'padding'}: the noisy stream only accepts masked and input_ids of one length."
             )
         self._check_masked(input_ids, masked)
         hidden_BND = self.noisy_hidden(input_ids, masked)
@@ -206,7 +206,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         if bool(masked_BN[:, first_N.to(masked_BN.device)].any()):
             raise ValueError("masked is true at the first token of a block, which is always known: set it to false.")
         if self.model.gradient_checkpointing and self.training:
-            raise ValueError("block diffusion has no gradient checkpointing: set gradient_checkpointing=false.")
+            raise ValueError("block diffusion can't use gradient checkpointing: set gradient_checkpointing=false.")
 
     def noisy_hidden(self, input_ids_BN: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
         """The final hidden states [B, N, D] of the noisy stream."""
@@ -236,10 +236,10 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
     def look_ahead(
         self, token_BT: torch.Tensor, masked_BT: torch.Tensor, offset: int, seen: Sequence[Memory | None]
     ) -> torch.Tensor:
-        """Logits [B, T, V] of one block after the keys and values `seen` by each layer; nothing is stored.
+        """Returns logits [B, T, V] of one block after the keys and values `seen` by each layer; stores nothing.
 
-        `offset` is the place of the first token in its segment. A segment whose layers see more keys than `offset` has
-        a memory.
+        `offset` is the place of the first token in its segment. If layers see more keys than `offset`, the rest are
+        memory.
         """
         model, (batch_size, width) = self.model, token_BT.shape
         layers: Any = model.layers
@@ -263,27 +263,27 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         return self.lm_head(model.norm(hidden_BTD))
 
     def generate(self, inputs=None, generation_config=None, **options: Any):
-        """As transformers' `generate`, block by block: see `generate_blocks`."""
+        """Generates like transformers' `generate`, but block by block: see `generate_blocks`."""
         return generate_blocks(self, inputs, generation_config, **options)
 
 
 def likelihood_bound(
     model: Any, input_ids_BN: torch.Tensor, labels_BN: torch.Tensor, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """An unbiased estimate [B, N] of the bound on the negative log likelihood of the token after each one, in nats.
+    """Returns an unbiased estimate [B, N] of the bound on each next token's negative log likelihood, in nats.
 
-    `model` is a `BlockDiffusionForCausalLM`, or what trains one and calls it. The estimate of a single token is noisy:
-    it is 0 where the draw shows the token. With blocks of one token it is the negative log likelihood itself. Tokens
-    before the first label, such as a prompt, are given.
+    `model` is a `BlockDiffusionForCausalLM`, or a wrapper that trains one. The estimate of a single token is noisy: it
+    is 0 if the draw shows the token. With one-token blocks it is the negative log likelihood itself. Tokens before the
+    first label, such as a prompt, are given.
 
-    Raises `ValueError` for tokens without a label after one that has one: targets before them would see them.
+    Raises `ValueError` if an unlabelled token follows a labelled one: earlier targets would see it.
     """
     config = getattr(model, "module", model).config
     target_BN = next_labels(labels_BN)
     is_target_BN = target_BN[:, :-1] != IGNORE_INDEX
     if bool((is_target_BN[:, :-1] & ~is_target_BN[:, 1:]).any()):
         raise ValueError(
-            "a token without a label (-100) follows one that has a label: within a block, targets would see it before "
+            "a token without a label (-100) follows a labelled token: within a block, targets would see it before "
             "it is written. Label all tokens after the prompt."
         )
     corruption = Corruption.draw(target_BN, config.segment_length, config.block_length, generator)
@@ -296,12 +296,12 @@ def likelihood_bound(
 
 
 def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:
-    """[B, N]: the label of the token after each one; none for the last."""
+    """Returns the label [B, N] of the token after each one; the last has none."""
     return F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def visible_to_blocks(chunk: Chunk, block_length: int) -> torch.Tensor:
-    """[T, M + 2 T] for the keys [memory M ; clean T ; noisy T] of a chunk that begins its segment.
+    """The mask [T, M + 2 T] for the keys [memory M ; clean T ; noisy T] of a chunk that begins its segment.
 
     A noisy token sees the memory, the clean tokens of earlier blocks, and the noisy tokens of its own.
     """
@@ -312,10 +312,10 @@ def visible_to_blocks(chunk: Chunk, block_length: int) -> torch.Tensor:
 
 
 def to_block_diffusion(model: CondenseForCausalLM, block_length: int | None = None) -> BlockDiffusionForCausalLM:
-    """A block diffusion model with the weights (shared, not copied) of a folded Llama; the mask starts as the mean
-    embedding. `block_length` is the segment by default.
+    """Makes a block diffusion model from a folded Llama, sharing its weights; the mask starts as the mean embedding.
+    `block_length` is the segment by default.
 
-    Raises `ValueError` for a block that does not divide the segment, and for a model that can't have blocks.
+    Raises `ValueError` if the block does not divide the segment, or the model can't have blocks.
     """
     if isinstance(model, BlockDiffusionForCausalLM) or not isinstance(model, CondenseForCausalLM):
         raise ValueError(f"{type(model).__name__} can't be converted: pass a CondenseForCausalLM.")

@@ -1,4 +1,4 @@
-"""Generation block by block: the tokens of a block become known over a few evaluations, then the cache reads them.
+"""Block-by-block generation: a few evaluations determine a block's tokens, then the cache reads them.
 
 Axes: B rows, N tokens of a prompt, T tokens of a block, V vocabulary.
 """
@@ -14,7 +14,7 @@ from ..cache import FoldedCache
 from ..memory import Memory
 
 ORDERS = ("confidence", "random")
-# Options of transformers' generate that would change what is written, and that blocks do not have, when neutral.
+# Neutral values of options of transformers' generate that would change the text and that blocks do not support.
 REFUSED: dict[str, Any] = {
     "num_beams": 1, "num_return_sequences": 1, "prompt_lookup_num_tokens": None, "use_cache": True,
     "cache_implementation": None, "return_dict_in_generate": False, "repetition_penalty": 1.0,
@@ -36,18 +36,18 @@ def generate_blocks(
     streamer: Any = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The prompts [B, N] and after each the new tokens of a `BlockDiffusionForCausalLM`, in constant memory.
+    """Returns the prompts [B, N], each followed by its new tokens; memory is constant.
 
-    `max_denoising_steps` is the number of evaluations of a block; by default one for each of its tokens. Each makes an
-    equal share of the block's tokens known. `order` says which: any of them (`"random"`, the default with `do_sample`),
-    or those whose token has the highest probability (`"confidence"`, the default without). Sampled in that order, the
-    tokens do not follow the model's distribution: unlikely ones are drawn again. `temperature`, `top_k`, `top_p` and
-    the like act on each place of the block.
+    `max_denoising_steps` is the number of evaluations of a block, by default one per token. Each determines an equal
+    share of the block's tokens. `order` says which: `"random"` ones (the default with `do_sample`), or the most
+    probable (`"confidence"`, the default without). Sampling in confidence order does not follow the model's
+    distribution: unlikely tokens are drawn again. `temperature`, `top_k`, `top_p` and the like act on each place of the
+    block.
 
-    Where the prompt ends inside a block, the first block that is written is the rest of it. What is written after
-    `max_new_tokens` or an end-of-sequence token is cut. `streamer.put` receives whole blocks.
+    If the prompt ends inside a block, generation starts with the rest of that block. Text after `max_new_tokens` or an
+    end-of-sequence token is cut. `streamer.put` receives whole blocks.
 
-    Rows of a padded batch are generated one after the other. Raises `ValueError` for options that blocks do not have.
+    Rows of a padded batch are generated one after the other. Raises `ValueError` for unsupported options.
     """
     prompt_BN = inputs if input_ids is None else input_ids
     if prompt_BN is None or prompt_BN.dim() != 2 or not prompt_BN.numel():
@@ -63,7 +63,7 @@ def generate_blocks(
     if attention_mask is None or bool(attention_mask.all()):
         return torch.cat([prompt_BN, _generate(model, prompt_BN, settings, streamer)], dim=1)
     if len(empty := (attention_mask.sum(1) == 0).nonzero()):
-        raise ValueError(f"row {int(empty[0])} of the prompts is padding alone: leave the row out, or give it a token.")
+        raise ValueError(f"row {int(empty[0])} of the prompts is only padding: leave the row out, or give it a token.")
     rows = [
         _generate(model, row_N[mask_N.bool()][None], settings, streamer)[0]
         for row_N, mask_N in zip(prompt_BN, attention_mask, strict=True)
@@ -73,11 +73,11 @@ def generate_blocks(
 
 def _check(config: GenerationConfig, others: dict, steps: int | None, order: str, prompt_BN, streamer) -> None:
     if others:
-        raise ValueError(f"{', '.join(others)}: generation by blocks has no such argument; leave it out.")
+        raise ValueError(f"{', '.join(others)}: generation by blocks does not accept it; leave it out.")
     for name, neutral in REFUSED.items():
         value = getattr(config, name, neutral)
         if value not in (neutral, None):
-            raise ValueError(f"{name}={value!r}: generation by blocks has it not; leave it out.")
+            raise ValueError(f"{name}={value!r}: generation by blocks does not support it; leave it out.")
     if steps is not None and steps < 1:
         raise ValueError(f"max_denoising_steps={steps}: pass at least 1.")
     if order not in ORDERS:
@@ -87,7 +87,7 @@ def _check(config: GenerationConfig, others: dict, steps: int | None, order: str
 
 
 def _padding(config: GenerationConfig) -> int:
-    """The token after the end of a text: as in transformers, the first end token where there is no other."""
+    """The token after the end of a text: as in transformers, the first end token by default."""
     if config.pad_token_id is not None:
         return config.pad_token_id
     ends = config.eos_token_id
@@ -132,9 +132,9 @@ def _denoise(
     max_steps: int | None,
     order: str,
 ):
-    """The tokens [B, T] after the text `written_BN`, of which the cache has all but the last.
+    """Returns the tokens [B, T] after the text `written_BN`; the cache has all of it except the last token.
 
-    The block is read from its start, as in training: its own tokens that the prompt has are known.
+    The block is read from its start, as in training. Tokens that belong to the prompt are known.
     """
     offset = cache.positions.offsets[0] if cache.positions.offsets else 0
     num_known = offset % model.config.block_length + 1
@@ -161,14 +161,14 @@ def _denoise(
         chance_BT = probability_BTV.gather(2, drawn_BT[..., None])[..., 0]
         preference_BT = chance_BT if order == "confidence" else torch.rand_like(chance_BT)
         preference_BT = preference_BT.masked_fill(known_BT, -math.inf)
-        number = -(-int((~known_BT[0]).sum()) // (steps - step))  # all rows know equally many
+        number = -(-int((~known_BT[0]).sum()) // (steps - step))  # the same in all rows
         chosen_BT = torch.zeros_like(known_BT).scatter(1, preference_BT.topk(number, dim=1).indices, True)
         token_BT, known_BT = torch.where(chosen_BT, drawn_BT, token_BT), known_BT | chosen_BT
     return token_BT
 
 
 def _seen(model, cache: FoldedCache, start: int) -> list[Memory | None]:
-    """What each layer sees of the text in the cache: its memory, and the current segment up to a block's start."""
+    """Returns what each layer sees of the cached text: its memory and the current segment up to a block's start."""
     length = model.config.segment_length
     first = 0 if cache.positions.segments and cache.positions.segments[0] else length
     if first == length + start:

@@ -1,4 +1,4 @@
-"""A cache for models that read a token later than it is given to them.
+"""A cache for models that read a token later than they receive it.
 
 Axes: B rows of a batch, N columns of an input (padding included), D hidden size.
 """
@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 
 
 class LateCache(Cache):
-    """The state of one or more base models, and the tokens that some of them have not read yet.
+    """The state of one or more base models, and the tokens that not all of them have read.
 
-    A base model reads all of its unread tokens in one call, when its output is needed.
+    A base model reads all its unread tokens in one call when its output is needed.
     """
 
     def __init__(self, num_bases: int):
@@ -24,7 +24,7 @@ class LateCache(Cache):
         self.last_hidden_BD: torch.Tensor | None = None  # of a model with several heads: where its block starts
 
     def add(self, ids_BN: torch.Tensor) -> None:
-        """Takes further tokens. Raises `ValueError` where the cache holds another number of texts."""
+        """Adds tokens. Raises `ValueError` if the cache holds a different number of texts."""
         if self.kept_BN is None:
             self.kept_BN = ids_BN[:, :0]
         if len(self.kept_BN) != len(ids_BN):
@@ -35,11 +35,11 @@ class LateCache(Cache):
         self.kept_BN = torch.cat([self.kept_BN, ids_BN], dim=1)
 
     def num_unread(self, number: int) -> int:
-        """Columns that a base model has not read."""
+        """Returns the number of columns that a base model has not read."""
         return self.get_seq_length() - self.num_read[number]
 
     def read(self, number: int, base: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Lets a base model read its unread tokens: the final hidden state [B, D] at the last column.
+        """Makes a base model read its unread tokens; returns the final hidden state [B, D] at the last column.
 
         attention_mask [B, all columns so far].
         """
@@ -56,5 +56,5 @@ class LateCache(Cache):
         return output.last_hidden_state[:, -1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of input given, padding included."""
+        """Returns the number of input columns so far, padding included."""
         return self.num_dropped + (0 if self.kept_BN is None else self.kept_BN.shape[1])

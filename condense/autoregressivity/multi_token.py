@@ -1,4 +1,4 @@
-"""Several output heads, one for each of the next k tokens: a text is written k tokens a step.
+"""Several output heads, one for each of the next k tokens: each step writes k tokens.
 
 Axes: B rows of a batch, N columns of an input (padding included), k heads, D hidden size, V vocabulary.
 """
@@ -18,7 +18,7 @@ Supervised = Literal["all_heads", "first_head", "as_generated"]
 
 
 class MultiTokenConfig(WrapperConfig):
-    """`num_tokens`: the heads, and the tokens that are written in a step."""
+    """`num_tokens` is the number of heads, and of tokens written per step."""
 
     model_type = "condense_multi_token"
 
@@ -27,16 +27,16 @@ class MultiTokenConfig(WrapperConfig):
 
 @dataclass
 class MultiTokenOutput(WrapperOutput):
-    """`future_logits` [B, N, k - 1, V] are those of heads 2 to k, where they are asked for."""
+    """`future_logits` [B, N, k - 1, V] are the logits of heads 2 to k, on request."""
 
     future_logits: torch.Tensor | None = None
 
 
 class MultiTokenForCausalLM(WrapperForCausalLM):
-    """A base model whose own head predicts the next token, and k - 1 further heads those after it.
+    """A base model whose own head predicts the next token, with k - 1 further heads for the tokens after it.
 
-    All heads read the final hidden state of the same token, so tokens of one step do not know each other. `generate`
-    is that of transformers for greedy decoding and sampling; the base runs once in k tokens.
+    All heads read the final hidden state of the same token, so tokens of one step do not see each other. `generate` is
+    the one from transformers, greedy or sampling; the base runs once per k tokens.
     """
 
     config_class = MultiTokenConfig
@@ -51,11 +51,11 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
 
     @classmethod
     def from_base(cls, base: Any, num_tokens: int) -> "MultiTokenForCausalLM":
-        """The model around `base` (shared, not copied), whose further heads are zero: they predict all tokens equally.
+        """Wraps `base` (shared, not copied); the further heads are zero, so they predict all tokens equally.
 
-        Zeros draw no random number and leave a trained base as it is, while heads that are confident of the wrong
-        tokens, such as copies of its own, would first change what it has learned. Raises `ValueError` for fewer than
-        one token, and for a model that is a wrapper already.
+        Zeros need no random numbers and leave a trained base intact. Heads that are confident of the wrong tokens, such
+        as copies of its own, would first change what it has learned. Raises `ValueError` for fewer than one token, and
+        for a model that is already a wrapper.
         """
         if num_tokens < 1:
             raise ValueError(f"num_tokens={num_tokens}: write at least 1 token a step.")
@@ -89,18 +89,18 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
     ) -> MultiTokenOutput:
         """input_ids [B, N] and attention_mask [B, N], 0 at padding, on either side.
 
-        labels [B, N]: `loss` is the mean cross-entropy over all pairs of a token that reads and a head whose target
-        lies in the text or, with `num_items_in_batch`, the sum divided by it. `supervised="first_head"` takes only next
-        tokens, `"as_generated"` only the heads of tokens 0, k, 2k, ... of each text: each target once, by the head
-        that writes it. No logits are returned with a loss.
+        labels [B, N]: `loss` is the mean cross-entropy over all tokens and heads whose target lies in the text. With
+        `num_items_in_batch` it is the sum divided by it. `supervised="first_head"` uses only next tokens.
+        `"as_generated"` uses only the heads of tokens 0, k, 2k, ...: each target once, with the head that writes it. No
+        logits are returned with a loss.
 
         Without labels: `logits` [B, N, V] of the first head, or of its last `logits_to_keep` columns; `future_logits`
-        asks for those of the other heads too.
+        requests the other heads' logits too.
 
-        With a cache: `logits` [B, 1, V] of the next token. A single further token belongs to the step, until k tokens
-        are written; several are a prompt, after which a step begins.
+        With a cache: `logits` [B, 1, V] of the next token. A single further token belongs to the current step until k
+        tokens are written. Several tokens are a prompt, after which a step begins.
 
-        Raises `ValueError` for arguments that do not fit together, and for those that it does not take.
+        Raises `ValueError` for arguments that do not fit together or are not supported.
         """
         cache = self.prepare_call(past_key_values, use_cache, labels, unused)
         if cache is not None:
@@ -136,7 +136,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
 def targets_of_heads(
     labels_BN: torch.Tensor, attention_mask: torch.Tensor | None, num_tokens: int, supervised: Supervised = "all_heads"
 ) -> torch.Tensor:
-    """The label that each head of each token predicts, [B, N, k]; `IGNORE_INDEX` where there is none."""
+    """Returns the label that each head of each token predicts, [B, N, k]; `IGNORE_INDEX` if there is none."""
     targets_BNk = labels_BN.new_full((*labels_BN.shape, num_tokens), IGNORE_INDEX)
     for ahead in range(1, min(num_tokens, labels_BN.shape[1] - 1) + 1):
         targets_BNk[:, :-ahead, ahead - 1] = labels_BN[:, ahead:]

@@ -1,4 +1,4 @@
-"""Several models in the place of one: each predicts at its own positions of a text, and reads all tokens before them.
+"""Several models in place of one: each predicts at its own positions of a text and reads all tokens before them.
 
 Axes: B rows of a batch, N columns of an input (padding included), V vocabulary.
 """
@@ -19,7 +19,7 @@ SPLITS = ("interval", "modulo")
 
 class PositionExpertsConfig(WrapperConfig):
     """`num_experts` k models. Position t of a text, which predicts the token at t + 1, belongs to model t * k // length
-    (`split="interval"`; positions after `length` to the last one) or t % k (`split="modulo"`, which has no length).
+    (`split="interval"`; positions after `length` belong to the last one) or t % k (`split="modulo"`, without a length).
     """
 
     model_type = "condense_position_experts"
@@ -30,11 +30,10 @@ class PositionExpertsConfig(WrapperConfig):
 
 
 class PositionExpertsForCausalLM(WrapperForCausalLM):
-    """k copies of a base model, which take turns over the positions of a text.
+    """k copies of a base model that take turns over the positions of a text.
 
-    Each reads the whole text before its positions with its own weights and its own memory. `generate` is that of
-    transformers for greedy decoding and sampling; a model reads the tokens that the others have written when its turn
-    comes.
+    Each reads the whole text before its positions with its own weights and its own memory. `generate` is the one from
+    transformers, greedy or sampling. When a model's turn comes, it reads the tokens that the others have written.
     """
 
     config_class = PositionExpertsConfig
@@ -49,10 +48,10 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
     def from_base(
         cls, base: Any, num_experts: int, split: str = "interval", length: int | None = None
     ) -> "PositionExpertsForCausalLM":
-        """`base` itself as the first model, and copies of it: all of them start from its weights.
+        """Uses `base` itself as the first model, and copies of it: all start from its weights.
 
         Raises `ValueError` for fewer than one model, an unknown split, intervals without a length or of unequal length,
-        and for a model that is a wrapper already.
+        and for a model that is already a wrapper.
         """
         check_split(num_experts, split, length)
         model = cls.around(base, num_experts=num_experts, split=split, length=length)
@@ -70,7 +69,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         return list(self.experts)
 
     def owners_of(self, positions: torch.Tensor) -> torch.Tensor:
-        """The number of the model that predicts at each position, of the same shape."""
+        """Returns the number of the model that predicts at each position, in the same shape."""
         number = self.config.num_experts
         if self.config.split == "modulo":
             return positions % number
@@ -90,13 +89,13 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
     ) -> WrapperOutput:
         """input_ids [B, N] and attention_mask [B, N], 0 at padding, on either side.
 
-        labels [B, N]: `loss` is the mean cross-entropy of next tokens, each by the model that owns the position before
-        it or, with `num_items_in_batch`, the sum divided by it. No logits are returned with a loss.
+        labels [B, N]: `loss` is the mean cross-entropy of next tokens, each predicted by the owner of the position
+        before it. With `num_items_in_batch` it is the sum divided by it. No logits are returned with a loss.
 
         Without labels: `logits` [B, N, V], or of the last `logits_to_keep` columns; zeros at padding. With a cache:
         `logits` [B, 1, V] of the next token.
 
-        Raises `ValueError` for arguments that do not fit together, and for those that it does not take.
+        Raises `ValueError` for arguments that do not fit together or are not supported.
         """
         cache = self.prepare_call(past_key_values, use_cache, labels, unused)
         if cache is not None:
@@ -114,7 +113,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
             targets_BN[:, :-1] = labels[:, 1:]
         for number, expert in enumerate(self.bases):
             own_BN = owners_BN == number
-            # A model reads up to its last position. Without any it reads one token nevertheless: ranks that add
+            # A model reads up to its last position. If it has none, it still reads one token: ranks that add
             # gradients must have the same ones.
             end = int(own_BN.any(dim=0).nonzero().max()) + 1 if own_BN.any() else 1
             mask = None if attention_mask is None else attention_mask[:, :end]
@@ -138,7 +137,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         owners_B = self.owners_of(positions_of(input_ids, attention_mask, cache.get_seq_length())[:, -1])
         cache.add(input_ids)
         logits_BV: torch.Tensor | None = None
-        for number in owners_B.unique().tolist():  # rows differ where they are padded
+        for number in owners_B.unique().tolist():  # rows differ if they are padded
             expert = self.bases[number]
             own_BV = expert.get_output_embeddings()(cache.read(number, expert, attention_mask))
             logits_BV = own_BV if logits_BV is None else torch.where((owners_B == number)[:, None], own_BV, logits_BV)
@@ -149,7 +148,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
 def check_split(num_experts: int, split: str, length: int | None) -> None:
     """Raises `ValueError` for positions that can't be divided among the models."""
     if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts}: take at least 1 model.")
+        raise ValueError(f"num_experts={num_experts}: use at least 1 model.")
     if split not in SPLITS:
         raise ValueError(f"split={split!r} is not known: choose one of {', '.join(map(repr, SPLITS))}.")
     if split == "interval" and (length is None or length % num_experts):

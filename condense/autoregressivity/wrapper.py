@@ -1,6 +1,6 @@
-"""What models around a base model share: configuration, gradient checkpointing, generation, losses by segment.
+"""Common parts of models that wrap a base model: configuration, gradient checkpointing, generation, losses by segment.
 
-A base model is a causal language model of transformers or a folded one, with its decoder as `base_model` and a head.
+A base model is a causal language model, folded or from transformers, with its decoder as `base_model` and a head.
 
 Axes: B rows of a batch, N columns of an input (padding included), n target tokens, D hidden size, S segments.
 """
@@ -25,7 +25,7 @@ from .late_cache import LateCache
 
 
 class WrapperConfig(PreTrainedConfig):
-    """A configuration with `base`, that of the base model, or its fields."""
+    """A configuration with `base`: the base model's configuration, or its fields."""
 
     sub_configs = {"base": AutoConfig}
     keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets"]
@@ -57,7 +57,7 @@ class WrapperConfig(PreTrainedConfig):
 
 @dataclass
 class WrapperOutput(CausalLMOutputWithPast):
-    """With labels, `segment_losses` [S] are the sums of the losses whose prediction is made in each segment, and
+    """With labels, `segment_losses` [S] are the summed losses of the predictions made in each segment, and
     `segment_targets` [S] their numbers; S = 1 for a base without segments."""
 
     segment_losses: torch.Tensor | None = None
@@ -83,13 +83,13 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
 
     @classmethod
     def around(cls, base: Any, **fields: Any) -> Any:
-        """The model without weights, in the mode and with the configuration and generation settings of `base`."""
+        """Returns the model without weights, with the mode, configuration and generation settings of `base`."""
         if isinstance(base, WrapperForCausalLM):
-            raise ValueError(f"the model is a {type(base).__name__} already: pass its base.")
+            raise ValueError(f"the model is already a {type(base).__name__}: pass its base.")
         config = cls.config_class(base=base.config.to_dict(), **fields)
         with torch.device("meta"):
             model = cls(config)
-        model.config.base = base.config  # the same object: what changes in one is changed in the other
+        model.config.base = base.config  # the same object: a change in one changes the other
         model.generation_config = copy.deepcopy(base.generation_config)
         return model.train(base.training)
 
@@ -100,19 +100,19 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
         return self.bases[0].get_input_embeddings()
 
     def _set_gradient_checkpointing(self, *arguments, **options) -> None:
-        for base in self.bases:  # a folded one checks the options, and has some of its own
+        for base in self.bases:  # a folded base checks the options, and has some of its own
             base._set_gradient_checkpointing(*arguments, **options)
 
     def save_pretrained(self, save_directory, *arguments, **options):
-        """As in transformers; others may read the files as far as the process's umask allows it."""
+        """Saves as in transformers; others may read the files as far as the process's umask allows."""
         super().save_pretrained(save_directory, *arguments, **options)
         use_default_mode(Path(save_directory))
 
     def prepare_call(self, past_key_values, use_cache, labels, unused: dict[str, Any]) -> LateCache | None:
-        """The cache of a call. Raises `ValueError` for arguments that do not fit together, and for unknown ones."""
+        """Returns the cache of a call. Raises `ValueError` for unknown arguments, and if they do not fit together."""
         for name, value in unused.items():
             if name != "tokenizer" and value is not None and value is not False:
-                raise ValueError(f"{name}={value!r}: a {type(self).__name__} does not take it. Leave it out.")
+                raise ValueError(f"{name}={value!r}: a {type(self).__name__} does not accept it. Leave it out.")
         cache = LateCache(len(self.bases)) if use_cache and past_key_values is None else past_key_values
         if cache is not None and not isinstance(cache, LateCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a LateCache({len(self.bases)}).")
@@ -122,10 +122,10 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
             and any(getattr(m, "gradient_checkpointing", False) for m in self.modules())
         ):
             raise ValueError(
-                "gradient checkpointing reads segments twice, a cache once: call eval() before generate()."
+                "gradient checkpointing reads segments twice, but a cache only once: call eval() before generate()."
             )
         if cache is not None and labels is not None:
-            raise ValueError("the loss is taken without a cache: leave out labels, or past_key_values and use_cache.")
+            raise ValueError("a loss is computed without a cache: leave out labels, or past_key_values and use_cache.")
         return cache
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
@@ -138,7 +138,7 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
             model_kwargs["past_key_values"] = LateCache(len(self.bases))
 
     def segments_of(self, positions_BN: torch.Tensor) -> torch.Tensor:
-        """The number of each token's segment, [B, N]; 0 where the base has no segments."""
+        """Returns the number of each token's segment, [B, N]; 0 if the base does not have segments."""
         length = getattr(self.config.base, "segment_length", None)
         return positions_BN // length if length else torch.zeros_like(positions_BN)
 
@@ -170,7 +170,7 @@ class SegmentSums:
     def add(self, head: Any, hidden_BND: torch.Tensor, targets_BN: torch.Tensor) -> None:
         """Adds the cross-entropies of targets; hidden states may have fewer columns, which then hold all targets.
 
-        Without any target the head takes part nevertheless: ranks that add gradients must have the same ones.
+        Without any target the head still takes part: ranks that add gradients must have the same ones.
         """
         targets_BN = targets_BN[:, : hidden_BND.shape[1]]
         chosen_BN = targets_BN != IGNORE_INDEX
@@ -181,7 +181,7 @@ class SegmentSums:
         self.losses.append(losses_n.sum())
 
     def output(self, num_items: int | torch.Tensor | None) -> WrapperOutput:
-        """The mean over all targets, or the sum divided by `num_items`."""
+        """Returns the mean over all targets, or the sum divided by `num_items`."""
         number = self.targets_S.sum().clamp(min=1) if num_items is None else num_items
         loss = torch.stack(self.losses).sum() / number
         return WrapperOutput(loss=loss, segment_losses=self.sums_S, segment_targets=self.targets_S)
@@ -190,7 +190,7 @@ class SegmentSums:
 def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
     """-log p(target) [n] in float32 (float64 for float64 models), for a bounded number of logits at a time.
 
-    The backward pass computes logits again, unless the vocabulary is smaller than the hidden size.
+    The backward pass recomputes the logits, unless the vocabulary is smaller than the hidden size.
     """
     vocab_size, size = head.weight.shape
     with share_weights():

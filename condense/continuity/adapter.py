@@ -1,7 +1,7 @@
-"""Continuous inputs for unchanged causal language models: folded models and models of transformers.
+"""Continuous inputs for unchanged causal language models, folded or from transformers.
 
-A stock model receives embeddings, fractional positions and an attention mask that holds the logarithms of the samples'
-weights (see `quadrature`). A folded model receives the durations themselves and applies them to its memory too.
+A stock model receives embeddings, fractional positions, and an attention mask with the log weights of the samples (see
+`quadrature`). A folded model receives the durations themselves and applies them to its memory too.
 
 Axes: B sentences of a batch, N samples of a sentence, T samples of a forward pass (queries), D hidden size, V
 vocabulary.
@@ -25,25 +25,23 @@ TOKENS_AT_ONCE = 8192
 
 
 class OutsideTable(ValueError):
-    """A sample has a position outside the table of learned positions."""
+    """Raised for a sample with a position outside the table of learned positions."""
 
 
 class ContinuousLM:
     """A causal language model that reads `Sentence`s.
 
-    model: a `CondenseForCausalLM`, or a model of transformers such as Llama, Mistral, Phi-3, Gemma, Gemma-2 or GPT-2,
-    in evaluation mode; its weights and its code do not change.
+    model: a `CondenseForCausalLM`, or a transformers model such as Llama, Mistral, Phi-3, Gemma, Gemma-2 or GPT-2, in
+    evaluation mode; its weights and its code do not change.
 
     position_anchor: "end" puts a sample at the end of its interval, "start" at its beginning. Both are shifted so that
-    tokens of one unit have the positions 0, 1, 2 ... A folded model has an anchor of its own
-    (`config.position_anchor`). Learned positions are interpolated linearly between neighbours, and the default for them
-    is "start": with "end" a first token of less than one unit has a position below 0, before the table. The default
-    for other models is "end".
+    tokens of one unit have the positions 0, 1, 2 ... A folded model has its own anchor (`config.position_anchor`).
+    Learned positions are interpolated linearly between neighbours, and the default for them is "start": with "end" a
+    first token of less than one unit has a position below 0, before the table. The default for other models is "end".
 
     rule: "rectangle" or "trapezoid", see `quadrature`. A folded model supports the rectangle rule only.
 
-    Raises `ValueError` for a model whose logits for tokens of one unit differ from its own, and for a model whose
-    logits do not depend on durations.
+    Raises `ValueError` if unit durations change the model's logits, or other durations do not.
     """
 
     def __init__(self, model: Any, position_anchor: str | None = None, rule: Rule = "rectangle"):
@@ -68,7 +66,7 @@ class ContinuousLM:
         attention = model.config._attn_implementation
         if "flash" in attention and not self.folded:
             raise ValueError(
-                f"attn_implementation={attention!r} accepts no mask of weights: load the model with sdpa or eager."
+                f"attn_implementation={attention!r} can't use a mask of weights: load the model with sdpa or eager."
             )
         if not self.folded:
             self._check_architecture()
@@ -92,7 +90,7 @@ class ContinuousLM:
 
     @torch.no_grad()
     def embed(self, sentence: Sentence) -> Sentence:
-        """The sentence with embeddings in place of ids; embeddings that it already has are kept."""
+        """Returns the sentence with embeddings in place of ids; keeps embeddings that it already has."""
         if sentence.embeddings_ND is not None:
             return self._on_device(sentence, sentence.embeddings_ND)
         assert sentence.ids_N is not None
@@ -105,7 +103,7 @@ class ContinuousLM:
         return sentence.with_embeddings(self.model.get_input_embeddings()(sentence.ids_N.to(self.model.device)))
 
     def _on_device(self, sentence: Sentence, embeddings_ND: torch.Tensor) -> Sentence:
-        """The sentence on the model's device. Raises `ValueError` for embeddings of another width or dtype."""
+        """Moves the sentence to the model's device. Raises `ValueError` for embeddings of the wrong width or dtype."""
         weight_VD = self.model.get_input_embeddings().weight
         if embeddings_ND.shape[1] != weight_VD.shape[1] or embeddings_ND.dtype != weight_VD.dtype:
             raise ValueError(
@@ -136,7 +134,7 @@ class ContinuousLM:
         number of sentences completed since its last call.
         """
         if not sentences:
-            raise ValueError("next_logits received no sentence: pass at least one.")
+            raise ValueError("next_logits received no sentences: pass at least one.")
         sentences = [self.embed(sentence) for sentence in sentences]
         rows: dict[int, torch.Tensor] = {}
         for length in sorted({len(sentence) for sentence in sentences}):
@@ -181,7 +179,7 @@ class ContinuousLM:
 
     def _run_folded(self, sentences: list[Sentence], first: int, last: int, inputs: dict[str, Any]) -> Any:
         if any(sentence.positions_N is not None for sentence in sentences):
-            raise ValueError("a folded model computes positions from durations alone: leave out positions='equal'.")
+            raise ValueError("a folded model computes positions only from durations: leave out positions='equal'.")
         durations_BT = torch.stack([sentence.durations_N[first:last] for sentence in sentences])
         return self.model(durations=durations_BT, **inputs)
 
@@ -249,7 +247,7 @@ class ContinuousLM:
             return masks["sliding_attention"]
         if unknown := layer_types - set(masks):
             raise ValueError(
-                f"layers of type {', '.join(sorted(unknown))} are not supported: take a model with causal attention."
+                f"layers of type {', '.join(sorted(unknown))} are not supported: use a model with causal attention."
             )
         return masks
 
@@ -260,7 +258,7 @@ class ContinuousLM:
         """Compares logits on a few tokens: unit durations must give the model's own, other durations different ones."""
         name, length = self.model.config.model_type, 8
         if "local" in getattr(self.model.config, "attention_layers", ()):  # GPT-Neo's local layers ignore the mask
-            raise ValueError(f"a {name} has layers whose window counts tokens: take a model without such layers.")
+            raise ValueError(f"a {name} has layers with a window that counts tokens: use a model without such layers.")
         ids_N = torch.arange(length) * 7 % self.model.get_input_embeddings().num_embeddings
         plain = Sentence(ids_N)
         ids_1N = ids_N[None].to(self.model.device)
@@ -287,7 +285,7 @@ class ContinuousLM:
 
 
 def _shared_prefix(sentences: Sequence[Sentence]) -> int:
-    """Length of the common prefix of all sentences, without the last sample, which is run for each sentence."""
+    """Length of the common prefix of all sentences, without the last sample, which runs for each sentence."""
     first, shared = sentences[0], len(sentences[0]) - 1
     assert first.embeddings_ND is not None
     for other in sentences[1:]:
@@ -318,7 +316,7 @@ def _check_inside(table: nn.Embedding, positions_BT: torch.Tensor, first: int) -
         row, sample = outside[0].tolist()
         raise OutsideTable(
             f"sample {first + sample} has position {positions_BT[row, sample].item():.4g}, and the model learned "
-            f"positions from 0 to {last}: take a shorter or later sentence, or position_anchor='start'."
+            f"positions from 0 to {last}: use a shorter or later sentence, or position_anchor='start'."
         )
 
 

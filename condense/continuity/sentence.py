@@ -21,14 +21,14 @@ Span = slice | TextSpan | Sequence[int]
 class Sentence:
     """Token ids [N] or embeddings [N, D], with durations [N] or time steps [N], and the integration start.
 
-    Without durations and time steps, every sample lasts one unit. `positions` [N] replace the positions that follow
-    from the intervals (see `densify`); the weight of a sample is its duration in both cases.
+    Without durations and time steps, every sample lasts one unit. `positions` [N] replace the positions implied by the
+    intervals (see `densify`). A sample's weight is its duration in both cases.
 
     A sentence is immutable: every operation returns a new one. Times are in float64 on the host; embeddings keep their
     device.
 
-    Raises `ValueError` for parts that do not fit together, durations that are not positive, and time steps that
-    do not increase strictly.
+    Raises `ValueError` for parts that do not fit together, nonpositive durations, and time steps that do not increase
+    strictly.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ def interpolate(
 ) -> Sentence:
     """A sentence between two sentences with the same number of samples: `first` at factor 0, `second` at factor 1.
 
-    "linear": (1 - factor) x + factor y. "spherical": the direction moves from that of x to that of y at constant
-    angular speed along the shortest arc, and the length changes linearly. Times always change linearly.
+    "linear": (1 - factor) x + factor y. "spherical": the direction turns from x to y at constant angular speed along
+    the shortest arc, and the length changes linearly. Times always change linearly.
 
     Raises `ValueError` for sentences of unequal length, sentences without embeddings, and opposite directions.
     """
@@ -211,8 +211,8 @@ def interpolate(
         or first.embeddings_ND.dtype != second.embeddings_ND.dtype
     ):
         raise ValueError(
-            f"embeddings of shape {tuple(first.embeddings_ND.shape)} and {first.embeddings_ND.dtype} do not fit those "
-            f"of shape {tuple(second.embeddings_ND.shape)} and {second.embeddings_ND.dtype}: take both from one model."
+            f"embeddings of shape {tuple(first.embeddings_ND.shape)} and {first.embeddings_ND.dtype} do not fit "
+            f"shape {tuple(second.embeddings_ND.shape)} and {second.embeddings_ND.dtype}: use one model for both."
         )
     between = torch.lerp if how == "linear" else _slerp
     start = first.integration_start + factor * (second.integration_start - first.integration_start)

@@ -56,7 +56,7 @@ def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
     """The tokens of `text[start:end]` without the white space at its ends."""
     if not 0 <= start < end <= len(text):
         raise ValueError(
-            f"characters {start} to {end} are no part of a text of {len(text)} characters: pass 0 <= start < end <= "
+            f"characters {start} to {end} are outside a text of {len(text)} characters: pass 0 <= start < end <= "
             f"{len(text)}."
         )
     first, last = _without_space(text, start, end)
@@ -70,8 +70,8 @@ def containing_span(
 ) -> range:
     """The tokens from the first one that contains `first` to the last one that contains `last`: the published rule.
 
-    It knows no places in the text. `after` and `before` narrow the search: it begins at the first token that contains
-    `after` and ends with the first that contains `before`. Raises `ValueError` where no token contains a part.
+    It does not use places in the text. `after` and `before` narrow the search to the span from the first token that
+    contains `after` to the first that contains `before`. Raises `ValueError` if no token contains a part.
     """
     names = [tokenizer.decode([token], skip_special_tokens=True) for token in tokenizer(text)["input_ids"]]
 

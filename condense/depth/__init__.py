@@ -1,4 +1,4 @@
-"""Continuous depth: a learned flow with a control in the place of a model's middle layers.
+"""Continuous depth: a learned flow with a control in place of a model's middle layers.
 
 Importing it registers the stock hybrid with transformers' Auto classes.
 """

@@ -1,4 +1,4 @@
-"""A depth block: a flow dH/dtau = alpha F(H, tau, u) from tau = 0 to 1 in the place of some layers.
+"""A depth block: a flow dH/dtau = alpha F(H, tau, u) from tau = 0 to 1 in place of some layers.
 
 Equations of section 3.1 of the paper on continuous depth; alpha is a learned scalar, u the control.
 
@@ -23,16 +23,16 @@ from .fields import MLPField, Tau
 from .settings import DepthSettings
 from .solvers import Solution, check_installed, num_fixed_evaluations, solve_adaptive, solve_fixed, solve_fixed_adjoint
 
-REMEDY = "lower the learning rate, or take an earlier checkpoint or more steps"
-BoundField = Callable[[Tau, torch.Tensor], torch.Tensor]  # a field whose control is given
+REMEDY = "lower the learning rate, or use an earlier checkpoint or more steps"
+BoundField = Callable[[Tau, torch.Tensor], torch.Tensor]  # a field with its control bound
 
 
 class NotFiniteError(ValueError):
-    """A flow meets or gives values that are not finite."""
+    """Raised if a flow receives or produces values that are not finite."""
 
 
 class DepthFlow(nn.Module):
-    """The flow of a field that works on each token by itself; it takes the place of layers in any decoder stack."""
+    """The flow of a field that treats each token separately; it replaces layers in any decoder stack."""
 
     alpha: torch.Tensor
 
@@ -43,15 +43,15 @@ class DepthFlow(nn.Module):
         alpha = torch.full((1,), float(settings.alpha))
         if settings.learn_alpha:
             self.alpha = nn.Parameter(alpha)
-        else:  # no parameter: loading a checkpoint makes all parameters learn
+        else:  # not a parameter: loading a checkpoint makes all parameters trainable
             self.register_buffer("alpha", alpha)
 
     def flow(self, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk | None = None) -> Solution:
-        """The state at tau = 1 [R, T, D], and the number of evaluations, [R, T] where it differs by token.
+        """Returns the state at tau = 1 [R, T, D] and the number of evaluations, [R, T] if it differs by token.
 
         `control_RTC` may have one row or one token for all. Padding of a `chunk` is not checked. Raises
-        `NotFiniteError` where the field gives values that are not finite, and `ValueError` where an adaptive solver
-        needs too many evaluations.
+        `NotFiniteError` if the field's values are not finite, and `ValueError` if an adaptive solver needs too many
+        evaluations.
         """
         if not self.settings.is_adaptive:
             return self.integrate(
@@ -67,7 +67,7 @@ class DepthFlow(nn.Module):
     def integrate(
         self, field: BoundField, start_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk | None = None
     ) -> Solution:
-        """The flow with fixed steps."""
+        """Integrates the flow with fixed steps."""
         settings, start = self.settings, _accurate(start_RTD)
         derivative = self._derivative(field, start_RTD.dtype)
         if settings.gradient == "adjoint" and torch.is_grad_enabled():
@@ -77,13 +77,13 @@ class DepthFlow(nn.Module):
         else:
             end = solve_fixed(derivative, start, settings.solver, settings.steps)
         if not torch.compiler.is_compiling() and not _is_capturing(end) and not _is_finite(end, chunk):
-            with torch.no_grad():  # once more, to find the step
+            with torch.no_grad():  # again, to find the step
                 solve_fixed(self._checked(derivative), start, settings.solver, settings.steps)
             raise NotFiniteError(f"the flow of the field {settings.field!r} overflows: {REMEDY}.")
         return Solution(end.to(start_RTD.dtype), num_fixed_evaluations(settings))
 
     def _derivative(self, field: BoundField, dtype: torch.dtype) -> BoundField:
-        """alpha F; the field computes in the dtype of the hidden states."""
+        """Returns alpha F; the field computes in the dtype of the hidden states."""
         return lambda tau, state: self.alpha * field(tau, state.to(dtype)).to(state.dtype)
 
     def _checked(self, derivative: BoundField) -> BoundField:
@@ -108,7 +108,7 @@ class DepthFlow(nn.Module):
             step = min(int(tau * self.settings.steps + 1e-6), self.settings.steps - 1) + 1
             where = f"at tau={tau:.3g}, step {step} of {self.settings.steps}"
         if evaluation == 1 and not bool(torch.isfinite(state).all()):
-            return "the depth block receives hidden states that are not finite: look at the layers before it."
+            return "the depth block receives hidden states that are not finite: check the layers before it."
         return (
             f"the field {self.settings.field!r} of the depth block gives values that are not finite {where}: {REMEDY}."
         )
@@ -117,7 +117,7 @@ class DepthFlow(nn.Module):
 class LayerField(CondenseDecoderLayer):
     """F(H, tau, u) = layer(H + W u) - (H + W u): the residual update of a decoder layer, with its attention.
 
-    Queries see the memory, and the current segment's keys and values of the same evaluation.
+    Queries see the memory and the current segment's keys and values from the same evaluation.
     """
 
     def __init__(self, config: CondenseConfig, settings: DepthSettings):
@@ -132,7 +132,7 @@ class LayerField(CondenseDecoderLayer):
         metadata: AttentionMetadata,
         num_evaluations: int,
     ) -> BoundField:
-        """The field of a chunk. Its calls are the evaluations 0, 1, 2 ... of one flow."""
+        """Returns the field of a chunk. Its calls are evaluations 0, 1, 2 ... of one flow."""
         numbers = itertools.cycle(range(num_evaluations))
 
         def field(tau: Tau, hidden_RTD: torch.Tensor) -> torch.Tensor:
@@ -162,18 +162,18 @@ class DepthBlock(DepthFlow):
                 f"depth: position={settings.position} in a stack of {config.num_hidden_layers} layers: choose a "
                 "position in the stack, counted from 0."
             )
-        config.depth = settings.to_dict()  # with the defaults of fields that were left out
+        config.depth = settings.to_dict()  # with defaults for omitted fields
         super().__init__(build_field(config, settings), settings)
         self.position = settings.position
 
     @staticmethod
     def cost(settings: Mapping[str, Any]) -> BlockCost:
-        """Raises `ValueError` for an adaptive solver, whose evaluations depend on the text."""
+        """Raises `ValueError` for an adaptive solver, because its evaluations depend on the text."""
         own = DepthSettings.from_dict(settings)
         if own.is_adaptive:
             raise ValueError(
                 f"a plan counts evaluations before the run, and the depth block's solver {own.solver!r} chooses them "
-                "by token: start the run without a plan, or convert with a solver of fixed steps, such as euler."
+                "by token: start the run without a plan, or convert with a fixed-step solver, such as euler."
             )
         width = 0 if own.field == "layer" else own.field_size
         assert width is not None
@@ -199,7 +199,7 @@ class DepthBlock(DepthFlow):
         return solution.end_xD, self.field.memory_of(source_RTD, control_RTC, metadata)
 
     def _flow_of_tokens(self, input_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk) -> Solution:
-        """The flow; of an adaptive solver without the padding of a chunk, which may need more steps than any token."""
+        """Returns the flow. Adaptive solvers skip padding, which may need more steps than any token."""
         if chunk.rectangular or not self.settings.is_adaptive:
             return self.flow(input_RTD, control_RTC, chunk)
         index_n = tuple(on_device(index, input_RTD.device) for index in chunk.token_indices)
@@ -212,7 +212,7 @@ class DepthBlock(DepthFlow):
 
 
 def build_field(config: CondenseConfig, settings: DepthSettings) -> nn.Module:
-    """The field of a folded model's block, with random weights."""
+    """Builds the field of a folded model's block, with random weights."""
     if settings.field == "layer":
         return LayerField(config, settings)
     if settings.field_size is None:
@@ -229,7 +229,7 @@ def _accurate(state: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(end_xD: torch.Tensor, chunk: Chunk | None) -> bool:
-    """Whether all tokens are finite, of a chunk without its padding."""
+    """Returns whether all tokens are finite; ignores a chunk's padding."""
     if chunk is not None and not chunk.rectangular:
         end_xD = end_xD[tuple(on_device(index, end_xD.device) for index in chunk.token_indices)]
     return bool(torch.isfinite(end_xD).all())

@@ -1,4 +1,4 @@
-"""Conversion: a depth block in the place of layers of a model that exists."""
+"""Conversion: a depth block replaces layers of an existing model."""
 
 import copy
 from collections.abc import Callable
@@ -27,13 +27,13 @@ def convert_to_depth(
 ) -> Any:
     """Replaces layers `first` to `end - 1` by one depth block; the other layers keep their weights.
 
-    `settings` are those of `DepthSettings`. An MLP field has random weights of `seed`, and as many of them as the
-    replaced layers unless `field_size` is given. The field `layer` has the weights of layer `first` and, unless `alpha`
-    is given, a scale equal to the number of replaced layers: as many Euler steps repeat that layer.
+    `settings` are fields of `DepthSettings`. An MLP field has random weights from `seed`, as many as the replaced
+    layers unless `field_size` is given. The field `layer` has the weights of layer `first`. Its scale is the number of
+    replaced layers unless `alpha` is given, so as many Euler steps repeat that layer.
 
-    Changes a folded model, and returns it. For a stock Llama, returns a new `DepthLlamaForCausalLM`, which shares the
-    weights of the other layers. Raises `ValueError` for an empty range or one outside of the stack, for settings that
-    do not exist, for a model that has a depth block, and for a stock Llama with the field `layer`.
+    Changes a folded model and returns it. For a stock Llama, returns a new `DepthLlamaForCausalLM`, which shares the
+    weights of the other layers. Raises `ValueError` for an empty range or one outside the stack, unknown settings, a
+    model that has a depth block, and a stock Llama with the field `layer`.
     """
     if not isinstance(model, CondenseForCausalLM | LlamaForCausalLM):
         raise ValueError(f"the model is a {type(model).__name__}: pass a CondenseForCausalLM or a LlamaForCausalLM.")
@@ -81,7 +81,7 @@ def check_range(config: Any, first: int, end: int) -> None:
 
 
 def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) -> DepthSettings:
-    """The settings of a block in the place of layers `first` to `end - 1`; see `convert_to_depth`."""
+    """Returns the settings of a block in place of layers `first` to `end - 1`; see `convert_to_depth`."""
     if fixed := settings.keys() & {"position", "num_replaced"}:
         raise ValueError(f"{', '.join(sorted(fixed))}: `first` and `end` say which layers are replaced: leave it out.")
     if field == "layer":
@@ -90,7 +90,7 @@ def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) 
 
 
 def _initialized(model: Any, make: Callable[[], DepthFlow], seed: int) -> DepthFlow:
-    """A block with the random weights that the model's class gives, of a seed of its own."""
+    """Makes a block with the random weights of the model's class, from its own seed."""
     if not isinstance(seed, int):
         raise ValueError(f"seed={seed!r}: pass a whole number.")
     with torch.random.fork_rng(devices=[]):
@@ -104,12 +104,12 @@ def _initialized(model: Any, make: Callable[[], DepthFlow], seed: int) -> DepthF
 def set_solver(model: Any, solver: str, **settings: Any) -> None:
     """Changes the solver of a model's depth block, and `steps`, `rtol`, `atol`, `max_evaluations` or `gradient`.
 
-    Weights stay; caches made before do not fit afterwards. Raises `ValueError` as `DepthSettings`, and for a model
-    without a depth block.
+    Weights stay; earlier caches no longer fit. Raises `ValueError` like `DepthSettings`, and for a model without a
+    depth block.
     """
     flows = [module for module in model.modules() if isinstance(module, DepthFlow)]
     if not flows:
-        raise ValueError("the model has no depth block, whose solver could change: make one with convert_to_depth.")
+        raise ValueError("the model does not have a depth block: make one with convert_to_depth.")
     allowed = ("steps", "rtol", "atol", "max_evaluations", "gradient")
     if other := [name for name in settings if name not in allowed]:
         raise ValueError(f"set_solver changes {', '.join(allowed)}, not {', '.join(other)}.")

@@ -1,4 +1,4 @@
-"""Vector fields: what a depth block integrates over tau, the depth from 0 to 1.
+"""Vector fields, which a depth block integrates over the depth tau from 0 to 1.
 
 Axes: D hidden size, C components of the control, x any size.
 """
@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Tau = float | torch.Tensor  # the depth of all tokens, a number or a tensor without axes, or [x, 1] that of each
+Tau = float | torch.Tensor  # one depth for all tokens (a number or a scalar tensor), or [x, 1], one each
 
 
 class VectorField(Protocol):
     def __call__(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
-        """dH/dtau [x, D] at depth tau for the hidden states and the control, which may broadcast over tokens."""
+        """Returns dH/dtau [x, D] at depth tau; the control may broadcast over tokens."""
         ...
 
 
 class MLPField(nn.Module):
     """F(H, tau, u) = W2 softplus(W1 [norm(H) ; u ; tau] + b1) + b2 for each token; tau only with `uses_tau`.
 
-    W1 is stored in parts by input, so that the control of a text is multiplied once for all of its tokens.
+    W1 is stored in parts by input, so a text's control is multiplied once for all its tokens.
     """
 
     def __init__(self, norm: nn.Module, hidden_size: int, field_size: int, control_size: int, uses_tau: bool = False):
@@ -43,9 +43,9 @@ class MLPField(nn.Module):
 
 
 def field_size_for(num_parameters: int, hidden_size: int, num_inputs: int, norm_parameters: int) -> int:
-    """The width of an `MLPField` whose number of parameters is nearest to `num_parameters`.
+    """Returns the width that brings an `MLPField` closest to `num_parameters` parameters.
 
-    `num_inputs` are the columns of W1: hidden size, control and tau.
+    `num_inputs` is the number of columns of W1: hidden size, control and tau.
     """
     width = (num_parameters - norm_parameters - hidden_size) / (num_inputs + 1 + hidden_size)
     return max(1, round(width))

@@ -1,4 +1,4 @@
-"""Initialisation: a field fitted to the hidden states of the layers that its block replaces; how near it comes.
+"""Initialisation: fits a field to the hidden states of the layers that its block replaces, and measures the fit.
 
 Axes: B rows, N tokens of a row, n points (tokens), M width of an MLP field, D hidden size, L layers.
 """
@@ -36,14 +36,14 @@ class LinearFit:
     def solve(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [M, D] and constant [D].
 
-        `ridge` times the mean variance of a feature is added to the square of each weight's size; the constant is free.
+        The penalty on squared weights is `ridge` times the mean variance of a feature; the constant is free.
         """
         n, sums = self.count, {name: value.cpu() for name, value in self.sums.items()}
         mean_M, mean_D = sums["features"] / n, sums["targets"] / n
         gram_MM = sums["gram"] / n - mean_M[:, None] * mean_M
         products_MD = sums["products"] / n - mean_M[:, None] * mean_D
         penalty = ridge * gram_MM.diagonal().mean()
-        # Singular where a feature is constant, or where there are fewer points than features.
+        # Singular if a feature is constant, or if there are fewer points than features.
         penalised_MM = gram_MM + penalty * torch.eye(len(gram_MM), dtype=gram_MM.dtype)
         weights_MD = torch.linalg.lstsq(penalised_MM, products_MD, driver="gelsd").solution
         return weights_MD, mean_D - mean_M @ weights_MD
@@ -62,16 +62,16 @@ def fit_field(
     """Fits the MLP field of `model`'s depth block to the layers of `original` that the block replaces.
 
     `ids_BN` are texts without padding. `original` reads them; its hidden states H_0 ... H_k before and after the k
-    replaced layers give the flow that is asked for: on the path `"straight"` it goes from H_0 to H_k on a line; on
-    `"layers"` it passes each H_i at tau = i / k. At the depths of the solver's `steps`, W2 and b2 are the least squares
-    of the slope dH/dtau, divided by alpha, on softplus(W1 norm(H) + b1): with the Euler method a perfect fit gives H_k.
-    The control is taken as 0.
+    replaced layers define the target flow. The path `"straight"` goes from H_0 to H_k on a line; `"layers"` passes each
+    H_i at tau = i / k. At the depths of the solver's `steps`, W2 and b2 are the least-squares fit of the slope dH/dtau,
+    divided by alpha, on softplus(W1 norm(H) + b1). With the Euler method a perfect fit gives H_k. The control is set to
+    0.
 
-    `gain` is the standard deviation of what softplus receives, by which W1 and b1 are drawn anew from `seed`; None
-    keeps them. `ridge` is relative to the mean variance of a feature.
+    W1 and b1 are redrawn from `seed` so that softplus inputs have the standard deviation `gain`; None keeps them.
+    `ridge` is relative to the mean variance of a feature.
 
-    Changes the block's field; `missed_share` says how near the flow comes. Raises `ValueError` for a model that is not
-    folded or has no block with an MLP field, for an `original` of other layers, and for values outside their range.
+    Changes the block's field; `missed_share` measures the fit. Raises `ValueError` for a model that is not folded or
+    lacks an MLP field, for an `original` with different layers, and for values out of range.
     """
     block = _check_models(model, original)
     field, settings = _check_settings(block, path, gain, ridge), block.settings
@@ -94,12 +94,12 @@ def fit_field(
 
 @torch.no_grad()
 def missed_share(model: CondenseForCausalLM, original: CondenseForCausalLM, ids_BN: torch.Tensor) -> float:
-    """How much of what the replaced layers of `original` do is missed by the flow of `model`'s depth block.
+    """Returns the share of the change by `original`'s replaced layers that the flow of `model` misses.
 
-    Both models read `ids_BN`, texts without padding, which should be others than those of a fit. The result is the mean
-    square of H(1) - H_k, divided by the variance of the layers' change H_k - H_0 over tokens: 0 is the layers' output,
-    1 is no better than the mean change. It is the same question for every field, solver and path. Raises `ValueError`
-    for models that are not folded, for a model without a depth block, and for an `original` of other layers.
+    Both models read `ids_BN`, texts without padding; do not use the texts of the fit. The result is the mean square of
+    H(1) - H_k, divided by the variance over tokens of the change H_k - H_0. 0 is the layers' output; 1 is only as good
+    as the mean change. It is comparable across fields, solvers and paths. Raises `ValueError` for models that are not
+    folded, a model without a depth block, and an `original` with different layers.
     """
     settings = _check_models(model, original).settings
     first, last = settings.position, settings.position + settings.num_replaced
@@ -113,7 +113,7 @@ def missed_share(model: CondenseForCausalLM, original: CondenseForCausalLM, ids_
         count, sum_D = count + len(change_nD), sum_D + change_nD.sum(0).cpu()
     variance = squares - float(sum_D.square().sum()) / count
     if not variance > 0:
-        raise ValueError("the replaced layers change all tokens alike, so there is no variance: pass more texts.")
+        raise ValueError("the replaced layers change all tokens alike, so the variance is 0: pass more texts.")
     return errors / variance
 
 
@@ -141,7 +141,7 @@ def layer_states(model: CondenseForCausalLM, ids_BN: torch.Tensor, first: int, e
 
 
 def _on_path(knots_LnD: torch.Tensor, tau: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """State and slope at depth tau < 1 of the path that passes the knots at equal distances."""
+    """Returns state and slope, at depth tau < 1, of the path through equally spaced knots."""
     count = len(knots_LnD) - 1
     number = int(tau * count + 1e-9)
     step_nD = knots_LnD[number + 1] - knots_LnD[number]
@@ -156,7 +156,7 @@ def _features(field: MLPField, tau: float, hidden_nD: torch.Tensor) -> torch.Ten
 
 
 def _draw_features(field: MLPField, gain: float, seed: int) -> None:
-    """W1 and b1 such that softplus receives values of the size `gain`, of both signs and not all alike."""
+    """Draws W1 and b1 so that softplus receives varied values of size `gain` and both signs."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(shape: torch.Size, scale: float) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _draw_features(field: MLPField, gain: float, seed: int) -> None:
 
 
 def _check_models(model: CondenseForCausalLM, original: CondenseForCausalLM) -> DepthBlock:
-    """The model's block; `original` has the layers that it replaces."""
+    """Returns the model's block; `original` has the layers that it replaces."""
     for name, given in (("model", model), ("original", original)):
         if not isinstance(given, CondenseForCausalLM):
             raise ValueError(
@@ -179,19 +179,19 @@ def _check_models(model: CondenseForCausalLM, original: CondenseForCausalLM) -> 
             )
     blocks = [layer for layer in model.model.layers if isinstance(layer, DepthBlock)]
     if not blocks:
-        raise ValueError("the model has no depth block, whose field could be fitted: make one with convert_to_depth.")
+        raise ValueError("the model does not have a depth block to fit: make one with convert_to_depth.")
     (block,) = blocks
     expected = len(model.model.layers) - 1 + block.settings.num_replaced
     if original.config.depth is not None or len(original.model.layers) != expected:
         raise ValueError(
-            f"original: a model of {len(original.model.layers)} layers: pass the one of {expected} layers that "
+            f"original: a model of {len(original.model.layers)} layers: pass the model of {expected} layers that "
             "convert_to_depth changed, a copy made before."
         )
     return block
 
 
 def _check_settings(block: DepthBlock, path: str, gain: float | None, ridge: float) -> MLPField:
-    """The block's field, if these settings can fit it."""
+    """Returns the block's field if these settings can fit it."""
     if not isinstance(block.field, MLPField):
         raise ValueError(
             f"the field {block.settings.field!r} is not linear in its last weights: fit one with field='mlp'; a field "

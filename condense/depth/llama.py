@@ -1,6 +1,6 @@
 """A stock Llama with a depth block: full attention over the text, without segments and memory.
 
-It has the weights of the folded hybrid under the same names, so that each loads the other's checkpoints.
+It has the folded hybrid's weights under the same names, so each loads the other's checkpoints.
 
 Axes: B rows of a batch, N columns of an input (padding included), C components of the control.
 """
@@ -37,11 +37,11 @@ class DepthLlamaConfig(LlamaConfig):
 
     @property
     def control_size(self) -> int:
-        """The components of the control that the model takes."""
+        """The number of control components that the model accepts."""
         return self.depth["control_size"] if self.depth else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers; PEFT then knows the default targets of the model."""
+        """Serializes as in transformers; PEFT then knows the default targets of the model."""
         add_default_targets(self.model_type)
         return super().to_dict()
 
@@ -74,12 +74,12 @@ class DepthLlamaModel(LlamaModel):
 
 
 class DepthLlamaForCausalLM(LlamaForCausalLM):
-    """A stock Llama in which a depth block stands for some layers; made by `convert_to_depth`."""
+    """A stock Llama with a depth block in place of some layers; create it with `convert_to_depth`."""
 
     config: DepthLlamaConfig
 
     def __init__(self, config: DepthLlamaConfig):
-        LlamaPreTrainedModel.__init__(self, config)  # the stock Llama would be built first, and thrown away
+        LlamaPreTrainedModel.__init__(self, config)  # super() would first build a stock Llama and discard it
         self.model = DepthLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -103,8 +103,8 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> DepthLlamaOutput:
-        """As the stock Llama. control [B, C] or [B, N, C]: the control of each text or of each token of this call;
-        zeros where none is given. Raises `ValueError` for a control that does not fit.
+        """Runs like the stock Llama. control [B, C] or [B, N, C]: the control of each text, or of each token of this
+        call; zeros by default. Raises `ValueError` for a control that does not fit.
         """
         inputs = inputs_embeds if input_ids is None else input_ids
         if inputs is not None and control is not None:
@@ -142,7 +142,7 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
 
 
 def check_stock(depth: dict[str, Any] | None, num_layers: int) -> DepthSettings:
-    """The settings of a stock Llama's block. Raises `ValueError` for those that only a folded model has."""
+    """The settings of a stock Llama's block. Raises `ValueError` for settings that only a folded model has."""
     if depth is None:
         raise ValueError("depth=None: make the model with condense.depth.convert_to_depth.")
     settings = DepthSettings.from_dict(depth)
@@ -160,7 +160,7 @@ def check_stock(depth: dict[str, Any] | None, num_layers: int) -> DepthSettings:
 
 
 def to_depth_llama(model: CondenseForCausalLM) -> DepthLlamaForCausalLM:
-    """The stock hybrid with the weights (shared, not copied) of a folded one, in evaluation mode.
+    """Makes a stock hybrid, in evaluation mode, that shares the weights of a folded one.
 
     Raises `ValueError` for a model without a depth block, for one with the field `layer`, and for a family other than
     Llama.
@@ -171,7 +171,7 @@ def to_depth_llama(model: CondenseForCausalLM) -> DepthLlamaForCausalLM:
 
 
 def check_llama(config: CondenseConfig) -> None:
-    """Raises `ValueError` for a folded model of another family, whose stock layers take no depth block."""
+    """Raises `ValueError` for a folded model of another family: its stock layers can't use a depth block."""
     if config.family != LlamaConfig.model_type:
         raise ValueError(
             f"a stock hybrid is a Llama, and this model is a folded {family_of(config).title}: keep it folded, with a "
@@ -182,7 +182,7 @@ def check_llama(config: CondenseConfig) -> None:
 def replace_stock_layers(
     llama: LlamaForCausalLM, settings: DepthSettings, make_block: Callable[..., nn.Module]
 ) -> DepthLlamaForCausalLM:
-    """A hybrid with the weights of a stock Llama (shared, not copied), and of the block that `make_block` returns."""
+    """Makes a hybrid that shares the weights of a stock Llama, with the block that `make_block` returns."""
     first, end = settings.position, settings.position + settings.num_replaced
     num_layers = llama.config.num_hidden_layers - settings.num_replaced + 1
     depth = check_stock(settings.to_dict(), num_layers).to_dict()

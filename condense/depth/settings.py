@@ -16,8 +16,8 @@ GRADIENTS = ("direct", "adjoint")
 class DepthSettings:
     """The block is member `position` of the decoder stack and stands for `num_replaced` layers.
 
-    field: the vector field, `"mlp"`, `"mlp_tau"` or `"layer"`; `field_size` is the width of an MLP's hidden layer,
-        None for one with as many weights as the layers that it replaces.
+    field: the vector field, `"mlp"`, `"mlp_tau"` or `"layer"`; `field_size` is the width of an MLP's hidden layer, None
+    matches the number of weights of the replaced layers.
     control_size: components of the control u; 0 for a block without a control.
     alpha: the scale of the field at the start of training; `learn_alpha=False` keeps it.
     solver: `"euler"`, `"midpoint"` and `"rk4"` (the 3/8 rule) take `steps` steps of equal length. `"dopri5"` and
@@ -65,7 +65,7 @@ class DepthSettings:
             raise ValueError(f"depth: alpha={self.alpha!r}: pass a number, such as 0.1.")
         if self.field == "layer" and self.is_adaptive:
             raise ValueError(
-                f"depth: solver={self.solver!r} gives each token steps of its own, and the field 'layer' attends to "
+                f"depth: solver={self.solver!r} gives each token its own steps, and the field 'layer' attends to "
                 f"other tokens at the same depth: choose one of {', '.join(FIXED_SOLVERS)}, or field='mlp'."
             )
         if self.field == "layer" and self.gradient == "adjoint":
@@ -73,7 +73,7 @@ class DepthSettings:
                 "depth: gradient='adjoint' integrates a token's state backwards, and the field 'layer' depends on the "
                 "other tokens and on the memory: choose gradient='direct', with gradient checkpointing to save memory."
             )
-        # torchdiffeq's adjoint takes common steps for all tokens; torchode's keeps a gradient of all weights per token.
+        # torchdiffeq's adjoint uses common steps for all tokens; torchode's keeps a gradient of all weights per token.
         if self.is_adaptive and self.gradient == "adjoint":
             raise ValueError(
                 f"depth: gradient='adjoint' needs the same steps for all tokens, and solver={self.solver!r} chooses "
@@ -86,7 +86,7 @@ class DepthSettings:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "DepthSettings":
-        """The inverse of `to_dict`. Raises `ValueError` for unknown names."""
+        """Inverts `to_dict`. Raises `ValueError` for unknown names."""
         if not isinstance(given, Mapping):
             raise ValueError(f"depth={given!r}: make the model with condense.depth.convert_to_depth.")
         names = [field.name for field in fields(cls)]

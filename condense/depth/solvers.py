@@ -1,11 +1,11 @@
 """Solvers of dH/dtau = f(tau, H) from tau = 0 to 1: the state at the end, and how often f was evaluated.
 
-Solvers with fixed steps are loops of our own: a saved model runs without a solver library, and a field with attention
-counts the evaluations, whose keys a cache stores one by one. The adjoint comes from torchdiffeq, solvers with adaptive
-steps come from torchode, which chooses the steps of each sample by itself: with one step for the whole batch, as in
-torchdiffeq, the answer for a text would depend on its neighbours.
+Fixed-step solvers are our own loops. So a saved model runs without a solver library, and a field with attention can
+count evaluations; a cache stores the keys of each. The adjoint comes from torchdiffeq, adaptive solvers from torchode,
+which chooses the steps of each sample separately. With one step for the whole batch, as in torchdiffeq, the answer for
+a text would depend on its neighbours.
 
-States are float32 at least: the update of a step is small against the state.
+States are at least float32: the update of a step is small compared with the state.
 
 Axes: n samples (tokens), D features, x any size.
 """
@@ -19,7 +19,7 @@ import torch
 
 from .settings import FIXED_SOLVERS, DepthSettings
 
-Derivative = Callable[[Any, torch.Tensor], torch.Tensor]  # f(tau, state); of an adaptive solver with tau [n, 1]
+Derivative = Callable[[Any, torch.Tensor], torch.Tensor]  # f(tau, state); adaptive solvers pass tau [n, 1]
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ TABLEAUS = {
     "midpoint": Tableau((0, 1 / 2), ((), (1 / 2,)), (0, 1)),
     "rk4": Tableau((0, 1 / 3, 2 / 3, 1), ((), (1 / 3,), (-1 / 3, 1), (1, -1, 1)), (1 / 8, 3 / 8, 3 / 8, 1 / 8)),
 }
-# Evaluations of an adaptive solver: two choose the first step, and each step takes these.
+# Evaluations per step of an adaptive solver; two more choose the first step.
 EVALUATIONS_PER_STEP = {"dopri5": 6, "adaptive_heun": 2}
 EVALUATIONS_TO_START = 2
 
 
 class Solution(NamedTuple):
     end_xD: torch.Tensor
-    num_evaluations: int | torch.Tensor  # of all tokens alike, or [x] of each
+    num_evaluations: int | torch.Tensor  # one number for all tokens, or [x] for each
 
 
 def num_fixed_evaluations(settings: DepthSettings) -> int:
@@ -51,7 +51,7 @@ def num_fixed_evaluations(settings: DepthSettings) -> int:
 
 
 def solve_fixed(derivative: Derivative, start_xD: torch.Tensor, solver: str, steps: int) -> torch.Tensor:
-    """The state at tau = 1 after `steps` equal steps."""
+    """Returns the state at tau = 1 after `steps` equal steps."""
     tableau, state_xD, size = TABLEAUS[solver], start_xD, 1 / steps
     for step in range(steps):
         stages: list[torch.Tensor] = []
@@ -71,9 +71,9 @@ def _advance(state_xD: torch.Tensor, size: float, weights: Sequence[float], stag
 def solve_fixed_adjoint(
     derivative: Derivative, start_xD: torch.Tensor, solver: str, steps: int, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """As `solve_fixed`; the backward pass integrates the adjoint equation with as many steps, and stores none.
+    """Solves like `solve_fixed`; the backward pass integrates the adjoint equation in as many steps, storing none.
 
-    `parameters` are all tensors that get a gradient besides the start.
+    `parameters` are all tensors besides the start that get a gradient.
     """
     from torchdiffeq import odeint_adjoint
 
@@ -89,9 +89,9 @@ def solve_fixed_adjoint(
 def solve_adaptive(
     derivative: Derivative, start_nD: torch.Tensor, settings: DepthSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state [n, D] of each sample at tau = 1, with steps chosen by its own error, and its evaluations [n].
+    """Returns each sample's state [n, D] at tau = 1, with steps chosen by its own error, and its evaluations [n].
 
-    Raises `ValueError` where a sample needs more than `max_evaluations`, and for tolerances below the rounding of the
+    Raises `ValueError` if a sample needs more than `max_evaluations`, or tolerances are below the rounding of the
     states.
     """
     import torchode
@@ -106,7 +106,7 @@ def solve_adaptive(
     method = {"dopri5": torchode.Dopri5, "adaptive_heun": torchode.Heun}[settings.solver](term)
     controller = torchode.IntegralController(atol=settings.atol, rtol=settings.rtol, term=term)
     per_step = EVALUATIONS_PER_STEP[settings.solver]
-    # A sample ends with an error where it takes its last permitted step, also if that step completes it.
+    # A sample fails on its last permitted step, even if that step completes it.
     max_steps = (settings.max_evaluations - EVALUATIONS_TO_START) // per_step + 1
     ends = [start_nD.new_full((len(start_nD),), tau) for tau in (0.0, 1.0)]
     # The gradient is that of the steps taken: the gradient of their sizes is NaN for samples that end before others.
@@ -124,7 +124,7 @@ def solve_adaptive(
 
 
 def check_installed(settings: DepthSettings) -> None:
-    """Raises `ValueError` where the library of the solver is missing."""
+    """Raises `ValueError` if the solver's library is missing."""
     needed = "torchode" if settings.is_adaptive else "torchdiffeq" if settings.gradient == "adjoint" else None
     if needed is not None and importlib.util.find_spec(needed) is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The depth block of a stock decoder stack of transformers, such as GPT-2's or a Llama's."""
+"""The depth block of a stock transformers decoder stack, such as GPT-2's or a Llama's."""
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -10,12 +10,12 @@ from .block import DepthFlow
 class StockDepthBlock(DepthFlow, GradientCheckpointingLayer):
     """Takes the place of layers in `model.layers` or `transformer.h`.
 
-    The models pass keyword arguments on to their layers: `model(ids, control=control)` reaches the block, as [B, C] or
-    [B, T, C]; zeros where none is given. `function_evaluations` are those of the last call: one number for all tokens,
-    or [B, T].
+    The models pass keyword arguments on to their layers: the block receives the control from `model(ids,
+    control=control)`, as [B, C] or [B, T, C]; zeros by default. `function_evaluations` counts the last call: one number
+    for all tokens, or [B, T].
 
-    Keep layer 0, in which a stock cache counts its tokens. The `generate` of a stock model refuses a control, which
-    its forward pass does not name; that of a `DepthLlamaForCausalLM` takes it.
+    Keep layer 0: a stock cache counts its tokens there. A stock model's `generate` refuses a control, because its
+    forward pass does not name it; `DepthLlamaForCausalLM` accepts it.
 
     Raises `ValueError` for a control that does not fit.
 

@@ -1,1 +1,1 @@
-"""The experiments on continuous depth: those of the paper, the controls that could refute them, and what follows."""
+"""The experiments on continuous depth: the paper's own, controls that could refute them, and extensions."""

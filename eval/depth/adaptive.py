@@ -1,4 +1,4 @@
-"""Adaptive compute: is it worth it that an adaptive solver gives each token evaluations of its own?"""
+"""Adaptive compute: is it worth giving each token its own number of evaluations?"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -101,7 +101,7 @@ class Adaptive(Experiment[Measurement]):
 
 
 def points(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line per model, seed, solver and steps or tolerance."""
+    """Returns a line per model, seed, solver and steps or tolerance."""
     return [
         {"model": record["model"], "seed": record["seed"]} | point
         for record in records
@@ -116,8 +116,8 @@ def _fixed(tokens: Tokens, solver: str, steps: int) -> dict[str, Any]:
 
 
 def _adaptive(tokens: Tokens, solver: str, tolerance: float) -> dict[str, Any]:
-    """`minus_fixed`: by fixed solver with as many evaluations, the difference of the loss and the ratio of the error;
-    `minus_trained`: the difference of the loss to the solver of the training."""
+    """`minus_fixed`: loss difference and error ratio against each fixed solver with as many evaluations;
+    `minus_trained`: loss difference from the solver used in training."""
     run = tokens.run(solver, tolerance)
     loss, taken = float(run.losses_BT.mean()), run.evaluations_BT.numpy()
     against = {}
@@ -139,10 +139,10 @@ def _adaptive(tokens: Tokens, solver: str, tolerance: float) -> dict[str, Any]:
 
 
 def verdicts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By model, adaptive solver and tolerance: the difference of the loss to the best fixed solver of equal NFE.
+    """Compares losses with the best fixed solver of equal NFE, by model, adaptive solver and tolerance.
 
-    The best one has the lowest mean loss over seeds. `worth_it` where the whole interval lies below -`WORTH`; None for
-    a single seed.
+    The best solver has the lowest mean loss over seeds. `worth_it`: the whole interval lies below -`WORTH`; None for a
+    single seed.
     """
     found = []
     for kind, own in _adaptive_points(pd.DataFrame(points(records))):
@@ -155,7 +155,7 @@ def verdicts(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _adaptive_points(lines: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """The points of all seeds by model, adaptive solver and tolerance."""
+    """Yields the points of all seeds by model, adaptive solver and tolerance."""
     names = ["model", "solver", "tolerance"]
     adaptive = lines[lines.solver.isin(ADAPTIVE_SOLVERS)]
     return ((dict(zip(names, values, strict=True)), own) for values, own in groups(adaptive, *names))
@@ -207,7 +207,7 @@ def _counts(lines: pd.DataFrame) -> pd.Series:
 
 
 def _shares(counts: pd.Series) -> str:
-    """The share of tokens by evaluations, or their range where there are many."""
+    """Returns the share of tokens by evaluations, or their range if there are many."""
     if len(counts) > MOST_SHOWN:
         return f"{counts.index[0]} to {counts.index[-1]}"
     return ", ".join(f"{nfe}: {share:.1%}" for nfe, share in (counts / counts.sum()).items())
@@ -240,8 +240,7 @@ def _draw_curves(lines: pd.DataFrame, figure: str, panel: Any) -> None:
 
 
 def _draw_counts(lines: pd.DataFrame, panel: Any) -> None:
-    """The share of tokens by evaluations; tolerances at which all tokens take the same are left out, unless they are
-    all."""
+    """Draws the share of tokens by evaluations; skips tolerances with equal counts unless no others exist."""
     counts = {f"{kind['solver']} {kind['tolerance']:.0e}": _counts(own) for kind, own in _adaptive_points(lines)}
     several = {label: found for label, found in counts.items() if len(found) > 1}
     for label, found in (several or counts).items():

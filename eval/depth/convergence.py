@@ -1,7 +1,7 @@
 """The order of convergence of each solver: how its error falls with its steps, or with its tolerance.
 
-The measure is an exact solution: of a linear field the matrix exponential, of a trained field many steps of rk4, both
-in float64. Errors are relative to the displacement.
+The reference is an exact solution in float64: the matrix exponential for a linear field, many steps of rk4 for a
+trained one. Errors are relative to the displacement.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from .readings import Reading
 
 ORDERS = {"euler": 1, "midpoint": 2, "rk4": 4}  # in theory
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FITTED_FROM = 4  # steps: before, errors do not yet follow the order
-ROUNDING = 1e-12  # relative; smaller errors are those of float64
+FITTED_FROM = 4  # steps: below this, errors do not follow the order yet
+ROUNDING = 1e-12  # relative; smaller errors are float64 rounding
 TOLERANCES = {"dopri5": [10.0**-n for n in range(1, 10)], "adaptive_heun": [10.0**-n for n in range(1, 7)]}
-LINEAR_SIZE = 8  # of the linear field
+LINEAR_SIZE = 8  # size of the linear field
 
 
 def linear_problem(seed: int) -> tuple[Reading, torch.Tensor, torch.Tensor]:
-    """A linear field dH/dtau = A H with start and exact end [1, n, D]; A is random, of spectral norm 1."""
+    """Returns a linear field dH/dtau = A H with start and exact end [1, n, D]; A is random, with spectral norm 1."""
     generator = torch.Generator().manual_seed(seed)
     matrix, start_1nD = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -37,7 +37,7 @@ def linear_problem(seed: int) -> tuple[Reading, torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def converge(reading: Reading, start: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
-    """Errors by solver: of fixed steps with the fitted order, and of adaptive ones with their mean evaluations."""
+    """Returns errors by solver: fixed ones with the fitted order, adaptive ones with their mean evaluations."""
 
     def error(end: torch.Tensor) -> float:
         return float((end - exact).norm() / (exact - start).norm())
@@ -58,7 +58,7 @@ def converge(reading: Reading, start: torch.Tensor, exact: torch.Tensor) -> dict
 
 
 def order(steps: Sequence[int], errors: Sequence[float]) -> float | None:
-    """The slope of -log(error) on log(steps), by least squares; None where fewer than two errors exceed rounding."""
+    """Fits the slope of -log(error) on log(steps) by least squares; None if fewer than two errors exceed rounding."""
     points = [(n, e) for n, e in zip(steps, errors, strict=True) if n >= FITTED_FROM and e > ROUNDING]
     if len(points) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Options of `condense convert` that put a depth block in the place of some layers."""
+"""Options of `condense convert` that replace some layers with a depth block."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..options import Option, Options
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(Options):
-    """The depth block of the model that is written; None is the default of `DepthSettings`."""
+    """The depth block of the written model; None is the default of `DepthSettings`."""
 
     depth: Annotated[
         str | None, Option("FIRST:END, the layers that a depth block replaces: 2:4 for layers 2 and 3 (from 0).")
@@ -20,25 +20,25 @@ class BlockOptions(Options):
         int | None, Option("Width of an MLP field; default: as many weights as the replaced layers.", min=1)
     ] = None
     control_size: Annotated[int | None, Option("Components of the control; default 1, 0 for none.", min=0)] = None
-    alpha: Annotated[float | None, Option("Scale of the field at first; default 0.1, of layer: the layers.")] = None
+    alpha: Annotated[float | None, Option("Initial scale of the field; default 0.1, of layer: the layers.")] = None
     solver: Annotated[
-        str | None, Option("euler (the default), midpoint, rk4, or dopri5 and adaptive_heun with steps by token.")
+        str | None, Option("euler (the default), midpoint, rk4, or dopri5 and adaptive_heun with steps per token.")
     ] = None
     steps: Annotated[int | None, Option("Steps of euler, midpoint and rk4; default 4.", min=1)] = None
     seed: Annotated[int | None, Option("Seed of the field's weights; default 0.")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.plan  # noqa: B018  refuses what no model has
+        self.plan  # noqa: B018  refuses impossible values
 
     @cached_property
     def plan(self) -> "DepthPlan | None":
-        """None without `--depth`. Raises `ValueError` for a range or settings that no model has."""
+        """The plan, or None without `--depth`. Raises `ValueError` for an impossible range or settings."""
         given = {name: value for name, value in vars(self).items() if value is not None and name != "depth"}
         if self.depth is None:
             if given:
                 flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-                raise ValueError(f"{flags}: these describe a depth block; say with --depth FIRST:END where it is.")
+                raise ValueError(f"{flags}: these describe a depth block; place it with --depth FIRST:END.")
             return None
         found = re.fullmatch(r"(\d+):(\d+)", self.depth)
         if found is None or int(found[1]) >= int(found[2]):
@@ -50,7 +50,7 @@ class BlockOptions(Options):
         return plan
 
     def check(self, config: Any, stock: bool) -> None:
-        """Raises `ValueError` where the block does not fit the model, before its weights are loaded."""
+        """Raises `ValueError` if the block does not fit the model, before its weights are loaded."""
         plan = self.plan
         if plan is None and config.depth is None:
             return
@@ -66,7 +66,7 @@ class BlockOptions(Options):
             check_stock(depth, num_layers)
 
     def convert(self, model: Any, stock: bool) -> Any:
-        """The model with the block, or a stock model of it."""
+        """Returns the model with the block, or a stock model made from it."""
         from condense import to_stock
 
         plan = self.plan

@@ -1,4 +1,4 @@
-"""The texts of the experiments as tokens: WikiText-2 of the hub, files, or a generated text.
+"""The tokens of the experiments' texts: WikiText-2 from the hub, files, or a generated text.
 
 Axes: N tokens.
 """
@@ -19,14 +19,14 @@ from ..texts import HUB, hub_text, train_tokenizer
 from .models import Size
 from .options import DepthOptions
 
-OFFLINE = "pass --text FILE --held-out FILE --tokenizer text to go without the hub"
-# Sentences of the generated text that say good or bad of something, so that a small model can be steered.
+OFFLINE = "pass --text FILE --held-out FILE --tokenizer text to work without the hub"
+# Sentences of the generated text that praise or criticise something, so that a small model can be steered.
 OPINIONS = ("The {thing} was {word}.", "Everybody said that the {trade} was {word}.", "It was a {word} {weather}.")
 OPINION_WORDS = ("good", "good", "bad", "great", "terrible", "happy", "sad")
 
 
 class Corpus(NamedTuple):
-    """`described` says where the texts and the tokenizer come from, for settings and results."""
+    """`described` names the sources of the texts and the tokenizer, for settings and results."""
 
     train_ids: torch.Tensor  # [N]
     held_out_ids: torch.Tensor  # [N]
@@ -36,11 +36,11 @@ class Corpus(NamedTuple):
 
 @cache
 def load_corpus(options: DepthOptions, size: Size) -> Corpus:
-    """The training text and the held-out text.
+    """Loads the training text and the held-out text.
 
-    A byte-level BPE is trained on the training text alone; a short text has fewer tokens than `size.vocab_size`, whose
-    other rows are then unused. Raises `ValueError` for files that can't be read, for texts shorter than a batch, and
-    where the hub can't be reached.
+    A byte-level BPE is trained only on the training text. A short text has fewer tokens than `size.vocab_size`; the
+    other rows are then unused. Raises `ValueError` for unreadable files, for texts shorter than a batch, and if the hub
+    can't be reached.
     """
     if options.small:
         texts, names = (_generated(seed=0, documents=30), _generated(seed=1, documents=5)), ("generated",) * 2
@@ -87,7 +87,7 @@ def _generated(seed: int, documents: int) -> str:
 
 
 def described_line(results: dict[str, Any]) -> str:
-    """What `Corpus.described` says, in one line."""
+    """Returns `Corpus.described` as one line."""
     corpus, vocab_size = results["corpus"], results["size"]["vocab_size"]
     return (
         f"{corpus['text']} ({corpus['train_tokens']:,} tokens), held out {corpus['held_out']} "

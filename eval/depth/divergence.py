@@ -1,4 +1,4 @@
-"""How far a model's own fixed steps end from the exact solution of the flow that it is read as.
+"""The distance between the end of a model's own fixed steps and the exact solution of the flow that it represents.
 
 Axes: B texts, T tokens, D hidden size, V vocabulary.
 """
@@ -10,11 +10,11 @@ from torch import nn
 
 from .readings import Reading, batches, input_of, next_token_losses, output_of
 
-STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # of Euler, for the curve
+STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)  # Euler steps of the curve
 
 
 def distances(end_BTD: torch.Tensor, exact_BTD: torch.Tensor, start_BTD: torch.Tensor) -> dict[str, float]:
-    """Norms over all tokens: of the difference against the end, against the displacement, and of the displacement."""
+    """Returns norms over all tokens: the difference relative to end and displacement, and the displacement."""
     error, moved, size = ((x.norm()) for x in (end_BTD - exact_BTD, exact_BTD - start_BTD, exact_BTD))
     return {
         "to_state": float(error / size),
@@ -25,17 +25,17 @@ def distances(end_BTD: torch.Tensor, exact_BTD: torch.Tensor, start_BTD: torch.T
 
 @torch.no_grad()
 def diverge(model: Any, module: nn.Module, last: nn.Module, reading: Reading, ids_BT: torch.Tensor) -> dict[str, Any]:
-    """The divergence of a float64 model's own steps from the exact solution, in hidden states and in predictions.
+    """Measures how far a float64 model's own steps diverge from the exact solution, in hidden states and predictions.
 
     The flow lies between the input of `module` and the output of `last`.
 
     - `to_state`, `to_displacement`, `displacement`: see `distances`.
-    - `one_more_step`: the error with one more Euler step against that of the model's own; for a smooth field about
-      steps / (steps + 1).
+    - `one_more_step`: the error with one more Euler step against the model's own error; for a smooth field about n / (n
+      + 1) for n steps.
     - `curve`: the error to the displacement by Euler steps.
     - `logits`: norm of the difference of logits, each token's mean subtracted, against the norm of the logits.
-    - `kl`: of the exact solution's next-token distribution from that of the steps, in nats, mean over tokens.
-    - `loss`, `loss_change`: of the model's own steps, and what the exact solution adds to it.
+    - `kl`: KL(exact || steps) of the next-token distributions, in nats, mean over tokens.
+    - `loss`, `loss_change`: the loss of the model's own steps, and what the exact solution adds to it.
     """
     start_BTD = input_of(model, module, ids_BT)
     exact_BTD = reading.exact(start_BTD)
@@ -65,7 +65,7 @@ def diverge(model: Any, module: nn.Module, last: nn.Module, reading: Reading, id
 
 
 def logits_difference(own_BTV: torch.Tensor, exact_BTV: torch.Tensor) -> dict[str, float]:
-    """Sums of squares of the difference and of the exact logits, centred; and KL(exact || own) in nats, all summed."""
+    """Sums the squares of the difference and of the exact logits, both centred, and KL(exact || own) in nats."""
     own_BTV, exact_BTV = own_BTV.log_softmax(-1), exact_BTV.log_softmax(-1)
     kl = float((exact_BTV.exp() * (exact_BTV - own_BTV)).sum())
     own_BTV, exact_BTV = own_BTV - own_BTV.mean(-1, keepdim=True), exact_BTV - exact_BTV.mean(-1, keepdim=True)

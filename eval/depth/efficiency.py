@@ -1,6 +1,6 @@
-"""What a flow costs beside layers: time of inference and training, memory, and how wrong the adjoint's gradient is.
+"""The cost of a flow compared with layers: inference and training time, memory, and the adjoint's gradient error.
 
-The paper's table 3, beside the discrete twins, the model without the replaced layers, and a count of operations.
+The paper's table 3, plus the discrete twins, the model without the replaced layers, and a count of operations.
 """
 
 import time
@@ -39,7 +39,7 @@ PAPER_ROWS: list[list[Any]] = [
     ["paper: hybrid", "4", "4", "507.19", "0.98", "-", "-", "-", "-"],
 ]
 
-Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]  # by name what prepares a call, and the call
+Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]  # by name: a call's preparation, and the call
 
 
 class Part(NamedTuple):
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A model, and what its solver is set to before each call."""
+    """A model, and the solver settings applied before each call."""
 
     arm: str
     model: GPT2LMHeadModel
@@ -126,10 +126,9 @@ class Efficiency(Experiment[Part]):
 
 
 def operations(arm: str, size: Size, evaluations: float) -> float:
-    """Multiplications with additions of one token in all matrix products but the head's.
+    """Counts one token's multiply-adds in all matrix products except the head's.
 
-    Attention is counted as if every token saw all of the window, and the control as nothing, which is multiplied once
-    for a text.
+    Attention counts as if every token saw the whole window. The control, multiplied once per text, is not counted.
     """
     num_layers = size.layers - (0 if arm == "baseline" else size.replaced[1] - size.replaced[0])
     layer = 12 * size.width**2 + 2 * size.positions * size.width
@@ -141,7 +140,7 @@ def head_operations(size: Size) -> int:
 
 
 def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call after its preparation, which is not timed, in turn; a first round is not counted."""
+    """Times the calls in turn, in seconds; preparation and the first round are not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in ProgressBar(range(repeats + 1), desc="in turn", unit="round", leave=False):
         for name, (prepare, call) in calls.items():
@@ -164,7 +163,7 @@ def contenders(models: dict[str, GPT2LMHeadModel]) -> dict[str, Contender]:
 
 @torch.no_grad()
 def measure_inference(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
-    """Seconds of the whole model and of the model without its head, evaluations, and predicted ratios."""
+    """Measures seconds with and without the head, evaluations, and predicted ratios."""
     found: Record = {}
     calls: Calls = {}
     for name, contender in contenders(models).items():
@@ -174,7 +173,7 @@ def measure_inference(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, 
         prepare()
         model.transformer(ids_BN)
         mean, most = _evaluations(model)
-        # One of the twin's evaluations has a quarter of the weights of one of the hybrid's.
+        # One evaluation of the twin has a quarter of the weights of the hybrid's.
         whole_evaluations = most / TWIN_STEPS if contender.arm == "twin" else most
         counted = operations(contender.arm, size, whole_evaluations)
         baseline, head = operations("baseline", size, 0), head_operations(size)
@@ -198,7 +197,7 @@ def _prepare(contender: Contender) -> None:
 
 
 def _evaluations(model: nn.Module) -> tuple[float, float]:
-    """Of the last call, the mean over tokens and the most of one token."""
+    """Returns the last call's evaluations: the mean over tokens and the maximum."""
     block = block_of(model)
     if block is None:
         return 0.0, 0.0
@@ -207,7 +206,7 @@ def _evaluations(model: nn.Module) -> tuple[float, float]:
 
 
 def measure_training(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
-    """Seconds of a training step, and what autograd keeps for its backward pass. The models' weights change."""
+    """Measures seconds of a training step and the bytes kept for its backward pass. Changes the models' weights."""
     calls: Calls = {}
     found: Record = {}
     for name in ("baseline", "hybrid", "hybrid, adjoint", "twin", "wide_twin", "shorter"):
@@ -235,7 +234,7 @@ def _step(model: GPT2LMHeadModel, optimizer: torch.optim.Optimizer, ids_BN: torc
 
 
 def _predicted_training(name: str, size: Size) -> float:
-    """Against the baseline: the backward pass counts two forward passes, and the adjoint evaluates once more."""
+    """Returns the ratio to the baseline: a backward pass counts as two forward ones; the adjoint adds one."""
     arm = name.partition(",")[0]
     evaluations = {"hybrid": 4.0, "twin": 1.0, "wide_twin": 4.0}.get(arm, 0.0)
     head, baseline = head_operations(size), operations("baseline", size, 0)
@@ -246,9 +245,9 @@ def _predicted_training(name: str, size: Size) -> float:
 
 
 def saved_bytes(module: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes that autograd keeps of a forward pass, each storage once, without the module's weights."""
+    """Counts the bytes that autograd keeps from a forward pass, each storage once, without the module's weights."""
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # alive until all are counted, so that no address is used twice
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive while counting, so that addresses stay unique
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -262,7 +261,7 @@ def saved_bytes(module: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
 
 
 def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
-    """By number of Euler steps: bytes that the block keeps for one row, and relative errors of the gradient."""
+    """Measures, by number of Euler steps, the block's bytes for one row and the gradient's relative errors."""
     block = block_in(hybrid)
     hidden_BND = torch.randn(1, ids_BN.shape[1], hybrid.config.n_embd, generator=torch.Generator().manual_seed(0))
     found: Record = {str(steps): {} for steps in STEPS}
@@ -286,7 +285,7 @@ def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
 
 
 def _gradient(model: GPT2LMHeadModel, ids_BN: torch.Tensor, solver: str, steps: int, gradient: str) -> torch.Tensor:
-    """The gradient of the model's loss for all weights of the block, as one vector."""
+    """Returns the gradient of the model's loss for all weights of the block, as one vector."""
     set_solver(model, solver, steps=steps, gradient=gradient)
     found = torch.autograd.grad(_loss(model, ids_BN), list(block_in(model).parameters()))
     return torch.cat([part.flatten() for part in found])
@@ -297,7 +296,7 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _repeats(results: dict[str, Any], part: str) -> pd.DataFrame:
-    """A line per seed, name and repeat, with its times as ratios to the baseline's of the same repeat."""
+    """Returns a line per seed, name and repeat, with times as ratios to the baseline of the same repeat."""
     times = {"inference": ["seconds", "body_seconds"], "training": ["seconds"]}[part]
     runs = [
         {"name": name} | found | {f"{time}_ratio": np.divide(found[time], measured["baseline"][time]) for time in times}
@@ -344,7 +343,7 @@ def _training(lines: pd.DataFrame, title: str) -> Table:
 
 
 def _adjoint_means(results: dict[str, Any]) -> pd.DataFrame:
-    """The figures by number of steps, means over seeds."""
+    """Returns the figures by number of steps, means over seeds."""
     parts = [pd.DataFrame(record["measured"]).T for record in results["records"] if record["part"] == "adjoint"]
     return pd.concat(parts).groupby(level=0, sort=False).agg(fmean)
 

@@ -1,8 +1,8 @@
-"""How many evaluations of the field an adaptive solver needs by the control, and what that says.
+"""How many evaluations of the field an adaptive solver needs at each control, and what that means.
 
-The paper's section 5.3 and figures 3 and 4, with what it lacks: steps by token instead of common steps for a batch, a
-block trained with swapped labels, and probes with a held-out split and shuffled labels. All is solved in float64: at
-tight tolerances the error estimate in float32 is rounding.
+The paper's section 5.3 and figures 3 and 4, with additions: steps per token instead of per batch, a block trained with
+swapped labels, and probes with a held-out split and shuffled labels. Everything is solved in float64: at tight
+tolerances the error estimate in float32 is only rounding.
 
 Axes: T tokens, n tokens of all prompts, D hidden size, N examples.
 """
@@ -42,10 +42,10 @@ from .words import encode_prompt
 
 SOLVERS = ("dopri5", "adaptive_heun")
 CONTROLS = np.linspace(-2, 2, 9).tolist()
-TOLERANCES, FEW_TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6), (1e-3, 1e-4)  # relative; the absolute one is a tenth
-# adaptive_heun takes thousands of steps at smaller ones.
+TOLERANCES, FEW_TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6), (1e-3, 1e-4)  # relative; the absolute tolerance is a tenth
+# adaptive_heun needs thousands of steps at smaller tolerances.
 TOLERANCES_OF_NEIGHBOURS = (1e-3, 1e-4)
-PAPER_STEPS = (2, 4)  # of 14 and 26 evaluations: at the loosest tolerance and at one 1000 times tighter
+PAPER_STEPS = (2, 4)  # 14 and 26 evaluations: at the loosest tolerance and at a 1000 times tighter one
 PAPER_ROWS: list[list[Any]] = [
     ["the paper", "loosest", "common", "14", "-", str(PAPER_STEPS[0]), "-", "0.85 to 1.15"],
     ["the paper", "1000 times tighter", "common", "26", "-", str(PAPER_STEPS[1]), "-", "-"],
@@ -56,7 +56,7 @@ BLOCKS = tuple(product(PROMPTS, LABELS))
 
 
 class Run(NamedTuple):
-    """`what`: the solver, or probes."""
+    """`what` is the solver, or probes."""
 
     seed: int
     prompts: Prompts
@@ -117,8 +117,8 @@ class Effort(Experiment[Run]):
         return found | {"prior": prior_share(trained("hybrid", item.seed, self.setup, self.output), self.setup)}
 
     def _sweep(self, effort: "Evaluations", starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, list[float]]:
-        """By control: NFE of the paper's prompt alone, common, at its last token, and as a mean over its tokens; and
-        of the last tokens of all other prompts, as a mean."""
+        """Returns NFE by control. For the paper's prompt on its own: common, at its last token, and the mean over its
+        tokens. For all other prompts: the mean over their last tokens."""
         lasts_nD = torch.cat([start[-1:] for start in starts[1:]])
         found: dict[str, list[float]] = {"common": [], "last": [], "mean": [], "others": []}
         for u in self.controls:
@@ -157,7 +157,7 @@ class Effort(Experiment[Run]):
 
 
 def _lines(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """A line per block, solver, tolerance and control, and per block, tau and reading."""
+    """Returns a line per block, solver, tolerance and control, and per block, tau and reading."""
     found = []
     for record in results["records"]:
         run = {name: record[name] for name in Run._fields}
@@ -172,7 +172,7 @@ def _lines(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _solved(lines: pd.DataFrame) -> Iterator[tuple[dict[str, str], pd.DataFrame]]:
-    """The lines of each block, solver and tolerance, with the cells that a row of them begins with."""
+    """Yields the lines of each block, solver and tolerance, with the first cells of their row."""
     for (prompts, labels, solver, tolerance), own in groups(lines, "prompts", "labels", "what", "tolerance"):
         first = {"trained on": TRAINED_ON[prompts], "labels": labels, "solver": solver, "tolerance": f"{tolerance:g}"}
         yield first, own

@@ -1,4 +1,4 @@
-"""Counts of a solver's evaluations of a field, and what probes read from the states on its way.
+"""Counts of a solver's field evaluations, and what probes read from the states along the way.
 
 Axes: T tokens, n tokens of all prompts, D hidden size, N examples.
 """
@@ -22,7 +22,7 @@ from .steered import parts_of
 from .steering_measures import pair_log_probs
 from .words import Ids, encode_prompt, encode_word
 
-# torchdiffeq's adaptive_heun begins a step with the last slope of the one before, torchode's (by token) with a new one.
+# torchdiffeq's adaptive_heun starts a step with the previous step's last slope; torchode's (by token) computes one.
 EVALUATIONS_PER_STEP = {
     "common": {"dopri5": 6, "adaptive_heun": 1},
     "mean": {"dopri5": 6, "adaptive_heun": 2},
@@ -41,7 +41,7 @@ class Evaluations:
 
     @torch.no_grad()
     def by_token(self, start_nD: torch.Tensor, u: float, tolerance: float) -> list[int]:
-        """NFE of each token, each with steps of its own."""
+        """Returns the NFE of each token, each with its own steps."""
         block = self.block
         block.settings = replace(
             block.settings, solver=self.solver, rtol=tolerance, atol=tolerance / 10, max_evaluations=EVALUATIONS
@@ -50,7 +50,7 @@ class Evaluations:
 
     @torch.no_grad()
     def common(self, start_nD: torch.Tensor, u: float, tolerance: float) -> int:
-        """NFE of all tokens together, with one step size for all."""
+        """Returns the NFE of all tokens together, with one step size for all."""
         from torchdiffeq import odeint
 
         calls = 0
@@ -66,7 +66,7 @@ class Evaluations:
 
 
 def neighbours(effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, Any]:
-    """NFE of each prompt by itself and with the others, both ways. changed: how many have other steps then."""
+    """Returns the NFE of each prompt on its own and with the others, both ways. changed: how many then differ."""
     together_nD, lengths = torch.cat(list(starts)), [len(start) for start in starts]
     found: dict[str, Any] = {"prompts": 0, "common_alone": [], "common_together": [], "common_changed": 0,
                              "by_token_changed": 0}  # fmt: skip
@@ -84,19 +84,19 @@ def neighbours(effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: f
 
 
 def prior_share(model: Any, setup: Setup) -> float:
-    """The share of the positive word of the paper's pair before any steering."""
+    """Returns the share of the positive word of the paper's pair before any steering."""
     log_2 = pair_log_probs(model, setup.corpus.tokenizer, [PAPER_PROMPT], [PAPER_PAIR], [0.0])[0, 0, 0]
     return float(log_2.softmax(0)[0])
 
 
 def states_before(model: Any, texts: Sequence[Ids]) -> list[torch.Tensor]:
-    """H(0) [T, D] of each text in float64: what the block receives."""
+    """Returns H(0) [T, D] of each text in float64, the input of the block."""
     return [states_TD.double() for states_TD in inputs_of(model, block_in(model), texts)]
 
 
 @torch.no_grad()
 def states_at(block: Any, start_nD: torch.Tensor, control: float) -> torch.Tensor:
-    """H(tau) [taus, n, D] at the depths `TAUS`."""
+    """Returns H(tau) [taus, n, D] at the depths `TAUS`."""
     from torchdiffeq import odeint
 
     return odeint(_derivative(block, control), start_nD, torch.tensor(TAUS).double(), rtol=1e-6, atol=1e-7)
@@ -108,7 +108,7 @@ def measure_probes(model: Any, setup: Setup, seed: int) -> Record:
     halves = (parts.train_prompts, parts.test_prompts)
 
     def texts(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
-        """H [taus, N, D] of each prompt with each word."""
+        """Returns H [taus, N, D] of each prompt with each word."""
         ids = [
             encode_prompt(tokenizer, prompt) + encode_word(tokenizer, word)
             for prompt, pair in product(prompts, pairs)
@@ -165,7 +165,7 @@ def _derivative(block: Any, u: float):
 
 
 def fit_effort(controls: Sequence[float], counts: Sequence[float]) -> tuple[float, float, float]:
-    """Level, slope and curvature of counts = level + slope u + curvature |u|, by least squares."""
+    """Fits level, slope and curvature of counts = level + slope u + curvature |u| by least squares."""
     u = np.asarray(controls)
     design = np.stack([np.ones_like(u), u, np.abs(u)], axis=1)
     level, slope, curvature = np.linalg.lstsq(design, np.asarray(counts, dtype=float), rcond=None)[0]
@@ -173,5 +173,5 @@ def fit_effort(controls: Sequence[float], counts: Sequence[float]) -> tuple[floa
 
 
 def num_steps_of(way: str, solver: str, evaluations: float) -> float:
-    """Steps, accepted or not, with common steps or as a mean over tokens: two evaluations choose the first."""
+    """Converts evaluations to steps, accepted or not, common or a mean over tokens: two choose the first step."""
     return (evaluations - 2) / EVALUATIONS_PER_STEP[way][solver]

@@ -1,4 +1,4 @@
-"""What all experiments on depth have in common, as tasks of the runner."""
+"""The common base of all depth experiments, as tasks of the runner."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,9 +18,9 @@ Item = TypeVar("Item", bound=NamedTuple)
 
 
 class Experiment(Task[Item]):
-    """One experiment. `about` explains it in the report; trained models are in the output folder.
+    """An experiment. `about` explains it in the report; trained models are in the output folder.
 
-    A measurement can go on with more seeds: a record belongs to one seed.
+    More seeds can be added later: a record belongs to one seed.
     """
 
     about: ClassVar[str]
@@ -35,7 +35,7 @@ class Experiment(Task[Item]):
 
     @cached_property
     def setup(self) -> Setup:
-        """The size and the texts; the first use loads them."""
+        """The size and the texts, loaded on first use."""
         return Setup(self.size, load_corpus(self.options, self.size))
 
     @property

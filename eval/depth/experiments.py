@@ -1,5 +1,4 @@
-"""The experiments by name, and `condense study depth`. A name leads to its class without importing it, since that loads
-torch."""
+"""The experiments by name, and `condense study depth`. Classes are imported only on use, because that loads torch."""
 
 import difflib
 from pathlib import Path
@@ -25,16 +24,16 @@ EXPERIMENTS = {
 
 
 def find_experiment(name: str) -> "type[Experiment]":
-    """The experiment of a name. Raises `ValueError` for an unknown one."""
+    """Returns the experiment with this name. Raises `ValueError` for an unknown name."""
     if name not in EXPERIMENTS:
         (nearest,) = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0)
         known = ", ".join(EXPERIMENTS)
-        raise ValueError(f"there is no experiment {name!r}: did you mean {nearest!r}? Choose one of {known}, or all.")
+        raise ValueError(f"experiment {name!r} is unknown: did you mean {nearest!r}? Choose one of {known}, or all.")
     return resolve_name(EXPERIMENTS[name])
 
 
 def shown_by(kind: str) -> "type[Experiment]":
-    """The experiment that has the tables of a result, by the name of its file."""
+    """Returns the experiment that prints a result, by the name of the result's file."""
     return find_experiment(kind.removeprefix("depth_"))
 
 
@@ -51,7 +50,8 @@ def depth(name: str, output: Path, options: DepthOptions) -> "Results":
 
 
 def depth_all(output: Path, options: DepthOptions) -> "dict[str, Results]":
-    """Every experiment in turn, by name. Raises `ValueError` as `depth`, before the first of them begins."""
+    """Runs every experiment in turn; returns results by name. Raises `ValueError` like `depth`, before the first
+    starts."""
     from ..heap import reuse_freed_memory
     from ..runner import run
 

@@ -1,4 +1,4 @@
-"""Depth and fold together: the quickstart's passkey model whose layers are one flow with shared weights."""
+"""Depth and fold together: the quickstart's passkey model, with one flow with shared weights as its layers."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ FAR = 64  # segments of the comparison
 
 @dataclass(frozen=True)
 class Arm:
-    """A model: `layers` of a small Llama; with `flow`, one depth block with these settings in the place of them all."""
+    """A small Llama with `layers`; with `flow`, one depth block with these settings replaces them all."""
 
     name: str
     described: str
@@ -45,7 +45,7 @@ class Arm:
 
     @property
     def evaluations(self) -> int:
-        """Layers that a token passes through."""
+        """The number of layers that a token passes through."""
         return self.flow.get("steps", self.layers)
 
 
@@ -60,11 +60,11 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is trained and asked."""
+    """The amount of training and of questions."""
 
     segments: tuple[int, ...] = (2, 4, 8, TRAINED, 32, FAR, 256)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    prompts: int = 20  # of each length and depth
+    prompts: int = 20  # per length and depth
     other_steps: tuple[int, ...] = (1, 2, 3, 4, 6, 8)  # Euler steps of a trained flow, at `FAR` segments
 
 
@@ -84,7 +84,7 @@ class Trained(NamedTuple):
 
 
 class Fold(Experiment[Trained]):
-    """Each arm is trained by the quickstart's recipe through the launcher, and asked for passkeys in longer texts."""
+    """Trains each arm with the quickstart's recipe through the launcher, and asks it for passkeys in longer texts."""
 
     kind = "depth_fold"
     unit = "model"
@@ -103,7 +103,7 @@ class Fold(Experiment[Trained]):
                 print(f"the experiment fold generates its passkey texts: {name} is not used")
 
     def settings(self) -> dict[str, Any]:
-        """Without the number of seeds: more of them resume."""
+        """The settings without the number of seeds: runs with more seeds resume."""
         return {
             "small": self.options.small, "recipe": RECIPE, "segment": SEGMENT, "segments": list(self.scale.segments),
             "depths": list(self.scale.depths), "prompts": self.scale.prompts, "steps": list(self.scale.other_steps),
@@ -138,12 +138,12 @@ class Fold(Experiment[Trained]):
         return record
 
     def _train(self, item: Trained, folder: Path) -> float | None:
-        """Writes `folder`/trained, unless it is there; returns the seconds of this training, None where it was there.
+        """Writes `folder`/trained unless it exists; returns the training's seconds, or None if it existed.
 
-        A run that was stopped resumes from its last checkpoint.
+        A stopped run resumes from its last checkpoint.
         """
         arm, start = item.arm, folder / "start"
-        if not (folder / "started").exists():  # not begun, or killed while the start was written
+        if not (folder / "started").exists():  # not started, or killed while writing the start
             shutil.rmtree(folder, ignore_errors=True)
             save_small_llama(folder / "llama", item.seed, layers=arm.layers)
             model = CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=SEGMENT)
@@ -166,7 +166,7 @@ class Fold(Experiment[Trained]):
         return round(time.perf_counter() - begun, 1)
 
     def _found(self, evaluated: EvaluatedModel, segments: Sequence[int], seed: int) -> list[dict[str, int]]:
-        """Of each number of segments, how many passkeys are found, over all depths of the key."""
+        """Counts the passkeys found at each number of segments, over all depths of the key."""
         options = PasskeyOptions(
             models=[], lengths=[SEGMENT * number for number in segments], depths=self.scale.depths,
             num_prompts=self.scale.prompts, seed=seed,
@@ -185,7 +185,7 @@ class Fold(Experiment[Trained]):
         return {"arms": described} | super().summarise(measured)
 
     def rows(self, results: Results) -> list[dict[str, Any]]:
-        """A line per model, number of Euler steps where it is not the trained one, and number of segments."""
+        """Returns a line per model, number of Euler steps (if not the trained one) and number of segments."""
         lines = []
         for record in results["records"]:
             named = {name: record[name] for name in ("arm", "seed", "parameters", "layer_parameters", "alpha")}
@@ -240,13 +240,13 @@ class Fold(Experiment[Trained]):
 
 
 def _by_arm(results: Results) -> list[tuple[str, pd.DataFrame]]:
-    """What describes each arm, and its records."""
+    """Returns each arm's description and records."""
     records = pd.DataFrame(results["records"])
     return [(results["arms"][arm]["described"], own) for arm, own in groups(records, "arm")]
 
 
 def _share(counts: Sequence[dict[str, int]]) -> str:
-    """The shares found [%], seed by seed: they part too far for a mean. Of one seed also Wilson's interval."""
+    """Formats the shares found [%] by seed, too different for a mean; a single seed gets Wilson's interval."""
     shares = ", ".join(f"{100 * count['correct'] / count['total']:.0f}" for count in counts)
     if len(counts) > 1:
         return shares

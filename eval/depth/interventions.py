@@ -1,4 +1,4 @@
-"""Other ways to steer by the same control at the same depth: what the flow is compared with.
+"""Other ways to steer with the same control at the same depth, for comparison with the flow.
 
 Axes: B rows, T tokens, D hidden size, C components of the control.
 """
@@ -12,7 +12,7 @@ from .readings import inputs_of
 
 
 class Intervention(nn.Module):
-    """H (1 + u G) + u V after a layer: FiLM, or a bias vector where `scales` is off. It starts as the identity."""
+    """H (1 + u G) + u V after a layer: FiLM, or only a bias vector if `scales` is off. It starts as the identity."""
 
     def __init__(self, hidden_size: int, control_size: int = 1, scales: bool = False):
         super().__init__()
@@ -46,7 +46,7 @@ def intervene(model: Any, position: int, intervention: Intervention) -> Any:
 
 
 def difference_of_means(model: Any, position: int, positive: list[tuple[int, ...]], negative: list[tuple[int, ...]]):
-    """[D]: mean output of member `position` at the last token of the positive texts, less that of the negative."""
+    """Mean output [D] of member `position` at the last token of positive texts, minus the same of negative texts."""
     after = model.transformer.h[position + 1]
     positive_D, negative_D = (
         torch.stack([states_TD[-1] for states_TD in inputs_of(model, after, texts)]).mean(0)

@@ -1,7 +1,7 @@
-"""Prompts and words of the steering experiments, and what of them is held out.
+"""Prompts and words of the steering experiments, and which are held out.
 
-The paper trains on one prompt and two words. Here whole subjects and whole pairs of words are held out, drawn by seed;
-the paper's own prompt and pair are always trained.
+The paper trains on one prompt and two words. Here whole subjects and whole word pairs are held out, drawn by seed. The
+paper's own prompt and pair are always trained.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from typing import NamedTuple, TypeVar
 PAPER_PROMPT, PAPER_PAIR = "The movie was", ("good", "bad")
 # Dimensions of the joint control: the value at +1, the value at -1.
 DIMENSIONS = {"sentiment": ("positive", "negative"), "topic": ("person", "food"), "length": ("long", "short")}
-HELD_OUT = 3  # one subject, pair or prompt in so many is not trained; of a cell, one word
+HELD_OUT = 3  # one in so many subjects, pairs or prompts is not trained; in a cell, one word
 
 Signs = tuple[float, ...]
 Value = TypeVar("Value")
 
 
 class Parts(NamedTuple):
-    """Prompts and words that are trained, and those that are not; words as pairs (positive, negative)."""
+    """Trained and held-out prompts and words; words are pairs (positive, negative)."""
 
     train_prompts: tuple[str, ...]
     test_prompts: tuple[str, ...]
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
 
 class JointParts(NamedTuple):
-    """As `Parts` for several dimensions: words by the signs of their dimensions, in the order of `DIMENSIONS`."""
+    """Like `Parts`, for several dimensions: words by the signs of their dimensions, in the order of `DIMENSIONS`."""
 
     train_prompts: tuple[str, ...]
     test_prompts: tuple[str, ...]
@@ -42,13 +42,13 @@ class JointParts(NamedTuple):
 
 
 def parted(values: Sequence[Value], held_out: Sequence[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """Those that are trained and those that are held out, each in their order."""
+    """Returns the trained and the held-out values, each in their order."""
     return tuple(v for v in values if v not in held_out), tuple(v for v in values if v in held_out)
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """`subjects`: prompts by what they speak of. `cells`: words by signs; they continue any of `prompts`."""
+    """`subjects`: prompts by topic. `cells`: words by signs; they continue any of `prompts`."""
 
     subjects: dict[str, tuple[str, ...]]
     pairs: tuple[tuple[str, str], ...]
@@ -76,7 +76,7 @@ class Lexicon:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def small(self) -> "Lexicon":
-        """The beginning of each list, for models of a small vocabulary, in which most words have many tokens."""
+        """Returns the start of each list, for models with a small vocabulary, in which most words have many tokens."""
         subjects = {name: prompts[:1] for name, prompts in list(self.subjects.items())[:4]}
         cells = {signs: words[:2] for signs, words in self.cells.items()}
         return Lexicon(subjects, self.pairs[:3], self.prompts[:3], cells)

@@ -1,4 +1,4 @@
-"""Tables and curves of the experiments, from data frames whose lines hold figures of one seed."""
+"""Tables and curves of the experiments, from data frames; a line holds figures of one seed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,24 +12,24 @@ YES = {True: "yes", False: "no", None: "needs 2 seeds"}
 
 
 def groups(lines: pd.DataFrame, *names: str) -> Iterator[tuple[Any, pd.DataFrame]]:
-    """The lines of equal values of some columns, with these values, in the order in which they come first."""
+    """Yields the lines with equal values in some columns, and these values, in order of first appearance."""
     return iter(lines.groupby(names[0] if len(names) == 1 else list(names), sort=False))
 
 
 def table(title: str, rows: Sequence[dict[str, Any]], before: Sequence[list[Any]] = ()) -> Table:
-    """A table of rows by the names of their columns; the rows `before`, of the paper, come first."""
+    """Makes a table of rows with named columns; the paper's rows `before` come first."""
     return Table(title, list(rows[0]), [*before, *(list(row.values()) for row in rows)])
 
 
 def scientific(values: Iterable[float], scale: Scale = LINEAR) -> str:
-    """The mean and its interval over seeds, of values that may be very small."""
+    """Formats the mean and its interval over seeds, for values that may be very small."""
     return shown(list(values), 2, scale, form="e")
 
 
 def draw_band(
     panel: Any, lines: pd.DataFrame, x: str, y: str, label: str, color: str, scale: Scale = LINEAR, **style: Any
 ) -> None:
-    """Draws the mean over seeds of a column along another one, and its interval."""
+    """Draws a column's mean over seeds, and its interval, against another column."""
     curves = [curve.tolist() for _, curve in lines.groupby("seed")[y]]
     band(panel, lines[x].unique(), curves, label, color, scale, **style)
 

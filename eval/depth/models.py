@@ -1,4 +1,4 @@
-"""The models of the experiments: transformers' GPT-2, and blocks in the place of its middle layers.
+"""The models of the experiments: transformers' GPT-2, with blocks in place of its middle layers.
 
 Axes: x any size, D hidden size, C components of the control, S steps.
 """
@@ -25,7 +25,7 @@ PAPER_FIELD_PARAMETERS = 857_344
 class Size:
     """The size of the models and of their training.
 
-    Layers `replaced[0]` to `replaced[1] - 1` make place for a block whose field is an MLP of width `field_size`.
+    A block replaces layers `replaced[0]` to `replaced[1] - 1`; its field is an MLP of width `field_size`.
     """
 
     width: int
@@ -41,7 +41,7 @@ class Size:
     control_size: int = 1
 
 
-# The paper does not give the width of its field: the nearest to its number of parameters.
+# The paper does not give its field's width: this one comes closest to its number of parameters.
 PAPER = Size(
     width=256, layers=6, heads=4, vocab_size=50_257, positions=128, steps=500, batch=4, learning_rate=1e-4,
     field_size=field_size_for(PAPER_FIELD_PARAMETERS, 256, num_inputs=256 + 1, norm_parameters=2 * 256),
@@ -52,9 +52,9 @@ SMALL = Size(
 
 
 class StepsField(nn.Module):
-    """A field that is constant in tau between S depths: its Euler steps are residual layers with weights of their own.
+    """A field that is constant in tau between S depths: its Euler steps are residual layers with their own weights.
 
-    The field of `twin` and `wide_twin`, the discrete models beside the flow.
+    Used by `twin` and `wide_twin`, the discrete models compared with the flow.
     """
 
     def __init__(self, fields: Sequence[nn.Module]):
@@ -74,15 +74,15 @@ class StepsField(nn.Module):
 
 
 def build(arm: str, size: Size, seed: int) -> GPT2LMHeadModel:
-    """A model with random weights; those of the layers that all arms have are equal for equal seeds.
+    """Builds a model with random weights; layers common to all arms get equal weights for equal seeds.
 
-    `hybrid` has a flow in the place of the replaced layers, `alpha_fixed` and `alpha_one` one whose scale stays at 0.1
-    and at 1. `twin` has as many residual MLP steps as the flow has evaluations, with weights of their own and together
-    as many as the flow's; in `wide_twin` each step is as wide as the flow's field. `shorter` has neither the layers nor
-    a block. Raises `ValueError` for an unknown arm.
+    `hybrid` has a flow in place of the replaced layers. In `alpha_fixed` and `alpha_one` its scale stays at 0.1 and at
+    1. `twin` has as many residual MLP steps as the flow has evaluations. Each has its own weights; together they have
+    as many as the flow. In `wide_twin` each step is as wide as the flow's field. `shorter` has neither the layers nor a
+    block. Raises `ValueError` for an unknown arm.
     """
     if arm not in ARMS:
-        raise ValueError(f"there is no model {arm!r}: choose one of {', '.join(ARMS)}.")
+        raise ValueError(f"model {arm!r} is unknown: choose one of {', '.join(ARMS)}.")
     config = GPT2Config(
         vocab_size=size.vocab_size, n_embd=size.width, n_layer=size.layers, n_head=size.heads,
         n_positions=size.positions, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
@@ -120,12 +120,12 @@ def _field(size: Size, field_size: int) -> MLPField:
 
 
 def block_of(model: nn.Module) -> StockDepthBlock | None:
-    """The block in the place of layers; None in `baseline` and `shorter`."""
+    """Returns the block in place of layers; None in `baseline` and `shorter`."""
     return next((module for module in model.modules() if isinstance(module, StockDepthBlock)), None)
 
 
 def block_in(model: nn.Module) -> StockDepthBlock:
-    """The block of a model that has one."""
+    """Returns the block of a model that has one."""
     block = block_of(model)
     assert block is not None
     return block

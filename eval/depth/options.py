@@ -9,7 +9,7 @@ from ..training_options import TrainingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DepthOptions(TrainingOptions):
-    """The experiments on continuous depth: a flow with a control in the place of a GPT-2's middle layers."""
+    """The experiments on continuous depth: a flow with a control in place of a GPT-2's middle layers."""
 
     tokenizer: Annotated[
         Literal["gpt2", "text"],
@@ -19,7 +19,7 @@ class DepthOptions(TrainingOptions):
     model: Annotated[
         str | None,
         Option(
-            "Llama whose layers the experiment swap replaces, folder or hub id; default HuggingFaceTB/SmolLM2-135M.",
+            "Llama for the experiment swap, folder or hub id; default HuggingFaceTB/SmolLM2-135M.",
             may_change=True,
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""Trains the models of the experiments, once: each experiment finds them in the output folder.
+"""Trains the models of the experiments once: each experiment finds them in the output folder.
 
 Axes: B rows of a batch, N tokens of a row.
 """
@@ -31,15 +31,15 @@ class Setup(NamedTuple):
     corpus: Corpus
 
     def describe(self) -> dict[str, Any]:
-        """What trained weights depend on."""
+        """Returns everything that trained weights depend on."""
         return json.loads(json.dumps({"size": asdict(self.size), "corpus": self.corpus.described}))
 
 
 def trained(arm: str, seed: int, setup: Setup, folder: Path) -> GPT2LMHeadModel:
-    """The trained model, in eval mode; trained now and stored in `folder`/models/ARM-SEED where it is not there.
+    """Returns the trained model in eval mode; trains and stores it in `folder`/models/ARM-SEED if needed.
 
-    The block's control is zero during this training. Raises `ValueError` where the folder holds models of another size
-    or text, and where another process trains this one there.
+    The block's control is zero during this training. Raises `ValueError` if the folder holds models with a different
+    size or text, or another process is training this one there.
     """
     path, model = model_folder(arm, seed, folder), build(arm, setup.size, seed)
     if path.exists():
@@ -59,19 +59,19 @@ def model_folder(arm: str, seed: int, folder: Path) -> Path:
 
 
 def log_of(arm: str, seed: int, setup: Setup, folder: Path) -> dict[str, list[Any]]:
-    """The log of a model that `trained` has stored. Raises `ValueError` for one of another size or text."""
+    """Returns the log of a model stored by `trained`. Raises `ValueError` if its size or text differs."""
     path = model_folder(arm, seed, folder) / "steps.json"
     stored = json.loads(path.read_text(encoding="utf-8"))
     if stored["setup"] != setup.describe():
-        raise ValueError(f"{path.parent} is a model of another size or text: pass another --output, or delete it.")
+        raise ValueError(f"{path.parent} has a different size or text: pass another --output, or delete it.")
     return stored["log"]
 
 
 def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[str, list[Any]]:
-    """AdamW with a constant rate. Returns by step the loss, the norms of the gradient before clipping, and alpha.
+    """Trains using AdamW at a constant rate. Returns by step the loss, the gradient norms before clipping, and alpha.
 
-    A step whose loss or gradient is not finite changes no weights; its figures are None. One whose flow is not finite
-    has no loss and no gradient. `block_gradient_norm` and `alpha` are None in a model without a block.
+    A step with a loss or gradient that is not finite does not change weights; its figures are None. Without a finite
+    flow there is neither loss nor gradient. `block_gradient_norm` and `alpha` are None in a model without a block.
     """
     block = block_of(model)
     log: dict[str, list[Any]] = {key: [] for key in ("loss", "gradient_norm", "block_gradient_norm", "alpha")}
@@ -94,8 +94,8 @@ def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[st
 
 
 def _gradients(model: GPT2LMHeadModel, ids_BN: torch.Tensor) -> tuple[float, float, float | None]:
-    """Computes and clips the gradient. Returns the loss and the norms of all weights and of the block's, not a number
-    where the flow is not finite."""
+    """Computes and clips the gradient. Returns the loss and the norms for all weights and for the block, NaN if the
+    flow is not finite."""
     block = block_of(model)
     try:
         loss = model(ids_BN, labels=ids_BN).loss
@@ -112,7 +112,7 @@ def _norm(parameters: Iterator[torch.nn.Parameter]) -> float:
 
 
 def _batches(setup: Setup, seed: int) -> Iterator[torch.Tensor]:
-    """Batches [B, N] of windows without overlap, in an order that depends on the seed alone."""
+    """Batches [B, N] of windows without overlap, in an order that depends only on the seed."""
     windows_WN = _windows(setup.corpus.train_ids, setup.size.positions)
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -127,7 +127,7 @@ def _windows(ids_N: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def held_out_windows(setup: Setup) -> torch.Tensor:
-    """Windows [W, N] of the held-out text, evenly spread over it."""
+    """Returns windows [W, N], evenly spread over the held-out text."""
     windows_WN = _windows(setup.corpus.held_out_ids, setup.size.positions)
     number = min(HELD_OUT_WINDOWS, len(windows_WN))
     return windows_WN[torch.linspace(0, len(windows_WN) - 1, number).long()]
@@ -135,7 +135,7 @@ def held_out_windows(setup: Setup) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: GPT2LMHeadModel, setup: Setup) -> float | None:
-    """The mean loss of a token over `held_out_windows`; None where it is not finite."""
+    """Returns the mean loss per token over `held_out_windows`; None if it is not finite."""
     batches = held_out_windows(setup).split(setup.size.batch)
     try:
         mean = mean_loss(lambda ids_BN: model(ids_BN, labels=ids_BN).loss, batches)
@@ -145,6 +145,6 @@ def held_out_loss(model: GPT2LMHeadModel, setup: Setup) -> float | None:
 
 
 def mean_loss(loss: Callable[[torch.Tensor], torch.Tensor], batches: Sequence[torch.Tensor]) -> float:
-    """The mean over the rows of batches whose last may be smaller."""
+    """Returns the mean over the rows of all batches; the last batch may be smaller."""
     losses = [(loss(ids_BN).item(), len(ids_BN)) for ids_BN in batches]
     return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)

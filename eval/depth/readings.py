@@ -1,11 +1,11 @@
-"""What stands in the place of a model's middle layers, read as a flow, and solved by any solver.
+"""A model's middle layers or their replacement, read as a flow and solved with any solver.
 
-A flow is one field for all of the depth. A discrete network can be read as one too: P blocks, whose block p is the
-field of tau from p/P to (p+1)/P, constant in tau between them; P Euler steps then compute the network itself. This is
-the "ResNet in disguise" that a test of solvers should find.
+A flow is one field for the whole depth. A discrete network of P blocks can be read as one too. Block p is the field
+from tau = p/P to (p+1)/P, constant in tau; P Euler steps then compute the network itself. This is the "ResNet in
+disguise" that a test of solvers should find.
 
-Axes: B texts, T tokens, D hidden size, n samples, X what a sample holds: a token's D, or a text's T x D where the
-blocks have attention.
+Axes: B texts, T tokens, D hidden size, n samples, X a sample's content: a token's D, or a text's T x D if the blocks
+have attention.
 """
 
 import copy
@@ -31,9 +31,9 @@ LOGITS_AT_ONCE = 2**24
 
 @dataclass(frozen=True)
 class Reading:
-    """Fields over equal parts of the depth, each scaled to be integrated from 0 to 1, for states [n, X].
+    """Fields over equal parts of the depth, each scaled to the interval from 0 to 1, for states [n, X].
 
-    `steps` Euler steps are what the model itself computes.
+    The model itself computes `steps` Euler steps.
     """
 
     pieces: tuple[Derivative, ...]
@@ -41,7 +41,7 @@ class Reading:
     sample_dims: int  # of [B, T, D]: 1, a sample is a token; 2, a text
 
     def fixed(self, start_BTD: torch.Tensor, solver: str, steps: int) -> torch.Tensor:
-        """The end of the flow [B, T, D] after equal steps over the whole depth, which may miss the jumps."""
+        """Returns the end of the flow [B, T, D] after equal steps over the whole depth, which may miss the jumps."""
         count = len(self.pieces)
 
         def field(tau: float, state_nX: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ class Reading:
         return solve_fixed(field, start_nX, solver, steps).view_as(start_BTD)
 
     def adaptive(self, start_BTD: torch.Tensor, solver: str, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The end of the flow [B, T, D] and the evaluations [n] of each sample; each piece is solved by itself, so
-        that every jump of the field lies between two steps."""
+        """Returns the end of the flow [B, T, D] and the evaluations [n] of each sample; pieces are solved separately,
+        so every jump of the field lies between two steps."""
         state_nX = start_BTD.flatten(0, 2 - self.sample_dims).flatten(1)
         evaluations_n = torch.zeros(len(state_nX), dtype=torch.long)
         settings = DepthSettings(
@@ -65,12 +65,12 @@ class Reading:
         return state_nX.view_as(start_BTD), evaluations_n
 
     def exact(self, start_BTD: torch.Tensor) -> torch.Tensor:
-        """The end of the flow [B, T, D] by dopri5 with a tolerance at which its own error is without weight."""
+        """Returns the end of the flow [B, T, D], from dopri5 at a tolerance that makes its error negligible."""
         return self.adaptive(start_BTD, "dopri5", EXACT)[0]
 
 
 def read_flow(block: StockDepthBlock, control: float = 0.0) -> Reading:
-    """The flow of a block; `control` is the value of all components for all tokens."""
+    """Reads a block's flow; `control` is the value of all components for all tokens."""
     control_1C = torch.full((1, block.settings.control_size), control).to(block.alpha)
     return Reading(
         (lambda tau, state_nD: block.alpha * block.field(tau, state_nD, control_1C),), block.settings.steps, 1
@@ -78,7 +78,7 @@ def read_flow(block: StockDepthBlock, control: float = 0.0) -> Reading:
 
 
 def read_steps(block: StockDepthBlock) -> Reading:
-    """The residual steps of the arms `twin` and `wide_twin`, each with weights of its own, each one a piece."""
+    """Reads the residual steps of `twin` and `wide_twin`, which have their own weights; each is a piece."""
     assert isinstance(block.field, StepsField)
     fields = list(block.field.fields)
     control_1C = torch.zeros(1, block.settings.control_size).to(block.alpha)
@@ -90,7 +90,7 @@ def read_steps(block: StockDepthBlock) -> Reading:
 
 
 def read_layers(layers: Sequence[nn.Module], hidden_size: int) -> Reading:
-    """Decoder layers of GPT-2 with their attention, each one a piece; the texts have no padding."""
+    """Reads decoder layers of GPT-2 with their attention; each is a piece; texts must not have padding."""
 
     def piece(layer: nn.Module) -> Derivative:
         def update(tau: Any, state_BX: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def accurate(model: nn.Module) -> Any:
 
 @contextmanager
 def output_of(module: nn.Module, replaced: torch.Tensor) -> Iterator[None]:
-    """The module gives this output instead of its own."""
+    """Makes the module return this output instead of its own."""
     hook = module.register_forward_hook(lambda *called: replaced)
     try:
         yield
@@ -119,7 +119,7 @@ def output_of(module: nn.Module, replaced: torch.Tensor) -> Iterator[None]:
 
 @torch.no_grad()
 def input_of(model: nn.Module, module: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
-    """The hidden states [B, T, D] that the module receives."""
+    """Returns the hidden states [B, T, D] that the module receives."""
     seen: list[torch.Tensor] = []
     hook = module.register_forward_pre_hook(lambda called, given: seen.append(given[0]))
     try:
@@ -130,23 +130,23 @@ def input_of(model: nn.Module, module: nn.Module, ids_BT: torch.Tensor) -> torch
 
 
 def inputs_of(model: Any, module: nn.Module, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The hidden states [T, D] of each text that a module of the model's stack receives."""
+    """Returns, for each text, the hidden states [T, D] that a module of the model's stack receives."""
     device = next(model.parameters()).device
     return [input_of(model.transformer, module, torch.tensor([text], device=device))[0] for text in texts]
 
 
 def next_token_losses(logits_BTV: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
-    """The losses [B, T-1] in nats: entry t is that of the token after t."""
+    """Returns losses [B, T-1] in nats: entry t is the loss of the token after t."""
     return F.cross_entropy(logits_BTV[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none")
 
 
 def held_out_texts(setup: Setup, count: int) -> torch.Tensor:
-    """At most `count` texts [B, T] of the held-out text, evenly spread over it."""
+    """Returns at most `count` texts [B, T], evenly spread over the held-out text."""
     every_WT = held_out_windows(setup)
     return every_WT[torch.linspace(0, len(every_WT) - 1, min(count, len(every_WT))).long()]
 
 
 def batches(ids_BT: torch.Tensor, vocab_size: int) -> Iterator[slice]:
-    """The texts in parts whose logits fit into memory."""
+    """Yields the texts in parts, so that their logits fit into memory."""
     size = max(1, LOGITS_AT_ONCE // (ids_BT.shape[1] * vocab_size))
     return (slice(first, first + size) for first in range(0, len(ids_BT), size))

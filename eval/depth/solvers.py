@@ -1,4 +1,4 @@
-"""Is it a flow? Euler's steps against the exact solution, for the trained flow and for networks that are no flow."""
+"""Is it a flow? Euler steps against the exact solution, for the trained flow and for networks that are not flows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from .pretraining import trained
 from .readings import Reading, accurate, held_out_texts, input_of, read_flow, read_layers, read_steps
 from .steered import steered
 
-PAPER = 0.00068  # its divergence relative to |H(1)|
+PAPER = 0.00068  # the paper's divergence relative to |H(1)|
 PASSES = 0.01  # ours: the paper gives no threshold
 SUBJECTS = {  # name: what it is, and whether it is a flow
     "hybrid": ("the trained flow", True),
@@ -45,12 +45,12 @@ PROBLEMS = {"linear": "a linear field, exactly solved", "hybrid": "the trained f
 SOLVERS = (*FIXED_SOLVERS, *ADAPTIVE_SOLVERS)
 CONTROLS = {"steered_plus": 1.0, "steered_minus": -1.0}
 NUM_TEXTS = 16
-REFERENCE_STEPS, SMALL_REFERENCE_STEPS = 4096, 512  # of rk4, for the trained field
-NUM_TOKENS = 32  # of the trained field, whose order is measured
+REFERENCE_STEPS, SMALL_REFERENCE_STEPS = 4096, 512  # rk4 steps for the trained field
+NUM_TOKENS = 32  # for the order on the trained field
 
 
 class Measurement(NamedTuple):
-    """`part` is divergence, of a subject, or order, of a problem."""
+    """`part` is divergence (for a subject) or order (for a problem)."""
 
     part: str
     name: str
@@ -95,7 +95,7 @@ class Solvers(Experiment[Measurement]):
         return held_out_texts(self.setup, NUM_TEXTS)
 
     def _subject(self, name: str, seed: int) -> tuple[nn.Module, nn.Module, nn.Module, Reading]:
-        """A float64 model, the first and the last module of what is read as a flow, and how it is read."""
+        """Returns a float64 model, the first and last module that are read as a flow, and the reading."""
         if name == "random":
             model = build("hybrid", self.size, seed)
         elif name in CONTROLS:
@@ -151,10 +151,10 @@ class Solvers(Experiment[Measurement]):
 
 
 def criteria(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whether each criterion tells flows from networks that are no flow, over all seeds.
+    """Returns whether each criterion separates flows from networks that are not flows, over all seeds.
 
-    `separates`: one threshold puts all flows below it and all others above. `pair_separates`: by twin, whether it
-    lies above the trained flow, with an interval of the ratio over seeds, on a log scale, that leaves out 1.
+    `separates`: one threshold puts all flows below it and all others above. `pair_separates`: by twin, whether it lies
+    above the trained flow, with a log-scale interval of the ratio over seeds that excludes 1.
     """
     found = []
     for criterion in CRITERIA:
@@ -178,7 +178,7 @@ def criteria(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _orders(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """A line per problem, seed and solver, with its errors by number of steps or tolerance."""
+    """Returns a line per problem, seed and solver, with its errors by number of steps or tolerance."""
     return [
         {"name": record["name"], "seed": record["seed"], "solver": solver} | record[solver]
         for record in results["order"]
@@ -187,7 +187,7 @@ def _orders(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _percent(values: pd.Series) -> str:
-    """The geometric mean and its interval over seeds, of ratios of norms."""
+    """Formats the geometric mean of ratios of norms and its interval over seeds."""
     return shown(list(values), scale=LOG, form="%")
 
 
@@ -273,7 +273,7 @@ def _adaptive_table(lines: pd.DataFrame) -> Table:
 
 
 def _draw_divergence(lines: pd.DataFrame, path: Path) -> None:
-    """The divergence of each model, relative to the state and to the displacement, and by Euler steps."""
+    """Draws each model's divergence, relative to state and displacement, and by Euler steps."""
     ratios = {"to_state": "divergence / |H(1)| [%]", "to_displacement": "divergence / |H(1) - H(0)| [%]"}
     shares = 100 * lines[list(ratios)]
     with picture(path, columns=3, figsize=(15, 4.2)) as (*panels, curves):
@@ -299,7 +299,7 @@ def _draw_divergence(lines: pd.DataFrame, path: Path) -> None:
 
 
 def _draw_order(lines: pd.DataFrame, path: Path) -> None:
-    """Error against evaluations of every solver, and the error of adaptive ones against their tolerance."""
+    """Draws error against evaluations for every solver, and against tolerance for adaptive ones."""
     with picture(path, len(PROBLEMS), 2, figsize=(11, 8)) as axes:
         for (work, kept), (name, what) in zip(axes, PROBLEMS.items(), strict=True):
             for number, (solver, own) in enumerate(groups(lines[lines.name == name], "solver")):

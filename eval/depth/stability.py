@@ -1,7 +1,7 @@
 """Does a model with a flow in its middle train as steadily as one with layers, and is it the flow that matters?
 
-The paper's table 1 and figure 1, with controls: discrete steps with weights of their own, of equal parameters and of
-equal compute, the two layers simply left out, and a scale that is not learned.
+The paper's table 1 and figure 1, with controls: discrete steps with their own weights (with equal parameters or equal
+compute), the two layers left out, and a fixed scale.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from .models import ARMS, block_of, num_parameters
 from .pretraining import CLIPPED_NORM, held_out_loss, log_of, trained
 
 LAST_STEPS = 50
-SMOOTHED_SHARE = 20  # curves are means over this part of the steps
+SMOOTHED_SHARE = 20  # curves are means over 1/20 of the steps
 VANISHING, EXPLODING = 1e-6, 100.0  # norms of the gradient; the paper names no thresholds
-FIRST = ("hybrid", "baseline", "shorter", "twin", "wide_twin")  # measured in this order, and the others after them
+FIRST = ("hybrid", "baseline", "shorter", "twin", "wide_twin")  # measured in this order, before the others
 COMPARED = ("baseline", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
 PAPER_ROWS = [
     ["paper: baseline", "30,503,424", "-", "6.471", "-", "0.521 +- 0.140", "-", "-", "0", "0", "-"],
@@ -82,7 +82,7 @@ class Stability(Experiment[Run]):
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
-        """Means over seeds, smoothed over the steps around each."""
+        """Draws means over seeds, smoothed over neighbouring steps."""
         panels = {
             "loss": "training loss",
             "difference": "loss minus the baseline's",
@@ -101,7 +101,7 @@ class Stability(Experiment[Run]):
 
 
 def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.ndarray | None:
-    """By step, the mean over seeds; None for an arm without one, and for an alpha that stays as it is."""
+    """Returns the mean over seeds by step; None if an arm lacks the value, or alpha is fixed."""
 
     def logged(arm: str, name: str) -> np.ndarray:
         return np.array([record["log"][name] for record in select(results["records"], arm=arm)], dtype=float)
@@ -116,7 +116,7 @@ def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.nd
 
 
 def figures(log: dict[str, list[Any]]) -> dict[str, Any]:
-    """The figures of the paper's table 1, of the log of a run; means over finite values, None where there is none."""
+    """Computes the paper's table 1 from a run's log: means over finite values, None if there are none."""
     losses = _finite(log["loss"][-LAST_STEPS:])
     found: dict[str, Any] = {"loss": fmean(losses) if losses else None}
     for name in ("gradient_norm", "block_gradient_norm"):
@@ -137,9 +137,9 @@ def _finite(values: Sequence[float | None]) -> list[float]:
 
 
 def differences(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By other arm and figure: the hybrid's minus the other's by seed, their mean and its interval.
+    """Returns, by other arm and figure, the hybrid's minus the other's by seed, their mean and its interval.
 
-    A seed without a finite figure of both has None.
+    A seed without a finite figure for both has None.
     """
     found: dict[str, Any] = {other: {} for other in COMPARED}
     for figure in ("loss", "held_out_loss"):
@@ -187,7 +187,7 @@ def _alpha(lines: pd.DataFrame) -> str:
 
 
 def _norm(lines: pd.DataFrame, name: str) -> str:
-    """The mean over seeds with its interval, and the mean standard deviation over steps."""
+    """Formats the mean over seeds with its interval, and the mean standard deviation over steps."""
     known = lines.dropna(subset=name)
     return f"{shown(known[name], scale=LOG)} +- {fmean(known[f'{name}_std']):,.3f}" if len(known) else "-"
 

@@ -1,4 +1,4 @@
-"""The hybrid whose block alone learns to steer the next word by its control, and the ways it is compared with.
+"""The hybrid in which only the block learns to steer the next word with its control, and its competitors.
 
 An example is a prompt, a control and a word; the loss is -log P(word | prompt). The control 0 is never trained.
 """
@@ -27,9 +27,9 @@ from .words import Ids, encode_prompt, encode_word, paired_log_probs
 Labels = Literal["own", "swapped"]
 Prompts = Literal["paper", "many"]
 METHODS = ("flow", "step", "bias", "film", "activation")
-# Trained on the paper's prompt alone, to see whether the paper's figures need more than the block: all but embeddings
+# Trained only on the paper's prompt, to see if the paper's figures need more than the block: all except embeddings
 # and head, as the paper's "Hybrid Unfreeze" can be read; and everything.
-UNFROZEN = {"unfrozen": ("transformer.wte.", "transformer.wpe.", "lm_head."), "everything": ()}  # what stays frozen
+UNFROZEN = {"unfrozen": ("transformer.wte.", "transformer.wpe.", "lm_head."), "everything": ()}  # the frozen part
 PROMPTS_OF = {"paper": (*METHODS, *UNFROZEN), "many": METHODS}
 TRAINED_ON = {"paper": "one prompt", "many": "many prompts"}
 
@@ -49,7 +49,7 @@ class Example(NamedTuple):
 def sentiment_examples(
     prompts: Sequence[str], pairs: Sequence[tuple[str, str]], tokenizer: Any, labels: Labels = "own"
 ) -> list[Example]:
-    """Each prompt with both words of each pair: the positive one at u = +1, or at -1 where labels are swapped."""
+    """Pairs each prompt with both words of each pair: the positive word at u = +1, or at -1 if labels are swapped."""
     signs = (1.0, -1.0) if labels == "own" else (-1.0, 1.0)
     return [
         Example(encode_prompt(tokenizer, prompt), encode_word(tokenizer, word), (sign,))
@@ -59,7 +59,7 @@ def sentiment_examples(
 
 
 def joint_examples(prompts: Sequence[str], words: Mapping[Signs, Sequence[str]], tokenizer: Any) -> list[Example]:
-    """Each prompt with each word, at the signs of its dimensions."""
+    """Pairs each prompt with each word, at the signs of the word's dimensions."""
     return [
         Example(encode_prompt(tokenizer, prompt), encode_word(tokenizer, word), signs)
         for prompt, (signs, own) in product(prompts, words.items())
@@ -72,7 +72,7 @@ def lexicon_of(setup: Setup) -> Lexicon:
 
 
 def parts_of(prompts: Prompts, seed: int, setup: Setup) -> Parts:
-    """What is trained. The paper's prompt alone leaves all others as new ones."""
+    """Returns the trained and held-out parts. If only the paper's prompt is trained, all others are new."""
     parts = lexicon_of(setup).split(seed)
     if prompts == "many":
         return parts
@@ -82,10 +82,10 @@ def parts_of(prompts: Prompts, seed: int, setup: Setup) -> Parts:
 
 
 def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", prompts: Prompts = "paper") -> Any:
-    """The trained hybrid whose block alone was then trained on the paper's prompt and pair, or on many.
+    """Returns the trained hybrid after training only its block on the paper's prompt and pair, or on many.
 
-    Trained once and kept in `folder`; in eval mode. Raises `ValueError` where the block there was trained in another
-    model, or on other examples.
+    It is trained once and kept in `folder`, in eval mode. Raises `ValueError` if the block there was trained in another
+    model or on other examples.
     """
     parts, steps = parts_of(prompts, seed, setup), num_steps(setup)
     examples = sentiment_examples(parts.train_prompts, parts.train_pairs, setup.corpus.tokenizer, labels)
@@ -94,7 +94,7 @@ def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", promp
     if path.exists():
         if (path / "examples.txt").read_text() != trained_on:
             raise ValueError(
-                f"{path} was trained in another model, or by other prompts or steps: pass another --output, or delete "
+                f"{path} was trained in another model or with other prompts or steps: pass another --output, or delete "
                 "it."
             )
         block.load_state_dict(load_file(path / "block.safetensors"))
@@ -107,7 +107,7 @@ def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", promp
 
 
 def _fingerprint(model: Any, setup: Setup, examples: Sequence[Example], steps: int) -> str:
-    """Of all that a steered block depends on: the model before it, its size and text, the examples, the training."""
+    """Fingerprints everything that a steered block depends on: original model, size, text, examples and training."""
     settings = (setup.describe(), list(map(tuple, examples)), steps, BATCH, LEARNING_RATE["flow"])
     digest = hashlib.sha256(repr(settings).encode())
     for weight in model.state_dict().values():
@@ -116,10 +116,10 @@ def _fingerprint(model: Any, setup: Setup, examples: Sequence[Example], steps: i
 
 
 def steered_by(method: str, seed: int, setup: Setup, folder: Path, prompts: Prompts) -> Any:
-    """As `steered`, by one of `METHODS`: step, the block as one discrete step; bias, a vector times u added to the
-    block's output; film, scale and shift after the last layer of the baseline that a hybrid replaces; activation, the
-    difference of mean activations added to the block's output, with the best coefficient on the examples. Or by one of
-    `UNFROZEN`: the hybrid of which more than the block is trained.
+    """Steers like `steered`, using one of `METHODS`, or one of `UNFROZEN`, which train more of the hybrid than the
+    block. step: the block as one discrete step. bias: u times a vector added to the block's output. film: scale and
+    shift after the last layer of the baseline that a hybrid replaces. activation: the difference of mean activations
+    added to the block's output, with the best coefficient on the examples.
     """
     if method == "flow":
         return steered(seed, setup, folder, prompts=prompts)
@@ -132,7 +132,7 @@ def steered_by(method: str, seed: int, setup: Setup, folder: Path, prompts: Prom
 
 
 def jointly_steered(method: str, seed: int, setup: Setup, folder: Path, examples: Sequence[Example]) -> Any:
-    """The hybrid, or the baseline for film, with a control of all `DIMENSIONS`, trained on the examples."""
+    """Trains the hybrid, or the baseline for film, with a control for all `DIMENSIONS`, on the examples."""
     model = trained("baseline" if method == "film" else "hybrid", seed, setup, folder)
     if method == "flow":
         widen_control(block_in(model), len(DIMENSIONS), seed)
@@ -158,7 +158,7 @@ def _fitted(method: str, model: Any, control_size: int, examples, seed: int, set
 
 
 def activation_steered(model: Any, parts: Parts, examples: Sequence[Example], tokenizer: Any) -> Any:
-    """Adds coefficient x u x the difference of means; the coefficient has the least loss on the examples."""
+    """Adds coefficient x u x the difference of means; the coefficient has the lowest loss on the examples."""
     position = block_in(model).settings.position
     sides = [
         [
@@ -179,7 +179,7 @@ def activation_steered(model: Any, parts: Parts, examples: Sequence[Example], to
 
 
 def widen_control(block: Any, control_size: int, seed: int) -> None:
-    """Gives a block another number of controls, with random weights: its own were trained with u = 0, so not at all."""
+    """Changes a block's number of controls, with random weights: its own were untrained, because u was 0."""
     generator = torch.Generator().manual_seed(seed)
     block.field.control_proj = nn.Linear(control_size, block.field.up_proj.out_features, bias=False)
     nn.init.normal_(block.field.control_proj.weight, std=CONTROL_STD, generator=generator)
@@ -195,9 +195,9 @@ def fit(
     seed: int,
     description: str,
 ) -> list[float]:
-    """Trains the parameters `learned` alone with Adam, on batches drawn without repetition until all were seen.
+    """Trains only the parameters `learned` with Adam, on batches drawn without repetition until all were seen.
 
-    Returns the loss of each step. The model is in eval mode, and takes no gradients, afterwards.
+    Returns the loss of each step. Afterwards the model is in eval mode and frozen.
     """
     model.requires_grad_(False).eval()
     trainable = list(learned)
@@ -218,7 +218,7 @@ def fit(
 
 @torch.no_grad()
 def example_loss(model: Any, examples: Sequence[Example]) -> float:
-    """Mean of -log P(word | prompt)."""
+    """Returns the mean of -log P(word | prompt)."""
     chunks = [examples[at : at + BATCH] for at in range(0, len(examples), BATCH)]
     return float(-torch.cat([_log_probs(model, chunk) for chunk in chunks]).mean())
 
@@ -235,5 +235,5 @@ def _batches(examples: Sequence[Example], draw: random.Random):
 
 
 def num_steps(setup: Setup) -> int:
-    """Steps of steering: fewer where the model itself was trained for fewer."""
+    """Returns the number of steering steps: fewer if the model itself was trained for fewer."""
     return min(STEPS, setup.size.steps)

@@ -1,7 +1,7 @@
-"""Does a control steer the next word, also after prompts and to words that it was not trained on?
+"""Does a control steer the next word, even with prompts and words that it was not trained on?
 
-The paper's table 2 and the sweep of figure 2, with what it lacks: held-out prompts and words, four other ways to steer
-at the same depth, the same with more than the block trained, three dimensions at once, and the loss on ordinary text.
+The paper's table 2 and the sweep of figure 2, with additions: held-out prompts and words, four other ways to steer at
+the same depth, training of more than the block, three dimensions at once, and the loss on ordinary text.
 
 Axes: U values of the control, P prompts, N pairs of words, W words.
 """
@@ -56,7 +56,7 @@ KINDS = [(method, prompts) for prompts, methods in PROMPTS_OF.items() for method
 
 
 class Run(NamedTuple):
-    """`prompts`: paper, many, or joint, which is the control of several dimensions."""
+    """`prompts`: paper, many, or joint (a control of several dimensions)."""
 
     seed: int
     method: str
@@ -123,7 +123,7 @@ class Steering(Experiment[Run]):
         }
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
-        """A line per model, group and control; of the joint control, per model, group, setting and dimension."""
+        """Returns a line per model, group and control; for joint control, per model, group, setting, dimension."""
         found = []
         for record in results["records"]:
             run = {name: record[name] for name in Run._fields}
@@ -174,7 +174,7 @@ share_of_seeds = partial(shown, scale=LOGIT)
 
 
 def _groups(records: pd.DataFrame) -> pd.DataFrame:
-    """A line per record and group of prompts and words, with its figures."""
+    """Returns a line per record and group of prompts and words, with its figures."""
     found = [
         {name: getattr(record, name) for name in Run._fields} | {"group": group} | values
         for record in records.itertuples()
@@ -184,13 +184,13 @@ def _groups(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _named(method: str, prompts: str) -> dict[str, Any]:
-    """The cells that the row of a model begins with."""
+    """Returns the first cells of a model's row."""
     return {"trained on": TRAINED_ON[prompts], "method": NAMES[method]}
 
 
 def _paper_table(records: pd.DataFrame, controls: Sequence[float], title: str) -> Table:
     def row(first: dict[str, Any], u: str, pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """`pairs`: P(good) and P(bad) of each seed."""
+        """`pairs` are P(good) and P(bad) of each seed."""
         good, bad = zip(*pairs, strict=True)
         share = [] if u == "any" else [one / (one + other) for one, other in pairs]
         cells = {

@@ -1,4 +1,4 @@
-"""How far a control moves the next word, what it costs on ordinary text, and how dimensions disturb each other.
+"""How far a control moves the next word, its cost on ordinary text, and interference between dimensions.
 
 Axes: U values of the control, P prompts, N pairs of words, S settings of the control, W words.
 """
@@ -18,7 +18,7 @@ from .probe import minimise
 from .steered import joint_examples, jointly_steered, lexicon_of
 from .words import Ids, encode_prompt, encode_word, word_log_probs
 
-WINDOWS_BETWEEN = 8  # of the held-out windows every eighth is enough for a difference on the same text
+WINDOWS_BETWEEN = 8  # every eighth held-out window is enough for a difference on the same text
 GROUPS = ("trained", "new prompts", "new words", "both new")
 
 
@@ -26,7 +26,7 @@ GROUPS = ("trained", "new prompts", "new words", "both new")
 def pair_log_probs(
     model: Any, tokenizer: Any, prompts: Sequence[str], pairs: Sequence[tuple[str, str]], controls: Sequence[float]
 ) -> torch.Tensor:
-    """log P [U, P, N, 2] of the positive and the negative word."""
+    """Returns log P [U, P, N, 2] of the positive and the negative word."""
     words = [encode_word(tokenizer, word) for pair in pairs for word in pair]
     rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     control_RC = torch.tensor(controls).repeat_interleave(len(rows))[:, None]
@@ -35,10 +35,10 @@ def pair_log_probs(
 
 
 def figures(log_UPN2: torch.Tensor, controls: Sequence[float]) -> dict[str, Any]:
-    """Of one group of prompts and pairs, with both signs of u counted alike.
+    """Computes figures for one group of prompts and pairs, with equal weight for both signs of u.
 
-    accuracy: how often the asked word is the likelier; asked: its mean probability; shift: how far the log odds of the
-    positive word go from u = -1 to +1; share: the mean share of the positive word at each control.
+    accuracy: how often the asked word is the likelier one; asked: its mean probability; shift: the change of the
+    positive word's log odds from u = -1 to +1; share: the mean share of the positive word at each control.
     """
     plus, minus = controls.index(1.0), controls.index(-1.0)
     odds_UPN = log_UPN2[..., 0] - log_UPN2[..., 1]
@@ -53,9 +53,9 @@ def figures(log_UPN2: torch.Tensor, controls: Sequence[float]) -> dict[str, Any]
 
 
 def ceiling(model: Any, word: Ids) -> float:
-    """The largest probability of a word that the frozen last norm and head give for any hidden states.
+    """Returns the largest probability of a word that the frozen last norm and head allow for any hidden state.
 
-    No change of the layers before them can exceed it.
+    Changes to earlier layers can't exceed it.
     """
     return exp(sum(_highest_log_prob(model, token) for token in word))
 
@@ -73,7 +73,7 @@ def _highest_log_prob(model: Any, token: int) -> float:
 
 @torch.no_grad()
 def text_loss(model: Any, setup: Setup, u: float) -> float:
-    """The mean loss of a token of the held-out text at a control."""
+    """Returns the mean loss per token of the held-out text at a control."""
     batches = held_out_windows(setup)[::WINDOWS_BETWEEN].split(setup.size.batch)
     return mean_loss(lambda ids: model(ids, labels=ids, control=torch.full((len(ids), 1), u)).loss, batches)
 
@@ -97,11 +97,11 @@ def measure_joint(method: str, seed: int, setup: Setup, folder: Path) -> Record:
 
 
 def disturbances(log_SPW: torch.Tensor, settings: Sequence[Signs], words: Sequence[Signs]) -> dict[str, Any]:
-    """Of log P of the words at each setting S of all controls and each prompt.
+    """Measures how dimensions interfere, from log P of the words at each setting S of all controls and each prompt.
 
-    A dimension is right where the words at +1 of it are together likelier than those at -1 just where its control is
-    +1. accuracy [dimension][setting]; effects [control][dimension]: the mean log odds of the dimension's words at +1
-    of the control, less those at -1 of it.
+    A dimension is right if its +1 words together are likelier than its -1 words exactly when its control is +1.
+    accuracy [dimension][setting]; effects [control][dimension]: the mean log odds of the dimension's words at control
+    +1, minus the same at -1.
     """
     signs_SD, words_WD = torch.tensor(settings), torch.tensor(words)
     odds_SPD = torch.stack(

@@ -1,4 +1,4 @@
-"""From discrete to continuous: what it costs to replace layers of a trained Llama by a flow, before and after training.
+"""From discrete to continuous: the cost of replacing layers of a trained Llama with a flow, before and after training.
 
 Axes: B rows, N tokens of a row.
 """
@@ -49,12 +49,12 @@ TUNED = {"block": "the block alone", "all": "everything"}
 
 
 class Scale(NamedTuple):
-    tokens: int = 128  # of a row
+    tokens: int = 128  # per row
     train_rows: int = 768
     held_out_rows: int = 64
-    fit_rows: int = 64  # of the training rows
+    fit_rows: int = 64  # training rows used for the fit
     batch: int = 4  # rows
-    steps: tuple[int, ...] = (0, 10, 50, 100, 200)  # of finetuning, at which the loss is measured
+    steps: tuple[int, ...] = (0, 10, 50, 100, 200)  # finetuning steps at which the loss is measured
     warmup: int = 10  # steps
     learning_rate: float = 5e-4
 
@@ -75,7 +75,7 @@ class Start(NamedTuple):
 
 
 class Swap(Experiment[Start]):
-    """The held-out loss after a swap, at growing numbers of finetuning steps, of the block alone and of everything."""
+    """Measures the held-out loss after a swap, as finetuning of the block or of everything goes on."""
 
     kind = "depth_swap"
     unit = "start"
@@ -96,7 +96,7 @@ class Swap(Experiment[Start]):
 
     @cached_property
     def evaluated(self) -> EvaluatedModel:
-        """The original model, which reads a row as one segment: as the stock Llama does."""
+        """The original model, which reads a row as one segment, like the stock Llama."""
         if self.options.small and self.options.model is None:
             tokenizer = passkey_tokenizer()
             llama = small_llama(tokenizer, seed=0, width=16, layers=4)
@@ -107,7 +107,7 @@ class Swap(Experiment[Start]):
         source = self.options.model or MODEL
         config = load_config(CondenseForCausalLM.config_class, source)
         if config.depth is not None:
-            raise ValueError(f"{source} has a depth block already: pass a Llama with all of its layers.")
+            raise ValueError(f"{source} already has a depth block: pass a Llama with all its layers.")
         if config.num_hidden_layers < REPLACED + 2:
             raise ValueError(f"{source} has {config.num_hidden_layers} layers: pass a model of {REPLACED + 2} or more.")
         dtype = {"dtype": torch.float32, "segment_length": self.scale.tokens}
@@ -117,7 +117,7 @@ class Swap(Experiment[Start]):
 
     @cached_property
     def texts(self) -> Texts:
-        """Rows of files, or texts that the model samples from its first token on; of both, others are held out."""
+        """Rows of files, or texts that the model samples from its first token on; different ones are held out."""
         scale, options, model = self.scale, self.options, self.evaluated.model
         counts = [scale.train_rows, scale.held_out_rows]
         if options.text is not None and options.held_out is not None:
@@ -131,11 +131,11 @@ class Swap(Experiment[Start]):
         return Texts(*rows_BN.split(counts))
 
     def _rows(self, path: Path, count: int) -> torch.Tensor:
-        """[count, N]: rows spread evenly over the text of a file."""
+        """Returns rows [count, N], spread evenly over the text of a file."""
         ids = torch.tensor(self.evaluated.tokenizer(read_text(path), add_special_tokens=False, verbose=False).input_ids)
         width = self.scale.tokens
         if len(ids) < count * width:
-            raise ValueError(f"{path} has {len(ids)} tokens and {count * width} are needed: pass more text.")
+            raise ValueError(f"{path} has {len(ids)} tokens, but {count * width} are needed: pass more text.")
         starts = torch.linspace(0, len(ids) - width, count).long()
         return ids[starts[:, None] + torch.arange(width)]
 
@@ -149,7 +149,7 @@ class Swap(Experiment[Start]):
         return {"middle": pairs[middle], "next": pairs[middle + 1], "worst": pairs[costs.index(max(costs))]}
 
     def settings(self) -> dict[str, Any]:
-        """The model by its weights and the texts by their content; own texts follow from the weights."""
+        """Identifies the model by its weights and the texts by content; own texts follow from the weights."""
         files = {name: getattr(self.options, name) for name in ("text", "held_out")}
         contents = {
             name: None if path is None else [path.name, hashlib.sha256(read_text(path).encode()).hexdigest()]
@@ -176,7 +176,7 @@ class Swap(Experiment[Start]):
         return {"layers": [first, end], "parameters": count, "missed": missed, "losses": losses}
 
     def begin(self, arm: str, first: int, end: int, seed: int) -> CondenseForCausalLM:
-        """The model of an arm, before any training."""
+        """Returns the model of an arm before any training."""
         original = self.evaluated.model
         if arm == "left_out":
             return without(original, first, end)
@@ -221,7 +221,7 @@ class Swap(Experiment[Start]):
 
     @torch.no_grad()
     def loss(self, model: CondenseForCausalLM) -> float:
-        """Nats a token of the held-out rows, which are of one length."""
+        """Returns nats per token of the held-out rows, which all have the same length."""
         batches = [rows_BN.to(model.device) for rows_BN in self.texts.held_out_BN.split(16)]
         sums = [float(model(rows_BN, labels=rows_BN).loss) * len(rows_BN) for rows_BN in batches]
         return sum(sums) / len(self.texts.held_out_BN)
@@ -261,7 +261,7 @@ class Swap(Experiment[Start]):
                             draw_band(axes, curves, "step", "cost", described, f"C{number}", **style)
                     axes.set_title(f"layers {layers} ({RANGES[where]})\ntrained: {trained}", fontsize=9)
                     axes.axhline(0, color="grey", linewidth=0.8)
-                    axes.set_yscale("symlog", linthresh=1, linscale=3)  # from 0 of the original to above 5
+                    axes.set_yscale("symlog", linthresh=1, linscale=3)  # from 0 (the original) to above 5
                     axes.set_yticks(COST_TICKS, labels=list(map(str, COST_TICKS)))
                 line[0].set_ylabel("cost [nats a token]")
             for axes in panels[-1]:
@@ -271,7 +271,7 @@ class Swap(Experiment[Start]):
 
 
 def without(model: CondenseForCausalLM, first: int, end: int) -> CondenseForCausalLM:
-    """A copy without layers `first` to `end` - 1."""
+    """Returns a copy without layers `first` to `end` - 1."""
     model = copy.deepcopy(model)
     model.model.layers = nn.ModuleList([*model.model.layers[:first], *model.model.layers[end:]])
     model.config.num_hidden_layers = len(model.model.layers)
@@ -279,14 +279,14 @@ def without(model: CondenseForCausalLM, first: int, end: int) -> CondenseForCaus
 
 
 def shuffled(ids_BN: torch.Tensor, seed: int) -> torch.Tensor:
-    """Each row's tokens in an order of its own; the first stays."""
+    """Shuffles each row separately; its first token stays."""
     generator = torch.Generator().manual_seed(seed)
     order_BN = torch.rand(ids_BN[:, 1:].shape, generator=generator).argsort(dim=1).to(ids_BN.device)
     return torch.cat([ids_BN[:, :1], ids_BN[:, 1:].gather(1, order_BN)], dim=1)
 
 
 def _lines(results: Results) -> list[dict[str, Any]]:
-    """A line per start, what is trained, and number of steps."""
+    """Returns a line per start, trained part and number of steps."""
     return [
         {name: record[name] for name in ("where", "arm", "seed", "parameters", "missed")}
         | {"layers": ":".join(map(str, record["layers"])), "tuned": tuned, "step": step}
@@ -298,11 +298,11 @@ def _lines(results: Results) -> list[dict[str, Any]]:
 
 
 def _untouched(results: Results) -> float:
-    """The loss of the original before any training."""
+    """Returns the original's loss before any training."""
     return next(record for record in results["records"] if record["arm"] == "original")["losses"]["all"][0]
 
 
-# Of each pair, the loss of the first start is compared with that of the second one, seed by seed.
+# The first start of each pair is compared with the second, seed by seed.
 PAIRS = (("one_step", "fitted"), ("fitted", "shuffled"), ("layers_path", "shuffled"), ("random", "left_out"))
 
 

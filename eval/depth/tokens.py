@@ -1,4 +1,4 @@
-"""The losses of a trained model by token under different solvers, with the evaluations that each token takes.
+"""A trained model's losses by token under different solvers, with each token's evaluations.
 
 Axes: B texts, T tokens, D hidden size.
 """
@@ -23,16 +23,16 @@ EXACT = 1e-12  # rtol and atol of dopri5, in float64: the best points come withi
 class Run(NamedTuple):
     """A solver at its steps or tolerance, in the model's dtype; `error` is in float64.
 
-    It is the distance of the end of the flow from the exact one, against the displacement.
+    It is the distance from the exact end of the flow, relative to the displacement.
     """
 
     losses_BT: torch.Tensor  # entry t is the loss of the token after t; float64
-    evaluations_BT: torch.Tensor  # of token t
+    evaluations_BT: torch.Tensor  # entry t belongs to token t
     error: float
 
 
 class Tokens:
-    """A model with a block, on texts; each run is computed once."""
+    """A model with a block, and texts; each run is computed once."""
 
     def __init__(self, model: Any, block: StockDepthBlock, ids_BT: torch.Tensor):
         self.model, self.block, self.ids_BT = model, block, ids_BT
@@ -72,13 +72,13 @@ class Tokens:
 
 
 def equal_steps(solver: str, evaluations: float) -> int:
-    """The most steps of a fixed solver that take at most so many evaluations; 1 where even one step takes more."""
+    """Returns how many steps of a fixed solver the evaluations pay for, at least 1."""
     return max(1, int(evaluations) // len(TABLEAUS[solver].c))
 
 
 def rank_correlation(taken_BT: np.ndarray, losses_BT: np.ndarray, seed: int = 0) -> dict[str, Any] | None:
-    """Spearman's correlation over all tokens, and `shuffled`: the same with the losses of each position shuffled over
-    the texts, so that what the position alone explains stays. None where one of them is constant."""
+    """Computes Spearman's correlation over all tokens. `shuffled`: the same with the losses of each position shuffled
+    over texts, which keeps the position's own effect. None if either input is constant."""
     from scipy.stats import rankdata
 
     ranks_BT, others_BT = (rankdata(values).reshape(values.shape) for values in (taken_BT, losses_BT))
@@ -92,8 +92,7 @@ def rank_correlation(taken_BT: np.ndarray, losses_BT: np.ndarray, seed: int = 0)
 
 
 def shuffled_middle(shuffled: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The 2.5 % and 97.5 % quantiles of the mean over seeds, of which each has its own shuffles; the mean is that of
-    Fisher's z."""
+    """Returns the 2.5 % and 97.5 % quantiles of the mean over seeds, via Fisher's z; each seed has its own shuffles."""
     means = np.tanh(np.arctanh(np.asarray(shuffled)).mean(axis=0))
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)

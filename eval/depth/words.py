@@ -29,8 +29,8 @@ def encode_word(tokenizer: Any, word: str) -> Ids:
 def word_log_probs(
     model: torch.nn.Module, prompts: Sequence[Ids], words: Sequence[Ids], control_RC: torch.Tensor | None
 ) -> torch.Tensor:
-    """[R, W] log P(word | prompt of the row) of every word; words that begin alike share a pass."""
-    endings: dict[Ids, list[int]] = defaultdict(list)  # beginnings of words -> words that go on from there
+    """Returns log P(word | prompt of the row) [R, W] of every word; words that begin alike share a pass."""
+    endings: dict[Ids, list[int]] = defaultdict(list)  # beginnings of words -> words that continue them
     for number, word in enumerate(words):
         for length in range(len(word)):
             endings[word[:length]].append(number)
@@ -51,10 +51,10 @@ def word_log_probs(
 def paired_log_probs(
     model: torch.nn.Module, prompts: Sequence[Ids], words: Sequence[Ids], control_RC: torch.Tensor | None
 ) -> torch.Tensor:
-    """[R] log P(word | prompt) of one word for each row."""
+    """Returns log P(word | prompt) [R] of one word for each row."""
     longest = max(map(len, words))
     rows = [prompt + word[:-1] for prompt, word in zip(prompts, words, strict=True)]
-    # A shorter word repeats its last place, which is then left out of the sum.
+    # A shorter word repeats its last place; the sum leaves the repeats out.
     places = torch.tensor(
         [[len(p) - 1 + min(i, len(w) - 1) for i in range(longest)] for p, w in zip(prompts, words, strict=True)]
     )
@@ -67,7 +67,7 @@ def paired_log_probs(
 def _log_probs_at(
     model: Any, rows: Sequence[Ids], places_RK: torch.Tensor, control_RC: torch.Tensor | None
 ) -> torch.Tensor:
-    """[R, K, vocabulary]: log probabilities of the next token at K places of each row."""
+    """Returns log probabilities [R, K, vocabulary] of the next token at K places of each row."""
     device, longest = _device(model), max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)  # causal: no mask needed
     hidden_RTD = model.transformer(ids, control=control_RC, use_cache=False).last_hidden_state

@@ -180,7 +180,7 @@ def test_padded_prompts_equal_prompts_alone():
     for row, prompt in enumerate((long, short)):
         alone = model.generate(prompt, max_new_tokens=7, do_sample=False)
         assert torch.equal(both[row, 8:], alone[0, prompt.shape[1] :])
-    with pytest.raises(ValueError, match="row 1 of the prompts is padding alone: leave the row out"):
+    with pytest.raises(ValueError, match="row 1 of the prompts is only padding: leave the row out"):
         model.generate(ids, attention_mask=mask * torch.tensor([[1], [0]]), max_new_tokens=7)
 
 
@@ -254,9 +254,7 @@ def test_a_llama_is_no_block_diffusion_model(tmp_path):
     tiny_model(torch.float32, segment_length=32).save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("condense_llama", "llama"))
-    with pytest.raises(
-        ValueError, match="has no embedding of a mask: load it with CondenseForCausalLM.from_pretrained"
-    ):
+    with pytest.raises(ValueError, match="has no mask embedding: load it with CondenseForCausalLM.from_pretrained"):
         BlockDiffusionForCausalLM.from_pretrained(tmp_path)
 
 
@@ -269,7 +267,7 @@ def test_refusals():
             to_block_diffusion(tiny_model(segment_length=SEGMENT), wrong)
     labels = ids.clone()
     labels[0, 5] = -100
-    with pytest.raises(ValueError, match=r"a token without a label \(-100\) follows one that has a label"):
+    with pytest.raises(ValueError, match=r"a token without a label \(-100\) follows a labelled token"):
         likelihood_bound(model, ids, labels)
     with pytest.raises(ValueError, match="BlockDiffusionForCausalLM can't be converted"):
         to_block_diffusion(model)
@@ -277,18 +275,18 @@ def test_refusals():
         model(ids, masked=torch.ones_like(ids, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"masked has shape \(1, 9\) and dtype torch.int64: pass booleans"):
         model(ids, masked=ids)
-    with pytest.raises(ValueError, match="labels: the noisy stream takes input_ids"):
+    with pytest.raises(ValueError, match="labels: the noisy stream only accepts masked"):
         model(ids, masked=ids > 99, labels=ids)
-    with pytest.raises(ValueError, match="attn_implementation='flex_attention' has no mask for blocks"):
+    with pytest.raises(ValueError, match="attn_implementation='flex_attention' does not support block masks"):
         model.set_attn_implementation("flex_attention")
     for options, message in (
-        ({"num_beams": 3}, "num_beams=3: generation by blocks has it not"),
+        ({"num_beams": 3}, "num_beams=3: generation by blocks does not support it"),
         ({"max_denoising_steps": 0}, "max_denoising_steps=0: pass at least 1"),
         ({"order": "left"}, "order='left': choose one of confidence, random"),
-        ({"durations": ids}, "durations: generation by blocks has no such argument"),
-        ({"past_key_values": FoldedCache(model.config)}, "past_key_values: generation by blocks has no such argument"),
-        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3: generation by blocks has it not"),
-        ({"min_new_tokens": 2}, "min_new_tokens=2: generation by blocks has it not"),
+        ({"durations": ids}, "durations: generation by blocks does not accept it"),
+        ({"past_key_values": FoldedCache(model.config)}, "past_key_values: generation by blocks does not accept it"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3: generation by blocks does not support it"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2: generation by blocks does not support it"),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(ids, max_new_tokens=3, **options)

@@ -110,7 +110,7 @@ def test_a_folded_model_refuses_fixed_positions():
     lm = ContinuousLM(tiny_model())
     dense = Sentence([3, 4]).densify(2, positions="equal")
     for read in (lm.logits, lambda sentence: lm.next_logits([sentence])):
-        with pytest.raises(ValueError, match="positions from durations alone.*positions='equal'"):
+        with pytest.raises(ValueError, match="positions only from durations.*positions='equal'"):
             read(dense)
 
 

@@ -148,9 +148,9 @@ def test_only_folded_models(original):
             call(model, llama, IDS)
         with pytest.raises(ValueError, match="model: a DepthLlamaForCausalLM: pass folded models"):
             call(to_depth_llama(model), original, IDS)
-        with pytest.raises(ValueError, match="no depth block.*convert_to_depth"):
+        with pytest.raises(ValueError, match="not have a depth block.*convert_to_depth"):
             call(original, original, IDS)
-        with pytest.raises(ValueError, match="a model of 3 layers: pass the one of 4"):
+        with pytest.raises(ValueError, match="a model of 3 layers: pass the model of 4"):
             call(model, model, IDS)
     with pytest.raises(ValueError, match="change all tokens alike"):
         missed_share(model, original, IDS[:1, :1])

@@ -98,7 +98,7 @@ def test_set_solver():
         with pytest.raises(ValueError, match=message):
             set_solver(model, solver, **changes)
     assert model.config.depth == before
-    with pytest.raises(ValueError, match="has no depth block, whose solver could change: make one with convert"):
+    with pytest.raises(ValueError, match="does not have a depth block: make one with convert"):
         set_solver(tiny_model(), "euler")
 
 
@@ -203,7 +203,7 @@ def test_hidden_states_and_weights_that_are_not_finite():
             with pytest.raises(ValueError, match=r"not finite at tau=0, (step 1 of 4|evaluation 1)"):
                 model(ids, control=control)
             model.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
-            with pytest.raises(ValueError, match="receives hidden states that are not finite: look at the layers"):
+            with pytest.raises(ValueError, match="receives hidden states that are not finite: check the layers"):
                 model(ids, control=control)
 
 

@@ -68,7 +68,7 @@ def test_trained_models_are_stored(setup, tmp_path):
     assert (model_folder("hybrid", 0, tmp_path) / "model.safetensors").stat().st_mtime_ns == before
     for weight, stored in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(weight, stored)
-    with pytest.raises(ValueError, match="another size or text"):
+    with pytest.raises(ValueError, match="different size or text"):
         trained("hybrid", 0, setup, tmp_path)
 
 

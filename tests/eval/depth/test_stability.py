@@ -146,7 +146,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     short = DepthOptions(text=tmp_path / "a", held_out=tmp_path / "b", tokenizer="text")
     with pytest.raises(ValueError, match="pass more text"):
         depth("stability", tmp_path / "out", short)
-    with pytest.raises(ValueError, match="--tokenizer text to go without the hub"):
+    with pytest.raises(ValueError, match="--tokenizer text to work without the hub"):
         depth("stability", tmp_path / "out", DepthOptions())
 
 

@@ -123,7 +123,7 @@ def test_files_as_texts(stories, tmp_path):
     assert "tom" in swap.evaluated.tokenizer.decode(held_out[0]) and "lily" in swap.evaluated.tokenizer.decode(train[5])
     assert swap.settings()["text"] == ["train.txt", hashlib.sha256(texts[0].read_bytes()).hexdigest()]
     texts[1].write_text("short")
-    with pytest.raises(ValueError, match="held_out.txt has .* tokens and 8192 are needed: pass more text"):
+    with pytest.raises(ValueError, match="held_out.txt has .* tokens, but 8192 are needed: pass more text"):
         _ = Swap(DepthOptions(text=texts[0], held_out=texts[1], model=str(stories)), tmp_path).texts
 
 
@@ -132,7 +132,7 @@ def test_refused_before_any_work(swap, tmp_path):
     hybrid = tmp_path / "hybrid"
     convert_to_depth(copy.deepcopy(swap.evaluated.model), 1, 3).save_pretrained(hybrid)
     (hybrid / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="hybrid has a depth block already: pass a Llama with all of its layers"):
+    with pytest.raises(ValueError, match="hybrid already has a depth block: pass a Llama with all its layers"):
         run(Swap(DepthOptions(model=str(hybrid)), tmp_path), tmp_path)
     for missing in ({"text": tmp_path / "missing.txt", "held_out": hybrid / "config.json"},
                     {"text": hybrid / "config.json", "held_out": tmp_path / "missing.txt"}):  # fmt: skip

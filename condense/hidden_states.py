@@ -104,7 +104,7 @@ class LayerOutputs:
             recorded.append(output)
 
     def hidden_states(self, previous_last_hidden_BD: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """What each layer receives and what the final norm returns, [B, N, D] each; None where it is not requested."""
+        """Inputs of each layer and outputs of the final norm, [B, N, D] each; None where it is not requested."""
         if not self.requested:
             return None
         every = HiddenStateAccumulator(self.batch, self.batch.num_columns)

@@ -1,4 +1,4 @@
-"""What the laboratories add to the core: dotted names, each imported when what it names is used.
+"""Additions of the laboratories to the core, by dotted name: each is imported when it is used.
 
 The core imports no laboratory (tests/test_architecture.py). A new decoder block, model, objective or command is a line
 here and a class in its laboratory.

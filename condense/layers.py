@@ -109,7 +109,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class NormAttributes(NamedTuple):
-    """What a Llama's norm reads of itself."""
+    """The attributes that a Llama's norm reads of itself."""
 
     weight: torch.Tensor
     variance_epsilon: float
@@ -234,7 +234,7 @@ class CondenseAttention(nn.Module):
 
 
 class MemoryShare(nn.Module):
-    """What is remembered of a segment: M = X + a (Y - X), of a layer's input X and output Y."""
+    """The memory of a segment: M = X + a (Y - X), of a layer's input X and output Y."""
 
     def __init__(self, share: float):
         super().__init__()

@@ -103,7 +103,7 @@ class LossAccumulator:
             block_loss, losses_n = self.gradients.block_loss(hidden_nD, target_n, self.max_tokens)
         else:
             normed_nD = hidden_nD if self.norm is None else self.norm(hidden_nD)
-            recompute = self.vocab_size > normed_nD.shape[-1]  # else logits are no larger than what is kept for them
+            recompute = self.vocab_size > normed_nD.shape[-1]  # else logits are as small as what is kept for them
             losses_n = cross_entropies(self.head, normed_nD, target_n, self.max_tokens, recompute)
             block_loss, losses_n = losses_n.sum(), losses_n.detach()
         self.block_losses.append(block_loss)

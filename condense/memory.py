@@ -78,7 +78,7 @@ class RecurrentState(Protocol):
         ...
 
     def key_values(self, chunk: Chunk) -> Sequence[KeyValueState | None]:
-        """What each layer's queries see; None for a layer without a memory of these rows."""
+        """Keys that each layer's queries see; None for a layer without a memory of these rows."""
         ...
 
     def write_memory(self, memories: Sequence[Memory | None], chunk: Chunk) -> None:

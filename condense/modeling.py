@@ -174,7 +174,7 @@ class CondenseModel(CondensePreTrainedModel):
         `config.num_hidden_layers`, so give each model a config of its own. Caches made before do not fit afterwards: a
         cache has one entry for each member of the stack. `from_pretrained` does not know the block.
 
-        Raises `ValueError` for a range that is not within the stack, and for a block that is no module.
+        Raises `ValueError` for a range that is not within the stack, and for a block that is not a module.
         """
         if not isinstance(block, nn.Module):
             raise ValueError(f"block is a {type(block).__name__}: pass an nn.Module with the interface DecoderBlock.")
@@ -253,7 +253,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         or in evaluation by Trainer, which passes `num_items_in_batch` without gradients, unless `logits_in_evaluation`
         is False. Its sums over the chunks are in `segment_losses`. Its gradients are computed with it, also under
         gradient checkpointing, and then second derivatives (`create_graph=True`) are refused. Autograd computes them
-        if the head has hooks or is no plain linear map, and elsewhere (docs/performance.md, "The loss").
+        if the head has hooks or is not a plain linear map, and elsewhere (docs/performance.md, "The loss").
 
         logits_to_keep: None for all logits (with labels: see there), 0 for all, k for the last k columns.
 

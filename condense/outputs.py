@@ -1,4 +1,4 @@
-"""What a call returns, from the last layer's outputs.
+"""The output of a call, from the last layer's outputs.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks.
 """
@@ -93,7 +93,7 @@ class OutputAccumulator:
                 self.loss.take_block()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that the output is computed from. Hooks of FSDP and of ZeRO-3 put others in their places."""
+        """The weights that the output is computed from. Hooks of FSDP and of ZeRO-3 put others in their places."""
         return [*([] if self.loss is None else self.loss.block_losses), *(hidden_nD for _, hidden_nD in self.kept)]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What PEFT has to know of a folded model, and what it can't do with one. Who does not use PEFT does not import it."""
+"""Tells PEFT about folded models, and refuses what it can't do with them. Imported only if PEFT is used."""
 
 import sys
 from functools import partial

@@ -1,4 +1,4 @@
-"""What folded models have in common: loading, saving, attention implementations, gradient checkpointing."""
+"""The base of folded models: loading, saving, attention implementations, gradient checkpointing."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a call has of each token beside its id: a duration and the control of a depth block; and what is counted there,
+"""Inputs of each token beside its id: a duration and the control of a depth block; and what is counted there,
 the evaluations of the block's vector field.
 
 Axes: B rows of a batch, N columns of an input, R rows of a chunk, T tokens of a chunk, C components of the control.
@@ -43,7 +43,7 @@ class TokenInputs:
     def from_arguments(
         cls, config: CondenseConfig, given: Mapping[str, Any], inputs: torch.Tensor, batch: UnpaddedBatch, like: Any
     ) -> "TokenInputs":
-        """Those `given` to `forward`; a control that is missing is 0."""
+        """The inputs `given` to `forward`; a control that is missing is 0."""
         control = given["control"]
         if control is None and config.control_size:
             control = zero_control(config.control_size, inputs, like)

@@ -89,7 +89,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _gradients(ctx, input_xD, weight, scale_n, needed, gradient_xD, other_xD):
-    """Those of the norm's input, to which that of another use of it is added, and of the weight."""
+    """Gradients of the weight and of the norm's input; another use of that input adds its own."""
     if torch.is_grad_enabled():
 
         def plain(input_xD, weight):

@@ -1,4 +1,4 @@
-"""What is trained: for each property the values of its switch, for language models and for a diffusion model.
+"""The models to train: for each property the values of its switch, for language models and for a diffusion model.
 
 Every property is also halved: half as many steps, half of the sharing, half of the given states, half of the targets,
 half of what a target says. Half of one has no common unit with half of another.

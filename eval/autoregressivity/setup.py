@@ -1,4 +1,4 @@
-"""What the ablations share: sizes, texts, a tokenizer, the models that training starts from, the reference model.
+"""Shared by all ablations: sizes, texts, a tokenizer, the models that training starts from, the reference model.
 
 They are made once for an output folder, in its folder `inputs`.
 """

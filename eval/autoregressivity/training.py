@@ -31,7 +31,7 @@ COUNTED_BATCHES = 2  # the operations of a step are a mean over these
 
 
 def trained_cell(cell: Cell, setup: Setup) -> Record:
-    """What was measured of a model of the grid; trained now where the output folder does not have it.
+    """Returns the measurements of a model of the grid, which is trained if the output folder does not have it.
 
     The record holds the validation loss by step (`curve`), operations of a step, parameters and `quality`. Two commands
     may share the folder: one waits for a model that the other trains. Raises `ValueError` where the folder has that of

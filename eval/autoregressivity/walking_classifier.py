@@ -154,7 +154,7 @@ def train_classifier(
 
 
 def quality(network: Network, digits: Digits, steps: int) -> dict[str, Any]:
-    """Of a walk over held-out images:
+    """Measures a walk over held-out images:
 
     - `accuracy` and `loss` (in nats) of the last state, and `accuracies` of the likeliest class after each step;
     - `accuracy_other_images`: of the last state where each image is exchanged for another one after the first step. It

@@ -39,7 +39,7 @@ WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose",
 
 
 def peak_figures(counted: Sequence[Record]) -> dict[str, Any]:
-    """Of valid records: the mass, right answers at durations of 1, and the frequencies of peaks."""
+    """Returns the mass, right answers at durations of 1 and frequencies of peaks, over valid records."""
     found = [peak_frequencies(record["curves"], record["repetitions"]) for record in counted]
     right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in counted]
     figures = {"valid": len(counted), "mass": mass(counted), "right_at_1": mean(right)}

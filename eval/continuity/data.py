@@ -22,7 +22,7 @@ def load(name: str, path: Path | None = None) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} cannot be read as JSON: {error}") from error
     if not isinstance(records, list):
-        raise ValueError(f"{source} is no list of records: the probe needs one of {', '.join(FIELDS[name])}.")
+        raise ValueError(f"{source} is not a list of records: the probe needs one of {', '.join(FIELDS[name])}.")
     if not records:
         raise ValueError(f"{source} is an empty list: the probe needs a record with {', '.join(FIELDS[name])}.")
     for number, record in enumerate(records):

@@ -87,7 +87,7 @@ def _looks(names: list[str]) -> list[dict[str, str]]:
 
 
 def _nothing_said(record: dict[str, Any], shown: dict[str, np.ndarray]) -> str | None:
-    """What to say where no curve of the answers that are asked for is drawn."""
+    """Explains why no curve of the answers is drawn."""
     if all(name.startswith("other ") for name in shown):
         return "nothing reached 5 %"
     return "no answer reached 5 %" if record["curves"] and not set(shown) & set(record["curves"]) else None

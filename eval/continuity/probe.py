@@ -218,7 +218,7 @@ def _hash(value: Any) -> str:
 
 
 def _lines(record: Record) -> Iterator[dict[str, Any]]:
-    curves = record.get("curves", {}).items()  # of classes, or a distance, which is no probability
+    curves = record.get("curves", {}).items()  # of classes, or a distance, which is not a probability
     columns = {name if name == "distance" else f"p({name})": curve for name, curve in curves}
     columns |= {f"token({name})": curve for name, curve in record.get("likely", {}).items()}
     columns |= {name: record[name] for name in ("distance", "same_top", "recall", "found") if name in record}

@@ -11,10 +11,10 @@ Figures = Mapping[str, float | None]
 
 
 def over_runs(figures: Mapping[str, Figures], above_one: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Of the figures of each model, by the name without its run, and by figure: `values`, their `mean`, `low`, `high`.
+    """Returns `values`, `mean`, `low` and `high` over the runs of a model, by its name without the run and by figure.
 
     Where a run has no value, such as one that does not answer, the mean is None, too: the others' alone would flatter.
-    Models without other runs are left out. Figures lie between 0 and 1, but for those that are named in `above_one`.
+    Models without other runs are left out. Figures lie between 0 and 1, except those named in `above_one`.
     """
     names: dict[str, list[str]] = {}
     for name in figures:

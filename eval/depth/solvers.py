@@ -62,11 +62,11 @@ class Solvers(Experiment[Measurement]):
     unit = "measurement"
     about = (
         "The paper tests whether its block is a flow by the divergence of 4 Euler steps from dopri5, relative to the "
-        f"norm of the end, and finds {PAPER:.3%}. Here the same test is given to networks that are no flow: different "
-        "residual blocks, read as a field that is constant in tau between them. dopri5 solves such a field piece by "
+        f"norm of the end, and finds {PAPER:.3%}. Here the same test is given to networks that are not flows: "
+        "different residual blocks, read as a field that is constant in tau between them. dopri5 solves such a field piece by "
         f"piece, so that it meets every jump. dopri5 has the tolerance 1e-9; all of it is float64, over {NUM_TEXTS} "
         f"texts. A row passes below {PASSES:.0%}; the threshold is ours. A criterion separates where every flow of "
-        "every seed lies below every network that is no flow. Intervals are 95 % t intervals over seeds; those of "
+        "every seed lies below every network that is not a flow. Intervals are 95 % t intervals over seeds; those of "
         "ratios, divergences and errors, and their means, are on a log scale."
     )
 
@@ -240,7 +240,7 @@ def _criteria_table(found: Sequence[dict[str, Any]]) -> Table:
         | {f"separates hybrid from {twin}": YES[separates] for twin, separates in criterion["pair_separates"].items()}
         for criterion in found
     ]
-    return table("does the criterion separate flows from networks that are no flow?", rows)
+    return table("does the criterion separate flows from networks that are not flows?", rows)
 
 
 def _order_table(lines: pd.DataFrame, reference_steps: int) -> Table:

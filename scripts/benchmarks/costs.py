@@ -115,7 +115,7 @@ def print_borders() -> None:
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts the operations on the meta device that would start a kernel: all that are no views."""
+    """Counts the operations on the meta device that would start a kernel: all except views."""
 
     def __init__(self) -> None:
         super().__init__()

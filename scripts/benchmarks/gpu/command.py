@@ -126,7 +126,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="measure nothing: judge the results of a folder again, and draw its schedules (needs matplotlib)",
     )
-    parser.add_argument("--commit", help="the commit of the code, where it is no git checkout")
+    parser.add_argument("--commit", help="the commit of the code, if it is not a git checkout")
     parser.add_argument("--tests", action="store_true", help="also run pytest on tests/condense")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device: a rehearsal, no measurement")
     return parser.parse_args(arguments)
@@ -217,7 +217,7 @@ def _write(output: Path, sizes: Sizes, results: dict[str, Any]) -> str:
     results |= {"bars": judge(sizes, points)}
     made = [f"{results['hardware']}, {results['dtype']}; memory: {results['memory_is']}"]
     if results["smoke"]:
-        made.append("A rehearsal at tiny sizes: these figures are no measurement.")
+        made.append("A rehearsal at tiny sizes: these figures are not measurements.")
     for name, part in results["parts"].items():
         made.append(": ".join(filter(None, (name, part["status"], part["reason"]))))
     judged = [bar for bar in results["bars"] if bar["measured"] is not None or results["smoke"]]

@@ -75,7 +75,7 @@ def training(session: Session) -> None:
 
 
 def training_large(session: Session) -> None:
-    """Time of a training step of the 1.2 B shape, with checkpointing; peak memory but for the graph."""
+    """Time of a training step of the 1.2 B shape, with checkpointing; peak memory without the graph."""
     sizes, models = session.sizes, build_models(session, session.sizes.large, TRAINED_KINDS)
     for length in sizes.large_training:
         ours = [each for variant in raced(session, [sizes.segment]) for each in checkpointed(variant)]

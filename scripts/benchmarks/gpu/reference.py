@@ -1,6 +1,6 @@
 """The reference of the checks: a folded model in float64 on the host, texts, and the results of a model on a text.
 
-Axes: B rows, N tokens of an input, V vocabulary; n tokens that are no padding, x elements of all gradients.
+Axes: B rows, N tokens of an input, V vocabulary; n tokens except padding, x elements of all gradients.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class Text(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Logits at tokens that are no padding, and all gradients: on the host, in float64."""
+    """Logits at tokens except padding, and all gradients: on the host, in float64."""
 
     logits_nV: torch.Tensor
     gradients_x: torch.Tensor | None

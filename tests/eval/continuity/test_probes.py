@@ -453,7 +453,7 @@ def test_what_is_refused(arguments, message, folder, tmp_path, undrawn):
     [
         ('[{"word": 3}]', ", record 0: 'word' is 3"),
         ("{", " cannot be read as JSON"),
-        ("{}", " is no list of records"),
+        ("{}", " is not a list of records"),
         ('[{"word": "a"}]', ", record 0: 'category' is None"),
         ('[{"word": "a", "category": "b", "category_with_article": "a b", "repetitions": 0}]', ".*should be 1 to 9"),
     ],

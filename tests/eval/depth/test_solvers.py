@@ -1,4 +1,4 @@
-"""Flows and networks that are no flow under solvers, against closed forms, the models themselves and torchdiffeq."""
+"""Flows and networks that are not flows under solvers, against closed forms, the models themselves and torchdiffeq."""
 
 import csv
 import json

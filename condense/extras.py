@@ -15,10 +15,10 @@ requires = cache(metadata.requires)  # parses a long file
 
 
 def check_installed(command: str, extra: str, without: Collection[str] = ()) -> None:
-    """Raises `ValueError` for packages of an extra that are missing or have another version than it asks for, except
-    those that this use of the command goes `without`.
+    """Raises `ValueError` for packages of an extra that are missing or have a version that it does not allow.
 
-    Checks nothing in a checkout that is not installed, which has no list of packages.
+    Skips packages that this use of the command goes `without`. Checks nothing in a checkout that is not installed,
+    because it has no list of packages.
     """
     from packaging.requirements import Requirement
 

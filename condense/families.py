@@ -1,7 +1,7 @@
 """The families of checkpoints that condense folds.
 
-A folded model has the modules of a Llama, under the same names. Here is what a family has of its own: biases of the
-projections, norms of queries and keys, and attention that sees a window only.
+A folded model has the modules of a Llama, under the same names. This module holds what is specific to a family: biases
+of the projections, norms of queries and keys, and attention that sees only a window.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-# Fields that say which layers of a stock model see the last tokens alone. A folded model only stores them.
+# Fields that say which layers of a stock model see only the last tokens. A folded model only stores them.
 WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 
@@ -39,7 +39,7 @@ class Family(NamedTuple):
         return self.model_class.__name__.removesuffix("ForCausalLM")
 
     def biases(self, config: Any) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the output of attention has one."""
+        """Returns whether queries, keys and values have biases, and whether the output of attention has one."""
         given = getattr(config, "attention_bias", False)
         return (
             given if self.input_bias is None else self.input_bias,
@@ -56,12 +56,12 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family:
-    """The family of a folded or stock configuration; a stock Llama with a depth block is a Llama."""
+    """Returns the family of a folded or stock configuration; a stock Llama with a depth block is a Llama."""
     return FAMILIES.get(getattr(config, "family", config.model_type), FAMILIES["llama"])
 
 
 def check_family(name: str) -> None:
-    """Raises `ValueError` for a family that is not folded; names the nearest that is."""
+    """Raises `ValueError` for a family that is not folded; names the nearest family that is."""
     if name not in FAMILIES:
         nearest = difflib.get_close_matches(str(name), FAMILIES, n=1)
         meant = f"did you mean {nearest[0]!r}? " if nearest else ""
@@ -69,9 +69,9 @@ def check_family(name: str) -> None:
 
 
 def folded_fields(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a folded model's configuration, for those of a stock checkpoint: its `config.json`.
+    """Returns the fields of a folded model's configuration for the fields of a stock checkpoint, its `config.json`.
 
-    A file leaves out fields that have the default of their family, which may not be that of a Llama.
+    The file leaves out fields with their family's default, which may differ from a Llama's.
     """
     if family == LlamaConfig.model_type:
         return {**fields, "family": family}
@@ -81,12 +81,12 @@ def folded_fields(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_window(window: Mapping[str, Any], segment_length: int) -> None:
-    """Raises `ValueError` where layers of the stock model see fewer tokens than a folded one, 2 segments."""
+    """Raises `ValueError` if layers of the stock model see fewer tokens than a folded model, 2 segments."""
     if not isinstance(window, Mapping):
         raise ValueError(f"window={window!r}: pass the checkpoint's fields {', '.join(WINDOW_FIELDS)}, or None.")
     size, layers = window.get("sliding_window"), window.get("layer_types") or ["sliding_attention"]
     if size is not None and "sliding_attention" in layers and size < 2 * segment_length:
         raise ValueError(
-            f"sliding_window={size}: the model never saw the 2 x {segment_length} tokens that a folded one attends to. "
+            f"sliding_window={size}: the model never saw the 2 x {segment_length} tokens that a folded model sees. "
             f"Choose a segment_length of at most {size // 2}."
         )

@@ -9,7 +9,7 @@ MISSING = object()
 def find_field(fields: Any, name: str) -> Any:
     """Returns the value of a field, or `MISSING`.
 
-    `content.text` is `text` in the object `content`, unless a field has this very name. Numbers count the items of a
+    `content.text` is `text` in the object `content`, unless a field has this very name. Numbers index the items of a
     list from 0. The fields of null are null.
     """
     if fields is None:
@@ -30,7 +30,7 @@ def find_field(fields: Any, name: str) -> Any:
 
 
 def field_names(fields: dict[str, Any]) -> str:
-    """Returns the names of all fields, those of nested objects too, as an error shows them."""
+    """Returns the names of all fields, including fields of nested objects, as an error shows them."""
     names = [
         [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
         for name, value in fields.items()

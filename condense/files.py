@@ -1,4 +1,4 @@
-"""Reads and checks the files that a user names; outputs are checked before any work is done."""
+"""Reads and checks the files that a user names; outputs are checked before any work begins."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, as `decode_text` returns it.
+    """Returns the text of a UTF-8 file, as `decode_text` does.
 
     Raises `ValueError` if the file is missing, is a folder, or has another encoding.
     """
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
 
 
 def decode_text(data: bytes) -> str:
-    """The text of a file's bytes, without a byte order mark; each line ends with a line feed, on every system.
+    """Returns the text of a file's bytes, without a byte order mark; every line ends with a line feed on every system.
 
     Raises `UnicodeDecodeError` for bytes that are not UTF-8.
     """
@@ -60,7 +60,7 @@ def check_output_file(path: Path) -> None:
 
 
 def check_not_linked(*paths: Path) -> None:
-    """Raises `ValueError` if a file that is written is a link: its target may be a file of another folder."""
+    """Raises `ValueError` if a file to write is a link: its target may be a file of another folder."""
     if linked := [path for path in paths if path.is_symlink()]:
         raise ValueError(f"{linked[0]} is a link, and results are not written through links: delete it.")
 
@@ -74,7 +74,7 @@ def check_new_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder whose files become those of `folder` at the end of the block; an error removes them.
+    """Yields a temporary folder whose files are moved into `folder` at the end of the block; an error removes them.
 
     `folder` may exist if it is empty. Raises `ValueError` if the disk is full or files can't be written.
     """
@@ -96,15 +96,15 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file contains a Git LFS pointer instead of its own contents."""
+    """Returns whether a file contains a Git LFS pointer instead of its own contents."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def use_default_mode(folder: Path) -> None:
-    """Gives safetensors files of mode 0600 the mode that new files have by default.
+    """Gives safetensors files of mode 0600 the default mode of new files.
 
-    safetensors writes weights with mode 0600 for every umask of the process.
+    safetensors writes weights with mode 0600, whatever the process's umask.
     """
     with tempfile.TemporaryDirectory(dir=folder) as made:
         probe = Path(made) / "probe"

@@ -14,11 +14,11 @@ from .recording import CROP_TOKENS
 class OwnCacheGenerationMixin(GenerationMixin):
     """Generation that always uses the model's own kind of cache."""
 
-    cache_implementations: tuple[str, ...] = ()  # those of transformers that have a meaning for this cache
+    cache_implementations: tuple[str, ...] = ()  # transformers' names that apply to this cache
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        """As in transformers; what a checkpoint stores about other caches, or about none, is not an argument of the
-        user and has no effect.
+        """Extends transformers' method. Cache settings that a checkpoint stores do not come from the user, so they have
+        no effect.
         """
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
 
@@ -69,7 +69,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         if past_key_values is None and not is_first_iteration:
             inputs.pop(
                 "position_ids", None
-            )  # transformers counts on from a row's padding: those of the prompt were right
+            )  # transformers counts from a row's padding: the prompt's positions were right
         given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         if (control := inputs.get("control")) is not None:
             inputs["control"] = control_of_columns(control, seen, given.shape[1])
@@ -78,7 +78,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         return inputs
 
     def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
-        """As in transformers. Another model, or one of other tokens, drafts without durations."""
+        """Extends transformers' method. An assistant with another model or other tokens drafts without durations."""
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError("drafts begin with token ids, which inputs_embeds do not have: leave out one of the two.")
         if not isinstance(assistant_model, FoldedGenerationMixin) or assistant_tokenizer is not None:
@@ -123,7 +123,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             _check_timed_generation(generation_config)
             model_kwargs.update(timed)
         if model_kwargs.get("past_key_values") is None:
-            if generation_config.use_cache is False:  # the whole text is read again for every token, as asked for
+            if generation_config.use_cache is False:  # the whole text is read again for every token, as requested
                 return
             model_kwargs["past_key_values"] = cache = FoldedCache(self.config)
             if implementation is not None:
@@ -138,16 +138,16 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
                 "Leave the option out, or choose 'static' for static steps (fixed_decoding) or 'dynamic'."
             )
         if model_kwargs.get("past_key_values") is not None:
-            raise ValueError(f"cache_implementation={name!r} makes a cache, and past_key_values is one: pass either.")
+            raise ValueError(f"cache_implementation={name!r} makes a cache, and past_key_values is one: pass only one.")
         if name == "static":
             check_static_step(self, "cache_implementation='static'", "leave it out")
 
 
 def _check_timed_generation(generation_config) -> None:
-    """Raises `ValueError` for options of `generate` that read other tokens than those that durations are given for."""
+    """Raises `ValueError` for options of `generate` that read tokens without durations."""
     if generation_config.guidance_scale not in (None, 1):
         raise ValueError(
-            f"guidance_scale={generation_config.guidance_scale} reads a second text, which has no durations: leave it "
+            f"guidance_scale={generation_config.guidance_scale} reads a second text without durations: leave it "
             "out, or durations and new_token_duration."
         )
     if generation_config.token_healing:

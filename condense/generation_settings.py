@@ -1,7 +1,7 @@
-"""The settings of `generate` that a checkpoint has, and those with which transformers refuses to save a model.
+"""The `generate` settings of a checkpoint, and the settings that stop transformers from saving a model.
 
-transformers reads any settings, saves those that it has read with a warning at most, and refuses to save settings that
-have changed since unless each of them has an effect. Training changes them: Trainer gives them the tokenizer's tokens.
+transformers reads any settings and saves them unchanged, with a warning at most. It refuses to save changed settings
+unless each of them has an effect. Training changes them: Trainer gives them the tokenizer's tokens.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-SWITCHES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")  # others have an effect by these
+SWITCHES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")  # these give other settings an effect
 
 
 def check_settings(fields: dict[str, Any], path: Path) -> None:
@@ -42,7 +42,7 @@ def remove_ineffective(settings: GenerationConfig) -> dict[str, Any]:
 
 
 def _complaints(settings: GenerationConfig) -> list[str]:
-    """The lines of transformers' refusal to save the settings."""
+    """Returns the lines of transformers' refusal to save the settings."""
     try:
         settings.validate(strict=True)
     except ValueError as error:

@@ -16,24 +16,24 @@ from .segmentation import Chunk, UnpaddedBatch, on_device
 
 
 class HiddenStateAccumulator:
-    """The hidden states of the last `num_kept` columns; a column of padding has those of its row's last token."""
+    """The hidden states of the last `num_kept` columns; a column of padding repeats its row's last token."""
 
     def __init__(self, batch: UnpaddedBatch, num_kept: int):
         self.token_BC = batch.last_token_indices()[:, -num_kept:]
         self.first_token = batch.num_columns - num_kept if batch.mask_BN is None else None
 
     def _selection(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(r, c, t): kept column c of the chunk's row r is its token t."""
+        """Returns indices (r, c, t): kept column c of the chunk's row r is its token t."""
         token_RC = self.token_BC[chunk.rows] - torch.tensor(chunk.starts)[:, None]
         r, c = ((token_RC >= 0) & (token_RC < torch.tensor(chunk.counts)[:, None])).nonzero(as_tuple=True)
         return r, c, token_RC[r, c]
 
     def _is_whole(self, chunk: Chunk) -> bool:
-        """The chunk has the same columns of all rows, without padding."""
+        """Returns whether the chunk has the same columns of all rows, without padding."""
         return self.first_token is not None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1
 
     def chunk_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """[n, D]: the hidden states of the chunk's tokens that kept columns have."""
+        """Returns the hidden states [n, D] of the chunk's tokens in kept columns."""
         if self._is_whole(chunk):
             assert self.first_token is not None
             # A copy: a view would keep all hidden states alive.
@@ -44,7 +44,7 @@ class HiddenStateAccumulator:
     def collect(
         self, chunk_hidden: Sequence[tuple[Chunk, torch.Tensor]], previous_last_hidden_BD: torch.Tensor
     ) -> torch.Tensor:
-        """[B, C, D]; columns before a row's first token of this input have `previous_last_hidden_BD`."""
+        """Returns [B, C, D]; columns before a row's first token of this input have `previous_last_hidden_BD`."""
         batch_size, num_kept = self.token_BC.shape
         if chunk_hidden and all(self._is_whole(chunk) for chunk, _ in chunk_hidden):
             rows = [hidden_nD.unflatten(0, (batch_size, -1)) for _, hidden_nD in chunk_hidden if len(hidden_nD)]
@@ -61,7 +61,7 @@ class HiddenStateAccumulator:
 
 
 class LayerOutputs:
-    """The hidden states between the layers of one call, recorded by hooks where they are requested.
+    """The hidden states between the layers of one call, recorded by hooks if they are requested.
 
     Hooks also make "auto" choose the sequential order; a wave calls no layer. Raises `ValueError` under gradient
     checkpointing, which computes the layers twice, and for the schedules "wavefront" and "graph".
@@ -77,7 +77,7 @@ class LayerOutputs:
         if self.requested and (call.checkpoint_function is not None or schedule in ("wavefront", "graph")):
             other = "gradient checkpointing" if call.checkpoint_function is not None else f"schedule={schedule!r}"
             raise ValueError(
-                f"output_hidden_states, of the call or of the configuration, with {other}, which does not keep them: "
+                f"output_hidden_states, in the call or the configuration, with {other}, which does not keep them: "
                 "use one of the two."
             )
 
@@ -104,7 +104,7 @@ class LayerOutputs:
             recorded.append(output)
 
     def hidden_states(self, previous_last_hidden_BD: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """Inputs of each layer and outputs of the final norm, [B, N, D] each; None where it is not requested."""
+        """Returns each layer's input and the final norm's output, [B, N, D] each, or None if not requested."""
         if not self.requested:
             return None
         every = HiddenStateAccumulator(self.batch, self.batch.num_columns)

@@ -1,4 +1,4 @@
-"""Additions of the laboratories to the core, by dotted name: each is imported when it is used.
+"""The laboratories' additions to the core: dotted names, each imported when it is first used.
 
 The core imports no laboratory (tests/test_architecture.py). A new decoder block, model, objective or command is a line
 here and a class in its laboratory.
@@ -52,7 +52,7 @@ STUDIES = {
 # Commands `condense sample NAME`.
 SAMPLES = {"questions": "condense.eval.continuity.command:questions"}
 
-# Functions from the kind of a result to what has its tables, by the kind's first word.
+# Functions from the kind of a result to the object with its tables, by the kind's first word.
 SHOWN_BY = {
     "ingredients": "condense.eval.ingredients.study:shown_by",
     "probe": "condense.eval.continuity.probes:shown_by",
@@ -62,6 +62,6 @@ SHOWN_BY = {
 
 
 def register_models() -> None:
-    """Registers the laboratories' models with transformers' Auto classes, as `import condense` does the folded ones."""
+    """Registers the laboratories' models with transformers' Auto classes, as `import condense` does folded ones."""
     for package in dict.fromkeys(REGISTERED_BY.values()):
         importlib.import_module(package)

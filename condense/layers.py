@@ -8,7 +8,7 @@ X is the layer's input and Y its output for the current segment. The memory M is
 segment before, its input X (`memory_source="layer_input"`), or X + a (Y - X) with a share a between them. M is
 projected once, at the end of its chunk, and the next segment receives its keys and values; an input that passes its
 gradient on has been projected already, as X'.
-Parameters are those of a Llama, under the same names, with the biases and norms of the checkpoint's family.
+The parameters have a Llama's names, with the biases and norms of the checkpoint's family.
 
 Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hidden size, H query heads, G key/value
 heads, E head dimension, F intermediate size, x any size, 1 a broadcast axis.
@@ -41,17 +41,17 @@ from .transforms import is_transformed
 
 
 class RotaryEmbedding(LlamaRotaryEmbedding):
-    """As in transformers, with frequencies that no call changes.
+    """As in transformers, but calls never change the frequencies.
 
-    There, those of `LENGTH_ROPE_TYPES` follow the longest position of a call, and remain for the next. Within the limit
-    that `CondenseConfig.check` sets to the segment length they are these; durations may reach beyond it.
+    In transformers, frequencies of `LENGTH_ROPE_TYPES` follow the longest position of a call, and remain for the next.
+    Within `CondenseConfig.check`'s limit on the segment length both are equal; durations may reach beyond it.
     """
 
     forward = torch.no_grad()(inspect.unwrap(LlamaRotaryEmbedding.forward))
 
     def kept_tables(self, first: int, width: int, like: torch.Tensor, make: Callable[[], RotaryTables]) -> RotaryTables:
-        """The tables of a segment's positions from `first` on, made by `make` for the first of the calls that need them
-        and kept while the frequencies stay as they are."""
+        """Returns the tables of a segment's positions from `first` on. The first call that needs them runs `make`; they
+        are kept while the frequencies stay the same."""
         if is_transformed() or is_in_torch_dispatch_mode():
             return make()
         frequencies = self.inv_freq
@@ -69,7 +69,7 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
         return {name: value for name, value in self.__dict__.items() if name != "_kept_tables"}
 
     def _apply(self, fn, recurse=True):
-        """Moves to other devices alone: in half precision a position of 1,000 would be off by a whole turn."""
+        """Moves only to other devices: in half precision a position of 1,000 would be off by a whole turn."""
         accurate = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in accurate.items():
@@ -87,7 +87,7 @@ class RMSNorm(LlamaRMSNorm):
         return rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon)
 
     def after_sum(self, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of two tensors, and its norm."""
+        """Returns the sum of two tensors, and its norm."""
         plain = has_hooks(self) or "forward" in self.__dict__
         if not plain and takes_norm_kernel(hidden_RTD, self.weight):
             return add_rms_norm(hidden_RTD, residual_RTD, used(self.weight), self.variance_epsilon)
@@ -109,25 +109,25 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class NormAttributes(NamedTuple):
-    """The attributes that a Llama's norm reads of itself."""
+    """The attributes of itself that a Llama's norm reads."""
 
     weight: torch.Tensor
     variance_epsilon: float
 
 
 def is_one_operation(hidden_RTD: torch.Tensor) -> bool:
-    """Whether a norm is computed by `F.rms_norm`."""
+    """Returns whether `F.rms_norm` computes a norm."""
     return hidden_RTD.is_cuda or (hidden_RTD.dtype == torch.float32 and not torch.is_grad_enabled())
 
 
 def project(input_RTD: torch.Tensor, *linears: nn.Module) -> list[torch.Tensor]:
-    """The outputs of several linear maps of one input; those of a stack share the gradient of the input."""
+    """Returns the outputs of several linear maps of one input; maps of a stack share the gradient of the input."""
     joint = getattr(linears[0], "joint", None)
     return [linear(input_RTD) for linear in linears] if joint is None else joint(linears, input_RTD)
 
 
 def rows_for(linear: nn.Module, like_RTI: torch.Tensor) -> Rows | None:
-    """Where an input of this shape is to be written: a stack may read those of several segments as one."""
+    """Returns the memory to write an input of this shape to: a stack may read the inputs of several segments as one."""
     rows = getattr(linear, "rows", None)
     return None if rows is None else rows(like_RTI)
 
@@ -184,7 +184,7 @@ class CondenseAttention(nn.Module):
         return key_RGTE
 
     def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
-        """The keys and values that the next segment sees of this chunk."""
+        """Returns the keys and values of this chunk that the next segment sees."""
         key_RTx, value_RTx = project(normed_RTD, self.k_proj, self.v_proj)
         return Memory(rotate(self._keys(key_RTx), metadata.memory_rotary), self._split_heads(value_RTx))
 
@@ -195,7 +195,7 @@ class CondenseAttention(nn.Module):
         metadata: AttentionMetadata,
         remembers_input: bool = False,
     ) -> tuple[torch.Tensor, Memory | None]:
-        """The output [R, T, D] and, with `remembers_input`, the keys and values of `normed_RTD` as the next memory."""
+        """Returns the output [R, T, D] and, with `remembers_input`, `normed_RTD`'s keys and values as next memory."""
         query_RTx, key_RTx, value_RTx = project(normed_RTD, self.q_proj, self.k_proj, self.v_proj)
         query_RHTE = rotate(self._queries(query_RTx), metadata.rotary)
         unrotated_RGTE, value_RGTE = self._keys(key_RTx), self._split_heads(value_RTx)
@@ -234,7 +234,7 @@ class CondenseAttention(nn.Module):
 
 
 class MemoryShare(nn.Module):
-    """The memory of a segment: M = X + a (Y - X), of a layer's input X and output Y."""
+    """The remembered states of a segment: M = X + a (Y - X), of a layer's input X and output Y."""
 
     def __init__(self, share: float):
         super().__init__()
@@ -249,7 +249,7 @@ class MemoryShare(nn.Module):
 
 
 def blend(input_RTD: torch.Tensor, output_RTD: torch.Tensor, share: float) -> torch.Tensor:
-    """Returns one of the two as it is for a share of 0 or 1."""
+    """Returns X for a share of 0 and Y for a share of 1, unchanged."""
     if share in (0, 1):
         return output_RTD if share else input_RTD
     dtype = torch.promote_types(input_RTD.dtype, output_RTD.dtype)  # they differ for embeddings of another dtype
@@ -268,7 +268,7 @@ class CondenseDecoderLayer(nn.Module):
     def forward(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, Memory | None]:
-        """The layer's output [R, T, D] and, if `metadata.writes_memory`, its keys and values for the next segment."""
+        """Returns the output [R, T, D] and, if `metadata.writes_memory`, the keys and values for the next segment."""
         # A memory of the input that passes its gradient on has the keys and values of this segment, rotated otherwise.
         from_input = metadata.writes_memory and self.memory_share.takes_input and not any(metadata.detach_R)
         normed_RTD = self.input_layernorm(input_RTD)
@@ -281,7 +281,7 @@ class CondenseDecoderLayer(nn.Module):
         return output_RTD, self.project_memory(source_RTD, metadata)
 
     def project_memory(self, source_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
-        """The keys and values that the next segment sees of hidden states [R, T, D] of this chunk."""
+        """Returns the keys and values, of this chunk's hidden states [R, T, D], that the next segment sees."""
         return self.self_attn.project_memory(self.input_layernorm(source_RTD), metadata)
 
 

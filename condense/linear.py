@@ -1,7 +1,7 @@
-"""Linear maps, whose larger products in float32 on a CPU are computed by oneDNN.
+"""Linear maps; oneDNN computes their larger products in float32 on a CPU.
 
-torch computes float32 products with MKL. oneDNN, which torch has as well, is faster for them on the processor that was
-measured (docs/results/products), most of all for the few rows of a segment.
+torch computes float32 products with MKL. oneDNN, which torch also contains, was faster for them on the processor that
+we measured (docs/results/products), especially for the few rows of a segment.
 
 Axes: x any size, I and O input and output widths.
 """
@@ -39,8 +39,8 @@ def linear(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor
 
 
 def _takes_onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
-    """Whether the product is large, and its tensors are plain ones that nothing watches or transforms: no mode that
-    counts or fakes operations, autocast, torch.compile, torch.func, forward derivatives."""
+    """Returns whether the product is large and its tensors are plain: nothing watches or transforms them, such as modes
+    that count or fake operations, autocast, torch.compile, torch.func, or forward derivatives."""
     if not HAS_ONEDNN or input_xI.numel() * len(weight_OI) < ONEDNN_MULTIPLICATIONS:
         return False
     plain = type(input_xI) is torch.Tensor and type(weight_OI) in (nn.Parameter, torch.Tensor)
@@ -50,7 +50,7 @@ def _takes_onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
 
 
 def onednn_linear(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    """As `F.linear`, of plain float32 tensors on a CPU."""
+    """Works as `F.linear`, for plain float32 tensors on a CPU."""
     return _Linear.apply(input_xI, weight_OI, bias_O)
 
 
@@ -59,7 +59,7 @@ def _onednn(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tenso
 
 
 class _Linear(torch.autograd.Function):
-    """As `F.linear`. The gradient of the weight is MKL's: oneDNN would first copy what it reads across its rows."""
+    """Works as `F.linear`. MKL computes the weight's gradient: oneDNN would first copy data to read it by columns."""
 
     @staticmethod
     def forward(ctx, input_xI, weight_OI, bias_O):
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
         input_xI, weight_OI = ctx.saved_tensors
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            # Its own gradient, for second derivatives, is that of a linear map.
+            # Its own gradient, for second derivatives, is the gradient of a linear map.
             of_input = _Linear.apply(gradient_xO, weight_OI.t(), None)
         if ctx.needs_input_grad[1]:
             of_weight = _rows(gradient_xO).t() @ _rows(input_xI)
@@ -81,5 +81,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _rows(tensor_xI: torch.Tensor) -> torch.Tensor:
-    """As a matrix [n, I]."""
+    """Returns the tensor as a matrix [n, I]."""
     return tensor_xI.reshape(-1, tensor_xI.shape[-1])

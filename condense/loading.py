@@ -1,7 +1,7 @@
-"""Loads the checkpoints that a user names, and checks them first.
+"""Checks and loads the checkpoints that a user names.
 
 transformers loads incomplete checkpoints too: it initialises missing weights at random, ignores unexpected weights, and
-treats a folder without `config.json` as a default Llama. Here each of these is an error of one sentence.
+treats a folder without `config.json` as a default Llama. Here each of these is an error in one sentence.
 """
 
 import importlib
@@ -62,13 +62,13 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
             )
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # libraries report damaged files by exceptions of any type
+    except Exception as error:  # libraries may raise any exception for damaged files
         raise _refusal(source, error) from error
     check_loading_report(source, report)
     check_finite(
         model,
         f"model {str(source)!r}",
-        "Take an earlier checkpoint, or another dtype if the weights were rounded to float16.",
+        "Use an earlier checkpoint, or another dtype if the weights were rounded to float16.",
     )
     return model
 
@@ -83,9 +83,9 @@ def load_config(config_class: Any, source: str | Path, **options: Any) -> Any:
 
 
 def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
-    """The tokenizer of a model's folder or hub id.
+    """Returns the tokenizer of a model's folder or hub id.
 
-    Raises `ValueError` if it is missing or damaged, or has ids for which the model has no embedding.
+    Raises `ValueError` if it is missing or damaged, or has ids outside the model's vocabulary.
     """
     check_source(source, with_weights=False)
     try:
@@ -160,7 +160,7 @@ def check_finite(model: PreTrainedModel, source: str, remedy: str) -> None:
         if parameter.is_meta or not parameter.is_floating_point() or parameter.itemsize < 2:
             continue
         accurate = torch.promote_types(parameter.dtype, torch.float32)
-        if not torch.isfinite(parameter.detach().sum(dtype=accurate)):  # makes no copy of the weight
+        if not torch.isfinite(parameter.detach().sum(dtype=accurate)):  # does not copy the weight
             raise ValueError(f"{source}: {name} holds values that are not finite. {remedy}")
 
 
@@ -168,7 +168,7 @@ def _check_folder(folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} holds adapters, not a model: merge them with condense convert MODEL TARGET --merge {folder}, "
-            "where MODEL is the one that they were trained on."
+            "where MODEL is the model that they were trained on."
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: pass the folder of a model.")
@@ -205,7 +205,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ValueError` for a damaged file, and for one that holds anything else."""
+    """Returns the object in a JSON file. Raises `ValueError` for a damaged file, or if it holds anything else."""
     _check_pointer(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +232,7 @@ def _check_pointer(path: Path) -> None:
 
 
 def _is_path(source: str) -> bool:
-    """Whether a string is a path and no hub id: hub ids are NAME or OWNER/NAME."""
+    """Returns whether a string is a path rather than a hub id: hub ids are NAME or OWNER/NAME."""
     begins = source.startswith((os.sep, ".", "~"))
     return begins or source.endswith(os.sep) or source.count("/") > 1 or "\\" in source or "=" in source
 
@@ -265,7 +265,7 @@ def _refusal(source: str | Path, error: Exception) -> ValueError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the second of two lines if the first ends with a colon."""
+    """Returns the first line of an exception's message, or the second of two lines if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     message = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else lines[0]
     message = message.rstrip(".:")

@@ -24,7 +24,7 @@ from .segmentation import Chunk, UnpaddedBatch, on_device
 from .shared_weights import for_recomputation
 
 MAX_LOGITS = 2**26  # at a time: 256 MiB in float32
-BLOCK_TOKENS = 4096  # norm and loss wait for so many, and take them in parts of MAX_LOGITS
+BLOCK_TOKENS = 4096  # norm and loss wait for so many, and process them in parts of MAX_LOGITS
 
 TokenLosses = Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]  # of a head, hidden states and targets
 
@@ -35,7 +35,7 @@ def max_tokens(vocab_size: int) -> int:
 
 
 class Targets:
-    """The next tokens that the tokens of a call are to predict."""
+    """The next tokens that the tokens of a call predict."""
 
     def __init__(self, batch: UnpaddedBatch, labels_BN: torch.Tensor):
         self.batch = batch
@@ -46,7 +46,7 @@ class Targets:
         self._before_column = [0, *counted_BN.sum(0).cumsum(0).tolist()]
 
     def of(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states [n, D] of the chunk that have a target, and the targets [n]."""
+        """Returns the chunk's hidden states [n, D] that have a target, and the targets [n]."""
         device = hidden_RTD.device
         if self.targets_on_device_BN is None:
             self.targets_on_device_BN = on_device(self.targets_BN, device)
@@ -66,12 +66,12 @@ class Targets:
         return int((self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX).sum())
 
     def mean(self, total: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
-        """A sum over all targets, divided by their number or by `num_items`; 0 if there is no target."""
+        """Returns a sum over all targets, divided by their number or by `num_items`; 0 if there is no target."""
         return total / (max(self.number, 1) if num_items is None else num_items)
 
 
 class LossAccumulator:
-    """The loss of a call's chunks, which are added in their order. `norm` is applied to them before the head."""
+    """The loss of a call's chunks, which are added in order. `norm` is applied to them before the head."""
 
     def __init__(self, norm: nn.Module | None, head: Callable, vocab_size: int, targets: Targets):
         self.norm, self.head, self.vocab_size, self.targets = norm, head, vocab_size, targets
@@ -92,7 +92,7 @@ class LossAccumulator:
             self.take_block()
 
     def take_block(self) -> None:
-        """Computes the losses of the chunks that wait."""
+        """Computes the losses of the waiting chunks."""
         if not self.waiting:
             return
         sizes = [len(target_n) for _, target_n in self.waiting]
@@ -103,7 +103,7 @@ class LossAccumulator:
             block_loss, losses_n = self.gradients.block_loss(hidden_nD, target_n, self.max_tokens)
         else:
             normed_nD = hidden_nD if self.norm is None else self.norm(hidden_nD)
-            recompute = self.vocab_size > normed_nD.shape[-1]  # else logits are as small as what is kept for them
+            recompute = self.vocab_size > normed_nD.shape[-1]  # else logits are not larger than the kept tensors
             losses_n = cross_entropies(self.head, normed_nD, target_n, self.max_tokens, recompute)
             block_loss, losses_n = losses_n.sum(), losses_n.detach()
         self.block_losses.append(block_loss)
@@ -113,7 +113,7 @@ class LossAccumulator:
             self.chunk_losses += [part.sum() for part in losses_n.split(sizes)]
 
     def loss(self, num_items: int | torch.Tensor | None) -> torch.Tensor:
-        """The mean over all targets, or the sum over `num_items`. Raises `ValueError` if there was no chunk."""
+        """Returns the mean over all targets, or the sum over `num_items`. Raises `ValueError` if there was no chunk."""
         assert not self.waiting
         check_not_empty(self.block_losses)
         losses = self.block_losses
@@ -129,7 +129,7 @@ def check_not_empty(losses: list) -> None:
 def cross_entropies(
     head: Callable, hidden_nD: torch.Tensor, target_n: torch.Tensor, max_tokens: int, recompute: bool = True
 ) -> torch.Tensor:
-    """-log p(target) [n] in float32 (float64 for float64 models), of `max_tokens` tokens at a time.
+    """Returns -log p(target) [n] in float32 (float64 for float64 models), for `max_tokens` tokens at a time.
 
     With `recompute`, the backward pass computes logits again.
     """
@@ -141,7 +141,7 @@ def cross_entropies(
 
 
 def recomputed(token_losses: TokenLosses, head: Callable) -> TokenLosses:
-    """The losses of some tokens, whose logits the backward pass computes again, with the weights of the forward pass.
+    """Returns some tokens' losses; the backward pass recomputes their logits with the weights of the forward pass.
 
     torch.func does not support checkpoints: within it, logits are kept.
     """
@@ -163,7 +163,7 @@ def recomputed(token_losses: TokenLosses, head: Callable) -> TokenLosses:
 
 
 class _WithWeights(torch.autograd.Function):
-    """The hidden states. Autograd then refuses a backward pass after the weights have changed."""
+    """Returns the hidden states. Autograd then refuses a backward pass if the weights have changed."""
 
     @staticmethod
     def forward(ctx, hidden_nD: torch.Tensor, *weights: torch.Tensor):

@@ -19,7 +19,7 @@ from .products import add_product
 from .shared_weights import WeightSum, active_weights, may_be_summed, sum_dtype
 from .transforms import is_transformed
 
-GPU_PART = 4  # each part reads and writes the sum of the head's gradients, and has nothing else of the logits' size
+GPU_PART = 4  # each part reads and writes the head's gradient sum, and has nothing else of the logits' size
 
 
 class HeadGradients:
@@ -41,7 +41,7 @@ class HeadGradients:
     def block_loss(
         self, hidden_nD: torch.Tensor, target_n: torch.Tensor, max_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of -log p(target) in float32 (float64 for float64 models), and [n] what is summed, detached.
+        """Returns the sum of -log p(target) in float32 (float64 for float64 models), and its terms [n], detached.
 
         `max_tokens` have logits at a time, on a GPU `GPU_PART` times as many.
         """
@@ -54,14 +54,14 @@ class HeadGradients:
         return _Total.apply(self, len(losses), token, *losses, *self.weights)
 
     def compute(self, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The losses [n] and the gradient [n, D] of the hidden states; adds the weights' gradients to the sums."""
+        """Returns losses [n] and the gradient [n, D] of the hidden states; adds the weights' gradients to the sums."""
         leaf_nD = normed_nD = hidden_nD.detach().requires_grad_(hidden_nD.requires_grad)
         leaves = [leaf_nD]
         if self.norm is not None:
             leaf_D = self.norm.weight.detach().requires_grad_(self.norm.weight.requires_grad)
             leaves.append(leaf_D)
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-                # Not by the module itself: a hook on all modules would meet an inner pass.
+                # Does not call the module itself, so that a hook on all modules does not see an inner pass.
                 normed_nD = rms_norm(leaf_nD, leaf_D, self.norm.variance_epsilon)
         weight_VD, *biases = [one.detach() for one in self.head_weights]
         logits_nV = linear(normed_nD.detach(), weight_VD, *biases)
@@ -91,7 +91,7 @@ class HeadGradients:
         self.sums[id(weight)] = gradient if earlier is None else earlier.add_(gradient)
 
     def _earlier(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The sum so far in its dtype: a single gradient is not cast."""
+        """Returns the sum so far in its dtype: a single gradient is not cast."""
         if (earlier := self.sums.pop(id(weight), None)) is not None:
             self.sums[id(weight)] = earlier.to(sum_dtype(earlier.dtype))
         return self.sums.get(id(weight))
@@ -120,7 +120,7 @@ def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradien
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Replicas and sharded or parametrized modules have other parameters."""
+    """Returns whether the parameters are plain: replicas and sharded or parametrized modules have others."""
     if "forward" in module.__dict__ or has_hooks(module):
         return False
     return all(type(weight) in (nn.Parameter, type(None)) for weight in module._parameters.values())
@@ -150,9 +150,9 @@ class _BlockLoss(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Saves the sums where they are complete, so that hooks that move what is saved to the host see their values.
+    """Saves the sums when they are complete, so that hooks which move saved tensors to the host see their values.
 
-    The gradient of a head that is the embedding joins the embedding's, so that autograd need not add two of their size.
+    The gradient of a tied head is added to the embedding's, so that autograd need not add two tensors of that size.
     """
 
     @staticmethod
@@ -175,8 +175,8 @@ class _Total(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The product, rounded once: CUDA rounds a number without a dimension to the dtype of the tensor that it
-    multiplies, and one with a dimension not."""
+    """Returns the product, rounded once. CUDA rounds a 0-dimensional factor to the dtype of the other tensor, but not a
+    factor with a dimension."""
     if gradient.is_cuda or gradient.dtype != dtype:
         return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
     return gradient * factor
@@ -187,10 +187,10 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _check_first_derivative() -> None:
-    """Autograd would take the gradients, which were computed before, for constants."""
+    """Raises `ValueError` for create_graph: autograd would treat the gradients, computed earlier, as constants."""
     if torch.is_grad_enabled():
         raise ValueError(
-            "create_graph=True: the gradients of a loss from labels are computed with it, and have no derivatives. "
+            "create_graph=True: the gradients of a loss from labels are computed with it and can't be differentiated. "
             "Compute the loss from the logits of a call without labels."
         )
 

@@ -14,7 +14,7 @@ from .segmentation import Chunk, SegmentPositions
 
 
 class KeyValueState(Protocol):
-    """The keys and values of one layer that the queries of a chunk see besides those of the chunk itself."""
+    """The keys and values of one layer that the queries of a chunk see besides the chunk's own."""
 
     def extend(
         self, key_RGTE: torch.Tensor, value_RGTE: torch.Tensor, chunk: Chunk
@@ -23,13 +23,13 @@ class KeyValueState(Protocol):
         ...
 
     def memory(self, chunk: Chunk) -> "Memory | None":
-        """The memory alone, for a chunk of whole segments."""
+        """Returns only the memory, for a chunk of whole segments."""
         ...
 
     def at_evaluation(self, number: int, num_evaluations: int) -> "KeyValueState":
-        """For a block that evaluates its attention several times: what evaluation `number` from 0 sees and adds.
+        """For a block that evaluates its attention several times: the state that evaluation `number` sees.
 
-        The memory is the same for all evaluations; each has keys and values of the current segment of its own.
+        The memory is the same for all evaluations; each has its own keys and values of the current segment.
         """
         ...
 
@@ -56,13 +56,13 @@ class Memory(NamedTuple):
         return Memory(self.key_RGKE[list(rows)], self.value_RGKE[list(rows)])
 
     def compact(self) -> "Memory":
-        """The same; where it is a part of larger tensors, as a copy that does not keep these."""
+        """Returns the same memory, as a copy if it is part of larger tensors, so that they can be freed."""
         return Memory(
             *(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in self)
         )
 
     def append(self, other: "Memory") -> "Memory":
-        """The rows of both."""
+        """Joins the rows of both."""
         return Memory(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
 
 
@@ -74,11 +74,11 @@ class RecurrentState(Protocol):
 
     @property
     def is_recording(self) -> bool:
-        """The last tokens may be removed again."""
+        """Tells whether the last tokens may be removed again."""
         ...
 
     def key_values(self, chunk: Chunk) -> Sequence[KeyValueState | None]:
-        """Keys that each layer's queries see; None for a layer without a memory of these rows."""
+        """Returns the state that each layer's queries see; None for a layer without a memory of these rows."""
         ...
 
     def write_memory(self, memories: Sequence[Memory | None], chunk: Chunk) -> None:
@@ -89,7 +89,7 @@ class RecurrentState(Protocol):
 class TransientState:
     """The memories of all layers during one call over whole texts; nothing is kept after the call.
 
-    `memories` are those of the rows at first, one for each layer, None where there is none.
+    `memories` holds the initial memories of the rows, one for each layer, or None.
     """
 
     is_recording = False

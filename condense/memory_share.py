@@ -1,8 +1,8 @@
-"""How command lines write the shares of a layer's output in its memory: `0.2`, or `1:0:0:0:0` for each layer."""
+"""Parses the memory shares of a layer's output on command lines: `0.2`, or `1:0:0:0:0` for each layer."""
 
 
 def parse_share(text: str) -> float | list[float]:
-    """Returns one share, or one for each layer. Raises `ValueError` for numbers outside 0 to 1 and for another text."""
+    """Returns one share, or one for each layer. Raises `ValueError` for other text and numbers outside 0 to 1."""
     try:
         shares = [float(part) for part in text.split(":")]
     except ValueError:

@@ -1,6 +1,6 @@
 """A Llama with segment recurrence, called a folded Llama.
 
-For segment, chunk and call see `segmentation`; for the state between them see `memory` and `cache`.
+For segments, chunks and calls see `segmentation`; for the state between them see `memory` and `cache`.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, D hidden
 size.
@@ -64,7 +64,7 @@ class CondenseModel(CondensePreTrainedModel):
 
     @property
     def layers_in_use(self) -> nn.ModuleList:
-        """All layers, or fewer while drafts of an early exit have set `config.num_hidden_layers`."""
+        """All layers, or fewer while early-exit drafting has reduced `config.num_hidden_layers`."""
         number = self.config.num_hidden_layers
         return self.layers if number == len(self.layers) else self.layers[:number]
 
@@ -83,9 +83,9 @@ class CondenseModel(CondensePreTrainedModel):
         _prepared: "PreparedRun | None" = None,
         **unused: Any,
     ) -> Any:
-        """The final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
+        """Returns the final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
 
-        A model around this one runs its call here, `_prepared`, so that hooks of this model are called: those of FSDP
+        A model around this one runs its call here, as `_prepared`, so that this model's hooks are called: FSDP's hooks
         gather its weights.
         """
         if _prepared is not None:
@@ -114,7 +114,7 @@ class CondenseModel(CondensePreTrainedModel):
     def run(self, call: Call, accumulated: OutputAccumulator, root: PreTrainedModel) -> None:
         """Runs the call chunk by chunk. The chunks' outputs are added to `accumulated`, in order.
 
-        `root` is the model that was called: this one, or one around it.
+        `root` is the called model: this model, or a model around it.
         """
         inputs, batch, cache = call.inputs, call.batch, call.cache
         like = call.like_hidden(self.norm.weight)
@@ -145,7 +145,7 @@ class CondenseModel(CondensePreTrainedModel):
             accumulated.finish()
 
     def checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
-        """The function of gradient checkpointing; None where it is off."""
+        """Returns the function of gradient checkpointing; None if it is off."""
         if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return None
         if cache is not None:
@@ -161,20 +161,20 @@ class CondenseModel(CondensePreTrainedModel):
         has_cache: bool = False,
         checkpointing: bool = False,
     ) -> AttentionMetadataBuilder:
-        """The builder of the attention metadata of a call's chunks; `like` gives device and dtype of rotary tables."""
+        """Returns the builder of the chunks' attention metadata; `like` gives device and dtype of rotary tables."""
         inputs = TokenInputs(batch, like.device) if token_inputs is None else token_inputs
         span = self.config.bptt_segments
         return AttentionMetadataBuilder(self.rotary_emb, like, batch, state, inputs, span, has_cache, not checkpointing)
 
     def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
-        """Puts one block, an `nn.Module`, in the place of layers `first` to `end - 1`.
+        """Puts one block, an `nn.Module`, in place of layers `first` to `end - 1`.
 
         The block works unchanged with caches, padding, gradient checkpointing and generation, under the sequential
-        schedule. A block that returns a `Memory` receives it as `key_values` in the next segment. Sets
-        `config.num_hidden_layers`, so give each model a config of its own. Caches made before do not fit afterwards: a
-        cache has one entry for each member of the stack. `from_pretrained` does not know the block.
+        schedule. If it returns a `Memory`, it receives it as `key_values` in the next segment. Sets
+        `config.num_hidden_layers`, so give each model its own config. Existing caches become invalid: a cache has one
+        entry for each member of the stack. `from_pretrained` does not know the block.
 
-        Raises `ValueError` for a range that is not within the stack, and for a block that is not a module.
+        Raises `ValueError` if the range is not within the stack, or if the block is not a module.
         """
         if not isinstance(block, nn.Module):
             raise ValueError(f"block is a {type(block).__name__}: pass an nn.Module with the interface DecoderBlock.")
@@ -313,13 +313,13 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         return output
 
     def _evaluates_with_logits(self) -> bool:
-        """Returns whether Trainer's calls with labels get logits: those of its evaluation do."""
+        """Returns whether Trainer's calls with labels get logits: evaluation calls do."""
         return self.logits_in_evaluation and not (self.training or torch.is_grad_enabled())
 
     def _decode_static(self, given: dict[str, Any], call: Call) -> CondenseOutput | None:
-        """Reads a new token of each row by a step of fixed shape; None where `fixed_decoding` is off or does not apply.
+        """Reads a new token of each row in a step of fixed shape; None if `fixed_decoding` is off or does not apply.
 
-        The call is one without labels and `output_hidden_states`.
+        The call must be without labels and `output_hidden_states`.
         """
         cache, input_ids = call.cache, given["input_ids"]
         if cache is None or input_ids is None or given["durations"] is not None:
@@ -331,11 +331,11 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
     def _forward_documents(
         self, documents: PackedDocuments, given: dict[str, Any], more: dict[str, Any]
     ) -> CondenseOutput:
-        """The output of several documents in a row: each is a text of its own."""
+        """Returns the output of several documents in a row, each read as a separate text."""
         unpacked = documents.unpack_arguments(given | more)
         if more["labels"] is not None:
             return documents.pack_output(self.forward(**unpacked))
-        # The head gets no padding between documents.
+        # The head sees no padding between documents.
         read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
         output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
         output.function_evaluations = read.function_evaluations

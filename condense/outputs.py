@@ -1,4 +1,4 @@
-"""The output of a call, from the last layer's outputs.
+"""The output of a call, built from the last layer's outputs.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks.
 """
@@ -69,12 +69,12 @@ class OutputAccumulator:
             assert head is not None
             targets = Targets(call.batch, labels_BN)
             self.loss = LossAccumulator(None if self.normalizes else norm, head, vocab_size, targets)
-        # The gradients of the hidden states wait for the backward pass where a segment's memories do.
+        # The gradients of the hidden states wait for the backward pass with the segment's memories.
         at_once = self.loss is not None and self.loss.gradients is not None
         self.storage = storage_of(call.checkpoint_function) if at_once else nullcontext()
 
     def add(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
-        """Takes the last layer's output [R, T, D] for a chunk."""
+        """Accepts the last layer's output [R, T, D] for a chunk."""
         self.chunks.append(chunk)
         if self.normalizes:
             hidden_RTD = self.norm(hidden_RTD)
@@ -87,17 +87,17 @@ class OutputAccumulator:
                 self.loss.add(hidden_RTD, chunk)
 
     def finish(self) -> None:
-        """Takes what still waits, while the weights are there."""
+        """Computes the waiting losses, while the weights are available."""
         if self.loss is not None:
             with self.storage:
                 self.loss.take_block()
 
     def tensors(self) -> list[torch.Tensor]:
-        """The weights that the output is computed from. Hooks of FSDP and of ZeRO-3 put others in their places."""
+        """Returns the tensors that the output is computed from. Hooks of FSDP and of ZeRO-3 replace them."""
         return [*([] if self.loss is None else self.loss.block_losses), *(hidden_nD for _, hidden_nD in self.kept)]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes others for those of `tensors`."""
+        """Replaces the tensors of `tensors`."""
         rest = list(tensors)
         if self.loss is not None:
             number = len(self.loss.block_losses)
@@ -105,7 +105,7 @@ class OutputAccumulator:
         self.kept = [(chunk, hidden_nD) for (chunk, _), hidden_nD in zip(self.kept, rest, strict=True)]
 
     def last_hidden(self, previous_last_hidden_BD: torch.Tensor) -> torch.Tensor:
-        """The final hidden states [B, C, D] of the kept columns."""
+        """Returns the final hidden states [B, C, D] of the kept columns."""
         assert self.hidden is not None
         return self.hidden.collect(self.kept, previous_last_hidden_BD)
 

@@ -1,6 +1,6 @@
 """Several documents in one row of an input, as data collators pack them: `position_ids` begin anew at each document.
 
-Each document is a text of its own: it becomes a row of a padded batch, whose padding no layer computes.
+Each document is a separate text: it becomes a row of a padded batch, whose padding no layer computes.
 
 Axes: B rows of an input, N columns, J documents, U tokens of the longest of them.
 """
@@ -25,12 +25,12 @@ class PackedDocuments(NamedTuple):
     mask_JU: torch.Tensor
 
     def _unpack(self, tensor_BNx: torch.Tensor) -> torch.Tensor:
-        """[B, N, ...] as [J, U, ...]; any column of the row at padding."""
+        """Rearranges [B, N, ...] to [J, U, ...]; padding gets values of any column of the row."""
         tensor_BNx, device = tensor_BNx.expand(*self.shape, *tensor_BNx.shape[2:]), tensor_BNx.device
         return tensor_BNx[self.rows_J1.to(device), self.columns_JU.to(device)]
 
     def _pack(self, tensor_JUx: torch.Tensor) -> torch.Tensor:
-        """[J, U, ...] as [B, N, ...]; zeros in columns that no document has."""
+        """Rearranges [J, U, ...] to [B, N, ...]; columns outside of documents get zeros."""
         packed_BNx = tensor_JUx.new_zeros(*self.shape, *tensor_JUx.shape[2:])
         j, u = self.mask_JU.nonzero(as_tuple=True)
         indices = self.rows_J1[j, 0], self.columns_JU[j, u]
@@ -40,7 +40,7 @@ class PackedDocuments(NamedTuple):
     def unpack_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `forward` with one document per row.
 
-        Raises `ValueError` for a cache, which has one text per row, and for the logits of a row's last columns alone.
+        Raises `ValueError` for a cache, which has one text per row, and for logits of only a row's last columns.
         """
         if given.get("past_key_values") is not None or given.get("use_cache"):
             raise ValueError(
@@ -59,7 +59,7 @@ class PackedDocuments(NamedTuple):
         return unpacked | {"attention_mask": self.mask_JU.long(), "use_cache": False}
 
     def pack_output(self, output: Any) -> Any:
-        """The output of the unpacked call with its tensors by token in the places of the tokens."""
+        """Returns the unpacked call's output, with its per-token tensors back at the tokens' places."""
         for name in ("logits", "last_hidden_state", "function_evaluations"):
             if output.get(name) is not None:
                 output[name] = self._pack(output[name])
@@ -69,11 +69,11 @@ class PackedDocuments(NamedTuple):
 
 
 def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
-    """The documents in the arguments of `forward`; None where each row has at most one, or shapes do not fit together,
-    which the checks of the call refuse.
+    """Finds the documents in the arguments of `forward`. Returns None if each row has at most one, or if shapes do not
+    fit, which the checks of the call refuse.
 
-    A document begins where a token's position is 0 and that of the token before it is not -1. Raises `ValueError`
-    where `PACKING_ARGUMENTS` say something else.
+    A document begins at a token with position 0, unless the token before it has position -1. Raises `ValueError` if
+    `PACKING_ARGUMENTS` disagree.
     """
     check_tensors(given)
     position_ids, attention_mask = given["position_ids"], given["attention_mask"]
@@ -118,7 +118,7 @@ def _check_packing_arguments(
                 column = int(columns_n[int(wrong[0]) + 1])
                 raise ValueError(
                     f"{name} and position_ids contradict each other: in row {row} another document begins at column "
-                    f"{column} by {name if says[wrong[0]] else 'position_ids'} alone. Let position_ids begin at 0 in "
+                    f"{column} by {name if says[wrong[0]] else 'position_ids'} only. Let position_ids begin at 0 in "
                     f"each document, or leave {name} out."
                 )
     longest = max(map(len, parts), default=0)
@@ -130,7 +130,7 @@ def _check_packing_arguments(
 
 
 def _labels(given: Mapping[str, Any], shape: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The packing arguments that divide tokens into documents, as labels [B, N] that change at each border."""
+    """Returns the packing arguments that separate documents, as labels [B, N] that change at each border."""
     if (labels := given.get("seq_idx")) is not None:
         labels = torch.as_tensor(labels).cpu()
         if tuple(labels.shape) not in (shape, (1, shape[1])):

@@ -1,4 +1,4 @@
-"""Tells PEFT about folded models, and refuses what it can't do with them. Imported only if PEFT is used."""
+"""Adapts PEFT to folded models, and refuses what it can't do with them. Only imported if PEFT is used."""
 
 import sys
 from functools import partial
@@ -8,10 +8,10 @@ from transformers import LlamaConfig
 
 
 def add_default_targets(model_type: str) -> None:
-    """Gives a model type the entries of a Llama, whose modules it has, in PEFT's tables of default targets.
+    """Adds a model type to PEFT's tables of default targets, with a Llama's entries, because it has a Llama's modules.
 
-    PEFT finds the type in the dictionary of a model's configuration, so that a configuration calls this when it makes
-    one. That is after PEFT was imported, whichever was imported first.
+    PEFT finds the type in the dictionary of a model's configuration, so a configuration calls this when it makes one.
+    PEFT has been imported by then, whichever was imported first.
     """
     constants = sys.modules.get("peft.utils.constants")
     for table in list(vars(constants).values()) if constants else ():
@@ -22,7 +22,7 @@ def add_default_targets(model_type: str) -> None:
 def check_activated_lora(model: nn.Module) -> None:
     """Raises `ValueError` for adapters of activated LoRA, which begin at a token.
 
-    PEFT tells the modules of a call how many tokens from the end of the text this is, and they see a segment.
+    PEFT tells a call's modules how many tokens before the end of the text this token is, but they see only a segment.
     """
     if "peft.tuners.lora" not in sys.modules:
         return
@@ -30,6 +30,6 @@ def check_activated_lora(model: nn.Module) -> None:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, partial) and "alora_offsets" in hook.keywords:
                 raise ValueError(
-                    "alora_invocation_tokens: activated LoRA counts tokens from the end of the text, and the layers of "
+                    "alora_invocation_tokens: activated LoRA counts tokens from the end of the text, but the layers of "
                     "a folded model read it by segments. Use LoRA without them."
                 )

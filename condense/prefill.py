@@ -1,4 +1,4 @@
-"""Prefill: reads a long text into a cache, a number of segments in each call of the model.
+"""Prefill: reads a long text into a cache, several segments in each call of the model.
 
 Axes: B rows of a batch, N tokens of a text, C components of the control.
 """
@@ -16,7 +16,7 @@ SEGMENTS_PER_CALL = 64  # enough for a wave to run most of its diagonals at full
 
 
 def columns_per_call(model: Any, num_tokens: int, num_rows: int = 1) -> int:
-    """The columns of a call that reads about `num_tokens` tokens: whole segments of a folded model, at least one."""
+    """Returns the columns of a call that reads about `num_tokens` tokens: for folded models, whole segments."""
     length = getattr(model.config, "segment_length", 1)
     return length * max(1, num_tokens // (length * num_rows))
 
@@ -29,11 +29,11 @@ def prefill_calls(
     cache: Any = None,
     attention_mask: torch.Tensor | None = None,
 ) -> Iterator[tuple[slice, Any]]:
-    """Reads `input_ids` [B, N], `num_columns` columns in each call; yields the columns of each call and its output.
+    """Reads `input_ids` [B, N], `num_columns` columns in each call; yields each call's columns and output.
 
-    `model` takes the arguments of a causal language model of transformers, folded or stock. `attention_mask` [B, N] is
-    for folded models, which take the mask of a call's own columns. The last output has the state (`past_key_values`)
-    and the logits of the next token.
+    `model` is a causal language model, folded or stock, and has transformers' arguments. `attention_mask` [B, N] is for
+    folded models, because they accept the mask of a call's own columns. The last output has the state
+    (`past_key_values`) and the logits of the next token.
     """
     for start in range(0, input_ids.shape[1], num_columns):
         columns = slice(start, start + num_columns)
@@ -51,11 +51,11 @@ def prefill(
     control: torch.Tensor | None = None,
     restart_columns: bool = True,
 ) -> FoldedCache:
-    """The cache after `input_ids` [B, N], with memory that does not depend on N.
+    """Returns the cache after `input_ids` [B, N], using memory that does not depend on N.
 
-    `progress` is called with the number of segments read since its last call. `control` [B, C] is that of each text, in
-    a model with a depth block. To continue from the state with `generate`, pass the next token and the cache; or, with
-    `restart_columns=False`, the whole text and one token more, which penalties of repeated tokens then count.
+    `progress` is called with the number of segments read since its last call. `control` [B, C] is for each text, in a
+    model with a depth block. To continue with `generate`, pass the next token and the cache. With
+    `restart_columns=False` pass the whole text and one more token, so that penalties of repeated tokens count them.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length

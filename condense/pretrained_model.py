@@ -1,4 +1,4 @@
-"""The base of folded models: loading, saving, attention implementations, gradient checkpointing."""
+"""The common base of folded models: loading, saving, attention implementations, gradient checkpointing."""
 
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,12 @@ class CondensePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **options):
-        """As in transformers, but a checkpoint must hold the model's weights and no others.
+        """Extends transformers' method: a checkpoint must hold the model's weights and no others.
 
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
-        of another shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns the
-        report and leaves the judgement to the caller. A model that was folded now has a name that other libraries can't
-        load: see `source_name`.
+        have the wrong shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns
+        the report for the caller to check. A model that was just folded has a name that other libraries can't load: see
+        `source_name`.
         """
         source = pretrained_model_name_or_path
         if options.pop("output_loading_info", False):
@@ -48,14 +48,14 @@ class CondensePreTrainedModel(PreTrainedModel):
         return model
 
     def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
-        """As in transformers, with a card; others may read the files as far as the process's umask allows it."""
+        """Extends transformers' method: adds a card, and lets others read the files as far as the umask allows."""
         super().save_pretrained(save_directory, is_main_process, *arguments, **options)
         use_default_mode(Path(save_directory))
         if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):  # else they are adapters
             write_card(self, Path(save_directory))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The implementation to use: "auto" if none is requested."""
+        """Returns the implementation to use: "auto" if none is requested."""
         if (
             requested_attention or "auto"
         ) not in ATTENTION_IMPLEMENTATIONS:  # in transformers' words, which callers know
@@ -70,7 +70,7 @@ class CondensePreTrainedModel(PreTrainedModel):
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:
         if (every := kwargs.get("every_n_layers", 1)) != 1:
             raise ValueError(
-                f"every_n_layers={every}: a folded model checkpoints segments with all of their layers. Leave it out; "
+                f"every_n_layers={every}: a folded model checkpoints segments with all their layers. Leave it out; "
                 "checkpoint_segments=k in the options computes k segments again at once."
             )
         if isinstance(gradient_checkpointing_func, partial):

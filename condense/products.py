@@ -1,10 +1,10 @@
 """Products of stacks of matrices, and products that are added to a sum in place.
 
-Weights that lie side by side take one product of an input, as one matrix.
+Weights that lie side by side need only one product with an input, as a single matrix.
 
-On CUDA a product in half precision adds to a sum in float32 itself: there is no other matrix of its shape, and one
-operation instead of two. It is an operation of torch's own registry, so that modes which count or record operations
-see one, on the meta device too.
+On CUDA a product in half precision is added directly to a float32 sum. This saves a temporary matrix of that size and
+an operation. It is an operation of torch's own registry, so that modes which count or record operations see it, on the
+meta device too.
 
 Axes: m matrices, O and I output and input widths, n what is summed over.
 """
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-_library = torch.library.Library("condense", "DEF")  # lives as long as the module: so do its operations
+_library = torch.library.Library("condense", "DEF")  # lives as long as the module, and so do its operations
 _library.define("add_products_(Tensor(a!) total, Tensor left, Tensor right) -> ()")
 
 
 def side_by_side(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
-    """Returns the tensors as one, if each begins along an axis where the one before it ends."""
+    """Returns the tensors as one, if each begins, along an axis, at the end of the one before."""
     first, offset = tensors[0], tensors[0].storage_offset()
     if len({(one.dtype, one.stride(), one.untyped_storage()._cdata) for one in tensors}) > 1:
         return None
@@ -36,7 +36,7 @@ def side_by_side(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor | No
 
 
 def stacked_products(input_mnI: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The products [m, n, O] of an input with stacks of weights [m, O, I], without gradients."""
+    """Returns the products [m, n, O] of an input with stacks of weights [m, O, I], without gradients."""
     joint_mOI = side_by_side(weights, dim=1) if len(weights) > 1 else None
     if joint_mOI is None:
         return [torch.bmm(input_mnI, weight_mOI.transpose(1, 2)) for weight_mOI in weights]
@@ -45,12 +45,12 @@ def stacked_products(input_mnI: torch.Tensor, weights: Sequence[torch.Tensor]) -
 
 
 def add_product(total_OI: torch.Tensor, left_On: torch.Tensor, right_nI: torch.Tensor) -> None:
-    """total += left @ right; the sum may be in float32 while the product is of lower precision."""
+    """Adds left @ right to total; the sum may be in float32 while the product has a lower precision."""
     add_products(total_OI[None], left_On[None], right_nI[None])
 
 
 def add_products(total_mOI: torch.Tensor, left_mOn: torch.Tensor, right_mnI: torch.Tensor) -> None:
-    """As `add_product`, of m matrices each."""
+    """Works as `add_product`, for m matrices each."""
     torch.ops.condense.add_products_(total_mOI, left_mOn, right_mnI)
 
 

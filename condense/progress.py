@@ -10,9 +10,9 @@ SECONDS_PER_LINE = 30.0  # off a terminal
 
 
 class ProgressBar(tqdm):
-    """A bar of tqdm. Off a terminal it writes its first and its last line, and others at most every 30 seconds.
+    """A bar of tqdm. Off a terminal it writes its first and last line, and others at most every 30 seconds.
 
-    There, a bar that disappears at its end (`leave=False`) writes nothing in its first 30 seconds.
+    A bar that disappears at its end (`leave=False`) then writes nothing in its first 30 seconds.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
@@ -34,7 +34,7 @@ class ProgressBar(tqdm):
 
 
 class _Lines:
-    """Writes each state of a bar as a line of its own, instead of over the state before."""
+    """Writes each state of a bar on its own line, instead of over the state before."""
 
     def __init__(self, file: Any):
         self.file, self.encoding = file, getattr(file, "encoding", None)

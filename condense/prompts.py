@@ -1,4 +1,4 @@
-"""Prompts in a JSONL file, and a JSONL file that each answer is appended to as it comes."""
+"""Prompts in a JSONL file, and a JSONL file to which each answer is appended when it is complete."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from .fields import MISSING, field_names, find_field
 from .files import decode_text
 
 START = b'{"line": '  # of every record
-# What answers depend on: not logs and cards beside it.
+# Files that answers depend on, unlike logs and cards.
 MODEL_FILES = (
     "config.json", "generation_config.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*",
     "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
@@ -18,14 +18,14 @@ MODEL_FILES = (
 
 
 class Prompt(NamedTuple):
-    """`line` is that of the file, from 1 on."""
+    """`line` is the number of the line in the file, from 1 on."""
 
     line: int
     text: str
 
 
 def read_prompts(path: Path, field: str) -> list[Prompt]:
-    """The prompts of a JSONL file. Raises `ValueError` for a line without one, and if there is no prompt."""
+    """Reads the prompts of a JSONL file. Raises `ValueError` for a line without a prompt, and if there is none."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -50,7 +50,7 @@ def _text(line: bytes, field: str, where: str) -> str:
     text = find_field(record, field)
     if text is MISSING:
         raise ValueError(
-            f"{where}: there is no field {field!r}, only {field_names(record)}: name the right one by --prompt-field."
+            f"{where}: there is no field {field!r}, only {field_names(record)}: name the right one with --prompt-field."
         )
     if not isinstance(text, str) or not text:
         raise ValueError(f"{where}: field {field!r} is {text!r}: write a text that is not empty.")
@@ -62,7 +62,7 @@ def _text(line: bytes, field: str, where: str) -> str:
 
 
 def fingerprint(source: str) -> str:
-    """Returns a hash of the files of a model's folder, wherever it is; or the id of a model of the hub."""
+    """Returns a hash of the files in a model's folder, wherever it is; or the id of a model on the hub."""
     if not Path(source).is_dir():
         return source
     digest = hashlib.sha256()
@@ -75,7 +75,7 @@ def fingerprint(source: str) -> str:
 class AnswerFile:
     """Records of answers, one on each line: `line` and `prompt` of the prompt, the answer, and the settings.
 
-    A file that a run was stopped in is continued by the next run of the same settings.
+    If a run was stopped, the next run with the same settings continues its file.
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], settings: dict[str, Any]):
@@ -88,8 +88,8 @@ class AnswerFile:
         known = len(lines) <= len(prompts) and all(map(self._answers, lines, prompts))
         if not known or not (torn.startswith(START) or START.startswith(torn)):
             raise ValueError(
-                f"{path} holds something else than answers to these prompts under these options: pass another "
-                "--answers. A model whose files have changed is another one."
+                f"{path} holds something other than answers to these prompts under these options: pass another "
+                "--answers. A model with changed files counts as another one."
             )
         if torn:
             with path.open("r+b") as file:

@@ -28,14 +28,14 @@ class CacheSnapshot:
 
 
 class Recording:
-    """The data that removes up to `CROP_TOKENS` tokens: a copy of the state before each of the last rolls, the final
+    """The data to remove up to `CROP_TOKENS` tokens: a copy of the state before each of the last rolls, the final
     hidden states of the last tokens, and the columns that held them.
 
     It begins after a token with the final hidden state `last_hidden_BD`, or before the first token.
     """
 
     def __init__(self, segment_length: int, last_hidden_BD: torch.Tensor | None):
-        self.max_rolls = -(-CROP_TOKENS // segment_length)  # as many as `CROP_TOKENS` tokens can reach back
+        self.max_rolls = -(-CROP_TOKENS // segment_length)  # as many as `CROP_TOKENS` tokens can reach back to
         self.rolls: list[CacheSnapshot] = []
         self.hidden_BND = None if last_hidden_BD is None else last_hidden_BD[:, None]
         self.is_whole_text = last_hidden_BD is None
@@ -56,7 +56,7 @@ class Recording:
             self.is_whole_text = False
 
     def add_columns(self, num_columns: int, mask_BN: torch.Tensor | None) -> None:
-        """The columns of a call that has ended; `mask_BN` is false at padding."""
+        """Records the columns of a finished call; `mask_BN` is false at padding."""
         if mask_BN is None:
             self.columns += [True] * num_columns
         elif bool((mask_BN == mask_BN[:1]).all()):
@@ -71,7 +71,7 @@ class Recording:
         return sum(removed)
 
     def remove_hidden(self, num_tokens: int) -> torch.Tensor | None:
-        """The final hidden state [B, D] of the token before the removed ones; None before the first token."""
+        """Returns the final hidden state [B, D] of the token before the removed ones; None before the first token."""
         assert self.hidden_BND is not None
         if num_tokens == self.hidden_BND.shape[1]:
             assert self.is_whole_text

@@ -6,8 +6,8 @@
     queries       Q = X_n(s) W_Q, which see M and, causally, X_n(s)                 (20)
     durations     y = sum_k softmax_k(q . k_k / sqrt(E) + log d_k) v_k, at positions that are cumulative durations
 
-Tests compare the model with this module. It shares no code with the rest of the package, uses global positions, has no
-cache and no batch, and computes in the dtype of the weights: pass float64.
+Tests compare the model with this module. It shares no code with the rest of the package, uses global positions, and has
+neither cache nor batch. It computes in the dtype of the weights: pass float64.
 
 Axes: N tokens of the text, L segment length, T tokens of a segment (queries), K keys, D hidden size, H query heads, G
 key/value heads, E head dimension, V vocabulary, h half a head dimension.
@@ -26,7 +26,7 @@ def reference_hidden(
     durations_N: Tensor | None = None,
     detach_after: int | None = None,
 ) -> Tensor:
-    """The final hidden states [N, D] of one text.
+    """Returns the final hidden states [N, D] of one text.
 
     weights: a Llama's state dict. detach_after: k detaches the memory after segments k, 2k, 3k ...
     """
@@ -57,14 +57,14 @@ def reference_hidden(
 
 
 def reference_logits(weights: dict, config, ids_N, durations_N=None, detach_after: int | None = None):
-    """The logits [N, V] of one text."""
+    """Returns the logits [N, V] of one text."""
     embeddings_ND = weights["model.embed_tokens.weight"][ids_N]
     head_VD = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return reference_hidden(weights, config, embeddings_ND, durations_N, detach_after) @ head_VD.T
 
 
 def reference_loss(weights: dict, config, ids_N, detach_after: int | None = None):
-    """The mean of -log p(next token) over the tokens of one text."""
+    """Returns the mean of -log p(next token) over the tokens of one text."""
     log_p_NV = reference_logits(weights, config, ids_N, detach_after=detach_after).log_softmax(-1)
     return -sum(log_p_NV[i, ids_N[i + 1]] for i in range(len(ids_N) - 1)) / (len(ids_N) - 1)
 
@@ -102,7 +102,7 @@ def linear(w, name, x):
 
 
 def head_norm(w, name, x, config):
-    """Some families norm the queries and keys of each head."""
+    """Norms the queries and keys of each head, if the family does."""
     return rms_norm(x, w[f"{name}.weight"], config) if f"{name}.weight" in w else x
 
 

@@ -1,8 +1,7 @@
 """Registration of models with transformers.
 
-Libraries choose what to do with a model by names: Trainer's label smoothing and pipelines look for the name of its
-class in transformers' table of causal language models. A model that is not found there is treated as one of another
-kind, silently.
+Libraries choose what to do with a model by name: Trainer's label smoothing and pipelines look up its class in
+transformers' table of causal language models. If it is missing, they silently treat the model as another kind.
 """
 
 from types import MappingProxyType
@@ -24,5 +23,5 @@ def register(
     if base_model is not None:
         AutoModel.register(config_class, base_model)
         MODEL_MAPPING_NAMES[model_type] = base_model.__name__
-    # TRL asks each configuration whose model is not transformers' own for its remote code: there is none.
+    # TRL asks each configuration for its remote code if its model is not transformers' own: there is none.
     config_class.auto_map = MappingProxyType({})

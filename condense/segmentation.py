@@ -2,11 +2,11 @@
 
 - Segment: `segment_length` consecutive tokens of one row.
 - Call: one forward pass of the model, with some further tokens of each row.
-- Chunk: the tokens that all layers process together. It has, of each row, at most the tokens up to the end of the
-  row's current segment.
+- Chunk: the tokens that all layers process together. Of each row it has at most the tokens up to the end of the row's
+  current segment.
 
-Rows of a padded batch are aligned to their own first token, so that the segments of a row, and with them its answer,
-do not depend on its neighbours. All counts are Python integers, computed on the CPU once per call.
+Rows of a padded batch are aligned to their own first token, so that a row's segments, and hence its answer, do not
+depend on its neighbours. All counts are Python integers, computed on the CPU once per call.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, L segment
 length, n tokens of a chunk without padding, 1 a broadcast axis.
@@ -20,7 +20,7 @@ import torch
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host tensor on a device; the host does not wait for the copy."""
+    """Copies a host tensor to a device; the host does not wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -75,14 +75,14 @@ class Chunk:
 
     @cached_property
     def token_indices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The indices (r, t) of all tokens, each [n] on the CPU; other entries of the rectangle [R, T] are padding."""
+        """Returns indices (r, t) of all tokens, each [n] on the CPU; the rest of the rectangle [R, T] is padding."""
         tokens_T = torch.arange(self.width)
         row_n, token_n = (tokens_T < torch.tensor(self.counts)[:, None]).nonzero(as_tuple=True)
         return row_n, token_n
 
     @property
     def completed_rows(self) -> list[int]:
-        """The indices r of the rows whose segment ends with this chunk."""
+        """Returns the indices r of the rows that complete a segment with this chunk."""
         return [r for r, count in enumerate(self.counts) if self.offsets[r] + count == self.segment_length]
 
 
@@ -119,11 +119,11 @@ class SegmentPositions:
                     self.segments[b] += 1
 
     def is_one_chunk(self, lengths: list[int]) -> bool:
-        """Whether `chunks` yields one chunk at most."""
+        """Returns whether `chunks` yields one chunk at most."""
         return all(map(lambda offset, length: offset + length <= self.segment_length, self.offsets, lengths))
 
     def select(self, rows_B: list[int]) -> None:
-        """Row i becomes a copy of the row `rows_B[i]`, as in beam search."""
+        """Makes row i a copy of the row `rows_B[i]`, as in beam search."""
         self.offsets = [self.offsets[b] for b in rows_B]
         self.segments = [self.segments[b] for b in rows_B]
 
@@ -142,11 +142,11 @@ class UnpaddedBatch:
             self.lengths = [num_columns] * batch_size
         else:
             self.lengths = self.mask_BN.sum(1).tolist()
-            # The columns of each row's tokens in their order, then those of its padding.
+            # The columns of each row's tokens in order, then the columns of its padding.
             self.columns_BN = self.mask_BN.logical_not().byte().argsort(dim=1, stable=True)
 
     def gather(self, tensor_BN: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """The chunk's part [R, T, ...] of a tensor [B, N, ...]; after a row's tokens, its last one again.
+        """Returns the chunk's part [R, T, ...] of a tensor [B, N, ...]; after a row's tokens, repeats its last token.
 
         Values at padding are never read: a NaN there, which weights of 0 do not hide, can't reach a token.
         """
@@ -161,13 +161,13 @@ class UnpaddedBatch:
         return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]
 
     def last_token_indices(self) -> torch.Tensor:
-        """[B, N] on the CPU: the index of the row's last token up to each column; -1 before the first token."""
+        """Returns [B, N] on the CPU: the index of the row's last token up to each column; -1 before the first token."""
         if self.mask_BN is None:
             return torch.arange(self.num_columns).expand(self.batch_size, -1)
         return self.mask_BN.long().cumsum(1) - 1
 
     def next_labels(self, labels_BN: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """[B, N]: at each token the label of the row's next token; `ignore_index` at all other columns."""
+        """Returns [B, N]: at each token the label of the row's next token; `ignore_index` at all other columns."""
         targets_BN = torch.full_like(labels_BN, ignore_index)
         if self.mask_BN is None:
             targets_BN[:, :-1] = labels_BN[:, 1:]

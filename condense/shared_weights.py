@@ -1,14 +1,14 @@
 """Weights that the segments of a call share: their gradients are summed in float32.
 
 Autograd adds the gradients of a tensor's uses in the tensor's dtype. A sum in bfloat16 has 8 significant bits: after
-some hundred segments it absorbs most of what is still added. So every use of a weight adds its gradient to a sum in
-float32, and the weight receives the sum once.
+some hundred segments it absorbs most further additions. So every use of a weight adds its gradient to a sum in float32,
+and the weight receives the sum once.
 
     token = begin(weight)             once for each weight and call
     y = linear(x, weight, token)      for each segment; its backward pass adds to the sum, and returns no gradient
 
-The token leads from each use to the weight. Autograd runs a node after all nodes that depend on it: that of `begin`
-runs after all uses, and hands the sum to the weight.
+The token leads from each use to the weight. Autograd runs a node after all nodes that depend on it, so `begin`'s node
+runs after all uses, and passes the sum on to the weight.
 
 Axes: x any size, n rows and tokens together, I and O input and output widths, M layers, m consecutive ones of them, D
 hidden size.
@@ -46,7 +46,7 @@ class WeightSum:
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def give(self, gradient: torch.Tensor) -> None:
-        """Adds the whole gradient of another use of a weight, in the weight's dtype; it may be written over."""
+        """Adds the whole gradient of another use of a weight, in the weight's dtype; `gradient` may be overwritten."""
         self.total()  # of this pass
         self._given = gradient if self._given is None else self._given.add_(gradient)
 
@@ -59,7 +59,7 @@ class WeightSum:
             (total if members is None else total[members]).add_(gradient)
 
     def add_product(self, left_xOn: torch.Tensor, right_xnI: torch.Tensor, members: slice | None = None) -> None:
-        """Adds a product to the gradient of a weight, or m of them to those of some `members` of a stack."""
+        """Adds a product to the gradient of a weight, or m products to the gradients of some `members` of a stack."""
         if members is None and self.total() is None:
             self.add(left_xOn @ right_xnI)
         elif members is None:
@@ -68,8 +68,8 @@ class WeightSum:
             add_products(self.total_or_zeros(left_xOn)[members], left_xOn, right_xnI)
 
     def add_rows(self, index_n: torch.Tensor, gradient_nD: torch.Tensor) -> None:
-        """Adds to rows of a matrix; an index may occur several times. Rows wait while they are fewer than those of the
-        matrix: a sum of its size takes longer to write and to read than they do."""
+        """Adds to rows of a matrix; an index may occur several times. Rows wait while there are fewer of them than the
+        matrix has, because a full-size sum takes longer to write and read."""
         if self.total() is None and sum(len(index) for index, _ in self._rows) + len(index_n) < len(self.weights[0]):
             self._rows.append((index_n, gradient_nD))
         else:
@@ -95,7 +95,7 @@ class WeightSum:
         self._total, self._given, self._rows = None, None, []
 
     def total(self) -> torch.Tensor | None:
-        """The sum so far, without what was given and rows that wait."""
+        """Returns the sum so far, without given gradients and waiting rows."""
         backward_pass = None if self.every_pass else torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
             self._forget()
@@ -111,8 +111,8 @@ class WeightSum:
 
 
 def _sums_by_row(index_n: torch.Tensor, gradient_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each index once, and the sum [n, D] of its gradients in float32; the rest are zeros, for row 0. The host need not
-    know the number of indices."""
+    """Returns each index once, and the sum [n, D] of its gradients in float32; the rest are zeros, for row 0. The host
+    need not know the number of indices."""
     sorted_n, order_n = index_n.sort()
     place_n = torch.cat([sorted_n.new_zeros(1), (sorted_n.diff() != 0).cumsum(0)])
     sum_nD = gradient_nD.new_zeros(gradient_nD.shape, dtype=sum_dtype(gradient_nD.dtype))
@@ -143,7 +143,7 @@ class SharedWeights:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Uses of weights within add to these sums."""
+        """Makes uses of weights within it add to these sums."""
         before, _of_thread.weights = active_weights(), self
         try:
             yield
@@ -151,7 +151,7 @@ class SharedWeights:
             _of_thread.weights = before
 
     def begin(self, weights: Sequence[torch.Tensor], is_stack: bool = False) -> tuple[WeightSum, torch.Tensor]:
-        """The sum of a weight, or of weights that a stack [M, ...] shares memory with, and its token."""
+        """Returns the sum of a weight, or of the weights that share memory with a stack [M, ...], and its token."""
         key = id(weights[0]), is_stack
         if key not in self._begun:
             one = WeightSum(weights, is_stack, self.every_pass)
@@ -160,11 +160,11 @@ class SharedWeights:
         return self._begun[key]
 
     def begun(self, weight: torch.Tensor) -> tuple[WeightSum, torch.Tensor] | None:
-        """The sum of a weight and its token, if the weight has been used in the call."""
+        """Returns the sum of a weight and its token, if the call has used the weight."""
         return self._begun.get((id(weight), False))
 
     def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in a dtype; cast once for all uses, as autocast does."""
+        """Returns the weight in a dtype; cast once for all uses, as autocast does."""
         if weight.dtype == dtype:
             return weight
         if id(weight) not in self._casts:
@@ -180,19 +180,19 @@ class SharedWeights:
                 torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
 
     def rows(self, weights: Sequence[torch.Tensor], members: slice, input_RTI: torch.Tensor) -> Rows | None:
-        """Where an input [R, T, I] of products with `members` of a stack is to be written; None if in a new tensor."""
+        """Returns the memory to write an input [R, T, I] of products with `members` to; None for a new tensor."""
         return None
 
     def add_products(
         self, sums: Sequence[WeightSum], members: slice, gradients: Gradients, input_mnI: torch.Tensor
     ) -> None:
-        """Adds to the sums of stacks that have an input in common the products of its gradients [m, n, O] with it."""
+        """Adds the products of gradients [m, n, O] with their common input to the sums of stacks."""
         for one, gradient_mnO in zip(sums, gradients, strict=True):
             if gradient_mnO is not None:
                 one.add_product(gradient_mnO.transpose(1, 2), input_mnI, members)
 
     def check_unchanged(self) -> None:
-        """Raises `ValueError` in a backward pass that would compute segments again with other weights."""
+        """Raises `ValueError` if a backward pass would compute segments again with other weights."""
         backward_pass = torch._C._current_graph_task_id()
         if self.versions is None or backward_pass in (-1, self._checked_pass):
             return
@@ -205,7 +205,7 @@ class SharedWeights:
 
 
 def _versions(modules: Sequence[nn.Module]) -> list[tuple[int, int]] | None:
-    """Identity and version of each weight; None if ZeRO-3, FSDP or offloading replaces weights between their uses."""
+    """Returns identity and version of each weight; None if ZeRO-3, FSDP or offloading replaces weights between uses."""
     weights = [weight for module in modules for weight in module.parameters()]
     for one in weights:
         if type(one) not in (nn.Parameter, torch.Tensor) or hasattr(one, "ds_id") or one.is_meta or one.is_inference():
@@ -214,7 +214,7 @@ def _versions(modules: Sequence[nn.Module]) -> list[tuple[int, int]] | None:
 
 
 def share_weights(recomputed: Sequence[nn.Module] = (), sums: bool = True) -> AbstractContextManager[None]:
-    """The weights of a call within; nothing if there is no backward pass, or if torch transforms the computation."""
+    """Activates a call's weights; does nothing without a backward pass, or if torch transforms the computation."""
     if is_transformed() or not torch.is_grad_enabled():
         return nullcontext()
     return SharedWeights(recomputed, sums=sums).active()
@@ -225,7 +225,7 @@ def active_weights() -> SharedWeights | None:
 
 
 def for_recomputation(function: Callable) -> Callable:
-    """The function as a checkpoint runs it again: with the sums that are active now, and with unchanged weights."""
+    """Wraps a function that a checkpoint runs again: it gets the sums active now, and checks for changed weights."""
     if (weights := active_weights()) is None:
         return function
 
@@ -242,9 +242,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedWeights | None:
-    """The active sums, if uses of these weights in this dtype (by default their own) are to be summed there.
+    """Returns the active sums if they should contain uses of these weights in this dtype, by default their own.
 
-    Sharded weights are not: what gathers them for each use also reduces their gradients for each use.
+    Sharded weights are excluded: the code that gathers them for each use also reduces their gradients for each use.
     """
     sums, first = active_weights(), weights[0]
     if sums is None or not sums.sums or not torch.is_grad_enabled():
@@ -256,7 +256,7 @@ def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedW
 
 
 def used(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, for a use whose gradient is to be summed."""
+    """Returns the weight, for a use whose gradient is summed."""
     sums = sums_of(weight)
     if sums is None or hasattr(weight, "ds_id"):  # a view of a weight that ZeRO-3 gathers would outlive it
         return weight
@@ -267,13 +267,13 @@ def used(weight: torch.Tensor) -> torch.Tensor:
 def used_stack(
     sums: SharedWeights, stack_mx: torch.Tensor, weights: Sequence[torch.Tensor], members: slice
 ) -> torch.Tensor:
-    """A part [m, ...] of a stack that is differentiable with respect to the weights, for such a use."""
+    """Returns a part [m, ...] of a stack, differentiable with respect to the weights, for such a use."""
     one, token = sums.begin(weights, is_stack=True)
     return _Use.apply(stack_mx, token, one, members)
 
 
 def product_dtype(input_xI: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The dtype of a product with a weight: autocast's, except for float64."""
+    """Returns the dtype of a product with a weight: autocast's, except for float64."""
     device = input_xI.device.type
     casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts and weight.dtype != torch.float64 else weight.dtype
@@ -286,7 +286,7 @@ def summed_linear(
     bias_O: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """As `F.linear`, in this dtype."""
+    """Works as `F.linear`, in this dtype."""
     one, token = sums.begin([weight_OI])
     bias_O = None if bias_O is None else used(bias_O).to(dtype)
     return _Product.apply(input_xI.to(dtype), sums.cast(weight_OI, dtype), weight_OI, bias_O, token, one)
@@ -298,8 +298,8 @@ def summed_products(
     stacks: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
     members: slice,
 ) -> Sequence[torch.Tensor]:
-    """m products [m, n, O] with the `members` [m, O, I] of each stack, which are differentiable with respect to the
-    weights that the stack has."""
+    """Returns m products [m, n, O] with the `members` [m, O, I] of each stack, which are differentiable with respect to
+    the stack's weights."""
     begun = [sums.begin(weights, is_stack=True) for _, weights in stacks]
     add = partial(sums.add_products, [one for one, _ in begun], members)
     return _StackedProducts.apply(
@@ -308,7 +308,7 @@ def summed_products(
 
 
 def summed_embedding(sums: SharedWeights, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
-    """As `embedding(ids)`; no gradient of a use is as large as the weight."""
+    """Works as `embedding(ids)`, but gradients of a use are smaller than the weight."""
     one, token = sums.begin([embedding.weight])
     return _Embedding.apply(ids, embedding.weight, token, one, embedding.padding_idx)
 
@@ -341,8 +341,8 @@ class _Use(torch.autograd.Function):
 
 
 def may_be_summed(gradient: torch.Tensor) -> bool:
-    """Whether in place: second derivatives need the gradient's own graph, and of several gradients at once
-    (`is_grads_batched`) each has its own sum."""
+    """Returns whether to add in place: second derivatives need the gradient's own graph, and several gradients at once
+    (`is_grads_batched`) need separate sums."""
     return not (torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(gradient))
 
 
@@ -376,7 +376,7 @@ class _Product(torch.autograd.Function):
 
 
 class _StackedProducts(torch.autograd.Function):
-    """m products each with some weights [m, O, I]; their gradients of the input are added by the products."""
+    """m products each with some weights [m, O, I]; the products add their gradients of the input."""
 
     @staticmethod
     def forward(ctx, add: Callable[[Gradients, torch.Tensor], None], input_mnI, *weights_and_tokens):
@@ -403,8 +403,8 @@ class _StackedProducts(torch.autograd.Function):
 
 
 def _sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
-    """Returns the sum of products of gradients [m, n, O] with weights [m, O, I]; it is one product if both lie side by
-    side."""
+    """Returns the sum of products of gradients [m, n, O] with weights [m, O, I]; it is a single product if both lie
+    side by side."""
     gradients, weights = zip(*pairs, strict=True)
     if in_place and len(pairs) > 1:
         joint_mnO, joint_mOI = side_by_side(gradients, dim=2), side_by_side(weights, dim=1)

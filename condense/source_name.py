@@ -1,8 +1,8 @@
-"""The name of a model, by which other libraries load it again.
+"""The name from which other libraries load a model again.
 
-TRL loads the reference model of preference training from `config._name_or_path`, PEFT writes it into the configuration
-of an adapter, whose base is then loaded from there. A model that was folded or changed in memory is in no folder: a
-stock model or one of other segments would take its place, silently. Its name is therefore one that can't be loaded, and
+TRL loads the reference model of preference training from `config._name_or_path`. PEFT writes it into an adapter's
+configuration, and loads the base model from there. A model that was folded or changed in memory is not in any folder: a
+stock model or one with other segments would silently replace it. Its name is therefore one that can't be loaded, and
 errors about it say what to do.
 """
 
@@ -29,15 +29,15 @@ def name_as_in_memory(model: Any, source: Any, change: str) -> None:
 
 
 def check_name(model: Any, source: Any, options: dict[str, Any]) -> None:
-    """Renames a model if its configuration is not that of the checkpoint `source` that it was loaded from with
-    `options`: the checkpoint of a stock model, or one with other segments.
+    """Renames a model if its configuration differs from the checkpoint `source` that it was loaded from with `options`:
+    a stock model's checkpoint, or one with other segments.
     """
     if source is None:  # weights that the caller has
         return
     hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
     try:
         stored, _ = PreTrainedConfig.get_config_dict(source, **hub_options)
-    except OSError:  # weights only: the caller has the configuration
+    except OSError:  # only weights: the caller has the configuration
         stored = {}
     if stored.get("model_type") != model.config.model_type:
         name_as_in_memory(model, source, "folded")

@@ -1,8 +1,8 @@
 """Text to token ids: the tokens that a text begins with, and long texts in pieces.
 
 Every command follows one rule. A text begins with the tokens that the tokenizer's template puts before it, or with
-`bos_token` if the template puts none. No template adds tokens after a text, since a prompt or a book goes on; documents
-to train on end with `eos_token`.
+`bos_token` if the template does not add any. No template adds tokens after a text, because a prompt or a book goes on;
+documents to train on end with `eos_token`.
 """
 
 import re
@@ -13,13 +13,13 @@ import torch
 
 CHARACTERS_PER_PIECE = 2**16  # a tokenizer holds hundreds of bytes for every token of a call
 CHARACTERS_AROUND = 128  # of a border, on either side
-MOST_TRIALS = 64  # of borders, before the rest of a text is taken for one piece
+MOST_TRIALS = 64  # of borders, before the rest of a text becomes one piece
 # A space between two words, or a line break before the next line.
 BORDER = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=\S)")
 
 
 def template_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that a tokenizer's template puts before and after a text."""
+    """Returns the tokens that a tokenizer's template puts before and after a text."""
     special = set(tokenizer.all_special_ids)
     for token in range(len(tokenizer)):
         word = "" if token in special else tokenizer.convert_ids_to_tokens(token)
@@ -34,13 +34,13 @@ def template_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def first_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that a text begins with."""
+    """Returns the tokens that a text begins with."""
     before, _ = template_tokens(tokenizer)
     return before or ([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id])
 
 
 def encode(tokenizer: Any, text: str, with_first: bool = True) -> torch.Tensor:
-    """The token ids [1, N] of a text, after its first tokens unless `with_first` is False.
+    """Returns the token ids [1, N] of a text, after its first tokens unless `with_first` is False.
 
     Memory holds the ids and the tokenizer's data for one piece of the text.
     """
@@ -50,11 +50,11 @@ def encode(tokenizer: Any, text: str, with_first: bool = True) -> torch.Tensor:
 
 
 def pieces_of(tokenizer: Any, text: str) -> Iterator[str]:
-    """The pieces of a text whose tokens, one piece after the other, are those of the whole text.
+    """Yields the pieces of a text. Their tokens, one piece after the other, are the tokens of the whole text.
 
-    A border is taken only if the characters around it have the same tokens in two parts as in one. Tokenizers of the
-    SentencePiece kind put a space before each piece: there the space at the border belongs to neither piece. A text
-    without borders, as in languages without spaces, is one piece.
+    A border is used only if the characters around it have the same tokens in two parts as in one. SentencePiece
+    tokenizers put a space before each piece, so the space at a border belongs to neither piece. A text without borders,
+    as in languages without spaces, is one piece.
     """
     start = 0
     while len(text) - start > CHARACTERS_PER_PIECE:
@@ -68,7 +68,7 @@ def pieces_of(tokenizer: Any, text: str) -> Iterator[str]:
 
 
 def _find_border(tokenizer: Any, text: str, lowest: int) -> tuple[int, int] | None:
-    """The first border from `lowest` on: the end of one piece and the start of the next."""
+    """Returns the first border from `lowest` on: the end of one piece and the start of the next."""
     for _, match in zip(range(MOST_TRIALS), BORDER.finditer(text, lowest), strict=False):
         end = match.start()
         before, behind = text[max(0, end - CHARACTERS_AROUND) : end], text[end : end + CHARACTERS_AROUND]

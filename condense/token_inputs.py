@@ -1,5 +1,5 @@
-"""Inputs of each token beside its id: a duration and the control of a depth block; and what is counted there,
-the evaluations of the block's vector field.
+"""A call's inputs for each token besides its id: durations and a depth block's control. Also counts the evaluations of
+the block's vector field.
 
 Axes: B rows of a batch, N columns of an input, R rows of a chunk, T tokens of a chunk, C components of the control.
 """
@@ -26,8 +26,8 @@ def check_token_inputs(config: CondenseConfig, given: Mapping[str, Any], shape: 
 
 
 class TokenInputs:
-    """`durations_BN` are as given or, after `start`, those of all tokens on the host. `control` is [B, C] or [B, N, C].
-    Both are None without any."""
+    """`durations_BN` holds the given durations or, after `start`, the durations of all tokens on the host. `control` is
+    [B, C] or [B, N, C]. Both are None if not given."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class TokenInputs:
     def from_arguments(
         cls, config: CondenseConfig, given: Mapping[str, Any], inputs: torch.Tensor, batch: UnpaddedBatch, like: Any
     ) -> "TokenInputs":
-        """The inputs `given` to `forward`; a control that is missing is 0."""
+        """Returns the inputs `given` to `forward`; a missing control is 0."""
         control = given["control"]
         if control is None and config.control_size:
             control = zero_control(config.control_size, inputs, like)
         return cls(batch, inputs.device, given["durations"], control)
 
     def start(self, state: RecurrentState, position_anchor: str, like: torch.Tensor) -> Timeline | None:
-        """Returns the timeline that the call advances, None if tokens have no durations. Changes no state: a call that
-        is refused must leave it as it was, so all chunks are checked before the first one runs. `like` gives device and
-        dtype of the control."""
+        """Returns the timeline that the call advances, None without durations. Changes no state: all chunks are checked
+        before the first one runs, because a refused call must not change anything. `like` gives device and dtype of the
+        control."""
         self.control = None if self.control is None else self.control.to(like)
         timeline = state.timeline
         if self.durations_BN is not None and timeline is None:
@@ -76,7 +76,7 @@ class ChunkInputs:
     evaluations: "EvaluationCounts" = field(compare=False)
 
     def count_evaluations(self, num_evaluations: int | torch.Tensor) -> None:
-        """Adds a block's evaluations of its vector field: those of each token [R, T], or one number for all."""
+        """Adds a block's evaluations of its vector field, for each token [R, T], or one number for all."""
         self.evaluations.set(self.chunk, num_evaluations)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "ChunkInputs":
@@ -86,18 +86,18 @@ class ChunkInputs:
 
 
 class EvaluationCounts:
-    """Counts by chunk. A chunk that gradient checkpointing runs twice counts once."""
+    """Counts evaluations by chunk. A chunk that gradient checkpointing runs twice counts once."""
 
     def __init__(self, batch: UnpaddedBatch, device: torch.device):
         self.batch, self.device = batch, device
         self.counts: dict[tuple[int, ...], tuple[Chunk, int | torch.Tensor]] = {}
 
     def set(self, chunk: Chunk, num_evaluations: int | torch.Tensor) -> None:
-        """The evaluations of a chunk: [R, T], or one number for all of its tokens."""
+        """Sets the evaluations of a chunk: [R, T], or one number for all of its tokens."""
         self.counts[(*chunk.rows, *chunk.starts)] = chunk, num_evaluations
 
     def collect(self) -> torch.Tensor | None:
-        """[B, N] on the device of the input, 0 at padding; None if there was no vector field."""
+        """Returns [B, N] on the device of the input, 0 at padding; None if there was no vector field."""
         if not self.counts:
             return None
         shape, device = (self.batch.batch_size, self.batch.num_columns), self.device

@@ -1,11 +1,11 @@
-"""Whether torch transforms a computation, so that it must consist of operations that torch knows."""
+"""Checks whether torch transforms a computation, which must then consist of operations that torch knows."""
 
 import torch
 from torch.autograd import forward_ad
 
 
 def is_transformed() -> bool:
-    """Whether torch.compile, torch.func or forward derivatives are at work."""
+    """Returns whether torch.compile, torch.func or forward derivatives are active."""
     return (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0

@@ -112,7 +112,7 @@ def test_a_file_of_other_answers_is_refused_and_kept(llama, tmp_path):
     command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What"])]
     run(*command, "--answers", answers)
     written = answers.read_text()
-    words = "holds something else than answers to these prompts under these options: pass another --answers"
+    words = "holds something other than answers to these prompts under these options: pass another --answers"
     assert words in refusal(*command, "--answers", answers, "--temperature", 1)
     assert words in refusal("--model", llama, *write_prompts(tmp_path / "prompts.jsonl", ["The"]), "--answers", answers)
     assert answers.read_text() == written
@@ -128,7 +128,7 @@ def test_a_file_of_other_answers_is_refused_and_kept(llama, tmp_path):
         (b"", "holds no prompt: write one JSON object"),
         (b'{"prompt": "a"}\n{"prompt": ', ":2: broken JSON"),
         (b'\n["a"]', ":2: list, not a JSON object"),
-        (b'{"text": "a", "id": 1}', ":1: there is no field 'prompt', only 'text', 'id': name the right one by"),
+        (b'{"text": "a", "id": 1}', ":1: there is no field 'prompt', only 'text', 'id': name the right one with"),
         (b'{"prompt": ["a"]}', ":1: field 'prompt' is ['a']: write a text"),
         (b'{"prompt": ""}', ":1: field 'prompt' is '': write a text"),
         (b'{"prompt": "\\ud800"}', ":1: field 'prompt' is not Unicode"),
@@ -209,7 +209,7 @@ def test_answers_of_a_model_that_has_changed_are_not_continued(change, llama, tm
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     change(folder)
     assert before != {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert "A model whose files have changed is another one." in refusal(*command, "--answers", answers)
+    assert "A model with changed files counts as another one." in refusal(*command, "--answers", answers)
     assert answers.read_text() == first
 
 

@@ -5,10 +5,11 @@
 With gradient checkpointing a group consists of the segments of a checkpoint: it stores its inputs, and the graph of its
 backward pass computes it again. Otherwise it consists of all whole segments in a row, and their activations wait for
 the backward pass in the graphs' own memory. Without gradients it has `SEGMENTS` segments.
-A shape is captured at its second use. Parts of segments, shapes that occur once or do not fit into memory, and a text
+
 A shape is captured at its second use. Without graphs run: parts of segments, shapes that occur once or do not fit into
 memory, and a text that begins while another text waits for its backward pass. Embeddings, the final norm, the head and
 the loss are not part of a graph.
+
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 

@@ -17,8 +17,8 @@ DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.
 
 
 def uses_kernels(tensor: torch.Tensor) -> bool:
-    """Whether kernels can take this tensor: a plain one with elements, on a GPU that Triton supports or, in Triton's
-    interpreter (TRITON_INTERPRET=1), on the CPU; and nothing watches or transforms the operations."""
+    """Returns whether kernels can process this tensor: a plain tensor with elements, on a GPU that Triton supports or,
+    in Triton's interpreter (TRITON_INTERPRET=1), on the CPU; and nothing watches or transforms the operations."""
     if is_transformed() or type(tensor) not in (torch.Tensor, nn.Parameter):
         return False
     device, dtype = tensor.device, tensor.dtype
@@ -40,20 +40,20 @@ def has_triton() -> bool:
 
 @cache
 def _has_kernels(dtype: torch.dtype) -> bool:
-    """Says once for each dtype that it has no kernels on a GPU."""
+    """Logs once for each dtype that it does not have kernels on a GPU."""
     if dtype not in DTYPES["cuda"]:
-        logger.warning("There are no fused kernels for %s: plain operations take their place.", dtype)
+        logger.warning("Fused kernels do not support %s: using plain operations instead.", dtype)
     return dtype in DTYPES["cuda"]
 
 
 @cache
 def _is_supported(index: int) -> bool:
-    """Says once for each GPU why it has no kernels."""
+    """Logs once for each GPU why it does not have kernels."""
     if not has_triton():
-        logger.warning("Triton cannot be imported: plain operations take the place of fused kernels.")
+        logger.warning("Triton can't be imported: using plain operations instead of fused kernels.")
         return False
     if torch.cuda.get_device_capability(index) < CAPABILITY:
         name = torch.cuda.get_device_name(index)
-        logger.warning("%s is too old for the fused kernels: plain operations take their place.", name)
+        logger.warning("%s is too old for the fused kernels: using plain operations instead.", name)
         return False
     return True

@@ -15,8 +15,8 @@ COPIED_LOGITS = 2**24  # in float32 at a time, without a kernel
 def cross_entropy_and_gradient(
     logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns -log p(target) [n] in float32 (float64 for float64 logits), and the gradient [n, V] of their sum,
-    p(v) - [v = target], in the place of the logits: nothing else of their size is kept."""
+    """Returns -log p(target) [n] in float32 (float64 for float64 logits), and the gradient [n, V] of their sum, p(v) -
+    [v = target], stored in place of the logits: nothing else of their size is kept."""
     if not uses_kernels(logits_nV) or with_unit_stride(logits_nV) is not logits_nV:
         return plain_cross_entropy_and_gradient(logits_nV, target_n, needs_gradient)
     from .triton_cross_entropy import cross_entropy
@@ -28,7 +28,7 @@ def cross_entropy_and_gradient(
 def plain_cross_entropy_and_gradient(
     logits_nV: torch.Tensor, target_n: torch.Tensor, needs_gradient: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Nothing else of the logits' size is made: below float32, some rows at a time have copies."""
+    """Makes nothing else of the logits' size: below float32, a few rows at a time are copied."""
     if logits_nV.dtype == sum_dtype(logits_nV.dtype):
         return _in_place(logits_nV, target_n, needs_gradient)
     rows = max(1, COPIED_LOGITS // logits_nV.shape[1])

@@ -1,6 +1,6 @@
-"""A Llama's norm, alone or of a sum, for one layer or for several as one.
+"""A Llama's norm, on its own or of a sum, for one layer or for several at once.
 
-A weight [D] is for all rows; a weight [m, D] is for m groups of consecutive rows, those of m layers.
+A weight [D] applies to all rows; a weight [m, D] applies to m groups of consecutive rows, one for each of m layers.
 
 Axes: x any axes, the first of which holds the m groups; D hidden size.
 """
@@ -14,7 +14,7 @@ MAX_WIDTH = 8192  # a program holds whole rows
 
 
 def rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon); a kernel keeps its input and one number for each row."""
+    """Returns weight * x / sqrt(mean(x^2) + epsilon); a kernel keeps its input and one number for each row."""
     if takes_norm_kernel(hidden_xD, weight):
         return _Norm.apply(hidden_xD, weight, epsilon)
     return plain_rms_norm(hidden_xD, weight, epsilon)
@@ -23,7 +23,7 @@ def rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> t
 def add_rms_norm(
     hidden_xD: torch.Tensor, residual_xD: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the two, and its norm."""
+    """Returns the sum of the two, and its norm."""
     alike = hidden_xD.shape == residual_xD.shape and hidden_xD.dtype == residual_xD.dtype
     if alike and takes_norm_kernel(hidden_xD, weight) and uses_kernels(residual_xD):
         return _AddNorm.apply(hidden_xD, residual_xD, weight, epsilon)
@@ -66,7 +66,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """The sum's own gradient is added in the kernel of the norm's."""
+    """Adds the sum's own gradient in the kernel of the norm's gradient."""
 
     @staticmethod
     def forward(ctx, hidden_xD, residual_xD, weight, epsilon):
@@ -74,7 +74,7 @@ class _AddNorm(torch.autograd.Function):
 
         sum_xD, normed_xD, scale_n = add_norm(hidden_xD, residual_xD, weight, epsilon)
         ctx.save_for_backward(sum_xD, weight, scale_n)
-        ctx.set_materialize_grads(False)  # one of the results may have no use
+        ctx.set_materialize_grads(False)  # one of the results may be unused
         ctx.epsilon = epsilon
         return sum_xD, normed_xD
 
@@ -89,7 +89,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def _gradients(ctx, input_xD, weight, scale_n, needed, gradient_xD, other_xD):
-    """Gradients of the weight and of the norm's input; another use of that input adds its own."""
+    """Returns the gradients of the norm's input, plus the gradient of its other use, and of the weight."""
     if torch.is_grad_enabled():
 
         def plain(input_xD, weight):

@@ -1,7 +1,7 @@
 """Rotary position embedding.
 
-The tables are those of `rotary_tables` in `condense.attention.metadata`, where the sign of sin's first half is changed:
-a rotated vector is x cos + roll(x) sin, where roll exchanges the halves. The gradient is g cos + roll(g sin).
+The tables come from `rotary_tables` in `condense.attention.metadata`, with the sign of sin's first half changed: a
+rotated vector is x cos + roll(x) sin, and roll exchanges the halves. The gradient is g cos + roll(g sin).
 
 Axes: R rows of a chunk, T tokens of a chunk, H heads, E head dimension, 1 a
 broadcast axis.
@@ -15,7 +15,7 @@ RotaryTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [R or 1, 1
 
 
 def rotate(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
-    """Rotary position embedding of queries or keys; a kernel writes it in the order of its axes."""
+    """Applies rotary position embedding to queries or keys; a kernel writes the result in the order of its axes."""
     if _takes_kernel(tensor_RHTE, tables):
         return _Rotation.apply(tensor_RHTE, *tables, False, False)
     return plain_rotate(tensor_RHTE, tables)
@@ -40,8 +40,8 @@ def _takes_kernel(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> bool:
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation or, with `inverse`, its gradient. The result has its axes in order or, with `by_token`, is a view of
-    [R, T, H, E], as are projections: their gradient is then no copy."""
+    """Returns the rotation or, with `inverse`, its gradient. The result has its axes in order. With `by_token` it is a
+    view of [R, T, H, E], as projections are, so that their gradient needs no copy."""
 
     @staticmethod
     def forward(ctx, tensor_RHTE, cos_R1TE, sin_R1TE, inverse, by_token):

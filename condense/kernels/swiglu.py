@@ -13,7 +13,7 @@ from .derivatives import plain_gradients
 
 
 class Rows(Protocol):
-    """Memory for results that are read together with those of other calls: the rows of all calls are adjacent."""
+    """Memory for results that are read together with the results of other calls: the rows of all calls are adjacent."""
 
     def output(self, rows_xF: torch.Tensor) -> torch.Tensor:
         """Returns memory [m, n, F] for as many rows as the tensor has."""
@@ -60,6 +60,6 @@ class _SiluProduct(torch.autograd.Function):
         else:
             both_mnF = ctx.rows.gradient(gate_xF)
         silu_product_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF)
-        # Side by side, as the weights are that they come from: one product takes them to the input.
+        # Side by side, like the weights that they come from: a single product leads to the input.
         both_xF = both_mnF.view(*gate_xF.shape[:-1], 2 * width)
         return both_xF[..., :width], both_xF[..., width:], None

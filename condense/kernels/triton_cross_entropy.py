@@ -43,7 +43,7 @@ def _cross_entropy(
     logits += row * row_stride
     columns = tl.arange(0, BLOCK)
 
-    # Read before any logit is overwritten: the reductions below wait for all threads. No target outside is an address.
+    # Read before any logit is overwritten: the reductions below wait for all threads. Never load an invalid target.
     goal = tl.load(target + row)
     exists = (goal >= 0) & (goal < VOCABULARY)
     of_target = tl.load(logits + goal, mask=exists, other=float("nan")).to(tl.float32)
@@ -54,7 +54,7 @@ def _cross_entropy(
         column = start + columns
         logit = tl.load(logits + column, mask=column < VOCABULARY, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(maximum, tl.max(logit, axis=0))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # so far all are -inf, whose difference is NaN
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # so far all are -inf, and their difference is NaN
         total = total * tl.exp(maximum - shift) + tl.sum(tl.exp(logit - shift), axis=0)
         maximum = larger
     tl.store(losses + row, tl.log(total) - (of_target - maximum))

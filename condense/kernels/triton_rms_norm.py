@@ -1,7 +1,7 @@
 """The kernels of `rms_norm`. They compute in float32.
 
-A program of the forward pass has as many rows as make a tile of some thousand elements. One of the backward pass goes
-over several tiles of one group of rows, and sums the weight's gradient over them.
+A program of the forward pass processes as many rows as make a tile of some thousand elements. A program of the backward
+pass processes several tiles of one group of rows, and sums the weight's gradient over them.
 
 Axes: x any axes, n rows, D hidden size, m groups of rows, p programs of a group.
 """
@@ -17,7 +17,7 @@ PROGRAMS = 512  # of a backward pass: some for each multiprocessor
 
 
 def norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normed rows, and the factor [n] in float32 of each row."""
+    """Returns the normed rows, and the factor [n] in float32 of each row."""
     hidden = as_rows(hidden_xD)
     normed_xD, scale_n = _launch_forward(hidden, hidden, hidden, weight, epsilon, hidden_xD.shape, adds=False)
     return normed_xD, scale_n
@@ -26,7 +26,7 @@ def norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple
 def add_norm(
     hidden_xD: torch.Tensor, residual_xD: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum, its norm, and the factor [n] in float32 of each row."""
+    """Returns the sum, its norm, and the factor [n] in float32 of each row."""
     hidden, residual = as_rows(hidden_xD), as_rows(residual_xD)
     total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     normed_xD, scale_n = _launch_forward(hidden, residual, total, weight, epsilon, hidden_xD.shape, adds=True)
@@ -68,14 +68,14 @@ def norm_gradients(
     other_xD: torch.Tensor | None,
     needs_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of the norm's input, with `other_xD` added, and of the weight."""
+    """Returns the gradient of the norm's input, with `other_xD` added, and of the weight."""
     hidden, gradient = as_rows(input_xD), as_rows(gradient_xD)
     other = hidden if other_xD is None else as_rows(other_xD)
     weight_mD = _grouped(weight)
     (num_rows, width), groups = hidden.shape, len(weight_mD)
     rows, options = _tile(width)
     tiles = triton.cdiv(num_rows // groups, rows)  # of a group
-    # A constant of the kernel, of which there are then few; nor would the interpreter count to a number that is none.
+    # A constant of the kernel: powers of 2 keep the variants few, and the interpreter can't loop to a tensor.
     tiles_per_program = triton.next_power_of_2(triton.cdiv(tiles, max(PROGRAMS // groups, 1)))
     programs = triton.cdiv(tiles, tiles_per_program)
     of_input = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -110,7 +110,7 @@ def _grouped(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _tile(width: int) -> tuple[int, dict[str, int]]:
-    """The rows of a tile, and what the kernels are compiled with."""
+    """Returns the number of rows of a tile, and the compilation options of the kernels."""
     block = triton.next_power_of_2(width)
     rows = max(TILE // block, 1)
     return rows, {"ROWS": rows, "BLOCK": block, "num_warps": min(rows * block // 256, 16)}

@@ -1,4 +1,4 @@
-"""The kernel of `rotary`: a program has some tokens of a row and some heads, for which it reads the tables once.
+"""The kernel of `rotary`: a program processes some tokens of a row and some heads, and reads the tables once.
 
 Axes: R rows of a chunk, T tokens of a chunk, H heads, E head dimension, 1 a broadcast axis.
 """

@@ -32,7 +32,7 @@ def silu_product_gradients_into(
 
 
 def _parts(written_mnF: torch.Tensor) -> tuple[int, int]:
-    """Rows of a part, and the distance between parts."""
+    """Returns the rows of a part, and the distance between parts."""
     assert written_mnF.stride()[1:] == (written_mnF.shape[2], 1)
     return written_mnF.shape[1], written_mnF.stride(0)
 

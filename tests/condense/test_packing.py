@@ -89,14 +89,14 @@ def test_one_document_with_the_arguments_of_other_kernels_is_an_ordinary_text():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"cu_seq_lens_q": torch.tensor([0, 9, 14])}, r"cu_seq_lens_q and .* column 6 by position_ids alone"),
-        ({"cu_seq_lens_k": torch.tensor([0, 6, 8, 14])}, r"cu_seq_lens_k and .* column 8 by cu_seq_lens_k alone"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 14])}, r"cu_seq_lens_q and .* column 6 by position_ids only"),
+        ({"cu_seq_lens_k": torch.tensor([0, 6, 8, 14])}, r"cu_seq_lens_k and .* column 8 by cu_seq_lens_k only"),
         ({"cu_seq_lens_k": torch.tensor([0, 6])}, r"cu_seq_lens_k=\[0, 6\] does not fit 14 tokens"),
         ({"cu_seq_lens_q": torch.tensor([0, 9, 6, 14])}, r"cu_seq_lens_q=\[0, 9, 6, 14\] does not fit 14"),
-        ({"seq_idx": torch.zeros(1, 14)}, r"seq_idx and .* column 6 by position_ids alone"),
+        ({"seq_idx": torch.zeros(1, 14)}, r"seq_idx and .* column 6 by position_ids only"),
         ({"seq_idx": torch.zeros(1, 13)}, r"seq_idx of shape \(1, 13\)"),
         ({"max_length_q": 7}, r"max_length_q=7, and a document has 8 tokens"),
-        ({"position_ids": torch.arange(14)[None]}, r"seq_idx and .* column 6 by seq_idx alone"),
+        ({"position_ids": torch.arange(14)[None]}, r"seq_idx and .* column 6 by seq_idx only"),
     ],
 )
 def test_packing_arguments_that_contradict_the_positions_are_refused(changes, words):
